@@ -1,0 +1,132 @@
+"""Serve many language models on few engines: models are swapped in seconds, streams go on.
+
+This package holds the values and the interfaces; backends and policies are imported by their own paths
+(`hotswap.backends.torch`, `hotswap.policies`), so that importing hotswap stays cheap.
+"""
+
+from hotswap.action import Action, PhaseRecord, Prefetch, Swap, SwapRecord, Unload
+from hotswap.engine import Engine, SupportsPreload, WrapperEngine
+from hotswap.errors import (
+    BackendMissing,
+    ConfigError,
+    DeadlineExceeded,
+    FleetClosed,
+    HotswapError,
+    InstanceError,
+    InstanceLost,
+    InvalidRequest,
+    LoadsExhausted,
+    MemoryNotReclaimed,
+    MigrationAborted,
+    ModelTooLarge,
+    OutOfMemory,
+    PromptTooLong,
+    RequestError,
+    RequestEvicted,
+    ShardCorrupt,
+    ShardMissing,
+    StoreError,
+    SwapFailed,
+    SwapRefused,
+    TierFull,
+    UnknownAdapter,
+    UnknownModel,
+    UnsafeFile,
+    UnsupportedModel,
+    WaitingRoomFull,
+)
+from hotswap.hardware import DeviceProfile, parse_bytes
+from hotswap.model import HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
+from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
+from hotswap.router import Router
+
+# Fleet: see runtime
+from hotswap.scheduler import Scheduler
+from hotswap.store import SupportsImport, SupportsPrefetch, SupportsTokenizer, WeightStore, WrapperStore
+from hotswap.stream import TokenQueue, TokenStream
+from hotswap.text import TextStream, Tokenizer
+from hotswap.view import (
+    FleetView,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    ModelView,
+    Residency,
+    StoreView,
+    TierView,
+    WaitingView,
+)
+
+__all__ = [
+    "Action",
+    "AdapterId",
+    "BackendMissing",
+    "ConfigError",
+    "DeadlineExceeded",
+    "DeviceProfile",
+    "Engine",
+    "FinishReason",
+    "FleetClosed",
+    "FleetView",
+    "HostChunk",
+    "HotswapError",
+    "InstanceError",
+    "InstanceId",
+    "InstanceLost",
+    "InstanceState",
+    "InstanceView",
+    "InvalidRequest",
+    "LoadsExhausted",
+    "Manifest",
+    "MemoryNotReclaimed",
+    "MigrationAborted",
+    "Model",
+    "ModelCard",
+    "ModelId",
+    "ModelTooLarge",
+    "ModelView",
+    "OutOfMemory",
+    "PhaseRecord",
+    "Prefetch",
+    "PromptTooLong",
+    "Request",
+    "RequestError",
+    "RequestEvicted",
+    "RequestId",
+    "Residency",
+    "Router",
+    "Sampling",
+    "Scheduler",
+    "Shard",
+    "ShardCorrupt",
+    "ShardMissing",
+    "StoreError",
+    "StoreView",
+    "SupportsImport",
+    "SupportsPrefetch",
+    "SupportsPreload",
+    "SupportsTokenizer",
+    "Swap",
+    "SwapFailed",
+    "SwapRecord",
+    "SwapRefused",
+    "TensorSpec",
+    "TextStream",
+    "TierFull",
+    "TierView",
+    "Token",
+    "TokenQueue",
+    "TokenStream",
+    "Tokenizer",
+    "UnknownAdapter",
+    "UnknownModel",
+    "Unload",
+    "UnsafeFile",
+    "UnsupportedModel",
+    "WaitingRoomFull",
+    "WaitingView",
+    "WeightStore",
+    "WrapperEngine",
+    "WrapperStore",
+    "parse_bytes",
+]

@@ -1,0 +1,1 @@
+"""Engines and stores over foreign libraries; import each by its own path."""

@@ -1,0 +1,149 @@
+"""The `Engine` interface: one instance that serves at most one base model at a time.
+
+EMPTY --load--> LOADING --ok--> SERVING --evict--> DRAINING --all gone--> unload --> EMPTY
+                LOADING --error or cancel--> EMPTY     DRAINING --cancelled before eviction--> SERVING
+any --> LOST --unload, where the engine can come back--> EMPTY
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol, Self, runtime_checkable
+
+from anyio import AsyncContextManagerMixin
+
+from hotswap.model import ModelCard
+from hotswap.request import Request
+from hotswap.store import WeightStore
+from hotswap.stream import TokenStream
+from hotswap.view import InstanceId, InstanceView
+
+__all__ = ["Engine", "SupportsPreload", "WrapperEngine"]
+
+
+class Engine(AsyncContextManagerMixin, ABC):
+    """One instance: a fixed slice of devices and the batcher that runs on it.
+
+    `async with engine` brackets its life; leaving it stops its workers and frees its memory. The runtime
+    never calls `load`, `unload` or `evict` concurrently on one engine; `stream` and `view` may be called at
+    any time from the event loop. An engine never calls the fleet: it can only end a stream.
+    """
+
+    id: InstanceId
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        """Start the engine EMPTY and stop it afterwards; override to hold workers."""
+        yield self
+
+    @abstractmethod
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        """Bring an EMPTY engine to SERVING `model`; on failure or cancellation it is EMPTY again.
+
+        Raises:
+            OutOfMemory: the weights and the least KV pool do not fit.
+            UnsupportedModel: the architecture cannot be served exactly.
+            StoreError: the weights could not be read.
+            InstanceLost: the engine is gone.
+            InstanceError: the engine is not EMPTY.
+        """
+
+    @abstractmethod
+    async def unload(self) -> None:
+        """Return once the device memory is really free and the engine is EMPTY; at once if it already is.
+
+        Requests still running are evicted first. Called on a LOST engine it restarts what can be restarted. A
+        cancellation is honoured only once the engine is EMPTY.
+
+        Raises:
+            MemoryNotReclaimed: the device still holds what should have been freed.
+            InstanceLost: the engine cannot come back.
+        """
+
+    @abstractmethod
+    def stream(self, request: Request) -> AbstractAsyncContextManager[TokenStream]:
+        """Run a request: prefill `prompt + generated`, then yield position `len(generated)` and onwards.
+
+        Tokens come without text. Leaving the block aborts the request, and its KV blocks are free within one
+        step.
+
+        Raises:
+            RequestEvicted: the engine stopped admitting, or gave the request back (on entering, or from the
+            stream). InstanceLost: the engine is gone (likewise).
+            PromptTooLong: the request can never fit this engine's KV blocks or the model's context.
+            UnknownAdapter: the request names an adapter that this engine does not hold.
+        """
+
+    @abstractmethod
+    async def evict(self, *, deadline_s: float) -> int:
+        """Admit none, wait at most `deadline_s`, then evict what still runs; return how many were evicted.
+
+        Evicted streams raise `RequestEvicted` after the tokens they hold. The engine is DRAINING from the
+        call on. Cancelled before the eviction, it goes back to SERVING with nothing lost. `deadline_s=0`
+        evicts at once.
+
+        Raises:
+            InstanceLost: the engine is gone.
+            InstanceError: the engine is not SERVING.
+        """
+
+    @abstractmethod
+    def view(self) -> InstanceView:
+        """Return state, load and memory. Synchronous, cheap and frozen; true at the moment of the call."""
+
+    def __repr__(self) -> str:
+        view = self.view()
+        model = f" {view.model}" if view.model else ""
+        requests = f"{view.num_running} running, {view.num_waiting} waiting"
+        return f"<{type(self).__name__} {self.id} {view.state}{model} [requests: {requests}]>"
+
+
+@runtime_checkable
+class SupportsPreload(Protocol):
+    """An engine that can stage the next model beside the one it serves: the swap is a pointer flip."""
+
+    def can_preload(self, model: ModelCard) -> bool:
+        """Whether the model would fit now beside what is loaded."""
+        ...
+
+    async def preload(self, model: ModelCard, store: WeightStore) -> None:
+        """Stage `model`, so that the next `load` of it takes what was staged.
+
+        Failure or cancellation leaves nothing staged.
+        Staging another model drops the one staged before. Serving goes on undisturbed.
+        """
+        ...
+
+    async def drop_preload(self) -> None:
+        """Free what is staged; at once if nothing is."""
+        ...
+
+
+class WrapperEngine(Engine):
+    """Forwards everything to another engine: subclass it and override what should differ."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.wrapped = engine
+        self.id = engine.id
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        async with self.wrapped:
+            yield self
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        await self.wrapped.load(model, store)
+
+    async def unload(self) -> None:
+        await self.wrapped.unload()
+
+    def stream(self, request: Request) -> AbstractAsyncContextManager[TokenStream]:
+        return self.wrapped.stream(request)
+
+    async def evict(self, *, deadline_s: float) -> int:
+        return await self.wrapped.evict(deadline_s=deadline_s)
+
+    def view(self) -> InstanceView:
+        return self.wrapped.view()

@@ -1,0 +1,179 @@
+"""Every error hotswap raises, arranged by what the caller does next.
+
+HotswapError
+  ConfigError(ValueError)      fix the set-up: UnknownModel, UnknownAdapter, UnsupportedModel
+  FleetClosed                  the fleet has ended or has not begun
+  RequestError                 give up on this request
+    InvalidRequest(ValueError)   a field of the request or its sampling is out of range
+    PromptTooLong                prompt and generated tokens exceed the model's context
+    ModelTooLarge                no engine of the fleet could ever hold the model
+    WaitingRoomFull              try again after `retry_after_s`
+    DeadlineExceeded             the request's own deadline passed
+    LoadsExhausted               its model failed to load too often
+  InstanceError                try elsewhere
+    OutOfMemory                  weights or KV blocks do not fit
+    MemoryNotReclaimed           unload ended but the memory is still taken
+    SwapRefused                  another swap holds the instance, or the swap makes no sense
+    SwapFailed                   a phase of a swap failed or ran out of time
+    MigrationAborted             a stage of a migration failed; the source still owns the request
+    InstanceLost                 the engine is gone, its requests with it
+  StoreError                   try another tier
+    ShardMissing                 the weights are not there
+    ShardCorrupt                 the file is not what its index says
+    UnsafeFile                   a file that could run code, or that points outside its directory
+    TierFull                     the tier has no room left
+  BackendMissing(ImportError)  install an extra
+  RequestEvicted               raised by engines, caught by the fleet; a client never sees it
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendMissing",
+    "ConfigError",
+    "DeadlineExceeded",
+    "FleetClosed",
+    "HotswapError",
+    "InstanceError",
+    "InstanceLost",
+    "InvalidRequest",
+    "LoadsExhausted",
+    "MemoryNotReclaimed",
+    "MigrationAborted",
+    "ModelTooLarge",
+    "OutOfMemory",
+    "PromptTooLong",
+    "RequestError",
+    "RequestEvicted",
+    "ShardCorrupt",
+    "ShardMissing",
+    "StoreError",
+    "SwapFailed",
+    "SwapRefused",
+    "TierFull",
+    "UnknownAdapter",
+    "UnknownModel",
+    "UnsafeFile",
+    "UnsupportedModel",
+    "WaitingRoomFull",
+]
+
+
+class HotswapError(Exception):
+    """The root: `except HotswapError` catches whatever hotswap raises on purpose."""
+
+
+class ConfigError(HotswapError, ValueError):
+    """The set-up is wrong; no retry will help."""
+
+
+class UnknownModel(ConfigError):
+    """A model that was never registered with the fleet or the store."""
+
+
+class UnknownAdapter(ConfigError):
+    """An adapter that was never registered."""
+
+
+class UnsupportedModel(ConfigError):
+    """An architecture that the engine cannot serve exactly; it refuses rather than give wrong tokens."""
+
+
+class FleetClosed(HotswapError):
+    """The fleet was used before `async with` began or after it ended."""
+
+
+class RequestError(HotswapError):
+    """This request cannot be served; others are unaffected."""
+
+
+class InvalidRequest(RequestError, ValueError):
+    """A field of the request or of its sampling is out of range."""
+
+
+class PromptTooLong(RequestError):
+    """The tokens so far do not fit the model's context, or never fit the engine's KV blocks."""
+
+
+class ModelTooLarge(RequestError):
+    """No engine of the fleet could ever hold the model."""
+
+
+class WaitingRoomFull(RequestError):
+    """The waiting room refused the request; `retry_after_s` is its guess of when to come back."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(RequestError):
+    """The request's own deadline passed before it finished."""
+
+
+class LoadsExhausted(RequestError):
+    """The request's model failed to load so often that waiting for it was given up."""
+
+
+class InstanceError(HotswapError):
+    """One instance cannot do it; another may."""
+
+
+class OutOfMemory(InstanceError):
+    """Weights or KV blocks do not fit in the instance's memory."""
+
+
+class MemoryNotReclaimed(InstanceError):
+    """An unload ended, yet the memory it should have freed is still taken."""
+
+
+class SwapRefused(InstanceError):
+    """A swap that was not begun: the instance is busy with another, is lost, or already serves the model."""
+
+
+class SwapFailed(InstanceError):
+    """A swap that failed in `phase`: `"preflight"`, `"preload"`, `"evict"`, `"unload"` or `"load"`."""
+
+    def __init__(self, message: str, *, phase: str) -> None:
+        super().__init__(message)
+        self.phase = phase
+
+
+class MigrationAborted(InstanceError):
+    """A migration that failed in `stage`; the source still owns the request."""
+
+    def __init__(self, message: str, *, stage: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class InstanceLost(InstanceError):
+    """The engine is gone: its process died, its device failed, or its host cannot be reached."""
+
+
+class StoreError(HotswapError):
+    """Weights could not be read or written; another tier may still hold them."""
+
+
+class ShardMissing(StoreError):
+    """The store holds no such model or shard."""
+
+
+class ShardCorrupt(StoreError):
+    """A file is truncated, changed, of another format, or contradicts its index; the message names it."""
+
+
+class UnsafeFile(StoreError):
+    """A file that could run code when read (a pickle), or an index that points outside its directory."""
+
+
+class TierFull(StoreError):
+    """The tier's budget or its disk has no room; what it held before is untouched."""
+
+
+class BackendMissing(HotswapError, ImportError):
+    """A backend's library is not installed; the message says which extra brings it."""
+
+
+class RequestEvicted(HotswapError):
+    """The engine gave the request back so that it can go on elsewhere; private to engines and the fleet."""

@@ -1,0 +1,63 @@
+"""Sizes as people write them, and how fast a device is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hotswap.errors import ConfigError
+
+__all__ = ["DeviceProfile", "parse_bytes"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a size in bytes: an `int` as it is, `"200 GiB"` binary, `"200 GB"` decimal.
+
+    Raises:
+        ConfigError: the text is not a size, or the size is negative.
+    """
+    if isinstance(size, int):
+        if size < 0:
+            raise ConfigError(f"A size of {size} bytes is negative; give 0 or more.")
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ConfigError(f"{size!r} is not a size; write it like '200 GiB', '1.5 GB' or 4096.")
+    number, unit, binary = match.groups()
+    return int(float(number) * (_UNITS if binary else _DECIMAL)[unit.upper()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """How long a device takes, as a linear model of a step and of the links that weights cross.
+
+    A step over `n` tokens (decodes and prefill chunks together), `batch` requests and `context` cached
+    tokens lasts `max(floor_s, base_s + n * token_s) + batch * request_s + context * context_token_s`: the
+    shape that published simulators of serving engines agree on (weight-bound floor, then linear in tokens,
+    batch and context).
+    """
+
+    name: str = "laptop"
+    memory_bytes: int = 16 << 30
+    floor_s: float = 0.006
+    base_s: float = 0.001
+    token_s: float = 20e-6
+    request_s: float = 4e-6
+    context_token_s: float = 40e-9
+    load_bytes_per_s: float = 20e9
+    unload_s: float = 0.05
+
+    def step_s(self, *, tokens: int, batch: int, context: int) -> float:
+        """Seconds of one engine step; 0 for an empty one."""
+        if not tokens:
+            return 0.0
+        work = max(self.floor_s, self.base_s + tokens * self.token_s)
+        return work + batch * self.request_s + context * self.context_token_s
+
+    def load_s(self, size_bytes: int) -> float:
+        """Seconds to bring `size_bytes` from host memory to the device."""
+        return size_bytes / self.load_bytes_per_s

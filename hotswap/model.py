@@ -1,0 +1,149 @@
+"""What a model is to the fleet, and what its weights are to a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotswap.errors import ConfigError
+from hotswap.request import ModelId
+
+__all__ = ["HostChunk", "Manifest", "Model", "ModelCard", "Shard", "TensorSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as the user registers it: a name, where its checkpoint lies, and what is expected of it.
+
+    `source` is a local Hugging Face directory (or whatever the store understands); `None` when the store
+    already holds the model under its id. `min_replicas` is the floor that the shipped schedulers keep and
+    restore. `slowness` is the weight *w* of the swap policy: twice the value for half the throughput.
+    `max_context_tokens` shortens the model's own context.
+    """
+
+    id: str
+    source: str | Path | None = None
+    min_replicas: int = 0
+    slowness: float = 1.0
+    max_context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.id or "/" in self.id or "\\" in self.id or self.id in {".", ".."}:
+            raise ConfigError(
+                f"Model id {self.id!r} names a directory in stores; use letters, digits, '.', '_', '-'."
+            )
+        if self.min_replicas < 0:
+            raise ConfigError(f"min_replicas of {self.id!r} is {self.min_replicas}; it must be 0 or more.")
+        if not self.slowness > 0:
+            raise ConfigError(f"slowness of {self.id!r} is {self.slowness}; it must be over 0.")
+        if self.max_context_tokens is not None and self.max_context_tokens < 1:
+            raise ConfigError(
+                f"max_context_tokens of {self.id!r} is {self.max_context_tokens}; give 1 or more."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Where one named tensor lies in its rank's flat buffer.
+
+    Tied names carry the same offset, and their bytes exist once.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A contiguous piece of one tensor-parallel rank's flat weight buffer, held in one file.
+
+    `buffer_offset_bytes` is its place in the flat buffer; `file_offset_bytes` and `size_bytes` its place in
+    `file`, a plain name inside the model's directory. `checksum` is `"<algorithm>:<hex>"` over its bytes.
+    """
+
+    model: ModelId
+    rank: int
+    file: str
+    file_offset_bytes: int
+    buffer_offset_bytes: int
+    size_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything an engine needs before the first byte: architecture, tensors, shards, sizes.
+
+    `config` is the text of the checkpoint's `config.json`; an engine that simulates may leave it empty.
+    `buffer_bytes` is the size of one rank's flat buffer, padding included.
+    """
+
+    model: ModelId
+    shards: tuple[Shard, ...]
+    buffer_bytes: int
+    tensors: tuple[TensorSpec, ...] = ()
+    world_size: int = 1
+    alignment_bytes: int = 4096
+    architecture: str = ""
+    config: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    max_context_tokens: int = 2**31
+    kv_bytes_per_token: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """All shards of all ranks."""
+        return sum(shard.size_bytes for shard in self.shards)
+
+    def shards_of(self, rank: int) -> tuple[Shard, ...]:
+        """The shards of one rank, in buffer order."""
+        mine = (shard for shard in self.shards if shard.rank == rank)
+        return tuple(sorted(mine, key=lambda shard: shard.buffer_offset_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """A registered model together with its manifest's facts: what engines load and policies weigh."""
+
+    id: ModelId
+    weight_bytes: int
+    max_context_tokens: int
+    architecture: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    kv_bytes_per_token: int = 0
+    min_replicas: int = 0
+    slowness: float = 1.0
+
+    @classmethod
+    def of(cls, model: Model, manifest: Manifest) -> ModelCard:
+        """Join what the user asked for with what the store knows."""
+        context = manifest.max_context_tokens
+        if model.max_context_tokens is not None:
+            context = min(context, model.max_context_tokens)
+        return cls(
+            id=ModelId(model.id),
+            weight_bytes=manifest.weight_bytes,
+            max_context_tokens=context,
+            architecture=manifest.architecture,
+            eos_token_ids=manifest.eos_token_ids,
+            kv_bytes_per_token=manifest.kv_bytes_per_token,
+            min_replicas=model.min_replicas,
+            slowness=model.slowness,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostChunk:
+    """Bytes of a shard in host memory, lent: valid until the next chunk is asked for.
+
+    `offset_bytes` is the chunk's place in the rank's flat buffer, so an engine copies it there and forgets
+    it. `tier` names where the bytes came from; `pinned` says that a device may copy from it asynchronously.
+    """
+
+    offset_bytes: int
+    data: memoryview
+    tier: str = ""
+    pinned: bool = False

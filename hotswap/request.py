@@ -1,0 +1,128 @@
+"""What a client asks for, and what it gets back token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NewType
+
+from hotswap.errors import InvalidRequest
+
+__all__ = ["AdapterId", "FinishReason", "ModelId", "Request", "RequestId", "Sampling", "Token"]
+
+ModelId = NewType("ModelId", str)
+AdapterId = NewType("AdapterId", str)
+RequestId = NewType("RequestId", str)
+
+FinishReason = Literal["stop", "length"]
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise InvalidRequest(otherwise)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen and when to stop; the default is greedy.
+
+    The token at position `n` of a request depends on the logits, `seed` and `n` alone, never on the batch, so
+    a request that moves samples what it would have sampled.
+
+    `top_k=0` and `top_p=1.0` are off. `repetition_penalty` divides the positive and multiplies the negative
+    logits of every token seen so far, prompt included (Keskar et al., CTRL, arXiv:1909.05858, section 4.1).
+    `stop` strings match the decoded text and are cut from it; `stop_token_ids` add to the model's own end
+    tokens, which `ignore_eos` switches off. No stop of any kind fires before `min_tokens` tokens.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.max_tokens >= 1, f"max_tokens is {self.max_tokens!r}, it must be 1 or more.")
+        _check(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens!r}, it must lie between 0 and max_tokens ({self.max_tokens}).",
+        )
+        _check(
+            0.0 <= self.temperature < float("inf"),
+            f"temperature is {self.temperature!r}, it must be 0 (greedy) or more, and finite.",
+        )
+        _check(self.top_k >= 0, f"top_k is {self.top_k!r}, it must be 0 (off) or more.")
+        _check(0.0 < self.top_p <= 1.0, f"top_p is {self.top_p!r}, it must be over 0 and at most 1 (off).")
+        _check(
+            0.0 < self.repetition_penalty < float("inf"),
+            f"repetition_penalty is {self.repetition_penalty!r}, it must be over 0; 1 is off.",
+        )
+        _check(
+            not isinstance(self.stop, str) and all(self.stop),
+            f"stop is {self.stop!r}, it must be a tuple of strings, none of them empty.",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation: a prompt, what was generated so far elsewhere, and how to go on.
+
+    An engine treats `prompt + generated` as the tokens to prefill and continues with position
+    `len(generated)`; it need not know that the request has lived before.
+    """
+
+    id: RequestId
+    model: ModelId
+    prompt: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    generated: tuple[int, ...] = ()
+    adapter: AdapterId | None = None
+    priority: int = 0
+    arrived_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(bool(self.prompt), "The prompt is empty; give at least one token (a start token will do).")
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens so far: the prompt, then what was generated."""
+        return self.prompt + self.generated
+
+    @property
+    def num_tokens(self) -> int:
+        """`len(tokens)` without building them."""
+        return len(self.prompt) + len(self.generated)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """How many tokens may still be generated."""
+        return self.sampling.max_tokens - len(self.generated)
+
+    def continued(self, tokens: Sequence[int]) -> Request:
+        """Return the same request after it generated `tokens` more; the next engine prefills them."""
+        return replace(self, generated=self.generated + tuple(tokens))
+
+    def __repr__(self) -> str:
+        tokens = f"{len(self.prompt)}+{len(self.generated)}/{self.sampling.max_tokens}"
+        adapter = f" adapter {self.adapter}" if self.adapter else ""
+        return f"<Request {self.id} {self.model}{adapter} [tokens: {tokens}]>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One generated token: its id, its `index` from 0 in the generation, and the text it completes.
+
+    `text` is empty while a character or a possible stop string is still incomplete, and always empty for a
+    model without a tokenizer. `finish_reason` is set on the last token alone: `"stop"` for an end token or a
+    stop string, `"length"` for `max_tokens` or the end of the context.
+    """
+
+    id: int
+    index: int
+    text: str = ""
+    finish_reason: FinishReason | None = None

@@ -1,0 +1,76 @@
+"""Tokens on their way from an engine to whoever reads them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+import anyio
+
+from hotswap.request import Token
+
+__all__ = ["TokenQueue", "TokenStream"]
+
+
+class TokenStream(ABC):
+    """An asynchronous iterator of `Token`s that ends after the one with a `finish_reason`.
+
+    Iterating raises what ended the stream early: `RequestEvicted` or `InstanceLost` from an engine, a
+    `RequestError` or `InstanceError` from a fleet. Cancelling an iteration loses no token: the next call
+    gets it.
+    """
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    @abstractmethod
+    async def __anext__(self) -> Token:
+        """Return the next token, waiting for it if need be."""
+
+    async def collect(self) -> list[Token]:
+        """Read the stream to its end."""
+        return [token async for token in self]
+
+
+class TokenQueue(TokenStream):
+    """A stream fed from the other side: `put`, then `close`; both return at once.
+
+    Holds at most one request's tokens, so it needs no bound. Producer and consumer share an event loop; a
+    worker thread feeds it through `loop.call_soon_threadsafe` or `anyio.from_thread`.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: deque[Token] = deque()
+        self._changed = anyio.Event()
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def put(self, token: Token) -> None:
+        """Append a token; ignored once the stream is closed."""
+        if not self._closed:
+            self._tokens.append(token)
+            self._changed.set()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the stream after the tokens it holds, by raising `error` if given; the first call counts."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            self._changed.set()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called; tokens may still be waiting to be read."""
+        return self._closed
+
+    async def __anext__(self) -> Token:
+        while not self._tokens:
+            if self._closed:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._changed = anyio.Event()
+            await self._changed.wait()
+        return self._tokens.popleft()
+
+    def __repr__(self) -> str:
+        return f"<TokenQueue [{len(self._tokens)} unread, {'closed' if self._closed else 'open'}]>"

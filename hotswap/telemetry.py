@@ -1,0 +1,129 @@
+"""Names of spans, metrics and attributes, and how they are stamped.
+
+Spans carry the event loop's time: the wall clock read once plus what the loop has counted since, so that a
+simulated hour traces like a real one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import anyio
+from opentelemetry import metrics, trace
+from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
+
+__all__ = ["Telemetry"]
+
+SPAN_REQUEST = "hotswap.request"
+SPAN_HOP = "hotswap.hop"
+SPAN_SWAP = "hotswap.swap"
+SPAN_PHASE = "hotswap.{}"
+SPAN_FIRST_TOKEN = "hotswap.first_token"
+SPAN_PREFETCH = "hotswap.prefetch"
+
+MODEL = "gen_ai.request.model"
+OPERATION = "gen_ai.operation.name"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+MAX_TOKENS = "gen_ai.request.max_tokens"
+TEMPERATURE = "gen_ai.request.temperature"
+
+INSTANCE = "hotswap.instance"
+REQUEST_ID = "hotswap.request.id"
+PRIORITY = "hotswap.request.priority"
+ADAPTER = "hotswap.adapter"
+NUM_HOPS = "hotswap.request.hops"
+FROM_MODEL = "hotswap.swap.from_model"
+TO_MODEL = "hotswap.swap.to_model"
+REASON = "hotswap.swap.reason"
+OUTCOME = "hotswap.swap.outcome"
+EVICTED = "hotswap.swap.evicted_requests"
+DOWNTIME_S = "hotswap.swap.downtime_s"
+LOADED_BYTES = "hotswap.load.bytes"
+TIER = "hotswap.load.tier"
+SECONDS = "hotswap.seconds"
+
+TTFT = "gen_ai.server.time_to_first_token"
+TPOT = "gen_ai.server.time_per_output_token"
+QUEUE_LENGTH = "hotswap.queue.length"
+SWAPS = "hotswap.swaps"
+SWAP_SECONDS = "hotswap.swap.duration"
+RESIDENT_BYTES = "hotswap.store.resident_bytes"
+
+Attributes = Mapping[str, AttributeValue]
+
+
+class Telemetry:
+    """The tracer, the meter and the clock of one fleet.
+
+    Providers default to OpenTelemetry's global ones, which do nothing until an application installs its SDK.
+    """
+
+    def __init__(
+        self,
+        tracer_provider: trace.TracerProvider | None = None,
+        meter_provider: metrics.MeterProvider | None = None,
+    ) -> None:
+        self.tracer = trace.get_tracer("hotswap", tracer_provider=tracer_provider)
+        self.meter = metrics.get_meter("hotswap", meter_provider=meter_provider)
+        self.ttft = self.meter.create_histogram(TTFT, "s", "Arrival to first token, waiting room included")
+        self.tpot = self.meter.create_histogram(TPOT, "s", "Mean time per output token after the first")
+        self.swaps = self.meter.create_counter(SWAPS, "{swap}", "Swaps by outcome")
+        self.swap_seconds = self.meter.create_histogram(SWAP_SECONDS, "s", "Duration of swaps")
+        self._wall_ns_at_zero: int | None = None
+
+    def now_ns(self) -> int:
+        """The loop's time as nanoseconds since the epoch."""
+        loop_ns = int(anyio.current_time() * 1e9)
+        if self._wall_ns_at_zero is None:
+            self._wall_ns_at_zero = time.time_ns() - loop_ns
+        return self._wall_ns_at_zero + loop_ns
+
+    def start(
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        *,
+        parent: Span | None = None,
+        links: Sequence[SpanContext] = (),
+    ) -> Span:
+        """Start a span now, under `parent` or as a root; end it with `finish`."""
+        context = trace.set_span_in_context(parent) if parent is not None else None
+        return self.tracer.start_span(
+            name,
+            context,
+            attributes=attributes,
+            links=[Link(link) for link in links if link.is_valid],
+            start_time=self.now_ns(),
+        )
+
+    def finish(self, span: Span, error: BaseException | None = None) -> None:
+        """End a span now, with an error status if it failed."""
+        if error is not None:
+            span.record_exception(error, timestamp=self.now_ns())
+            span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        span.end(end_time=self.now_ns())
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        *,
+        parent: Span | None = None,
+        links: Sequence[SpanContext] = (),
+    ) -> Iterator[Span]:
+        """Bracket a block by a span; what the block raises is recorded on it."""
+        span = self.start(name, attributes, parent=parent, links=links)
+        error: BaseException | None = None
+        try:
+            yield span
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            self.finish(span, error)

@@ -1,0 +1,209 @@
+"""The frozen picture of a fleet that every decision is made from.
+
+A view holds values only and serialises (see `hotswap.testing.replay`), so any decision can be replayed
+offline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType, TypeVar
+
+from hotswap.request import AdapterId, ModelId, RequestId
+
+__all__ = [
+    "FleetView",
+    "InstanceId",
+    "InstanceState",
+    "InstanceView",
+    "ModelView",
+    "Residency",
+    "StoreView",
+    "TierView",
+    "WaitingView",
+]
+
+InstanceId = NewType("InstanceId", str)
+
+
+class InstanceState(StrEnum):
+    """The life of an instance; see the diagram in `hotswap.engine`."""
+
+    EMPTY = "EMPTY"
+    LOADING = "LOADING"
+    SERVING = "SERVING"
+    DRAINING = "DRAINING"
+    LOST = "LOST"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceView:
+    """One instance at one moment.
+
+    The engine fills in what it knows; the fleet adds the last four fields. `num_requests` counts every
+    request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
+    `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
+    it is turning to. `serving_since_s` is the loop time at which the present model became ready, `None` if
+    there is none.
+    """
+
+    id: InstanceId
+    state: InstanceState
+    model: ModelId | None = None
+    num_running: int = 0
+    num_waiting: int = 0
+    max_requests: int = 256
+    num_kv_blocks: int = 0
+    num_free_kv_blocks: int = 0
+    kv_block_tokens: int = 16
+    memory_bytes: int = 0
+    weight_bytes: int = 0
+    adapters: tuple[AdapterId, ...] = ()
+    preloaded: ModelId | None = None
+    num_requests: int = 0
+    swapping: bool = False
+    target: ModelId | None = None
+    serving_since_s: float | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether a request for `model` may be sent here now."""
+        return (
+            self.state is InstanceState.SERVING
+            and not self.swapping
+            and self.num_requests < self.max_requests
+        )
+
+    @property
+    def free(self) -> bool:
+        """Whether a swap may begin here now."""
+        return self.state in (InstanceState.SERVING, InstanceState.EMPTY) and not self.swapping
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest request its KV blocks could ever hold, in tokens; `None` while no pool exists."""
+        return self.num_kv_blocks * self.kv_block_tokens or None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """One registered model at one moment.
+
+    `num_running` requests are assigned to instances, `num_waiting` sit in the waiting room; their sum is the
+    *p* of the swap policy. `num_failed_loads` counts failures since the last load that succeeded.
+    """
+
+    id: ModelId
+    weight_bytes: int = 0
+    min_replicas: int = 0
+    slowness: float = 1.0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_failed_loads: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting."""
+        return self.num_running + self.num_waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingView:
+    """One request of the waiting room, in the order in which they are asked about."""
+
+    id: RequestId
+    model: ModelId
+    adapter: AdapterId | None = None
+    num_tokens: int = 0
+    priority: int = 0
+    arrived_s: float = 0.0
+    waiting_since_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierView:
+    """One tier of a store, fastest first in `StoreView.tiers`; `capacity_bytes` is `None` when unbounded."""
+
+    name: str
+    used_bytes: int = 0
+    capacity_bytes: int | None = None
+    bytes_per_s: float = float("inf")
+
+    @property
+    def free_bytes(self) -> float:
+        """Room left; infinite for an unbounded tier."""
+        return float("inf") if self.capacity_bytes is None else self.capacity_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """A model that lies whole on a tier."""
+
+    model: ModelId
+    tier: str
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreView:
+    """Which model is resident on which tier, and how much room each tier has."""
+
+    tiers: tuple[TierView, ...] = ()
+    residency: tuple[Residency, ...] = ()
+
+    def tier_of(self, model: ModelId) -> str | None:
+        """The fastest tier that holds the whole model, `None` if none does."""
+        held = {entry.tier for entry in self.residency if entry.model == model}
+        return next((tier.name for tier in self.tiers if tier.name in held), None)
+
+    def load_s(self, model: ModelId) -> float:
+        """Seconds to read the model from its fastest tier at its bandwidth; infinite if it is nowhere."""
+        tier = self.tier_of(model)
+        if tier is None:
+            return float("inf")
+        size = next(e.size_bytes for e in self.residency if e.model == model and e.tier == tier)
+        return size / next(t.bytes_per_s for t in self.tiers if t.name == tier)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetView:
+    """The whole fleet at loop time `now_s`: the only input of a scheduler's or a router's decision."""
+
+    now_s: float
+    instances: tuple[InstanceView, ...] = ()
+    models: tuple[ModelView, ...] = ()
+    waiting: tuple[WaitingView, ...] = ()
+    store: StoreView = StoreView()
+
+    def instance(self, instance: InstanceId) -> InstanceView:
+        """The view of one instance; `KeyError` if the fleet has none of that id."""
+        return _find(self.instances, instance)
+
+    def model(self, model: ModelId) -> ModelView:
+        """The view of one model; `KeyError` if it is not registered."""
+        return _find(self.models, model)
+
+    def replicas(self, model: ModelId) -> tuple[InstanceView, ...]:
+        """Instances that serve the model or are turning to it; those turning away from it do not count."""
+        return tuple(
+            i for i in self.instances if (i.target if i.swapping else i.model) == model and _alive(i)
+        )
+
+    def serving(self, model: ModelId) -> tuple[InstanceView, ...]:
+        """Instances to which a request of the model may be sent now."""
+        return tuple(i for i in self.instances if i.model == model and i.open)
+
+
+_V = TypeVar("_V", InstanceView, ModelView)
+
+
+def _alive(instance: InstanceView) -> bool:
+    return instance.swapping or instance.state in (InstanceState.SERVING, InstanceState.LOADING)
+
+
+def _find(views: tuple[_V, ...], wanted: str) -> _V:
+    for view in views:
+        if view.id == wanted:
+            return view
+    raise KeyError(wanted)
