@@ -63,7 +63,7 @@ class Sampling:
             f"repetition_penalty is {self.repetition_penalty!r}, it must be over 0; 1 is off.",
         )
         _check(
-            not isinstance(self.stop, str) and all(self.stop),
+            type(self.stop) is tuple and all(self.stop),
             f"stop is {self.stop!r}, it must be a tuple of strings, none of them empty.",
         )
 
