@@ -1,0 +1,77 @@
+# Two commands are enough: `make demo` and `make test`. Both make .venv first, which takes minutes once and nothing after.
+#
+#   CONSTRAINTS  the versions to install: constraints/cpu.txt unless you say otherwise.
+#                With a GPU: make test CONSTRAINTS=constraints/cuda.txt   (or export it). Empty: whatever pip likes best.
+#   EXTRAS       the extras to install: dev,torch. For instance EXTRAS=dev,torch,vllm.
+#   PYTHON       the Python to make .venv with: the first found that is 3.11 or newer.
+#   ARGS         more arguments for pytest or for the demo: make test ARGS="tests/policies -x"
+#   WORKERS      test processes: one per core, eight at most. 0 runs them in pytest's own.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+CONSTRAINTS ?= constraints/cpu.txt
+EXTRAS ?= dev,torch
+ARGS ?=
+WORKERS ?= auto
+
+PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
+IS_NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in $(PYTHONS); do if "$$p" -c "$(IS_NEW_ENOUGH)"; then echo "$$p"; break; fi; done 2>/dev/null)
+
+BIN := .venv/bin
+comma := ,
+# One stamp for each choice of CONSTRAINTS and EXTRAS: another choice is another environment.
+READY := .venv/.ready-$(subst /,_,$(CONSTRAINTS))-$(subst $(comma),_,$(EXTRAS))
+PYTEST := $(BIN)/python -m pytest
+
+# No test and no demo fetches a model: what they need they make.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help demo test gpu-test bench check format wheel clean
+
+help:  ## say what can be made
+	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@echo "With a GPU: add CONSTRAINTS=constraints/cuda.txt"
+
+demo: $(READY)  ## serve three models on two engines and watch them swap
+	@$(BIN)/python -m examples.demo $(ARGS)
+
+test: $(READY)  ## run every test that needs no GPU
+	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile $(ARGS)
+
+gpu-test: $(READY)  ## run the tests that need a CUDA device
+	@$(PYTEST) -m gpu $(ARGS)
+
+bench: $(READY)  ## run the benchmarks, each printing a ratio beside a peer or a limit
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+check: $(READY)  ## format, lint, types and floors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(wildcard hotswap tests examples benchmarks)
+	$(BIN)/pyright --warnings
+	$(BIN)/lint-imports
+
+format: $(READY)  ## write the code the way `make check` wants it
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+wheel: $(READY)  ## build the wheel into dist/
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:  ## remove .venv and everything the tools leave behind
+	rm -rf .venv build dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment made for another choice, or whose making broke off, has no stamp of this name: it is made anew.
+$(READY): pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "hotswap needs Python 3.11 or newer, and none was found as: $(PYTHONS)." \
+	    "Install one, or name it: make $(firstword $(MAKECMDGOALS)) PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -e $@ || { rm -rf .venv && $(PYTHON) -m venv .venv; }
+	@echo "Installing hotswap[$(EXTRAS)] into .venv$(if $(CONSTRAINTS), by $(CONSTRAINTS)): minutes, but only once." >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[$(EXTRAS)]"
+	@touch $@
