@@ -1,0 +1,14 @@
+"""Settings that every test runs under."""
+
+import os
+
+from hypothesis import settings
+
+# A test makes the models it needs: one that asks a hub for them fails, on every machine alike.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shared machine may be slow at any moment, so an example has no deadline of its own; and a failure must be
+# the same failure for everyone, so examples come from the test, not from chance.
+settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("search", deadline=None, max_examples=2_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))

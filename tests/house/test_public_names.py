@@ -1,0 +1,118 @@
+"""The public names of hotswap: taking one away, or adding one, is a decision that shows here."""
+
+import inspect
+
+import hotswap
+
+PUBLIC = [
+    "Action",
+    "AdapterId",
+    "BackendMissing",
+    "ConfigError",
+    "DeadlineExceeded",
+    "DeviceProfile",
+    "Engine",
+    "FinishReason",
+    "FleetClosed",
+    "FleetView",
+    "HostChunk",
+    "HotswapError",
+    "InstanceError",
+    "InstanceId",
+    "InstanceLost",
+    "InstanceState",
+    "InstanceView",
+    "InvalidRequest",
+    "LoadsExhausted",
+    "Manifest",
+    "MemoryNotReclaimed",
+    "MigrationAborted",
+    "Model",
+    "ModelCard",
+    "ModelId",
+    "ModelTooLarge",
+    "ModelView",
+    "OutOfMemory",
+    "PhaseRecord",
+    "Prefetch",
+    "PromptTooLong",
+    "Request",
+    "RequestError",
+    "RequestEvicted",
+    "RequestId",
+    "Residency",
+    "Router",
+    "Sampling",
+    "Scheduler",
+    "Shard",
+    "ShardCorrupt",
+    "ShardMissing",
+    "StoreError",
+    "StoreView",
+    "SupportsImport",
+    "SupportsPrefetch",
+    "SupportsPreload",
+    "SupportsTokenizer",
+    "Swap",
+    "SwapFailed",
+    "SwapRecord",
+    "SwapRefused",
+    "TensorSpec",
+    "TextStream",
+    "TierFull",
+    "TierView",
+    "Token",
+    "TokenQueue",
+    "TokenStream",
+    "Tokenizer",
+    "UnknownAdapter",
+    "UnknownModel",
+    "Unload",
+    "UnsafeFile",
+    "UnsupportedModel",
+    "WaitingRoomFull",
+    "WaitingView",
+    "WeightStore",
+    "WrapperEngine",
+    "WrapperStore",
+    "parse_bytes",
+]
+
+
+def _order(public_name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions, as the linter sorts them."""
+    return (0 if public_name.isupper() else 1 if public_name[0].isupper() else 2, public_name)
+
+
+def test_all_is_sorted_without_doubles() -> None:
+    assert list(hotswap.__all__) == sorted(set(hotswap.__all__), key=_order)
+
+
+def test_every_public_name_resolves() -> None:
+    assert [public_name for public_name in hotswap.__all__ if not hasattr(hotswap, public_name)] == []
+
+
+def test_public_names_are_pinned() -> None:
+    assert sorted(hotswap.__all__) == sorted(PUBLIC)
+
+
+def test_every_public_class_and_function_is_documented() -> None:
+    public = {public_name: getattr(hotswap, public_name) for public_name in hotswap.__all__}
+    silent = [
+        public_name
+        for public_name, value in public.items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and not value.__doc__
+    ]
+    assert silent == []
+
+
+def test_every_public_method_is_documented_here_or_by_its_interface() -> None:
+    silent = [
+        f"{public_name}.{method}"
+        for public_name in hotswap.__all__
+        if inspect.isclass(cls := getattr(hotswap, public_name)) and cls.__module__.startswith("hotswap.")
+        for method, function in inspect.getmembers(cls, inspect.isfunction)
+        # getdoc looks through the bases: an override may leave the words to its interface.
+        if not method.startswith("_") and not inspect.getdoc(function)
+    ]
+    assert silent == []
