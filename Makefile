@@ -33,7 +33,7 @@ export HF_HUB_OFFLINE := 1
 .PHONY: help demo test gpu-test bench check public-types format wheel clean
 
 help:  ## say what can be made
-	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 	@echo "With a GPU: add CONSTRAINTS=constraints/cuda.txt"
 
 demo: $(READY)  ## serve three models on two engines and watch them swap
