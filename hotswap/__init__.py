@@ -39,8 +39,7 @@ from hotswap.hardware import DeviceProfile, parse_bytes
 from hotswap.model import HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
 from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
-
-# Fleet: see runtime
+from hotswap.runtime import Completion, Fleet, FleetStream, SwapLimits
 from hotswap.scheduler import Scheduler
 from hotswap.store import SupportsImport, SupportsPrefetch, SupportsTokenizer, WeightStore, WrapperStore
 from hotswap.stream import TokenQueue, TokenStream
@@ -61,12 +60,15 @@ __all__ = [
     "Action",
     "AdapterId",
     "BackendMissing",
+    "Completion",
     "ConfigError",
     "DeadlineExceeded",
     "DeviceProfile",
     "Engine",
     "FinishReason",
+    "Fleet",
     "FleetClosed",
+    "FleetStream",
     "FleetView",
     "HostChunk",
     "HotswapError",
@@ -108,6 +110,7 @@ __all__ = [
     "SupportsTokenizer",
     "Swap",
     "SwapFailed",
+    "SwapLimits",
     "SwapRecord",
     "SwapRefused",
     "TensorSpec",

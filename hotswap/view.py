@@ -41,7 +41,7 @@ class InstanceState(StrEnum):
 class InstanceView:
     """One instance at one moment.
 
-    The engine fills in what it knows; the fleet adds the last four fields. `num_requests` counts every
+    The engine fills in what it knows; the fleet adds the last five fields. `num_requests` counts every
     request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
     `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
     it is turning to. `serving_since_s` is the loop time at which the present model became ready, `None` if
@@ -65,15 +65,12 @@ class InstanceView:
     swapping: bool = False
     target: ModelId | None = None
     serving_since_s: float | None = None
+    resting: tuple[ModelId, ...] = ()
 
     @property
     def open(self) -> bool:
-        """Whether a request for `model` may be sent here now."""
-        return (
-            self.state is InstanceState.SERVING
-            and not self.swapping
-            and self.num_requests < self.max_requests
-        )
+        """Whether a request for `model` may be sent here now, also while the next one is staged."""
+        return self.state is InstanceState.SERVING and self.num_requests < self.max_requests
 
     @property
     def free(self) -> bool:

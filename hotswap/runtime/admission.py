@@ -1,0 +1,176 @@
+"""The waiting room: requests that no instance has taken yet, in order, and who may go next."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import anyio
+
+from hotswap.errors import WaitingRoomFull
+from hotswap.request import AdapterId, ModelId, Request
+from hotswap.runtime.instance import Instance
+from hotswap.view import WaitingView
+
+__all__ = ["WaitingRoom"]
+
+Lane: TypeAlias = tuple[ModelId, AdapterId | None]
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One waiting request and, later, the answer it waits for."""
+
+    order: tuple[int, float, int]
+    request: Request
+    view: WaitingView
+    answered: anyio.Event = field(default_factory=anyio.Event)
+    instance: Instance | None = None
+    error: Exception | None = None
+
+    def __lt__(self, other: Seat) -> bool:
+        return self.order < other.order
+
+
+class WaitingRoom:
+    """Admits requests to instances: by priority, then by arrival, first come first served within a lane.
+
+    A lane is a model with an adapter. Only the first of a lane is asked about, so a thousand requests that
+    wait for one model cost one question. `route` answers with an instance that has already been charged with
+    the request; who gets the answer gives it back by `release`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_waiting: int,
+        route: Callable[[Request], Instance | None],
+        release: Callable[[Request, Instance], None],
+        on_wait: Callable[[], None],
+    ) -> None:
+        self._max_waiting = max_waiting
+        self._route = route
+        self._release = release
+        self._on_wait = on_wait
+        self._lanes: dict[Lane, list[Seat]] = {}
+        self._num_waiting = 0
+        self._num_seats = 0
+        self._usual_wait_s = 1.0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def check(self) -> None:
+        """Refuse a new request while the room is full.
+
+        Raises:
+            WaitingRoomFull: with the time a request has usually waited of late as `retry_after_s`.
+        """
+        if self._num_waiting >= self._max_waiting:
+            raise WaitingRoomFull(
+                f"{self._num_waiting} requests wait already, the most this fleet lets wait; try again later.",
+                retry_after_s=self._usual_wait_s,
+            )
+
+    async def admit(self, request: Request) -> Instance:
+        """Return the instance that `request` may go to, waiting for one if need be.
+
+        Cancelling gives up the seat, and an instance already granted is released.
+        """
+        seat = self._sit(request)
+        try:
+            self.wake()
+            if not seat.answered.is_set():
+                self._on_wait()
+            await seat.answered.wait()
+            if seat.error is not None:
+                raise seat.error
+        except BaseException:
+            if seat.instance is not None:
+                self._release(request, seat.instance)
+            raise
+        finally:
+            self._rise(seat)
+        assert seat.instance is not None
+        self._learn(anyio.current_time() - seat.view.waiting_since_s)
+        return seat.instance
+
+    def wake(self) -> None:
+        """Ask again for the first of every lane, in order, until nobody moves."""
+        heads = [lane[0] for lane in self._lanes.values()]
+        heapq.heapify(heads)
+        while heads:
+            seat = heapq.heappop(heads)
+            if not self._answer(seat):
+                continue
+            lane = self._lanes.get(_lane(seat.request))
+            if lane:
+                heapq.heappush(heads, lane[0])
+
+    def refuse(self, model: ModelId, error: Callable[[], Exception]) -> int:
+        """Answer everyone who waits for `model` with an error; return how many that were."""
+        seats = [seat for lane, seats in self._lanes.items() if lane[0] == model for seat in seats]
+        for seat in seats:
+            seat.error = error()
+            self._rise(seat)
+            seat.answered.set()
+        return len(seats)
+
+    def views(self) -> tuple[WaitingView, ...]:
+        """Everyone who waits, in order."""
+        return tuple(seat.view for seat in sorted(seat for lane in self._lanes.values() for seat in lane))
+
+    def count(self, model: ModelId) -> int:
+        """How many wait for a model, whatever their adapter."""
+        return sum(len(seats) for lane, seats in self._lanes.items() if lane[0] == model)
+
+    def _sit(self, request: Request) -> Seat:
+        self._num_seats += 1
+        view = WaitingView(
+            id=request.id,
+            model=request.model,
+            adapter=request.adapter,
+            num_tokens=request.num_tokens,
+            priority=request.priority,
+            arrived_s=request.arrived_s,
+            waiting_since_s=anyio.current_time(),
+        )
+        seat = Seat((-request.priority, request.arrived_s, self._num_seats), request, view)
+        insort(self._lanes.setdefault(_lane(request), []), seat)
+        self._num_waiting += 1
+        return seat
+
+    def _rise(self, seat: Seat) -> None:
+        """Take a seat out of its lane; harmless when it has left already."""
+        lane = self._lanes.get(_lane(seat.request), [])
+        if seat not in lane:
+            return
+        lane.remove(seat)
+        self._num_waiting -= 1
+        if not lane:
+            del self._lanes[_lane(seat.request)]
+
+    def _answer(self, seat: Seat) -> bool:
+        try:
+            seat.instance = self._route(seat.request)
+        except Exception as exc:  # a router's fault belongs to the request it was asked about
+            seat.error = exc
+        if seat.instance is None and seat.error is None:
+            return False
+        self._rise(seat)
+        seat.answered.set()
+        return True
+
+    def _learn(self, waited_s: float) -> None:
+        self._usual_wait_s += 0.1 * (max(waited_s, 0.1) - self._usual_wait_s)
+
+    def __repr__(self) -> str:
+        lanes = ", ".join(f"{len(seats)} for {model}" for (model, _), seats in self._lanes.items())
+        return f"<WaitingRoom [{self._num_waiting}/{self._max_waiting}: {lanes or 'empty'}]>"
+
+
+def _lane(request: Request) -> Lane:
+    return request.model, request.adapter

@@ -1,0 +1,138 @@
+"""The control loop: observe, plan, apply; and recover what was lost."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from hotswap.action import Action, Prefetch, Swap, Unload
+from hotswap.errors import HotswapError, StoreError
+from hotswap.request import ModelId
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.swapper import Swapper
+from hotswap.scheduler import Scheduler
+from hotswap.store import SupportsPrefetch, WeightStore
+from hotswap.view import FleetView, InstanceId, InstanceState
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+__all__ = ["Control"]
+
+log = logging.getLogger("hotswap")
+
+
+class Control:
+    """Asks the scheduler every `interval_s`, and at once after `ask`, and starts what it answers.
+
+    Actions run as tasks of the fleet; one on an instance that is not free, or that failed a moment ago, is
+    dropped: the scheduler sees the next view and asks again. A scheduler that raises is logged and asked
+    again next time.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        observe: Callable[[], FleetView],
+        instances: dict[InstanceId, Instance],
+        store: WeightStore,
+        swapper: Swapper,
+        tasks: TaskGroup,
+        interval_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._observe = observe
+        self._instances = instances
+        self._store = store
+        self._swapper = swapper
+        self._tasks = tasks
+        self._interval_s = interval_s
+        self._asked = anyio.Event()
+        self._prefetching: set[ModelId] = set()
+
+    def ask(self) -> None:
+        """Plan again as soon as this task runs, without waiting for the interval."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Observe, plan and apply until cancelled."""
+        while True:
+            self._asked = anyio.Event()
+            self._revive()
+            self._apply(self._plan())
+            with anyio.move_on_after(self._pause_s()):
+                await self._asked.wait()
+
+    def _pause_s(self) -> float:
+        """The interval, or less when something may be tried again earlier."""
+        retry_s = min((i.next_retry_s() for i in self._instances.values()), default=math.inf)
+        return min(self._interval_s, retry_s - anyio.current_time())
+
+    def _plan(self) -> Iterable[Action]:
+        try:
+            return self._scheduler.plan(self._observe())
+        except Exception:
+            log.exception("Scheduler %r failed to plan; the fleet goes on as it is.", self._scheduler)
+            return ()
+
+    def _apply(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Swap() | Unload():
+                    self._start_swap(action)
+                case Prefetch():
+                    self._start_prefetch(action)
+
+    def _start_swap(self, action: Swap | Unload) -> None:
+        instance = self._instances.get(action.instance)
+        target = action.model if isinstance(action, Swap) else None
+        if instance is None or (target is not None and not self._swapper.knows(target)):
+            log.error("Scheduler %r asked for %r, which this fleet does not have.", self._scheduler, action)
+            return
+        view = instance.view()
+        if view.free and view.model != target and instance.due(target):
+            instance.claim(target)
+            self._tasks.start_soon(
+                partial(self._swapper.run_claimed, instance, target, action.deadline_s, action.reason),
+                name=f"swap {instance.id} to {target}",
+            )
+
+    def _start_prefetch(self, action: Prefetch) -> None:
+        if isinstance(self._store, SupportsPrefetch) and action.model not in self._prefetching:
+            self._prefetching.add(action.model)
+            self._tasks.start_soon(self._prefetch, action.model, name=f"prefetch {action.model}")
+
+    async def _prefetch(self, model: ModelId) -> None:
+        assert isinstance(self._store, SupportsPrefetch)
+        try:
+            await self._store.prefetch(model)
+        except StoreError as exc:
+            log.warning("Model %r was not prefetched: %s", model, exc)
+        finally:
+            self._prefetching.discard(model)
+
+    def _revive(self) -> None:
+        """Try to bring lost instances back to EMPTY, with a pause that doubles while it fails."""
+        for instance in self._instances.values():
+            view = instance.view()
+            if view.state is InstanceState.LOST and not view.swapping and instance.due(None):
+                instance.claim(None)
+                self._tasks.start_soon(self._restart, instance, name=f"restart {instance.id}")
+
+    async def _restart(self, instance: Instance) -> None:
+        try:
+            await instance.engine.unload()
+        except HotswapError as exc:
+            instance.failed(None)
+            log.warning("Instance %r could not be restarted: %s", instance.id, exc)
+        else:
+            instance.succeeded(None)
+        finally:
+            instance.unclaim()
+            self.ask()

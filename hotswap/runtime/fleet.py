@@ -1,0 +1,376 @@
+"""The fleet: where engines, a store, a router and a scheduler become one thing that serves models."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import anyio
+from anyio import AsyncContextManagerMixin
+
+from hotswap import telemetry as tm
+from hotswap.action import SwapRecord
+from hotswap.engine import Engine
+from hotswap.errors import (
+    ConfigError,
+    FleetClosed,
+    SwapRefused,
+)
+from hotswap.model import Model, ModelCard
+from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
+from hotswap.router import Router
+from hotswap.runtime.admission import WaitingRoom
+from hotswap.runtime.control import Control
+from hotswap.runtime.flight import FleetStream, Flight, fly
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.metrics import observe_fleet
+from hotswap.runtime.registry import Registry, check_servable, unique
+from hotswap.runtime.swap import SwapLimits
+from hotswap.runtime.swapper import Swapper
+from hotswap.scheduler import Scheduler
+from hotswap.store import WeightStore
+from hotswap.telemetry import Telemetry
+from hotswap.view import FleetView, InstanceId, InstanceState, ModelView
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+    from opentelemetry import metrics, trace
+
+__all__ = ["Completion", "Fleet"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole generation: its text (empty without a tokenizer), its tokens, and why it ended."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason
+
+
+class Fleet(AsyncContextManagerMixin):
+    """Serves `models` on `engines`, swapping them as `scheduler` says and routing as `router` says.
+
+    `async with Fleet(...) as fleet` opens the store, starts the engines, imports models that the store
+    lacks, and starts the control loop; leaving it ends the streams that are open by `FleetClosed` and gives
+    everything back.
+
+    Args:
+        engines: the instances, each with an id of its own.
+        store: where weights lie.
+        models: what may be asked for.
+        router: chooses an instance for each request.
+        scheduler: chooses models for instances, every `interval_s` and when a request waits for an unserved
+        model. interval_s: seconds between plans.
+        max_waiting: how many requests may wait at once before new ones are refused by `WaitingRoomFull`.
+        max_load_attempts: failed loads in a row after which a model's waiting requests are told so.
+        limits: seconds that each phase of a swap may take.
+        on_swap: called with every `SwapRecord`, synchronously.
+        tracer_provider: for spans; OpenTelemetry's global one by default.
+        meter_provider: for metrics; likewise.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Iterable[Engine],
+        store: WeightStore,
+        models: Iterable[Model],
+        router: Router,
+        scheduler: Scheduler,
+        interval_s: float = 1.0,
+        max_waiting: int = 1024,
+        max_load_attempts: int = 3,
+        limits: SwapLimits | None = None,
+        on_swap: Callable[[SwapRecord], None] | None = None,
+        tracer_provider: trace.TracerProvider | None = None,
+        meter_provider: metrics.MeterProvider | None = None,
+    ) -> None:
+        self._registry = Registry(models, store)
+        self._store = store
+        self._router = router
+        self._scheduler = scheduler
+        self._interval_s = interval_s
+        self._telemetry = Telemetry(tracer_provider, meter_provider)
+        self._instances = unique(map(Instance, engines), lambda instance: instance.id, "engine")
+        self._flights: dict[RequestId, Flight] = {}
+        self._num_running: Counter[ModelId] = Counter()
+        self._room = WaitingRoom(
+            max_waiting=max_waiting, route=self._route, release=self._release, on_wait=self._ask_if_unserved
+        )
+        self._swapper = Swapper(
+            cards=self._registry.cards,
+            store=store,
+            instances=self._instances,
+            room=self._room,
+            limits=limits or SwapLimits(),
+            max_load_attempts=max_load_attempts,
+            telemetry=self._telemetry,
+            on_change=self._changed,
+            on_record=on_swap,
+        )
+        self._tasks: TaskGroup | None = None
+        self._control: Control | None = None
+
+    # -- life
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._store)
+            for instance in self._instances.values():
+                await stack.enter_async_context(instance.engine)
+            await self._registry.open()
+            observe_fleet(self._telemetry, self.view)
+            async with anyio.create_task_group() as tasks:
+                self._start(tasks)
+                try:
+                    yield self
+                finally:
+                    self._stop(tasks)
+
+    def _start(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+        self._control = Control(
+            scheduler=self._scheduler,
+            observe=self.view,
+            instances=self._instances,
+            store=self._store,
+            swapper=self._swapper,
+            tasks=tasks,
+            interval_s=self._interval_s,
+        )
+        tasks.start_soon(self._control.run, name="hotswap control")
+
+    def _stop(self, tasks: TaskGroup) -> None:
+        self._tasks = self._control = None
+        tasks.cancel_scope.cancel()
+
+    # -- requests
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        model: str,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        adapter: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> AsyncIterator[FleetStream]:
+        """Ask a model to continue `prompt` and lend its stream; leaving the block ends the request.
+
+        A text prompt needs a tokenizer beside the model's weights; token ids work always. A higher
+        `priority` leaves the waiting room earlier. After `deadline_s` seconds the stream ends by
+        `DeadlineExceeded`.
+
+        Raises:
+            UnknownModel: the model is not registered.
+            InvalidRequest: the prompt is empty, or text without a tokenizer.
+            PromptTooLong: the prompt leaves no room in the model's context.
+            ModelTooLarge: no engine could ever hold the model.
+            WaitingRoomFull: too many requests wait; it says when to come back.
+            FleetClosed: the fleet is not open.
+        """
+        tasks = self._open_tasks()
+        flight = await self._prepare(
+            ModelId(model), prompt, sampling or Sampling(), adapter, priority, deadline_s
+        )
+        self._flights[flight.request.id] = flight
+        tasks.start_soon(self._fly, flight, name=f"flight {flight.request.id}")
+        try:
+            yield FleetStream(flight)
+        finally:
+            flight.scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await flight.ended.wait()
+
+    async def generate(
+        self,
+        model: str,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        adapter: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> Completion:
+        """Return the whole generation at once; arguments and errors are those of `stream`."""
+        async with self.stream(
+            model, prompt, sampling, adapter=adapter, priority=priority, deadline_s=deadline_s
+        ) as stream:
+            tokens = await stream.collect()
+        reason = tokens[-1].finish_reason
+        assert reason is not None
+        return Completion(text="".join(t.text for t in tokens), tokens=tuple(tokens), finish_reason=reason)
+
+    async def _prepare(
+        self,
+        model: ModelId,
+        prompt: str | Sequence[int],
+        sampling: Sampling,
+        adapter: str | None,
+        priority: int,
+        deadline_s: float | None,
+    ) -> Flight:
+        card = self._registry.card(model)
+        request = Request(
+            id=RequestId(uuid.uuid4().hex[:12]),
+            model=model,
+            prompt=await self._registry.encode(model, prompt),
+            sampling=sampling,
+            adapter=None if adapter is None else AdapterId(adapter),
+            priority=priority,
+            arrived_s=anyio.current_time(),
+        )
+        check_servable(request, card, [i.engine.view().memory_bytes for i in self._instances.values()])
+        text = self._registry.text_stream(request)
+        self._room.check()
+        span = self._telemetry.start(tm.SPAN_REQUEST, _describe(request))
+        return Flight(request, span=span, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
+
+    async def _fly(self, flight: Flight) -> None:
+        try:
+            await fly(
+                flight,
+                room=self._room,
+                release=self._release,
+                on_lost=self._lost,
+                telemetry=self._telemetry,
+            )
+        finally:
+            del self._flights[flight.request.id]
+
+    # -- routing
+
+    def _route(self, request: Request) -> Instance | None:
+        """Ask the router, and charge the instance it names with the request."""
+        chosen = self._router.route(request, self.view())
+        if chosen is None:
+            return None
+        instance = self._instances.get(chosen)
+        if instance is None or not instance.view().open or instance.view().model != request.model:
+            return None
+        instance.num_requests += 1
+        self._num_running[request.model] += 1
+        return instance
+
+    def _release(self, request: Request, instance: Instance) -> None:
+        instance.num_requests -= 1
+        self._num_running[request.model] -= 1
+        self._room.wake()
+
+    def _ask_if_unserved(self) -> None:
+        """Wake the scheduler when somebody waits for a model that no instance serves or is turning to."""
+        if self._control is None:
+            return
+        view = self.view()
+        if any(not view.replicas(model) for model in {waiting.model for waiting in view.waiting}):
+            self._control.ask()
+
+    def _lost(self, instance: Instance) -> None:
+        del instance
+        self._changed()
+
+    def _changed(self) -> None:
+        """An instance changed state: those who wait may go, and the scheduler may see it otherwise now."""
+        self._room.wake()
+        if self._control is not None:
+            self._control.ask()
+
+    # -- by hand
+
+    async def swap(
+        self, instance: str, *, to: str, deadline_s: float = 0.0, reason: str = "by hand"
+    ) -> SwapRecord:
+        """Turn an instance to a model now; what runs on it gets `deadline_s` seconds, then moves on.
+
+        Cancelling it leaves the instance SERVING the old model, EMPTY, or SERVING the new.
+
+        Raises:
+            UnknownModel, ConfigError: no such model, no such instance.
+            SwapRefused: another swap has the instance, or it serves the model already.
+            SwapFailed: a phase failed; the message says what the instance serves now.
+        """
+        model = self._registry.card(ModelId(to)).id
+        chosen = self._instance(instance)
+        if chosen.view().model == model and chosen.view().state is InstanceState.SERVING:
+            raise SwapRefused(f"Instance {instance!r} serves {to!r} already; nothing was done.")
+        return await self._swap(chosen, model, deadline_s, reason)
+
+    async def unload(self, instance: str, *, deadline_s: float = 0.0, reason: str = "by hand") -> SwapRecord:
+        """Evict what runs on an instance within `deadline_s` and free its weights; errors as for `swap`."""
+        return await self._swap(self._instance(instance), None, deadline_s, reason)
+
+    async def _swap(
+        self, instance: Instance, target: ModelId | None, deadline_s: float, reason: str
+    ) -> SwapRecord:
+        self._open_tasks()
+        instance.claim(target)
+        return await self._swapper.run(instance, target, deadline_s=deadline_s, reason=reason)
+
+    # -- what can be seen
+
+    def view(self) -> FleetView:
+        """The fleet at this moment, as schedulers and routers see it."""
+        return FleetView(
+            now_s=anyio.current_time(),
+            instances=tuple(instance.view() for instance in self._instances.values()),
+            models=tuple(self._view_model(card) for card in self._registry.cards.values()),
+            waiting=self._room.views(),
+            store=self._store.view(),
+        )
+
+    @property
+    def swaps(self) -> tuple[SwapRecord, ...]:
+        """Records of the swaps that ended, oldest first; the last 10,000 are kept."""
+        return tuple(self._swapper.records)
+
+    def _view_model(self, card: ModelCard) -> ModelView:
+        return ModelView(
+            id=card.id,
+            weight_bytes=card.weight_bytes,
+            min_replicas=card.min_replicas,
+            slowness=card.slowness,
+            num_running=self._num_running[card.id],
+            num_waiting=self._room.count(card.id),
+            num_failed_loads=self._swapper.num_failed_loads[card.id],
+        )
+
+    def _open_tasks(self) -> TaskGroup:
+        if self._tasks is None:
+            raise FleetClosed("The fleet is not open; use it inside `async with Fleet(...) as fleet`.")
+        return self._tasks
+
+    def _instance(self, instance: str) -> Instance:
+        found = self._instances.get(InstanceId(instance))
+        if found is None:
+            known = ", ".join(map(repr, self._instances)) or "none"
+            raise ConfigError(f"There is no instance {instance!r}; this fleet has {known}.")
+        return found
+
+    def __repr__(self) -> str:
+        views = [instance.view() for instance in self._instances.values()]
+        states = Counter(f"{v.state} {v.target or v.model or ''}".strip() for v in views)
+        instances = ", ".join(f"{count} {state}" for state, count in states.items())
+        running = sum(self._num_running.values())
+        return f"<Fleet [requests: {running} running, {len(self._room)} waiting | instances: {instances}]>"
+
+
+def _describe(request: Request) -> tm.Attributes:
+    adapter = {tm.ADAPTER: request.adapter} if request.adapter else {}
+    return {
+        tm.OPERATION: "text_completion",
+        tm.MODEL: request.model,
+        tm.REQUEST_ID: request.id,
+        tm.INPUT_TOKENS: len(request.prompt),
+        tm.MAX_TOKENS: request.sampling.max_tokens,
+        tm.TEMPERATURE: request.sampling.temperature,
+        tm.PRIORITY: request.priority,
+        **adapter,
+    }

@@ -1,0 +1,246 @@
+"""One request's life in the fleet: its journal, its client's stream, and its way across instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import anyio
+
+from hotswap import telemetry as tm
+from hotswap.errors import (
+    DeadlineExceeded,
+    FleetClosed,
+    InstanceError,
+    InstanceLost,
+    RequestEvicted,
+)
+from hotswap.request import FinishReason, Request, Token
+from hotswap.runtime.admission import WaitingRoom
+from hotswap.runtime.instance import Instance
+from hotswap.stream import TokenQueue, TokenStream
+from hotswap.telemetry import Telemetry
+from hotswap.text import TextStream
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, SpanContext
+
+__all__ = ["FleetStream", "Flight", "fly"]
+
+MAX_INSTANCE_ERRORS = 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
+
+
+class Flight:
+    """A request under way. Its journal holds every token the client was given, each exactly once."""
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        span: Span,
+        telemetry: Telemetry,
+        text: TextStream | None,
+        deadline_s: float | None,
+    ) -> None:
+        self.request = request
+        self.span = span
+        self.tokens = TokenQueue()
+        self.scope = anyio.CancelScope()
+        self.ended = anyio.Event()
+        self.instance: Instance | None = None
+        self.num_hops = 0
+        self.num_stalls = 0
+        self.num_instance_errors = 0
+        self.evicted_by: SpanContext | None = None
+        self.deadline_at_s = float("inf") if deadline_s is None else request.arrived_s + deadline_s
+        self.finish_reason: FinishReason | None = None
+        self._journal: list[int] = []
+        self._text = text
+        self._telemetry = telemetry
+        self._first_token_s: float | None = None
+
+    @property
+    def landed(self) -> bool:
+        """Whether the client has been given its last token or its error."""
+        return self.tokens.closed
+
+    @property
+    def journal(self) -> tuple[int, ...]:
+        """The tokens delivered so far."""
+        return tuple(self._journal)
+
+    @property
+    def remaining(self) -> Request:
+        """The request as the next instance must see it."""
+        return self.request.continued(self._journal)
+
+    def deliver(self, token: Token) -> None:
+        """Write a token into the journal and hand it to the client, with the text it completes.
+
+        Raises:
+            InstanceError: the engine skipped or repeated a position.
+        """
+        if token.index != len(self._journal):
+            raise InstanceError(
+                f"An engine gave position {token.index} of request {self.request.id!r} when "
+                f"{len(self._journal)} was due; the engine breaks its contract."
+            )
+        self._journal.append(token.id)
+        self.num_stalls = self.num_instance_errors = 0
+        if self._first_token_s is None:
+            self._first_token_s = anyio.current_time()
+        text, finish = "", token.finish_reason
+        if self._text is not None:
+            text = self._text.push(token.id, last=finish is not None)
+            finish = "stop" if self._text.stopped else finish
+        self.tokens.put(Token(id=token.id, index=token.index, text=text, finish_reason=finish))
+        if finish is not None:
+            self.finish_reason = finish
+            self.tokens.close()
+
+    def divert(self, by: SpanContext | None) -> None:
+        """Note that the request left an instance unfinished, and which swap sent it away."""
+        self.num_stalls += 1
+        self.evicted_by = by
+        if by is not None:
+            self.span.add_link(by)
+
+    def fail(self, error: BaseException) -> None:
+        """Give the client its error, unless it has all it asked for."""
+        self.tokens.close(error)
+
+    def end(self) -> None:
+        """Close the books: metrics and the request's span."""
+        self.tokens.close(FleetClosed("The fleet closed before the request finished; ask another fleet."))
+        self._measure()
+        self.span.set_attribute(tm.OUTPUT_TOKENS, len(self._journal))
+        self.span.set_attribute(tm.NUM_HOPS, self.num_hops)
+        if self.finish_reason is not None:
+            self.span.set_attribute(tm.FINISH_REASONS, (self.finish_reason,))
+        self._telemetry.finish(self.span)
+        self.ended.set()
+
+    def _measure(self) -> None:
+        if self._first_token_s is None:
+            return
+        attributes = {tm.MODEL: self.request.model}
+        self._telemetry.ttft.record(self._first_token_s - self.request.arrived_s, attributes)
+        gaps = len(self._journal) - 1
+        if gaps > 0:
+            self._telemetry.tpot.record((anyio.current_time() - self._first_token_s) / gaps, attributes)
+
+    def __repr__(self) -> str:
+        where = self.instance.id if self.instance is not None else "waiting"
+        return (
+            f"<Flight {self.request.id} {self.request.model} at {where} [{len(self._journal)} tokens, "
+            f"{self.num_hops} hops]>"
+        )
+
+
+class FleetStream(TokenStream):
+    """A client's end of a request: iterate it for tokens with text, across however many instances.
+
+    Raises while iterating: a `RequestError` when the request cannot be served, an `InstanceError` when
+    engines failed it repeatedly, `FleetClosed` when the fleet ended first.
+    """
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+
+    async def __anext__(self) -> Token:
+        return await self._flight.tokens.__anext__()
+
+    @property
+    def request(self) -> Request:
+        """The request as it was made."""
+        return self._flight.request
+
+    @property
+    def num_hops(self) -> int:
+        """On how many instances the request has run so far."""
+        return self._flight.num_hops
+
+    def __repr__(self) -> str:
+        return f"<FleetStream of {self._flight!r}>"
+
+
+async def fly(
+    flight: Flight,
+    *,
+    room: WaitingRoom,
+    release: Callable[[Request, Instance], None],
+    on_lost: Callable[[Instance], None],
+    telemetry: Telemetry,
+) -> None:
+    """Carry a flight until it lands: the one task of its request, in the fleet's task group.
+
+    An eviction or a lost instance sends it round again with its journal as a longer prompt (Snowflake's
+    eviction and ServerlessLLM's token migration are this one loop). Every other error is its client's, never
+    the fleet's.
+    """
+    flight.scope.deadline = flight.deadline_at_s
+    try:
+        with flight.scope:
+            while not flight.landed:
+                await _pause(flight)
+                instance = await room.admit(flight.remaining)
+                try:
+                    flight.instance = instance
+                    await _hop(flight, instance, telemetry)
+                except RequestEvicted:
+                    flight.divert(instance.swap_context)
+                except InstanceLost:
+                    flight.divert(None)
+                    on_lost(instance)
+                except InstanceError as exc:
+                    _blame(flight, exc)
+                finally:
+                    flight.instance = None
+                    release(flight.request, instance)
+    except Exception as exc:
+        flight.fail(exc)
+    finally:
+        if flight.scope.cancelled_caught and anyio.current_time() >= flight.deadline_at_s:
+            flight.fail(
+                DeadlineExceeded(f"Request {flight.request.id!r} passed its deadline; allow it more time.")
+            )
+        flight.end()
+
+
+async def _hop(flight: Flight, instance: Instance, telemetry: Telemetry) -> None:
+    links = [flight.evicted_by] if flight.evicted_by is not None else []
+    attributes = {tm.INSTANCE: instance.id, tm.REQUEST_ID: flight.request.id}
+    flight.num_hops += 1
+    with telemetry.span(tm.SPAN_HOP, attributes, parent=flight.span, links=links):
+        async with instance.engine.stream(flight.remaining) as tokens:
+            async for token in tokens:
+                _note_first_token(instance, telemetry)
+                flight.deliver(token)
+                if flight.landed:
+                    return
+    if not flight.landed:
+        raise InstanceError(
+            f"Instance {instance.id!r} ended the stream of request {flight.request.id!r} "
+            "without a finish reason."
+        )
+
+
+def _note_first_token(instance: Instance, telemetry: Telemetry) -> None:
+    if instance.first_token is not None:
+        telemetry.finish(instance.first_token)
+        instance.first_token = None
+
+
+def _blame(flight: Flight, error: InstanceError) -> None:
+    """Try elsewhere a few times, then tell the client."""
+    flight.divert(None)
+    flight.num_instance_errors += 1
+    if flight.num_instance_errors >= MAX_INSTANCE_ERRORS:
+        flight.fail(error)
+
+
+async def _pause(flight: Flight) -> None:
+    """Wait a little, and longer each time, for a flight that was sent away again before it got a token."""
+    if flight.num_stalls > 1:
+        await anyio.sleep(min(FIRST_PAUSE_S * 2 ** (flight.num_stalls - 2), LONGEST_PAUSE_S))

@@ -1,0 +1,103 @@
+"""What the fleet remembers of one engine, beside what the engine knows of itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import anyio
+
+from hotswap.engine import Engine
+from hotswap.errors import SwapRefused
+from hotswap.request import ModelId
+from hotswap.view import InstanceId, InstanceState, InstanceView
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, SpanContext
+
+__all__ = ["Instance"]
+
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often something failed in a row, and the loop time from which it may be tried again."""
+
+    num_failures: int = 0
+    at_s: float = -math.inf
+
+
+class Instance:
+    """One engine of a fleet: who is assigned to it, whether it is being swapped, when it may be tried again.
+
+    Owned by the fleet; everyone else reads its frozen `view()`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.id: InstanceId = engine.id
+        self.num_requests = 0
+        self.serving_since_s: float | None = None
+        self.swap_context: SpanContext | None = None
+        self.first_token: Span | None = None
+        self._retries: dict[ModelId | None, Retry] = {}
+        self._swapping = False
+        self._target: ModelId | None = None
+
+    def view(self) -> InstanceView:
+        """The engine's own view with the fleet's fields filled in."""
+        view = self.engine.view()
+        return replace(
+            view,
+            num_requests=self.num_requests,
+            swapping=self._swapping,
+            target=self._target,
+            serving_since_s=self.serving_since_s if view.model is not None else None,
+            resting=tuple(model for model in self._retries if model is not None and not self.due(model)),
+        )
+
+    def claim(self, target: ModelId | None) -> None:
+        """Take the instance for a swap to `target`: synchronous, so two swaps can never interleave.
+
+        Raises:
+            SwapRefused: another swap has it, or it is turning to or from a model by itself.
+        """
+        view = self.view()
+        if view.swapping:
+            raise SwapRefused(
+                f"Instance {self.id!r} is being swapped to {view.target!r}; wait for that swap to end."
+            )
+        if view.state in (InstanceState.LOADING, InstanceState.DRAINING):
+            raise SwapRefused(f"Instance {self.id!r} is {view.state}; wait until it is SERVING or EMPTY.")
+        self._swapping, self._target = True, target
+
+    def unclaim(self) -> None:
+        """Give the instance back after its swap."""
+        self._swapping, self._target = False, None
+
+    def failed(self, model: ModelId | None) -> None:
+        """Leave the pair of instance and model alone for a while that doubles with every failure in a row.
+
+        `None` stands for a restart of a lost instance.
+        """
+        failures = self._retries.get(model, Retry()).num_failures + 1
+        delay_s = min(FIRST_BACKOFF_S * 2 ** (failures - 1), LONGEST_BACKOFF_S)
+        self._retries[model] = Retry(num_failures=failures, at_s=anyio.current_time() + delay_s)
+
+    def succeeded(self, model: ModelId | None) -> None:
+        """Forget earlier failures with the model."""
+        self._retries.pop(model, None)
+
+    def due(self, model: ModelId | None) -> bool:
+        """Whether the model may be tried here again."""
+        return anyio.current_time() >= self._retries.get(model, Retry()).at_s
+
+    def next_retry_s(self) -> float:
+        """The loop time at which the next of the pauses ends; infinite if there is none."""
+        now_s = anyio.current_time()
+        return min((retry.at_s for retry in self._retries.values() if retry.at_s > now_s), default=math.inf)
+
+    def __repr__(self) -> str:
+        return f"<Instance of {self.engine!r}>"

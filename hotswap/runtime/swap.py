@@ -1,0 +1,267 @@
+"""The swap state machine: preflight, preload, evict, unload, load, each once, each with a time limit.
+
+    SERVING old --preflight, preload--> SERVING old --evict--> DRAINING --unload--> EMPTY --load--> SERVING
+    new
+
+A failure or a cancellation up to the eviction leaves the old model SERVING, afterwards EMPTY: the unload
+that follows an eviction is shielded, so nothing ends in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+from opentelemetry.trace import Span, format_trace_id
+
+from hotswap import telemetry as tm
+from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
+from hotswap.engine import Engine, SupportsPreload
+from hotswap.errors import HotswapError, OutOfMemory, SwapFailed
+from hotswap.model import HostChunk, ModelCard, Shard
+from hotswap.runtime.instance import Instance
+from hotswap.store import WeightStore, WrapperStore
+from hotswap.telemetry import Telemetry
+from hotswap.view import InstanceState
+
+__all__ = ["SwapJob", "SwapLimits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapLimits:
+    """How long each phase of a swap may take, in seconds, before it counts as failed.
+
+    `evict_s` is on top of the swap's own deadline.
+    """
+
+    preflight_s: float = 30.0
+    preload_s: float = 900.0
+    evict_s: float = 30.0
+    unload_s: float = 120.0
+    load_s: float = 900.0
+
+
+class SwapJob:
+    """One swap of one instance, from the first check to its record.
+
+    The caller holds the instance. `model=None` only evicts and unloads.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        model: ModelCard | None,
+        store: WeightStore,
+        *,
+        deadline_s: float,
+        reason: str,
+        limits: SwapLimits,
+        telemetry: Telemetry,
+    ) -> None:
+        self.instance = instance
+        self.model = model
+        self.deadline_s = deadline_s
+        self.reason = reason
+        self.limits = limits
+        self.telemetry = telemetry
+        self.record: SwapRecord | None = None
+        self._store = _MeteredStore(store)
+        self._phases: list[PhaseRecord] = []
+        self._phase = "preflight"
+        self._num_evicted = 0
+        self._down_since_s: float | None = None
+        self._before = instance.engine.view().model
+
+    async def run(self) -> SwapRecord:
+        """Carry the swap out and return its record, which `self.record` holds also after a failure.
+
+        Raises:
+            SwapFailed: a phase failed or ran out of time; its cause is chained.
+        """
+        started_s = anyio.current_time()
+        span = self.telemetry.start(tm.SPAN_SWAP, self._attributes())
+        outcome: SwapOutcome = "cancelled"
+        error: BaseException | None = None
+        try:
+            await self._steps(span)
+            outcome = "done"
+        except Exception as exc:
+            outcome, error = "failed", exc
+            raise self._failure(exc) from exc
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            self.record = self._write(started_s, outcome, error, span)
+            self._close(span, error)
+        return self.record
+
+    async def _steps(self, span: Span) -> None:
+        engine = self.instance.engine
+        self.instance.swap_context = span.get_span_context()
+        if self.model is not None:
+            await self._prepare(engine, self.model, span)
+        await self._vacate(engine, span)
+        if self.model is not None:
+            async with self._timed("load", self.limits.load_s, span):
+                await engine.load(self.model, self._store)
+
+    async def _prepare(self, engine: Engine, model: ModelCard, span: Span) -> None:
+        """All that can fail or be done early, while the old model still serves."""
+        async with self._timed("preflight", self.limits.preflight_s, span):
+            await self._store.manifest(model.id)
+            room = engine.view().memory_bytes
+            if room and model.weight_bytes > room:
+                raise OutOfMemory(
+                    f"Model {model.id!r} has {model.weight_bytes:,} bytes of weights and instance "
+                    f"{engine.id!r} {room:,} bytes of memory; swap it into a larger one."
+                )
+        serving = engine.view().state is InstanceState.SERVING
+        if serving and isinstance(engine, SupportsPreload) and engine.can_preload(model):
+            async with self._timed("preload", self.limits.preload_s, span):
+                await engine.preload(model, self._store)
+
+    async def _vacate(self, engine: Engine, span: Span) -> None:
+        """Evict and unload; once requests are gone, a cancellation waits until the instance is EMPTY."""
+        self._down_since_s = anyio.current_time()
+        if engine.view().state is InstanceState.SERVING:
+            try:
+                async with self._timed("evict", self.deadline_s + self.limits.evict_s, span):
+                    self._num_evicted = await engine.evict(deadline_s=self.deadline_s)
+            except BaseException:
+                await self._drop_preload(engine)
+                raise
+        if engine.view().state is not InstanceState.EMPTY:
+            with anyio.CancelScope(shield=True):
+                async with self._timed("unload", self.limits.unload_s, span):
+                    await engine.unload()
+        self.instance.serving_since_s = None
+        await anyio.lowlevel.checkpoint_if_cancelled()
+
+    async def _drop_preload(self, engine: Engine) -> None:
+        if isinstance(engine, SupportsPreload):
+            with anyio.move_on_after(self.limits.unload_s, shield=True):
+                await engine.drop_preload()
+
+    @asynccontextmanager
+    async def _timed(self, name: str, limit_s: float, span: Span) -> AsyncIterator[None]:
+        """Bracket a phase by its span, its time limit and its record."""
+        self._phase = name
+        started_s = anyio.current_time()
+        try:
+            with self.telemetry.span(tm.SPAN_PHASE.format(name), parent=span) as phase:
+                try:
+                    with anyio.fail_after(limit_s):
+                        yield
+                except TimeoutError as exc:
+                    raise TimeoutError(f"{name} took longer than its limit of {limit_s:g} s") from exc
+                finally:
+                    self._describe(phase, name, anyio.current_time() - started_s)
+        finally:
+            seconds = anyio.current_time() - started_s
+            self._phases.append(PhaseRecord(name=name, started_s=started_s, seconds=seconds))
+
+    def _describe(self, phase: Span, name: str, seconds: float) -> None:
+        phase.set_attribute(tm.SECONDS, seconds)
+        if name in ("load", "preload"):
+            phase.set_attribute(tm.LOADED_BYTES, self._store.num_bytes)
+            phase.set_attribute(tm.TIER, self._store.tier)
+        if name == "evict":
+            phase.set_attribute(tm.EVICTED, self._num_evicted)
+
+    def _failure(self, error: Exception) -> SwapFailed:
+        now = self.instance.engine.view()
+        serves = f"serves {now.model!r}" if now.model else f"is {now.state}"
+        wanted = repr(self.model.id) if self.model else "nothing"
+        return SwapFailed(
+            f"The swap of instance {self.instance.id!r} to {wanted} failed in {self._phase}: {_brief(error)} "
+            f"The instance now {serves}; its requests go elsewhere or wait.",
+            phase=self._phase,
+        )
+
+    def _write(
+        self, started_s: float, outcome: SwapOutcome, error: BaseException | None, span: Span
+    ) -> SwapRecord:
+        now_s = anyio.current_time()
+        after = self.instance.engine.view()
+        if outcome == "done" and self.model is not None:
+            self.instance.serving_since_s = now_s
+        return SwapRecord(
+            instance=self.instance.id,
+            model_before=self._before,
+            model=self.model.id if self.model else None,
+            model_after=after.model if after.state is InstanceState.SERVING else None,
+            outcome=outcome,
+            reason=self.reason,
+            started_s=started_s,
+            seconds=now_s - started_s,
+            downtime_s=0.0 if self._down_since_s is None else now_s - self._down_since_s,
+            phases=tuple(self._phases),
+            num_evicted=self._num_evicted,
+            loaded_bytes=self._store.num_bytes,
+            tier=self._store.tier,
+            error=_brief(error) if error is not None else "",
+            trace_id=format_trace_id(span.get_span_context().trace_id),
+        )
+
+    def _close(self, span: Span, error: BaseException | None) -> None:
+        assert self.record is not None
+        record = self.record
+        span.set_attributes(
+            {
+                tm.OUTCOME: record.outcome,
+                tm.EVICTED: record.num_evicted,
+                tm.LOADED_BYTES: record.loaded_bytes,
+                tm.TIER: record.tier,
+                tm.DOWNTIME_S: record.downtime_s,
+            }
+        )
+        labels = {tm.OUTCOME: record.outcome, tm.TO_MODEL: record.model or ""}
+        self.telemetry.swaps.add(1, labels)
+        self.telemetry.swap_seconds.record(record.seconds, labels)
+        if record.outcome == "done" and self.model is not None:
+            self._await_first_token(span)
+        self.telemetry.finish(span, error)
+
+    def _await_first_token(self, span: Span) -> None:
+        """Open the span that the first token of the new model will end."""
+        if self.instance.first_token is not None:
+            self.telemetry.finish(self.instance.first_token)
+        self.instance.first_token = self.telemetry.start(
+            tm.SPAN_FIRST_TOKEN, {tm.INSTANCE: self.instance.id}, parent=span
+        )
+
+    def _attributes(self) -> tm.Attributes:
+        return {
+            tm.INSTANCE: self.instance.id,
+            tm.FROM_MODEL: self._before or "",
+            tm.TO_MODEL: self.model.id if self.model else "",
+            tm.REASON: self.reason,
+        }
+
+
+class _MeteredStore(WrapperStore):
+    """Counts what an engine reads, and from which tier."""
+
+    def __init__(self, store: WeightStore) -> None:
+        super().__init__(store)
+        self.num_bytes = 0
+        self.tier = ""
+
+    @asynccontextmanager
+    async def open(self, shard: Shard) -> AsyncIterator[AsyncIterator[HostChunk]]:
+        async with self.wrapped.open(shard) as chunks:
+            yield self._counted(chunks)
+
+    async def _counted(self, chunks: AsyncIterator[HostChunk]) -> AsyncIterator[HostChunk]:
+        async for chunk in chunks:
+            self.num_bytes += len(chunk.data)
+            self.tier = chunk.tier or self.tier
+            yield chunk
+
+
+def _brief(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if not isinstance(error, HotswapError) or not text else text
