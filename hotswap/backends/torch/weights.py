@@ -1,0 +1,168 @@
+"""The flat layout of a model's weights: where each tensor of a module lies in one buffer.
+
+The names are those of the *module*, after transformers has renamed, merged and split what the checkpoint
+files hold, so that a buffer in this layout needs no arithmetic on its way to the parameters: each is a view.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile, UnsupportedModel
+from hotswap.model import TensorSpec
+
+__all__ = ["ALIGNMENT_BYTES", "dtype_of", "fill", "layout", "load_checkpoint", "tensor_at"]
+
+# What CUDA allocations keep, and more than the cache line of any CPU.
+ALIGNMENT_BYTES = 256
+
+
+def layout(module: nn.Module) -> tuple[tuple[TensorSpec, ...], int]:
+    """Return where each entry of `module.state_dict()` lies in a flat buffer, and the buffer's size in bytes.
+
+    Tensors lie in the order of the state dict, each at a multiple of `ALIGNMENT_BYTES`. Names that are tied
+    (one tensor under several names) carry one offset. Works on meta tensors too: only shapes are read.
+    """
+    specs: list[TensorSpec] = []
+    placed: dict[int, int] = {}
+    end = 0
+    for name, tensor in _tensors(module):
+        size = tensor.numel() * tensor.element_size()
+        offset = placed.setdefault(id(tensor), end)
+        if offset == end:
+            end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        specs.append(
+            TensorSpec(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                offset_bytes=offset,
+                size_bytes=size,
+            )
+        )
+    return tuple(specs), end
+
+
+def fill(flat: Tensor, module: nn.Module, specs: tuple[TensorSpec, ...]) -> None:
+    """Copy the tensors of `module` to their places in `flat`, a uint8 buffer laid out by `specs`.
+
+    The padding between tensors is left as it is: start from zeros where the bytes are checksummed.
+    """
+    where = {spec.name: spec for spec in specs}
+    with torch.no_grad():
+        for name, tensor in _tensors(module):
+            tensor_at(flat, where[name]).copy_(tensor)
+
+
+def tensor_at(flat: Tensor, spec: TensorSpec) -> Tensor:
+    """Return the tensor that `spec` describes as a view of the uint8 buffer `flat`; nothing is copied.
+
+    Raises:
+        ShardCorrupt: the spec contradicts itself or points outside the buffer.
+    """
+    dtype = dtype_of(spec)
+    end = spec.offset_bytes + spec.size_bytes
+    if spec.size_bytes != math.prod(spec.shape) * dtype.itemsize or not 0 <= spec.offset_bytes <= end <= len(
+        flat
+    ):
+        raise ShardCorrupt(
+            f"Tensor {spec.name!r} ({spec.dtype} {list(spec.shape)}) claims bytes {spec.offset_bytes} to "
+            f"{end} of a buffer of {len(flat)}; convert the model again."
+        )
+    return flat[spec.offset_bytes : end].view(dtype).view(spec.shape)
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Return the torch dtype of a spec.
+
+    Raises:
+        ShardCorrupt: there is no such dtype.
+    """
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ShardCorrupt(
+            f"Tensor {spec.name!r} has the unknown dtype {spec.dtype!r}; convert the model again."
+        )
+    return dtype
+
+
+def load_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return the causal language model of a local Hugging Face directory, in evaluation mode on the CPU.
+
+    Only safetensors are read, no code of the checkpoint is run, and nothing is fetched. `dtype=None` keeps
+    the checkpoint's own. Blocks: call it in a worker thread.
+
+    Raises:
+        ShardMissing: the directory holds no config or no weights.
+        UnsafeFile: it holds pickled weights alone.
+        ShardCorrupt: a file cannot be read, or tensors that the architecture needs are missing from it.
+        UnsupportedModel: it is not a causal language model that transformers knows, or it is quantised.
+    """
+    directory = Path(path)
+    _check_files(directory)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportUnknownMemberType] (untyped there)
+            directory,
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ValueError, KeyError, ImportError) as exc:
+        raise UnsupportedModel(
+            f"transformers has no causal language model for {str(directory)!r} ({exc}); "
+            "give a checkpoint whose architecture it knows."
+        ) from exc
+    except Exception as exc:  # safetensors raises an exception type of its own, transformers several
+        raise ShardCorrupt(
+            f"The weights in {str(directory)!r} cannot be read ({exc}); fetch them again."
+        ) from exc
+    module, info = cast("tuple[nn.Module, dict[str, Any]]", loaded)
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing:
+        raise ShardCorrupt(
+            f"The weights in {str(directory)!r} lack {len(missing)} tensors of the right shape, "
+            f"{missing[0]!r} among them; fetch them again."
+        )
+    return module.eval().requires_grad_(False)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    # keep_vars: without it every name gets a fresh tensor, and ties could not be told by identity.
+    state = cast("dict[str, Tensor]", module.state_dict(keep_vars=True))
+    return list(state.items())
+
+
+def _check_files(directory: Path) -> None:
+    config = directory / "config.json"
+    if not config.is_file():
+        raise ShardMissing(
+            f"There is no config.json in {str(directory)!r}; give a Hugging Face model directory."
+        )
+    try:
+        quantised = "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ShardCorrupt(f"{str(config)!r} is not JSON ({exc}); fetch it again.") from exc
+    if quantised:
+        raise UnsupportedModel(
+            f"The checkpoint in {str(directory)!r} is quantised, which this engine cannot serve; "
+            "give the original."
+        )
+    if any(directory.glob("*.safetensors")):
+        return
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    if pickles:
+        raise UnsafeFile(
+            f"{str(directory / pickles[0])!r} is a pickle, which could run code when read; "
+            "convert it to safetensors where you trust it."
+        )
+    raise ShardMissing(f"There are no weights (*.safetensors) in {str(directory)!r}; fetch them.")
