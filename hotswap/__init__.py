@@ -39,7 +39,7 @@ from hotswap.hardware import DeviceProfile, parse_bytes
 from hotswap.model import HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
 from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
-from hotswap.runtime import Completion, Fleet, FleetStream, SwapLimits
+from hotswap.runtime import Completion, Fleet, FleetStream, Hop, SwapLimits
 from hotswap.scheduler import Scheduler
 from hotswap.store import SupportsImport, SupportsPrefetch, SupportsTokenizer, WeightStore, WrapperStore
 from hotswap.stream import TokenQueue, TokenStream
@@ -70,6 +70,7 @@ __all__ = [
     "FleetClosed",
     "FleetStream",
     "FleetView",
+    "Hop",
     "HostChunk",
     "HotswapError",
     "InstanceError",

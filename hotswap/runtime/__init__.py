@@ -1,7 +1,7 @@
 """What carries decisions out: flights, the waiting room, the control loop and swaps, composed by `Fleet`."""
 
 from hotswap.runtime.fleet import Completion, Fleet
-from hotswap.runtime.flight import FleetStream
+from hotswap.runtime.flight import FleetStream, Hop
 from hotswap.runtime.swap import SwapLimits
 
-__all__ = ["Completion", "Fleet", "FleetStream", "SwapLimits"]
+__all__ = ["Completion", "Fleet", "FleetStream", "Hop", "SwapLimits"]

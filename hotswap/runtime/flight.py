@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
@@ -21,14 +22,23 @@ from hotswap.runtime.instance import Instance
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.telemetry import Telemetry
 from hotswap.text import TextStream
+from hotswap.view import InstanceId
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext
 
-__all__ = ["FleetStream", "Flight", "fly"]
+__all__ = ["FleetStream", "Flight", "Hop", "fly"]
 
 MAX_INSTANCE_ERRORS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One stay of a request on an instance; `first_index` is the index of the first token it was to give."""
+
+    instance: InstanceId
+    first_index: int
 
 
 class Flight:
@@ -49,7 +59,7 @@ class Flight:
         self.scope = anyio.CancelScope()
         self.ended = anyio.Event()
         self.instance: Instance | None = None
-        self.num_hops = 0
+        self.hops: list[Hop] = []
         self.num_stalls = 0
         self.num_instance_errors = 0
         self.evicted_by: SpanContext | None = None
@@ -69,6 +79,11 @@ class Flight:
     def journal(self) -> tuple[int, ...]:
         """The tokens delivered so far."""
         return tuple(self._journal)
+
+    @property
+    def num_hops(self) -> int:
+        """On how many instances, one after another, it has run so far."""
+        return len(self.hops)
 
     @property
     def remaining(self) -> Request:
@@ -161,6 +176,11 @@ class FleetStream(TokenStream):
         """On how many instances the request has run so far."""
         return self._flight.num_hops
 
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """Where the request has run so far, in order, and from which token on: where its seams are."""
+        return tuple(self._flight.hops)
+
     def __repr__(self) -> str:
         return f"<FleetStream of {self._flight!r}>"
 
@@ -211,7 +231,7 @@ async def fly(
 async def _hop(flight: Flight, instance: Instance, telemetry: Telemetry) -> None:
     links = [flight.evicted_by] if flight.evicted_by is not None else []
     attributes = {tm.INSTANCE: instance.id, tm.REQUEST_ID: flight.request.id}
-    flight.num_hops += 1
+    flight.hops.append(Hop(instance=instance.id, first_index=len(flight.journal)))
     with telemetry.span(tm.SPAN_HOP, attributes, parent=flight.span, links=links):
         async with instance.engine.stream(flight.remaining) as tokens:
             async for token in tokens:
