@@ -1,0 +1,194 @@
+"""Continuous batching with chunked prefill over append-only KV blocks, without a device under it.
+
+Decodes take their tokens of a step's budget first and prefill chunks fill the rest (Holmes et al.,
+DeepSpeed-FastGen: Dynamic SplitFuse, arXiv:2401.08671, section 3). Under KV pressure the latest request is
+preempted by recompute (Kwon et al., PagedAttention, arXiv:2309.06180, section 4.5). Everything here is
+synchronous.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hotswap.backends.sim.tokens import SimGeneration
+from hotswap.errors import PromptTooLong
+from hotswap.request import Request, Token
+from hotswap.stream import TokenQueue
+
+__all__ = ["Batcher", "Sequence", "Step"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way through an engine; `num_cached` of its `num_tokens` lie in KV blocks."""
+
+    request: Request
+    generation: SimGeneration
+    tokens: TokenQueue = field(default_factory=TokenQueue)
+    position: int = 0
+    num_cached: int = 0
+    num_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.position = len(self.request.generated)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and everything generated so far."""
+        return len(self.request.prompt) + self.position
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens still to compute before the next can be generated: 1 in decode, more in prefill."""
+        return self.num_tokens - self.num_cached
+
+    def generate(self) -> bool:
+        """Put the next token into the stream; return whether it was the last."""
+        token = self.generation.token(self.position)
+        reason = self.generation.finish_reason(self.position, token)
+        self.tokens.put(Token(id=token, index=self.position, finish_reason=reason))
+        self.position += 1
+        return reason is not None
+
+
+class Step:
+    """One pass over the device: how many tokens of which sequence."""
+
+    __slots__ = ("chunks", "num_tokens")
+
+    def __init__(self) -> None:
+        self.chunks: dict[Sequence, int] = {}
+        self.num_tokens = 0
+
+    @property
+    def num_context(self) -> int:
+        """Cached tokens that the step attends to."""
+        return sum(sequence.num_cached for sequence in self.chunks)
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        """Compute `count` more tokens of a sequence."""
+        self.chunks[sequence] = count
+        self.num_tokens += count
+
+    def drop(self, sequence: Sequence) -> None:
+        """Leave a sequence out after all."""
+        self.num_tokens -= self.chunks.pop(sequence, 0)
+
+
+class Batcher:
+    """Owns the KV blocks of an engine and decides, step by step, which sequences use them."""
+
+    def __init__(self, *, num_blocks: int, block_tokens: int, max_requests: int, token_budget: int) -> None:
+        self.num_blocks = self.num_free_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[Sequence, None] = {}  # in order of admission
+        self._max_requests = max_requests
+        self._token_budget = token_budget
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            PromptTooLong: all blocks together would not hold its tokens.
+        """
+        if self._blocks(sequence.num_tokens) > self.num_blocks:
+            raise self._too_long(sequence)
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Free what a sequence holds; return whether it was still here. Harmless while a step runs."""
+        if sequence in self.running:
+            del self.running[sequence]
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            return False
+        self._free(sequence)
+        return True
+
+    def clear(self, error: Exception) -> int:
+        """End every stream by `error` after the tokens it holds; return how many there were."""
+        ended = list(self)
+        for sequence in ended:
+            self.remove(sequence)
+            sequence.tokens.close(error)
+        return len(ended)
+
+    def plan(self) -> Step:
+        """Compose the next step and take the blocks it needs; empty when there is nothing to do."""
+        step = Step()
+        decodes = [sequence for sequence in self.running if sequence.num_pending == 1]
+        prefills = [sequence for sequence in self.running if sequence.num_pending > 1]
+        for sequence in decodes + prefills:
+            self._schedule(step, sequence)
+        while self._may_admit(step):
+            sequence = self.waiting.popleft()
+            self.running[sequence] = None
+            self._schedule(step, sequence)
+        return step
+
+    def commit(self, step: Step) -> None:
+        """Account for a step that has run: sequences whose prefill is complete generate a token."""
+        for sequence, count in step.chunks.items():
+            if sequence not in self.running:  # left or was evicted while the step ran
+                continue
+            sequence.num_cached += count
+            if sequence.num_pending == 0 and sequence.generate():
+                self.remove(sequence)
+                sequence.tokens.close()
+
+    def _may_admit(self, step: Step) -> bool:
+        if not self.waiting or len(self.running) >= self._max_requests:
+            return False
+        room = self._token_budget - step.num_tokens
+        return room > 0 and self._blocks(self.waiting[0].num_tokens) <= self.num_free_blocks
+
+    def _schedule(self, step: Step, sequence: Sequence) -> None:
+        count = min(sequence.num_pending, self._token_budget - step.num_tokens)
+        if count > 0 and sequence in self.running and self._grow(step, sequence, sequence.num_cached + count):
+            step.add(sequence, count)
+
+    def _grow(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
+        """Take blocks for `num_tokens`, preempting later sequences if need be; false if it lost its own."""
+        missing = self._blocks(num_tokens) - sequence.num_blocks
+        while missing > self.num_free_blocks:
+            victim = next(reversed(self.running))
+            if len(self.running) == 1:  # it has every block, and needs more
+                self.remove(sequence)
+                sequence.tokens.close(self._too_long(sequence))
+                return False
+            self._preempt(step, victim)
+            if victim is sequence:
+                return False
+        sequence.num_blocks += missing
+        self.num_free_blocks -= missing
+        return True
+
+    def _preempt(self, step: Step, victim: Sequence) -> None:
+        self.remove(victim)
+        self.waiting.appendleft(victim)
+        step.drop(victim)
+
+    def _too_long(self, sequence: Sequence) -> PromptTooLong:
+        return PromptTooLong(
+            f"Request {sequence.request.id!r} has {sequence.num_tokens} tokens, but all KV blocks "
+            f"together hold {self.num_blocks * self.block_tokens}. Shorten the prompt, or give the engine more "
+            "of them."
+        )
+
+    def _free(self, sequence: Sequence) -> None:
+        self.num_free_blocks += sequence.num_blocks
+        sequence.num_blocks = sequence.num_cached = 0
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)

@@ -1,0 +1,354 @@
+"""`SimEngine`: an engine whose device is a `DeviceProfile` and whose tokens are a hash."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import anyio
+from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
+
+from hotswap.backends.sim.batcher import Batcher, Sequence
+from hotswap.backends.sim.content import check_chunk
+from hotswap.backends.sim.tokens import VOCABULARY, SimGeneration, expected_tokens
+from hotswap.engine import Engine
+from hotswap.errors import (
+    InstanceError,
+    InstanceLost,
+    InvalidRequest,
+    OutOfMemory,
+    PromptTooLong,
+    RequestEvicted,
+    ShardCorrupt,
+    UnknownAdapter,
+)
+from hotswap.hardware import DeviceProfile
+from hotswap.model import ModelCard, Shard
+from hotswap.request import ModelId, Request
+from hotswap.store import WeightStore
+from hotswap.stream import TokenStream
+from hotswap.view import InstanceId, InstanceState, InstanceView
+
+__all__ = ["SimEngine"]
+
+_EMPTY, _LOADING, _SERVING, _DRAINING, _LOST = (
+    InstanceState.EMPTY,
+    InstanceState.LOADING,
+    InstanceState.SERVING,
+    InstanceState.DRAINING,
+    InstanceState.LOST,
+)
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """A model whose weights take device memory."""
+
+    model: ModelCard
+    size_bytes: int
+
+
+class SimEngine(Engine):
+    """Obeys the whole `Engine` contract, `SupportsPreload` included, and computes nothing.
+
+    A step lasts what `profile` says of its tokens, batch and context; a load reads every chunk from the
+    store, then lasts `profile.load_s`. Tokens follow from model, prompt, seed and position
+    (`expected_tokens`), so any wrong order, loss or repetition downstream shows. `profile.memory_bytes`
+    bounds weights, staged weights and the KV pool together.
+
+    Args:
+        id: the instance's name.
+        profile: how long things take, and how much memory there is.
+        kv_blocks: KV blocks of the pool, whatever the model.
+        kv_block_tokens: tokens of a block.
+        max_requests: sequences of a batch; more wait inside the engine.
+        token_budget: tokens of a step, decodes and prefill chunks together.
+        vocabulary: token ids lie below it.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        profile: DeviceProfile | None = None,
+        *,
+        kv_blocks: int = 1024,
+        kv_block_tokens: int = 16,
+        max_requests: int = 256,
+        token_budget: int = 512,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
+        self.id = InstanceId(id)
+        self.profile = profile if profile is not None else DeviceProfile()
+        self.vocabulary = vocabulary
+        self.max_requests = max_requests
+        self._batcher = Batcher(
+            num_blocks=kv_blocks,
+            block_tokens=kv_block_tokens,
+            max_requests=max_requests,
+            token_budget=token_budget,
+        )
+        self._state = _EMPTY
+        self._started = False
+        self._serving: _Weights | None = None
+        self._staged: _Weights | None = None
+        self._reserved_bytes = 0
+        self._lost_because = ""
+        self._lost_for_good = False
+        self._verb: anyio.CancelScope | None = None
+        self._work = anyio.Event()
+        self._drained = anyio.Event()
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        async with anyio.create_task_group() as workers:
+            workers.start_soon(self._step_for_ever, name=f"steps of {self.id}")
+            self._started = True
+            try:
+                yield self
+            finally:
+                self._started = False
+                self._evict_all("It was stopped")
+                self._serving = self._staged = None
+                self._state = _EMPTY
+                workers.cancel_scope.cancel()
+
+    # ------------------------------------------------------------------ weights
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        self._require(_EMPTY, "load")
+        self._state = _LOADING
+        try:
+            self._serving = await self._unless_lost(self._take_staged_or_read(model, store))
+        except BaseException:
+            if self._state is _LOADING:
+                self._state = _EMPTY
+            raise
+        self._state = _SERVING
+
+    async def unload(self) -> None:
+        with anyio.CancelScope(shield=True):
+            if self._state is not _EMPTY:
+                self._evict_all(f"Model {self._model!r} was unloaded")
+                if self._state is not _LOST:
+                    self._state = _DRAINING
+                await anyio.sleep(self.profile.unload_s)
+                if self._lost_for_good:
+                    raise self._lost()
+                self._serving = None
+                self._state = _EMPTY
+        await checkpoint_if_cancelled()
+
+    def can_preload(self, model: ModelCard) -> bool:
+        staged_bytes = self._staged.size_bytes if self._staged else 0
+        beside = self._used_bytes - staged_bytes + model.weight_bytes
+        alone = model.weight_bytes + self._pool_bytes(model)
+        return max(beside, alone) <= self.profile.memory_bytes
+
+    async def preload(self, model: ModelCard, store: WeightStore) -> None:
+        if self._staged is not None and self._staged.model == model:
+            return await checkpoint()
+        self._require(_SERVING, "preload")
+        self._staged = None
+        self._require_room(model, model.weight_bytes)
+        self._staged = await self._unless_lost(self._read(model, store))
+        return None
+
+    async def drop_preload(self) -> None:
+        await checkpoint()
+        self._staged = None
+
+    # ------------------------------------------------------------------ requests
+
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
+        sequence = self._admit(request)
+        self._work.set()
+        try:
+            yield sequence.tokens
+        finally:
+            self._batcher.remove(sequence)
+            self._note_drained()
+
+    async def evict(self, *, deadline_s: float) -> int:
+        self._require(_SERVING, "evict")
+        self._state = _DRAINING
+        try:
+            await self._unless_lost(self._wait_until_drained(deadline_s))
+        except BaseException:
+            if self._state is _DRAINING:
+                self._state = _SERVING
+            raise
+        return self._evict_all(f"A deadline of {deadline_s} s passed")
+
+    def expected_tokens(self, request: Request, model: ModelCard) -> list[int]:
+        """Return what this engine generates for a request that nothing disturbs."""
+        return expected_tokens(request, model, vocabulary=self.vocabulary)
+
+    # ------------------------------------------------------------------ faults
+
+    def lose(self, reason: str = "its device failed", *, for_good: bool = False) -> None:
+        """Become LOST at once: streams and whatever verb is under way raise `InstanceLost`.
+
+        `unload` brings the engine back EMPTY, unless it is lost `for_good`.
+        """
+        self._lost_because, self._lost_for_good = reason, for_good
+        self._batcher.clear(self._lost())
+        self._note_drained()
+        self._serving = self._staged = None
+        self._state = _LOST
+        if self._verb is not None:
+            self._verb.cancel()
+
+    # ------------------------------------------------------------------ view
+
+    def view(self) -> InstanceView:
+        serving, pool = self._serving is not None, self._batcher
+        return InstanceView(
+            id=self.id,
+            state=self._state,
+            model=self._model,
+            num_running=len(pool.running),
+            num_waiting=len(pool.waiting),
+            max_requests=self.max_requests,
+            num_kv_blocks=pool.num_blocks if serving else 0,
+            num_free_kv_blocks=pool.num_free_blocks if serving else 0,
+            kv_block_tokens=pool.block_tokens,
+            memory_bytes=self.profile.memory_bytes,
+            weight_bytes=sum(held.size_bytes for held in (self._serving, self._staged) if held),
+            preloaded=self._staged.model.id if self._staged else None,
+        )
+
+    # ------------------------------------------------------------------ private
+
+    async def _step_for_ever(self) -> None:
+        while True:
+            step = self._batcher.plan()
+            self._note_drained()  # a plan refuses what has outgrown the pool
+            if not step.num_tokens:
+                self._work = anyio.Event()
+                await self._work.wait()
+                continue
+            batch, context = len(step.chunks), step.num_context
+            await anyio.sleep(self.profile.step_s(tokens=step.num_tokens, batch=batch, context=context))
+            self._batcher.commit(step)
+            self._note_drained()
+
+    def _admit(self, request: Request) -> Sequence:
+        if self._state is _LOST:
+            raise self._lost()
+        if self._serving is None or self._state is not _SERVING or self._model != request.model:
+            raise RequestEvicted(
+                f"Engine {self.id!r} is {self._state} with model {self._model!r} and admits no request for "
+                f"{request.model!r}; ask another."
+            )
+        model = self._serving.model
+        if request.adapter is not None:
+            raise UnknownAdapter(
+                f"Engine {self.id!r} holds no adapter {request.adapter!r}; simulated engines have none."
+            )
+        if request.remaining_tokens < 1:
+            raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
+        if request.num_tokens >= model.max_context_tokens:
+            raise PromptTooLong(
+                f"Request {request.id!r} has {request.num_tokens} tokens, but the context of {model.id!r} "
+                f"holds {model.max_context_tokens}. Shorten the prompt."
+            )
+        sequence = Sequence(request, SimGeneration(request, model, self.vocabulary))
+        self._batcher.add(sequence)
+        return sequence
+
+    async def _take_staged_or_read(self, model: ModelCard, store: WeightStore) -> _Weights:
+        await checkpoint()
+        staged, self._staged = self._staged, None
+        self._require_room(model, model.weight_bytes + self._pool_bytes(model))
+        if staged is not None and staged.model.id == model.id:
+            return staged
+        return await self._read(model, store)
+
+    async def _read(self, model: ModelCard, store: WeightStore) -> _Weights:
+        """Read all shards into reserved memory, which is given back unless all of them arrive."""
+        self._reserved_bytes = model.weight_bytes
+        try:
+            manifest = await store.manifest(model.id)
+            for rank in range(manifest.world_size):
+                for shard in manifest.shards_of(rank):
+                    await self._read_shard(shard, store)
+            await anyio.sleep(self.profile.load_s(model.weight_bytes))
+        finally:
+            self._reserved_bytes = 0
+        return _Weights(model, model.weight_bytes)
+
+    async def _read_shard(self, shard: Shard, store: WeightStore) -> None:
+        at = shard.buffer_offset_bytes
+        async with store.open(shard) as chunks:
+            async for chunk in chunks:
+                if chunk.offset_bytes != at:
+                    raise ShardCorrupt(f"Shard {shard.file!r} of {shard.model!r} has a gap at byte {at}.")
+                check_chunk(shard, chunk)
+                at += len(chunk.data)
+        if at != shard.buffer_offset_bytes + shard.size_bytes:
+            raise ShardCorrupt(f"Shard {shard.file!r} of {shard.model!r} ends early, at byte {at}.")
+
+    def _evict_all(self, why: str) -> int:
+        error = RequestEvicted(f"Engine {self.id!r} gave its requests back. {why}; they go on elsewhere.")
+        evicted = self._batcher.clear(error)
+        self._note_drained()
+        return evicted
+
+    async def _wait_until_drained(self, deadline_s: float) -> None:
+        await checkpoint()
+        with anyio.move_on_after(deadline_s):
+            while len(self._batcher):
+                self._drained = anyio.Event()
+                await self._drained.wait()
+
+    def _note_drained(self) -> None:
+        if not len(self._batcher):
+            self._drained.set()
+
+    async def _unless_lost(self, work: Awaitable[_T]) -> _T:
+        """Return what `work` returns; interrupt it by `InstanceLost` when the engine is lost meanwhile."""
+        with anyio.CancelScope() as self._verb:
+            result = await work
+            if self._state is not _LOST:
+                return result
+        raise self._lost()
+
+    def _lost(self) -> InstanceLost:
+        return InstanceLost(f"Engine {self.id!r} is lost: {self._lost_because}. Unload it to bring it back.")
+
+    def _require(self, state: InstanceState, verb: str) -> None:
+        if self._state is _LOST:
+            raise self._lost()
+        if not self._started:
+            raise InstanceError(f"Engine {self.id!r} cannot {verb} before `async with` has started it.")
+        if self._state is not state:
+            raise InstanceError(
+                f"Engine {self.id!r} is {self._state}; it can {verb} only while it is {state}."
+            )
+
+    def _require_room(self, model: ModelCard, size_bytes: int) -> None:
+        free_bytes = self.profile.memory_bytes - self._used_bytes
+        if size_bytes > free_bytes:
+            raise OutOfMemory(
+                f"Model {model.id!r} needs {size_bytes} bytes with its KV pool, but engine {self.id!r} has "
+                f"{free_bytes} free. Use a larger device or fewer kv_blocks."
+            )
+
+    @property
+    def _model(self) -> ModelId | None:
+        return self._serving.model.id if self._serving else None
+
+    @property
+    def _used_bytes(self) -> int:
+        held = sum(weights.size_bytes for weights in (self._serving, self._staged) if weights)
+        pool = self._pool_bytes(self._serving.model) if self._serving else 0
+        return held + pool + self._reserved_bytes
+
+    def _pool_bytes(self, model: ModelCard) -> int:
+        return self._batcher.num_blocks * self._batcher.block_tokens * model.kv_bytes_per_token

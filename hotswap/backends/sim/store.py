@@ -1,0 +1,226 @@
+"""`SimStore`: weights of any size behind simulated bandwidths, and a cache in front of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.sim.content import SimContent
+from hotswap.errors import ShardMissing, TierFull
+from hotswap.hardware import parse_bytes
+from hotswap.model import HostChunk, Manifest, Shard
+from hotswap.request import ModelId
+from hotswap.store import WeightStore
+from hotswap.view import Residency, StoreView, TierView
+
+__all__ = ["SimStore", "sim_manifest"]
+
+DISK = TierView(name="disk", bytes_per_s=5e9)
+HOST = TierView(name="host", bytes_per_s=20e9)
+
+
+def sim_manifest(model: str, weight_bytes: int | str, *, num_shards: int = 1, **facts: Any) -> Manifest:
+    """Return the manifest of a made-up model in `num_shards` files; `facts` are fields of `Manifest`."""
+    total = parse_bytes(weight_bytes)
+    edges = [total * number // num_shards for number in range(num_shards + 1)]
+    shards = tuple(
+        Shard(
+            model=ModelId(model),
+            rank=0,
+            file=f"{number}.bin",
+            file_offset_bytes=0,
+            buffer_offset_bytes=start,
+            size_bytes=end - start,
+            checksum=f"sim:{model}",
+        )
+        for number, (start, end) in enumerate(pairwise(edges))
+    )
+    return Manifest(model=ModelId(model), shards=shards, buffer_bytes=total, **facts)
+
+
+class SimStore(WeightStore):
+    """Holds every model on a slow tier and keeps the most recently used ones, by budget, on a fast one.
+
+    Bytes are real and deterministic (`sim_bytes`) but take no memory, so a simulated model may have hundreds
+    of gigabytes. A chunk is invalid once the next is asked for: its memoryview is released then, so an
+    engine that reads it late fails instead of reading what happens to lie there.
+
+    Args:
+        models: sizes by model id, or whole manifests (`sim_manifest`).
+        home: the tier that holds everything.
+        cache: the faster tier, filled by reading and by `prefetch`; `None` for none. Its `capacity_bytes` is
+            the budget: the least recently used model that is not being read makes room.
+        chunk_bytes: size of a chunk, the last of a shard excepted.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, int | str] | Sequence[Manifest],
+        *,
+        home: TierView = DISK,
+        cache: TierView | None = HOST,
+        chunk_bytes: int | str = "64 MiB",
+    ) -> None:
+        manifests = _manifests(models) if isinstance(models, Mapping) else models
+        self._manifests = {manifest.model: manifest for manifest in manifests}
+        self._home = home
+        self._cache = cache
+        self._chunk_bytes = parse_bytes(chunk_bytes)
+        sizes = [shard.size_bytes for manifest in self._manifests.values() for shard in manifest.shards]
+        self._content = SimContent(min(self._chunk_bytes, max(sizes, default=0)))
+        self._cached: dict[ModelId, set[Shard]] = {}  # least recently used model first
+        self._readers: Counter[ModelId] = Counter()
+        self._returned = anyio.Event()
+        self._num_lent = 0
+
+    @property
+    def num_lent(self) -> int:
+        """Chunks lent at this moment; 0 when nobody reads."""
+        return self._num_lent
+
+    async def manifest(self, model: ModelId) -> Manifest:
+        await checkpoint()
+        return self._manifest(model)
+
+    @asynccontextmanager
+    async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
+        if shard not in self._manifest(shard.model).shards:
+            raise ShardMissing(
+                f"Model {shard.model!r} has no shard like {shard.file!r}; ask for its manifest again."
+            )
+        with self._reading(shard.model):
+            async with contextlib.aclosing(self._lend(shard)) as chunks:
+                yield chunks
+
+    def view(self) -> StoreView:
+        homes = tuple(
+            Residency(model=model, tier=self._home.name, size_bytes=manifest.weight_bytes)
+            for model, manifest in self._manifests.items()
+        )
+        home = replace(self._home, used_bytes=sum(entry.size_bytes for entry in homes))
+        if self._cache is None:
+            return StoreView(tiers=(home,), residency=homes)
+        whole = tuple(
+            Residency(model=model, tier=self._cache.name, size_bytes=self._manifests[model].weight_bytes)
+            for model in self._cached
+            if self._is_cached(model)
+        )
+        cache = replace(self._cache, used_bytes=sum(map(_size, self._cached.values())))
+        return StoreView(tiers=(cache, home), residency=whole + homes)
+
+    async def prefetch(self, model: ModelId) -> None:
+        await checkpoint()
+        missing = set(self._manifest(model).shards) - self._cached.get(model, set())
+        if self._cache is None or not missing:
+            return
+        with self._reading(model):  # so that what is cached of it stays
+            self._room_for(model, missing)
+            await anyio.sleep(_size(missing) / self._home.bytes_per_s)
+            self._keep(model, missing)
+
+    async def drop(self, model: ModelId) -> None:
+        await checkpoint()
+        self._manifest(model)
+        while self._readers[model]:
+            await self._returned.wait()
+        self._cached.pop(model, None)
+
+    def __repr__(self) -> str:
+        tiers = ", ".join(f"{tier.name} {tier.used_bytes} bytes" for tier in self.view().tiers)
+        return f"<SimStore [{len(self._manifests)} models | {tiers}]>"
+
+    def _manifest(self, model: ModelId) -> Manifest:
+        try:
+            return self._manifests[model]
+        except KeyError:
+            raise ShardMissing(
+                f"The store has no model {model!r}; it has {', '.join(map(repr, self._manifests)) or 'none'}."
+            ) from None
+
+    @contextlib.contextmanager
+    def _reading(self, model: ModelId) -> Generator[None]:
+        self._readers[model] += 1
+        try:
+            yield
+        finally:
+            self._readers[model] -= 1
+            self._returned.set()
+            self._returned = anyio.Event()
+
+    async def _lend(self, shard: Shard) -> AsyncGenerator[HostChunk]:
+        cached = self._cached.get(shard.model, set())
+        tier = self._cache if self._cache is not None and shard in cached else self._home
+        for start in range(0, shard.size_bytes, self._chunk_bytes):
+            size = min(self._chunk_bytes, shard.size_bytes - start)
+            await anyio.sleep(size / tier.bytes_per_s)
+            if start + size == shard.size_bytes:
+                self._tee(shard)
+            offset = shard.buffer_offset_bytes + start
+            with self._lent(self._content.view(shard.model, offset, size)) as data:
+                yield HostChunk(offset_bytes=offset, data=data, tier=tier.name)
+
+    @contextlib.contextmanager
+    def _lent(self, data: memoryview) -> Generator[memoryview]:
+        self._num_lent += 1
+        try:
+            yield data
+        finally:
+            self._num_lent -= 1
+            with contextlib.suppress(
+                BufferError
+            ):  # the borrower still looks at it; its error, and harmless here
+                data.release()
+
+    def _tee(self, shard: Shard) -> None:
+        """Keep a shard that was read whole, if there is room."""
+        if self._cache is not None:
+            with contextlib.suppress(TierFull):
+                self._keep(shard.model, {shard})
+
+    def _keep(self, model: ModelId, shards: set[Shard]) -> None:
+        """Put shards on the fast tier and make their model the most recently used."""
+        held = self._cached.get(model, set())
+        for victim in self._room_for(model, shards - held):
+            del self._cached[victim]
+        self._cached.pop(model, None)
+        self._cached[model] = held | shards
+
+    def _room_for(self, model: ModelId, shards: set[Shard]) -> list[ModelId]:
+        """Return the models to drop, least recently used first, so that `shards` fit beside the rest.
+
+        Raises:
+            TierFull: they do not fit even so.
+        """
+        if self._cache is None or self._cache.capacity_bytes is None:
+            return []
+        excess = sum(map(_size, self._cached.values())) + _size(shards) - self._cache.capacity_bytes
+        victims: list[ModelId] = []
+        for other, held in self._cached.items():
+            if excess > 0 and other != model and not self._readers[other]:
+                victims.append(other)
+                excess -= _size(held)
+        if excess > 0:
+            raise TierFull(
+                f"Model {model!r} exceeds what tier {self._cache.name!r} can free by {excess} bytes; give "
+                "it a larger capacity_bytes, or wait until what it lends is returned."
+            )
+        return victims
+
+    def _is_cached(self, model: ModelId) -> bool:
+        return len(self._cached[model]) == len(self._manifests[model].shards)
+
+
+def _manifests(sizes: Mapping[str, int | str]) -> list[Manifest]:
+    return [sim_manifest(model, size) for model, size in sizes.items()]
+
+
+def _size(shards: Iterable[Shard]) -> int:
+    return sum(shard.size_bytes for shard in shards)

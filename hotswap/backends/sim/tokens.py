@@ -1,0 +1,73 @@
+"""The tokens of a simulated model: a pure function of model, prompt, seed and position."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from hotswap.model import ModelCard
+from hotswap.request import FinishReason, Request
+
+__all__ = ["SimGeneration", "expected_tokens"]
+
+VOCABULARY = 32_000
+_MASK = (1 << 64) - 1
+
+
+class SimGeneration:
+    """What one request generates: `token(n)` for any position, and when it ends.
+
+    Neither what was generated before nor the batch matters, so a request that was continued elsewhere gets
+    the tokens of an undisturbed run. Sampling (`temperature > 0`) adds the seed; greedy requests ignore it.
+    """
+
+    __slots__ = ("_ends", "_max_context_tokens", "_request", "_salt", "_vocabulary")
+
+    def __init__(self, request: Request, model: ModelCard, vocabulary: int = VOCABULARY) -> None:
+        sampling = request.sampling
+        digest = hashlib.blake2b(array("q", request.prompt).tobytes(), digest_size=8, key=_key(model.id))
+        self._salt = int.from_bytes(digest.digest(), "little")
+        if sampling.temperature > 0:
+            self._salt = _mixed(self._salt, sampling.seed + 1)
+        self._request = request
+        self._vocabulary = vocabulary
+        self._max_context_tokens = model.max_context_tokens
+        eos = () if sampling.ignore_eos else model.eos_token_ids
+        self._ends = frozenset(sampling.stop_token_ids + eos)
+
+    def token(self, position: int) -> int:
+        """The token at `position` of the generation, counted from 0."""
+        return _mixed(self._salt, position) % self._vocabulary
+
+    def finish_reason(self, position: int, token: int) -> FinishReason | None:
+        """Why the generation ends with this token; `None` if it goes on."""
+        sampling = self._request.sampling
+        length = position + 1
+        if token in self._ends and length >= sampling.min_tokens:
+            return "stop"
+        full = len(self._request.prompt) + length >= self._max_context_tokens
+        return "length" if full or length >= sampling.max_tokens else None
+
+
+def expected_tokens(request: Request, model: ModelCard, *, vocabulary: int = VOCABULARY) -> list[int]:
+    """Return what an undisturbed `SimEngine` generates from position `len(request.generated)` on."""
+    generation = SimGeneration(request, model, vocabulary)
+    tokens: list[int] = []
+    position = len(request.generated)
+    while True:
+        tokens.append(generation.token(position))
+        if generation.finish_reason(position, tokens[-1]):
+            return tokens
+        position += 1
+
+
+def _key(model: str) -> bytes:
+    return hashlib.blake2b(model.encode(), digest_size=16).digest()
+
+
+def _mixed(salt: int, number: int) -> int:
+    """Steele et al., Fast splittable pseudorandom number generators, 2014, figure 17: 64 well mixed bits."""
+    z = (salt + number * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
