@@ -56,12 +56,12 @@ class WaitingRoom:
         self._release = release
         self._on_wait = on_wait
         self._lanes: dict[Lane, list[Seat]] = {}
-        self._num_waiting = 0
+        self._seats: list[Seat] = []
         self._num_seats = 0
         self._usual_wait_s = 1.0
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return len(self._seats)
 
     def check(self) -> None:
         """Refuse a new request while the room is full.
@@ -69,9 +69,9 @@ class WaitingRoom:
         Raises:
             WaitingRoomFull: with the time a request has usually waited of late as `retry_after_s`.
         """
-        if self._num_waiting >= self._max_waiting:
+        if len(self._seats) >= self._max_waiting:
             raise WaitingRoomFull(
-                f"{self._num_waiting} requests wait already, the most this fleet lets wait; try again later.",
+                f"{len(self._seats)} requests wait already, the most this fleet lets wait; try again later.",
                 retry_after_s=self._usual_wait_s,
             )
 
@@ -121,7 +121,7 @@ class WaitingRoom:
 
     def views(self) -> tuple[WaitingView, ...]:
         """Everyone who waits, in order."""
-        return tuple(seat.view for seat in sorted(seat for lane in self._lanes.values() for seat in lane))
+        return tuple(seat.view for seat in self._seats)
 
     def count(self, model: ModelId) -> int:
         """How many wait for a model, whatever their adapter."""
@@ -139,8 +139,8 @@ class WaitingRoom:
             waiting_since_s=anyio.current_time(),
         )
         seat = Seat((-request.priority, request.arrived_s, self._num_seats), request, view)
+        insort(self._seats, seat)
         insort(self._lanes.setdefault(_lane(request), []), seat)
-        self._num_waiting += 1
         return seat
 
     def _rise(self, seat: Seat) -> None:
@@ -149,7 +149,7 @@ class WaitingRoom:
         if seat not in lane:
             return
         lane.remove(seat)
-        self._num_waiting -= 1
+        self._seats.remove(seat)
         if not lane:
             del self._lanes[_lane(seat.request)]
 
@@ -169,7 +169,7 @@ class WaitingRoom:
 
     def __repr__(self) -> str:
         lanes = ", ".join(f"{len(seats)} for {model}" for (model, _), seats in self._lanes.items())
-        return f"<WaitingRoom [{self._num_waiting}/{self._max_waiting}: {lanes or 'empty'}]>"
+        return f"<WaitingRoom [{len(self)}/{self._max_waiting}: {lanes or 'empty'}]>"
 
 
 def _lane(request: Request) -> Lane:

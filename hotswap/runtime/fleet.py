@@ -120,18 +120,26 @@ class Fleet(AsyncContextManagerMixin):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        error: Exception | None = None
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._store)
-            for instance in self._instances.values():
-                await stack.enter_async_context(instance.engine)
-            await self._registry.open()
-            observe_fleet(self._telemetry, self.view)
-            async with anyio.create_task_group() as tasks:
-                self._start(tasks)
-                try:
-                    yield self
-                finally:
-                    self._stop(tasks)
+            try:
+                await stack.enter_async_context(self._store)
+                for instance in self._instances.values():
+                    await stack.enter_async_context(instance.engine)
+                await self._registry.open()
+                observe_fleet(self._telemetry, self.view)
+                async with anyio.create_task_group() as tasks:
+                    self._start(tasks)
+                    try:
+                        yield self
+                    except Exception as exc:
+                        error = exc
+                    finally:
+                        self._stop(tasks)
+            except Exception as exc:  # leave quietly: the engines' own task groups would wrap what passes through
+                error = exc
+        if error is not None:
+            raise error
 
     def _start(self, tasks: TaskGroup) -> None:
         self._tasks = tasks

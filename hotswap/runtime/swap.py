@@ -101,12 +101,16 @@ class SwapJob:
     async def _steps(self, span: Span) -> None:
         engine = self.instance.engine
         self.instance.swap_context = span.get_span_context()
-        if self.model is not None:
+        if self.model is None:
+            return await self._vacate(engine, span)
+        try:
             await self._prepare(engine, self.model, span)
-        await self._vacate(engine, span)
-        if self.model is not None:
+            await self._vacate(engine, span)
             async with self._timed("load", self.limits.load_s, span):
                 await engine.load(self.model, self._store)
+        except BaseException:
+            await self._drop_preload(engine)
+            raise
 
     async def _prepare(self, engine: Engine, model: ModelCard, span: Span) -> None:
         """All that can fail or be done early, while the old model still serves."""
@@ -127,12 +131,8 @@ class SwapJob:
         """Evict and unload; once requests are gone, a cancellation waits until the instance is EMPTY."""
         self._down_since_s = anyio.current_time()
         if engine.view().state is InstanceState.SERVING:
-            try:
-                async with self._timed("evict", self.deadline_s + self.limits.evict_s, span):
-                    self._num_evicted = await engine.evict(deadline_s=self.deadline_s)
-            except BaseException:
-                await self._drop_preload(engine)
-                raise
+            async with self._timed("evict", self.deadline_s + self.limits.evict_s, span):
+                self._num_evicted = await engine.evict(deadline_s=self.deadline_s)
         if engine.view().state is not InstanceState.EMPTY:
             with anyio.CancelScope(shield=True):
                 async with self._timed("unload", self.limits.unload_s, span):
