@@ -1,0 +1,142 @@
+"""What a Hugging Face model directory says of itself, read without running any of its code."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from hotswap.backends.stores.fields import Fields, parse_object
+from hotswap.backends.stores.layout import DTYPE_BYTES, SIDE_FILES
+from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile
+
+__all__ = ["Checkpoint", "read_checkpoint"]
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+_FETCH_AGAIN = "Fetch the checkpoint again."
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The facts of a checkpoint that engines and policies ask for, and the small files it comes with."""
+
+    config: str
+    architecture: str
+    eos_token_ids: tuple[int, ...]
+    max_context_tokens: int
+    side_files: dict[str, bytes]
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Keys and values of one token in all layers: `2 * layers * kv_heads * head_dim * dtype_bytes`.
+
+        0 where the config does not tell, for instance because keys and values are kept compressed.
+        """
+        config = _text_config(json.loads(self.config))
+        layers = _first(config, "num_hidden_layers", "n_layer", "n_layers")
+        heads = _first(config, "num_attention_heads", "n_head", "n_heads")
+        width = _first(config, "hidden_size", "n_embd", "d_model")
+        kv_heads = _first(config, "num_key_value_heads") or heads
+        head_dim = _first(config, "head_dim") or (width // heads if heads else 0)
+        return 0 if "kv_lora_rank" in config else 2 * layers * kv_heads * head_dim * dtype_bytes
+
+
+def read_checkpoint(source: Path) -> Checkpoint:
+    """Look at a checkpoint's small files and at the headers of its weights.
+
+    Raises:
+        ShardMissing: there is no config, or no weights, or a part of them is missing.
+        UnsafeFile: it holds pickled weights only, or its index names a file outside the directory.
+        ShardCorrupt: a config is not JSON, or a weight file is truncated or no safetensors.
+    """
+    config = _json(source, "config.json")
+    if config is None:
+        raise ShardMissing(f"There is no checkpoint at {str(source)!r}: it has no config.json.")
+    for file in _weight_files(source):
+        _check_safetensors(file)
+    text_config = _text_config(config.raw)
+    architectures = config.get("architectures")
+    names = cast("list[object]", architectures) if isinstance(architectures, list) else []
+    generation = _json(source, "generation_config.json")
+    return Checkpoint(
+        config=json.dumps(config.raw),
+        architecture=str(names[0]) if names else "",
+        eos_token_ids=_eos(generation) or _eos(Fields(text_config, source, _FETCH_AGAIN)),
+        max_context_tokens=_first(text_config, "max_position_embeddings", "n_positions", "n_ctx") or 2**31,
+        side_files={name: (source / name).read_bytes() for name in SIDE_FILES if (source / name).is_file()},
+    )
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one value of a dtype, 0 for one we do not know."""
+    return DTYPE_BYTES.get(dtype, 0)
+
+
+def _json(source: Path, name: str) -> Fields | None:
+    path = source / name
+    return parse_object(path.read_bytes(), path, remedy=_FETCH_AGAIN) if path.is_file() else None
+
+
+def _text_config(config: dict[str, object]) -> dict[str, object]:
+    """The part about the language model, where a config has several parts."""
+    part = config.get("text_config")
+    return cast("dict[str, object]", part) if isinstance(part, dict) else config
+
+
+def _first(config: dict[str, object], *names: str) -> int:
+    """The first of the fields that is a whole number over 0, else 0."""
+    values = (config.get(name) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), 0)
+
+
+def _eos(fields: Fields | None) -> tuple[int, ...]:
+    value = fields.get("eos_token_id") if fields is not None else None
+    values = cast("list[object]", value) if isinstance(value, list) else [value]
+    return tuple(token for token in values if type(token) is int and token >= 0)
+
+
+def _weight_files(source: Path) -> list[Path]:
+    index = _json(source, "model.safetensors.index.json")
+    if index is not None:
+        return [
+            _part(source, name) for name in sorted(set(map(str, index.record("weight_map").raw.values())))
+        ]
+    files = sorted(source.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = sorted(path.name for pattern in _PICKLES for path in source.glob(pattern))
+    if pickles:
+        raise UnsafeFile(
+            f"{str(source / pickles[0])!r} is a pickle, which can run code when read, and there are "
+            "no safetensors. Get the checkpoint as safetensors, or convert it where you trust it."
+        )
+    raise ShardMissing(f"There is no checkpoint at {str(source)!r}: it has no *.safetensors.")
+
+
+def _part(source: Path, name: str) -> Path:
+    if name != os.path.basename(name) or not name.endswith(".safetensors"):
+        raise UnsafeFile(
+            f"The weight index in {str(source)!r} names {name[:200]!r}, which is no safetensors file of that "
+            "directory. Do not use this checkpoint."
+        )
+    if not (source / name).is_file():
+        raise ShardMissing(f"{str(source / name)!r} is missing, the weight index names it. {_FETCH_AGAIN}")
+    return source / name
+
+
+def _check_safetensors(path: Path) -> None:
+    """Check that the file is as long as its header says, so that a truncated one is refused by name."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
+            raise ShardCorrupt(f"{str(path)!r} is no safetensors file, or truncated. {_FETCH_AGAIN}")
+        header = parse_object(file.read(length), path, remedy=_FETCH_AGAIN)
+    tensors = (header.record(name) for name in header.raw if name != "__metadata__")
+    end = max((tensor.sizes("data_offsets")[-1:] or (0,) for tensor in tensors), default=(0,))[0]
+    if size != 8 + length + end:
+        raise ShardCorrupt(
+            f"{str(path)!r} has {size} bytes, its header says {8 + length + end}. {_FETCH_AGAIN}"
+        )
