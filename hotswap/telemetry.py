@@ -7,7 +7,7 @@ simulated hour traces like a real one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -116,7 +116,7 @@ class Telemetry:
         *,
         parent: Span | None = None,
         links: Sequence[SpanContext] = (),
-    ) -> Iterator[Span]:
+    ) -> Generator[Span]:
         """Bracket a block by a span; what the block raises is recorded on it."""
         span = self.start(name, attributes, parent=parent, links=links)
         error: BaseException | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -136,7 +136,7 @@ class Fleet(AsyncContextManagerMixin):
                         error = exc
                     finally:
                         self._stop(tasks)
-            except Exception as exc:  # leave quietly: the engines' own task groups would wrap what passes through
+            except Exception as exc:  # engines' task groups would wrap what passes through them
                 error = exc
         if error is not None:
             raise error
@@ -157,6 +157,8 @@ class Fleet(AsyncContextManagerMixin):
     def _stop(self, tasks: TaskGroup) -> None:
         self._tasks = self._control = None
         tasks.cancel_scope.cancel()
+        for instance in self._instances.values():
+            instance.settle_first_token(self._telemetry)
 
     # -- requests
 
@@ -170,7 +172,7 @@ class Fleet(AsyncContextManagerMixin):
         adapter: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
-    ) -> AsyncIterator[FleetStream]:
+    ) -> AsyncGenerator[FleetStream]:
         """Ask a model to continue `prompt` and lend its stream; leaving the block ends the request.
 
         A text prompt needs a tokenizer beside the model's weights; token ids work always. A higher

@@ -235,7 +235,7 @@ async def _hop(flight: Flight, instance: Instance, telemetry: Telemetry) -> None
     with telemetry.span(tm.SPAN_HOP, attributes, parent=flight.span, links=links):
         async with instance.engine.stream(flight.remaining) as tokens:
             async for token in tokens:
-                _note_first_token(instance, telemetry)
+                instance.settle_first_token(telemetry)
                 flight.deliver(token)
                 if flight.landed:
                     return
@@ -244,12 +244,6 @@ async def _hop(flight: Flight, instance: Instance, telemetry: Telemetry) -> None
             f"Instance {instance.id!r} ended the stream of request {flight.request.id!r} "
             "without a finish reason."
         )
-
-
-def _note_first_token(instance: Instance, telemetry: Telemetry) -> None:
-    if instance.first_token is not None:
-        telemetry.finish(instance.first_token)
-        instance.first_token = None
 
 
 def _blame(flight: Flight, error: InstanceError) -> None:

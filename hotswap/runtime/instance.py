@@ -11,6 +11,7 @@ import anyio
 from hotswap.engine import Engine
 from hotswap.errors import SwapRefused
 from hotswap.request import ModelId
+from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceId, InstanceState, InstanceView
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Instance:
         self.num_requests = 0
         self.serving_since_s: float | None = None
         self.swap_context: SpanContext | None = None
-        self.first_token: Span | None = None
+        self._first_token: Span | None = None
         self._retries: dict[ModelId | None, Retry] = {}
         self._swapping = False
         self._target: ModelId | None = None
@@ -76,6 +77,16 @@ class Instance:
     def unclaim(self) -> None:
         """Give the instance back after its swap."""
         self._swapping, self._target = False, None
+
+    def await_first_token(self, span: Span) -> None:
+        """Keep a span open until the model that was just loaded gives its first token."""
+        self._first_token = span
+
+    def settle_first_token(self, telemetry: Telemetry) -> None:
+        """End that span, if it is open: the token came, or never will."""
+        if self._first_token is not None:
+            telemetry.finish(self._first_token)
+            self._first_token = None
 
     def failed(self, model: ModelId | None) -> None:
         """Leave the pair of instance and model alone for a while that doubles with every failure in a row.

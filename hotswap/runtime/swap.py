@@ -9,7 +9,7 @@ that follows an eviction is shielded, so nothing ends in between.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -130,6 +130,7 @@ class SwapJob:
     async def _vacate(self, engine: Engine, span: Span) -> None:
         """Evict and unload; once requests are gone, a cancellation waits until the instance is EMPTY."""
         self._down_since_s = anyio.current_time()
+        self.instance.settle_first_token(self.telemetry)
         if engine.view().state is InstanceState.SERVING:
             async with self._timed("evict", self.deadline_s + self.limits.evict_s, span):
                 self._num_evicted = await engine.evict(deadline_s=self.deadline_s)
@@ -146,7 +147,7 @@ class SwapJob:
                 await engine.drop_preload()
 
     @asynccontextmanager
-    async def _timed(self, name: str, limit_s: float, span: Span) -> AsyncIterator[None]:
+    async def _timed(self, name: str, limit_s: float, span: Span) -> AsyncGenerator[None]:
         """Bracket a phase by its span, its time limit and its record."""
         self._phase = name
         started_s = anyio.current_time()
@@ -222,16 +223,11 @@ class SwapJob:
         self.telemetry.swaps.add(1, labels)
         self.telemetry.swap_seconds.record(record.seconds, labels)
         if record.outcome == "done" and self.model is not None:
-            self._await_first_token(span)
+            first_token = self.telemetry.start(
+                tm.SPAN_FIRST_TOKEN, {tm.INSTANCE: record.instance}, parent=span
+            )
+            self.instance.await_first_token(first_token)
         self.telemetry.finish(span, error)
-
-    def _await_first_token(self, span: Span) -> None:
-        """Open the span that the first token of the new model will end."""
-        if self.instance.first_token is not None:
-            self.telemetry.finish(self.instance.first_token)
-        self.instance.first_token = self.telemetry.start(
-            tm.SPAN_FIRST_TOKEN, {tm.INSTANCE: self.instance.id}, parent=span
-        )
 
     def _attributes(self) -> tm.Attributes:
         return {
@@ -251,7 +247,7 @@ class _MeteredStore(WrapperStore):
         self.tier = ""
 
     @asynccontextmanager
-    async def open(self, shard: Shard) -> AsyncIterator[AsyncIterator[HostChunk]]:
+    async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
         async with self.wrapped.open(shard) as chunks:
             yield self._counted(chunks)
 

@@ -98,8 +98,8 @@ def idle(fleet: Fleet) -> None:
     assert all(model.num_requests == 0 for model in view.models)
 
 
-async def until(holds: Callable[[], bool], *, within_s: float = 60.0) -> None:
+async def until(holds: Callable[[], bool], *, within_s: float = 600.0) -> None:
     """Let the simulated clock run until something holds."""
     with anyio.fail_after(within_s):
-        while not holds():
-            await anyio.sleep(0.005)
+        while not holds():  # noqa: ASYNC110 - simulated time, and nothing to be told by
+            await anyio.sleep(0.01)

@@ -75,12 +75,13 @@ async def test_generate_returns_the_whole_generation() -> None:
 async def test_what_can_never_be_served_is_refused_at_once() -> None:
     store = SimStore({"a": 1 << 20, "huge": 1 << 40})
     async with sim_fleet("a", store=store, models=models("a", "huge")) as fleet:
-        for error, model, prompt in [
+        refused: list[tuple[type[Exception], str, str | tuple[int, ...]]] = [
             (UnknownModel, "nope", PROMPT),
             (ModelTooLarge, "huge", PROMPT),
             (InvalidRequest, "a", ()),
             (InvalidRequest, "a", "text without a tokenizer"),
-        ]:
+        ]
+        for error, model, prompt in refused:
             with pytest.raises(error):
                 async with fleet.stream(model, prompt):
                     raise AssertionError("the stream was opened")
@@ -157,11 +158,10 @@ async def test_a_closing_fleet_tells_the_streams_that_are_open() -> None:
         except FleetClosed as exc:
             outcome.append(exc)
 
-    async with anyio.create_task_group() as clients:
-        async with sim_fleet("a") as fleet:
-            opened = anyio.Event()
-            clients.start_soon(client, fleet, opened)
-            await opened.wait()
+    async with anyio.create_task_group() as clients, sim_fleet("a") as fleet:
+        opened = anyio.Event()
+        clients.start_soon(client, fleet, opened)
+        await opened.wait()
     assert len(outcome) == 1
     with pytest.raises(FleetClosed):
         await fleet.generate("a", PROMPT)
@@ -176,12 +176,14 @@ async def test_higher_priority_leaves_the_waiting_room_first() -> None:
         finished.append(priority)
 
     engine = engine_of("e0", max_requests=1)
-    async with sim_fleet("a", engines=[engine], scheduler=Idle()) as fleet:
-        async with anyio.create_task_group() as clients:
-            for priority in (0, 1, 2):
-                clients.start_soon(client, fleet, priority)
-            await until(lambda: len(fleet.view().waiting) == 3)
-            await fleet.swap("e0", to="a")
+    async with (
+        sim_fleet("a", engines=[engine], scheduler=Idle()) as fleet,
+        anyio.create_task_group() as clients,
+    ):
+        for priority in (0, 1, 2):
+            clients.start_soon(client, fleet, priority)
+        await until(lambda: len(fleet.view().waiting) == 3)
+        await fleet.swap("e0", to="a")
     assert finished == [2, 1, 0]
 
 

@@ -1,7 +1,8 @@
-"""A swap is done, failed or cancelled; the instance serves the old model, the new one, or none; nothing in between."""
+"""A swap is done, failed or cancelled; the instance then serves the old model, the new one, or none."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -175,7 +176,9 @@ async def test_a_failed_preload_leaves_the_old_model_serving() -> None:
 @virtual_time
 async def test_a_failed_load_leaves_the_instance_empty_and_the_next_swap_works() -> None:
     store = Unreadable(store_of("a", "b"), "b")
-    async with sim_fleet("a", "b", engines=[NoPreload(engine_of("e0"))], store=store, scheduler=Idle()) as fleet:
+    async with sim_fleet(
+        "a", "b", engines=[NoPreload(engine_of("e0"))], store=store, scheduler=Idle()
+    ) as fleet:
         await fleet.swap("e0", to="a")
         with pytest.raises(SwapFailed, match="EMPTY") as failed:
             await fleet.swap("e0", to="b")
@@ -256,7 +259,7 @@ async def test_a_planned_swap_that_failed_is_not_tried_again_at_once() -> None:
 
 
 def swap_cancelled_after(seconds: float, *, preload: bool) -> tuple[str | None, bool]:
-    """Cancel a swap from a to b after `seconds` and return what the instance serves; and whether the swap was cut."""
+    """Cancel a swap from a to b after `seconds`; return what is served then, and whether it was cut."""
 
     async def scenario() -> tuple[str | None, bool]:
         engine: Engine = engine_of("e0") if preload else NoPreload(engine_of("e0"))
@@ -306,5 +309,5 @@ async def test_a_manual_swap_does_not_interleave_with_the_scheduler() -> None:
                     continue
         for name in ("e0", "e1"):
             mine = sorted((r.started_s, r.started_s + r.seconds) for r in fleet.swaps if r.instance == name)
-            assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:], strict=False))
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(mine))
         idle(fleet)

@@ -1,0 +1,169 @@
+"""The waiting room: who goes next, and that nobody who leaves takes a place along."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap import AdapterId, Engine, ModelId, Request, RequestId, WaitingRoomFull
+from hotswap.runtime.admission import WaitingRoom
+from hotswap.runtime.instance import Instance
+from hotswap.testing.virtual_time import run, virtual_time
+from tests.runtime.support import engine_of
+
+A, B = ModelId("a"), ModelId("b")
+
+
+def request(name: str, model: ModelId = A, *, priority: int = 0, adapter: str | None = None) -> Request:
+    return Request(
+        id=RequestId(name),
+        model=model,
+        prompt=(1,),
+        priority=priority,
+        adapter=None if adapter is None else AdapterId(adapter),
+        arrived_s=anyio.current_time(),
+    )
+
+
+class Places:
+    """A router with so many places for each model, and the order in which it gave them away."""
+
+    def __init__(self, **places: int) -> None:
+        engine: Engine = engine_of("e0")
+        self.instance = Instance(engine)
+        self.places = {ModelId(model): count for model, count in places.items()}
+        self.given: list[str] = []
+        self.asked = 0
+        self.room = WaitingRoom(
+            max_waiting=10_000, route=self.route, release=self.release, on_wait=lambda: None
+        )
+
+    def route(self, wanted: Request) -> Instance | None:
+        self.asked += 1
+        if not self.places.get(wanted.model):
+            return None
+        self.places[wanted.model] -= 1
+        self.given.append(wanted.id)
+        return self.instance
+
+    def release(self, wanted: Request, instance: Instance) -> None:
+        assert instance is self.instance
+        self.places[wanted.model] += 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3)), max_size=30), st.integers(0, 30))
+def test_places_go_by_priority_then_arrival_within_a_model(
+    arrivals: list[tuple[str, int]], places: int
+) -> None:
+    async def scenario() -> None:
+        office = Places()
+        async with anyio.create_task_group() as tasks:
+            for number, (model, priority) in enumerate(arrivals):
+                waiting = request(str(number), ModelId(model), priority=priority)
+                tasks.start_soon(office.room.admit, waiting)
+                await anyio.sleep(1)
+            office.places = {A: places, B: places}
+            office.room.wake()
+            for model in "ab":
+                mine = [n for n in range(len(arrivals)) if arrivals[n][0] == model]
+                order = sorted(mine, key=lambda n: (-arrivals[n][1], n))
+                given_here = [int(name) for name in office.given if arrivals[int(name)][0] == model]
+                assert given_here == order[:places]
+            assert len(office.room) == len(arrivals) - len(office.given)
+            tasks.cancel_scope.cancel()
+        assert len(office.room) == 0
+
+    run(scenario)
+
+
+@virtual_time
+async def test_a_thousand_who_wait_for_one_model_cost_one_question() -> None:
+    office = Places()
+    async with anyio.create_task_group() as tasks:
+        for number in range(1000):
+            tasks.start_soon(office.room.admit, request(str(number)))
+        await anyio.sleep(1)
+        office.asked = 0
+        office.room.wake()
+        assert office.asked == 1
+        tasks.cancel_scope.cancel()
+
+
+@virtual_time
+async def test_a_request_that_is_cancelled_with_its_answer_in_hand_gives_the_place_back() -> None:
+    office = Places(a=0)
+    async with anyio.create_task_group() as tasks:
+        scope = anyio.CancelScope()
+
+        async def leave() -> None:
+            with scope:
+                await office.room.admit(request("leaver"))
+                raise AssertionError("admitted after it left")
+
+        tasks.start_soon(leave)
+        await anyio.sleep(1)
+        office.places[A] = 1
+        office.room.wake()  # answered, but the task has not run yet
+        scope.cancel()
+    assert office.places[A] == 1
+    assert len(office.room) == 0
+
+
+@virtual_time
+async def test_adapters_wait_in_lanes_of_their_own() -> None:
+    class OneAdapter(Places):
+        def route(self, wanted: Request) -> Instance | None:
+            return super().route(wanted) if wanted.adapter == "warm" else None
+
+    office = OneAdapter(a=5)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(office.room.admit, request("first", adapter="cold"))
+        await anyio.sleep(1)
+        tasks.start_soon(office.room.admit, request("second", adapter="warm"))
+        await anyio.sleep(1)
+        assert office.given == ["second"]
+        assert [waiting.id for waiting in office.room.views()] == ["first"]
+        tasks.cancel_scope.cancel()
+
+
+@virtual_time
+async def test_refusing_a_model_answers_all_who_wait_for_it_and_nobody_else() -> None:
+    office = Places()
+    refused: list[str] = []
+
+    async def wait(name: str, model: ModelId) -> None:
+        try:
+            await office.room.admit(request(name, model))
+        except ValueError:
+            refused.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        for name, model in [("1", A), ("2", B), ("3", A)]:
+            tasks.start_soon(wait, name, model)
+        await anyio.sleep(1)
+        assert office.room.refuse(A, lambda: ValueError("no")) == 2
+        await anyio.sleep(1)
+        assert refused == ["1", "3"]
+        assert office.room.count(A) == 0
+        assert office.room.count(B) == 1
+        tasks.cancel_scope.cancel()
+
+
+@virtual_time
+async def test_retry_after_grows_with_the_time_people_have_waited() -> None:
+    async def hint(waited_s: float) -> float:
+        office = Places()
+        async with anyio.create_task_group() as tasks:
+            for number in range(20):
+                tasks.start_soon(office.room.admit, request(str(number)))
+            await anyio.sleep(waited_s)
+            office.places[A] = 20
+            office.room.wake()
+        office.room._max_waiting = 0
+        with pytest.raises(WaitingRoomFull) as full:
+            office.room.check()
+        return full.value.retry_after_s
+
+    assert await hint(0.5) < await hint(5) < await hint(50)

@@ -1,0 +1,154 @@
+"""The trace tells what happened: a tree per swap, and per request a span that links to what moved it."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricsData
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from hotswap import Sampling, SwapFailed
+from hotswap.testing.virtual_time import virtual_time
+from tests.runtime.support import Idle, engine_of, sim_fleet, store_of
+from tests.runtime.test_swap import NoPreload, Unreadable
+
+MANY = Sampling(max_tokens=60, ignore_eos=True)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+
+    def spans(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+    def children(self, parent: ReadableSpan) -> list[ReadableSpan]:
+        found = [
+            span
+            for span in self.exporter.get_finished_spans()
+            if span.parent is not None and span.parent.span_id == parent.context.span_id
+        ]
+        return sorted(found, key=lambda span: span.start_time or 0)
+
+
+def seconds(span: ReadableSpan) -> float:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return (span.end_time - span.start_time) / 1e9
+
+
+@virtual_time
+async def test_a_swap_is_one_tree_with_a_span_for_each_phase() -> None:
+    recorder = Recorder()
+    engines = [NoPreload(engine_of("e0")), engine_of("e1")]
+    async with sim_fleet(
+        "a", "b", engines=engines, scheduler=Idle(), tracer_provider=recorder.provider
+    ) as fleet:
+        await fleet.swap("e0", to="a")
+        record = await fleet.swap("e0", to="b", reason="load moved")
+        await fleet.generate("b", (1,), Sampling(max_tokens=2, ignore_eos=True))
+    swap = recorder.spans("hotswap.swap")[-1]
+    assert [span.name for span in recorder.children(swap)] == [
+        "hotswap.preflight",
+        "hotswap.evict",
+        "hotswap.unload",
+        "hotswap.load",
+        "hotswap.first_token",
+    ]
+    assert swap.attributes is not None
+    assert swap.attributes["hotswap.swap.reason"] == "load moved"
+    assert swap.attributes["hotswap.swap.to_model"] == "b"
+    load = next(span for span in recorder.children(swap) if span.name == "hotswap.load")
+    assert load.attributes is not None
+    assert load.attributes["hotswap.load.bytes"] == 1 << 20
+    assert load.attributes["hotswap.load.tier"] == record.tier
+    assert seconds(load) == pytest.approx(record.phase_s("load"))
+    assert seconds(swap) == pytest.approx(record.seconds)
+    assert f"{swap.context.trace_id:032x}" == record.trace_id
+
+
+@virtual_time
+async def test_a_failed_swap_carries_its_error() -> None:
+    recorder = Recorder()
+    store = Unreadable(store_of("a"), "a")
+    async with sim_fleet("a", store=store, scheduler=Idle(), tracer_provider=recorder.provider) as fleet:
+        with pytest.raises(SwapFailed):
+            await fleet.swap("e0", to="a")
+    (swap,) = recorder.spans("hotswap.swap")
+    assert swap.status.status_code is StatusCode.ERROR
+    assert "x.bin" in (swap.status.description or "")
+
+
+@virtual_time
+async def test_a_request_links_to_the_swap_that_evicted_it() -> None:
+    recorder = Recorder()
+    async with sim_fleet("a", "b", scheduler=Idle(), tracer_provider=recorder.provider) as fleet:
+        await fleet.swap("e0", to="a")
+        await fleet.swap("e1", to="a")
+        async with fleet.stream("a", (1, 2), MANY) as stream:
+            await anext(stream)
+            at = next(i.id for i in fleet.view().instances if i.num_requests)
+            await fleet.swap(at, to="b", reason="evicts it")
+            await stream.collect()
+    (request,) = recorder.spans("hotswap.request")
+    evicting = next(
+        span
+        for span in recorder.spans("hotswap.swap")
+        if (span.attributes or {})["hotswap.swap.reason"] == "evicts it"
+    )
+    first, second = recorder.children(request)
+    assert [link.context.span_id for link in request.links] == [evicting.context.span_id]
+    assert list(first.links) == []
+    assert [link.context.span_id for link in second.links] == [evicting.context.span_id]
+    assert request.attributes is not None
+    assert request.attributes["gen_ai.request.model"] == "a"
+    assert request.attributes["gen_ai.usage.input_tokens"] == 2
+    assert request.attributes["gen_ai.usage.output_tokens"] == 60
+    assert request.attributes["gen_ai.response.finish_reasons"] == ("length",)
+
+
+@virtual_time
+async def test_every_span_is_ended_when_the_fleet_has_closed() -> None:
+    recorder = Recorder()
+    started: list[str] = []
+    tracer = recorder.provider
+
+    class Counting(SimpleSpanProcessor):
+        def on_start(self, span: object, parent_context: object = None) -> None:
+            started.append("span")
+
+    tracer.add_span_processor(Counting(InMemorySpanExporter()))
+    async with sim_fleet("a", "b", tracer_provider=tracer) as fleet:
+        await fleet.generate("a", (1,), MANY)
+        await fleet.generate("b", (1,), MANY)
+        await fleet.swap("e0", to="b") if fleet.view().instances[0].model != "b" else None
+    assert len(started) == len(recorder.exporter.get_finished_spans())
+
+
+def metrics_of(data: MetricsData | None) -> dict[str, list[float]]:
+    assert data is not None
+    found: dict[str, list[float]] = {}
+    for resource in data.resource_metrics:
+        for scope in resource.scope_metrics:
+            for metric in scope.metrics:
+                points = [getattr(p, "sum", getattr(p, "value", None)) for p in metric.data.data_points]
+                found[metric.name] = [float(point or 0) for point in points]
+    return found
+
+
+@virtual_time
+async def test_metrics_count_requests_queues_swaps_and_residency() -> None:
+    reader = InMemoryMetricReader()
+    async with sim_fleet("a", "b", meter_provider=MeterProvider([reader])) as fleet:
+        await fleet.generate("a", (1,), MANY)
+        found = metrics_of(reader.get_metrics_data())
+        assert found["hotswap.swaps"] == [1.0]
+        assert found["gen_ai.server.time_to_first_token"][0] >= fleet.swaps[0].seconds
+        assert found["gen_ai.server.time_per_output_token"][0] > 0
+        assert found["hotswap.queue.length"] == [0.0, 0.0]
+        assert sum(found["hotswap.store.resident_bytes"]) >= 1 << 20
