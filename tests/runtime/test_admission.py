@@ -99,8 +99,12 @@ async def test_a_request_that_is_cancelled_with_its_answer_in_hand_gives_the_pla
 
         async def leave() -> None:
             with scope:
-                await office.room.admit(request("leaver"))
-                raise AssertionError("admitted after it left")
+                wanted = request("leaver")
+                instance = await office.room.admit(wanted)
+                try:
+                    await anyio.sleep_forever()
+                finally:
+                    office.release(wanted, instance)
 
         tasks.start_soon(leave)
         await anyio.sleep(1)
