@@ -1,0 +1,99 @@
+"""Write a store: models as zip archives in a folder, checked while they are read.
+
+    python -m examples.write_a_store
+
+A store has three verbs: say what a model consists of, lend its bytes in order, show what lies where. Subclass
+`hotswap.testing.WeightStoreConformance` to learn whether yours keeps the contract; this one does.
+"""
+
+import random
+import tempfile
+import zipfile
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+
+import hotswap
+from hotswap import HostChunk, Manifest, ModelId, Residency, Shard, ShardCorrupt, ShardMissing
+from hotswap.backends.sim import SimEngine
+
+ENTRY = "weights.bin"
+
+
+class ZipStore(hotswap.WeightStore):
+    """Lends the one entry of `<model>.zip`, whose own CRC-32 is checked as its last byte is read."""
+
+    def __init__(self, folder: Path, *, chunk_bytes: int = 1 << 20) -> None:
+        self._archives = {ModelId(path.stem): path for path in sorted(folder.glob("*.zip"))}
+        self._sizes = {model: path.stat().st_size for model, path in self._archives.items()}
+        self._chunk_bytes = chunk_bytes
+
+    async def manifest(self, model: ModelId) -> Manifest:
+        with await to_thread.run_sync(self._open, model) as archive:
+            info = archive.getinfo(ENTRY)
+        shard = Shard(
+            model=model,
+            rank=0,
+            file=ENTRY,
+            file_offset_bytes=0,
+            buffer_offset_bytes=0,
+            size_bytes=info.file_size,
+            checksum=f"crc32:{info.CRC:08x}",
+        )
+        return Manifest(model=model, shards=(shard,), buffer_bytes=info.file_size)
+
+    @asynccontextmanager
+    async def open(self, shard: Shard) -> AsyncIterator[AsyncIterator[HostChunk]]:
+        with await to_thread.run_sync(self._open, shard.model) as archive:
+            async with aclosing(self._lend(archive, shard)) as chunks:
+                yield chunks
+
+    def view(self) -> hotswap.StoreView:
+        tier = hotswap.TierView(name="zip", used_bytes=sum(self._sizes.values()))
+        held = (Residency(model=m, tier="zip", size_bytes=size) for m, size in self._sizes.items())
+        return hotswap.StoreView(tiers=(tier,), residency=tuple(held))
+
+    async def _lend(self, archive: zipfile.ZipFile, shard: Shard) -> AsyncGenerator[HostChunk]:
+        offset = 0
+        try:
+            with await to_thread.run_sync(archive.open, shard.file) as entry:
+                while data := await to_thread.run_sync(entry.read, self._chunk_bytes):
+                    yield HostChunk(offset, memoryview(data), tier="zip")
+                    offset += len(data)
+        except KeyError as exc:
+            raise ShardMissing(f"{archive.filename!r} has no entry {shard.file!r}; pack it again.") from exc
+        except (zipfile.BadZipFile, zlib.error, EOFError) as exc:
+            raise ShardCorrupt(f"{archive.filename!r} is damaged: {exc}. Copy it here again.") from exc
+
+    def _open(self, model: ModelId) -> zipfile.ZipFile:
+        if model not in self._archives:
+            raise ShardMissing(
+                f"There was no {model + '.zip'!r} when the store was made; add it, make it anew."
+            )
+        try:
+            return zipfile.ZipFile(self._archives[model])
+        except (FileNotFoundError, zipfile.BadZipFile) as exc:
+            raise ShardCorrupt(f"'{self._archives[model]}' is damaged: {exc}. Copy it here again.") from exc
+
+
+async def main() -> None:
+    """Pack a model and load it from its archive."""
+    with tempfile.TemporaryDirectory() as folder:
+        pack(Path(folder, "smollm.zip"), random.Random(0).randbytes(20 << 20))
+        async with ZipStore(Path(folder)) as store, SimEngine("e0") as engine:
+            card = hotswap.ModelCard.of(hotswap.Model("smollm"), await store.manifest(ModelId("smollm")))
+            await engine.load(card, store)
+            print(engine, store.view(), sep="\n")
+
+
+def pack(path: Path, weights: bytes) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(ENTRY, weights)
+
+
+if __name__ == "__main__":
+    anyio.run(main)
