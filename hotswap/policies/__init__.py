@@ -1,0 +1,24 @@
+"""Routers and schedulers, and the means to combine them: pure decisions over a `FleetView`.
+
+Each is an object with frozen settings; none names the runtime or a backend.
+"""
+
+from hotswap.policies.affinity import AffinityRouter
+from hotswap.policies.combine import Cooldown, FirstOf, FirstOfRouters, InOrder
+from hotswap.policies.floors import RestoreFloors
+from hotswap.policies.least_loaded import LeastLoadedRouter
+from hotswap.policies.predict import accepted, assume
+from hotswap.policies.swap import WeightedLoadSwap
+
+__all__ = [
+    "AffinityRouter",
+    "Cooldown",
+    "FirstOf",
+    "FirstOfRouters",
+    "InOrder",
+    "LeastLoadedRouter",
+    "RestoreFloors",
+    "WeightedLoadSwap",
+    "accepted",
+    "assume",
+]

@@ -1,0 +1,51 @@
+"""Routing to where the model, and best also the adapter, already is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotswap.errors import ConfigError
+from hotswap.policies.least_loaded import candidates, least_loaded
+from hotswap.request import Request
+from hotswap.router import Router
+from hotswap.view import FleetView, InstanceId, InstanceView
+
+__all__ = ["AffinityRouter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AffinityRouter(Router):
+    """Prefers replicas that hold the request's adapter, until they are much busier than those that do not.
+
+    The order is that of the multi-model post: model and adapter resident (no switch), then model resident
+    (an adapter switch, about 15 ms there), then model in a warm tier (2.5 s), then anywhere (23 s cold). The
+    last two are swaps, which a router cannot make: here the answer is `None`, the request waits, and the
+    scheduler is asked at once for an instance. Within a step the least loaded replica wins.
+
+    The guard is that of SGLang's cache-aware router: the adapter's least loaded holder is passed over when
+    it has over `abs_threshold` requests more than the least loaded replica *and* over `rel_threshold` times
+    as many, so that one popular adapter spreads instead of piling up. An infinite threshold never does so.
+    """
+
+    abs_threshold: float = 8
+    rel_threshold: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not self.abs_threshold >= 0:
+            raise ConfigError(f"abs_threshold is {self.abs_threshold!r}; give 0 or more requests.")
+        if not self.rel_threshold >= 1:
+            raise ConfigError(f"rel_threshold is {self.rel_threshold!r}; give a ratio of 1 or more.")
+
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        replicas = candidates(request, fleet)
+        idlest = least_loaded(replicas)
+        if idlest is None:
+            return None
+        holder = least_loaded([i for i in replicas if request.adapter in i.adapters])
+        return idlest.id if holder is None or self._imbalanced(holder, idlest) else holder.id
+
+    def _imbalanced(self, busy: InstanceView, idle: InstanceView) -> bool:
+        return (
+            busy.num_requests - idle.num_requests > self.abs_threshold
+            and busy.num_requests > self.rel_threshold * idle.num_requests
+        )

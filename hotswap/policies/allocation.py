@@ -1,0 +1,127 @@
+"""Which model has which instances, as one plan changes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import inf, ldexp
+
+from hotswap.action import Swap
+from hotswap.request import ModelId
+from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, ModelView
+
+__all__ = ["Allocation"]
+
+
+# A model that failed on two instances has itself to blame, not an instance.
+_DOUBTFUL = 2
+
+
+class Allocation:
+    """Replicas, loads and free instances, read from a view once and then kept up to date by `take`.
+
+    It lives for one `plan` and is as good as asking `assume` for a new view after every swap, but a swap
+    costs no walk over the fleet. *p*, *w* and *r* are those of `hotswap.policies.swap`.
+    """
+
+    def __init__(self, fleet: FleetView) -> None:
+        self.models = {model.id: model for model in fleet.models}
+        self._now_s = fleet.now_s
+        self._num_replicas = Counter(filter(None, map(_becomes, fleet.instances)))
+        self._resting = {model for instance in fleet.instances for model in instance.resting}
+        self._free: dict[ModelId | None, dict[InstanceId, InstanceView]] = {}
+        for instance in fleet.instances:
+            if instance.free:
+                model = None if instance.state is InstanceState.EMPTY else instance.model
+                self._free.setdefault(model, {})[instance.id] = instance
+        self._oldest_s: dict[ModelId, float] = {}
+        for request in fleet.waiting:
+            since_s = min(request.waiting_since_s, self._oldest_s.get(request.model, inf))
+            self._oldest_s[request.model] = since_s
+
+    def num_replicas(self, model: ModelView) -> int:
+        """Return *r*: replicas that serve or load, as `FleetView.replicas` counts them."""
+        return self._num_replicas[model.id]
+
+    def load(self, model: ModelView, *, more: int = 0) -> float:
+        """Return the load per replica *p w / r*, with `more` replicas than now (or fewer, if negative).
+
+        Without a replica it is infinite while there is any work, else 0.
+        """
+        work = model.num_requests * model.slowness
+        replicas = self._num_replicas[model.id] + more
+        if replicas > 0:
+            return work / replicas
+        return inf if work else 0.0
+
+    def waited_s(self, model: ModelView) -> float:
+        """Return how long its oldest waiting request has waited, halved for each failed load.
+
+        A model that cannot be loaded so falls behind those that can, and is still tried again. Failures count
+        since the last load that succeeded.
+        """
+        since_s = self._oldest_s.get(model.id, self._now_s)
+        return ldexp(max(self._now_s - since_s, 0.0), -model.num_failed_loads)
+
+    def empty(self, model: ModelView) -> InstanceView | None:
+        """Return an EMPTY instance for the model: the smallest that holds it, so large ones stay free."""
+        fitting = [i for i in self._free.get(None, {}).values() if _takes(model, i)]
+        return min(fitting, key=lambda i: (i.preloaded != model.id, i.memory_bytes, i.id), default=None)
+
+    def replica(self, donor: ModelView, model: ModelView, *, served_s: float = 0.0) -> InstanceView | None:
+        """Return the replica of `donor` best given to `model`, of those that served `served_s` or longer.
+
+        Best is one that has the model preloaded, then one with the fewest requests to evict.
+        """
+        fitting = [
+            i
+            for i in self._free.get(donor.id, {}).values()
+            if _takes(model, i) and (i.serving_since_s is None or self._now_s - i.serving_since_s >= served_s)
+        ]
+        return min(fitting, key=lambda i: (i.preloaded != model.id, i.num_requests, i.id), default=None)
+
+    def donors(self, model: ModelView, *, served_s: float = 0.0) -> Iterator[tuple[ModelView, InstanceView]]:
+        """Yield the other models that may give up a replica, least loaded first, with the one to give.
+
+        Those at or below their floor may not. Of two equal loads the one that rises less goes first. Nobody
+        gives to a model that failed to load twice in a row and rests from it on any instance: it would leave
+        EMPTY one instance after the other, and may use those that are so.
+        """
+        if model.num_failed_loads >= _DOUBTFUL and model.id in self._resting:
+            return
+        spare = [m for m in self.models.values() if m.id != model.id and self._spare(m)]
+        for donor in sorted(spare, key=lambda m: (self.load(m), self.load(m, more=-1), m.id)):
+            if instance := self.replica(donor, model, served_s=served_s):
+                yield donor, instance
+
+    def least_harm(self, model: ModelView, *, served_s: float = 0.0) -> tuple[ModelView, InstanceView] | None:
+        """Return the least loaded donor, of those that keep a replica for their work if there are any."""
+        return min(
+            self.donors(model, served_s=served_s), key=lambda d: self.load(d[0], more=-1) == inf, default=None
+        )
+
+    def take(self, swap: Swap) -> None:
+        """Count the swap's instance to its new model, and no longer as free."""
+        for model, instances in self._free.items():
+            if instances.pop(swap.instance, None) is not None:
+                self._num_replicas[swap.model] += 1
+                if model is not None:
+                    self._num_replicas[model] -= 1
+                return
+
+    def _spare(self, model: ModelView) -> bool:
+        return self.num_replicas(model) > model.min_replicas
+
+
+def _becomes(instance: InstanceView) -> ModelId | None:
+    """The model that `FleetView.replicas` counts the instance to."""
+    if instance.swapping:
+        return instance.target
+    alive = instance.state in (InstanceState.SERVING, InstanceState.LOADING)
+    return instance.model if alive else None
+
+
+def _takes(model: ModelView, instance: InstanceView) -> bool:
+    """Whether the weights fit, as far as is known, and did not fail to load here a moment ago."""
+    fits = not instance.memory_bytes or model.weight_bytes <= instance.memory_bytes
+    return fits and model.id not in instance.resting

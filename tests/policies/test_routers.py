@@ -1,0 +1,147 @@
+"""What the routers promise for every fleet, and the order of affinity."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap import AdapterId, ConfigError, FleetView, InstanceId, InstanceState, InstanceView, Router
+from hotswap.policies import AffinityRouter, FirstOfRouters, LeastLoadedRouter
+from tests.policies.views import MODELS, empty, fleet, fleet_views, model, request, serving, turning
+
+ROUTERS = (LeastLoadedRouter(), AffinityRouter(), FirstOfRouters(AffinityRouter(), LeastLoadedRouter()))
+
+
+def holding(instance: InstanceView, *adapters: str) -> InstanceView:
+    return replace(instance, adapters=tuple(map(AdapterId, adapters)))
+
+
+def blocks(instance: InstanceView, free: int, total: int) -> InstanceView:
+    return replace(instance, num_kv_blocks=total, num_free_kv_blocks=free)
+
+
+def route(
+    router: Router, *instances: InstanceView, adapter: str | None = None, tokens: int = 1
+) -> str | None:
+    return router.route(
+        request("a", adapter=adapter, tokens=tokens), fleet(instances, [model("a"), model("b")])
+    )
+
+
+# ------------------------------------------------------------------ every fleet
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+@given(view=fleet_views(), of=st.sampled_from(MODELS), adapter=st.sampled_from([None, "x", "z"]))
+def test_an_answer_is_an_open_replica_and_given_whenever_there_is_one(
+    router: Router, view: FleetView, of: str, adapter: str | None
+) -> None:
+    asked = request(of, adapter=adapter)
+    answer = router.route(asked, view)
+    fitting = {i.id for i in view.instances if i.open and i.model == of}
+    assert answer in fitting if fitting else answer is None
+    assert router.route(asked, replace(view, instances=view.instances[::-1])) == answer
+
+
+# ------------------------------------------------------------------ least loaded
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+def test_no_open_replica_is_none(router: Router) -> None:
+    full = replace(serving("e0", "a", 4), max_requests=4)
+    assert route(router) is None
+    draining = replace(turning("e3", "b", of="a"), state=InstanceState.DRAINING)
+    assert route(router, serving("e0", "b"), empty("e1"), turning("e2", "a"), draining, full) is None
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+def test_an_instance_about_to_turn_away_is_used_only_where_no_other_is_open(router: Router) -> None:
+    leaving = turning("e0", "b", of="a")
+    assert route(router, leaving) == "e0"
+    assert route(router, leaving, serving("e1", "a", 5)) == "e1"
+    assert route(router, leaving, replace(serving("e1", "a", 5), max_requests=5)) == "e0"
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+def test_the_fewest_requests_win_then_free_blocks_then_the_smaller_id(router: Router) -> None:
+    assert route(router, serving("e0", "a", 3), serving("e1", "a", 2), serving("e2", "b", 0)) == "e1"
+    half, most = blocks(serving("e0", "a", 2), 50, 100), blocks(serving("e1", "a", 2), 9, 10)
+    assert route(router, half, most) == "e1"
+    assert route(router, serving("e1", "a"), serving("e0", "a")) == "e0"
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+def test_an_instance_too_small_for_the_tokens_is_a_last_resort(router: Router) -> None:
+    small, large = blocks(serving("e0", "a", 0), 2, 2), blocks(serving("e1", "a", 5), 4, 4)
+    assert route(router, small, large, tokens=31) == "e0"
+    assert route(router, small, large, tokens=32) == "e1"  # 2 blocks of 16 hold no 33rd token
+    assert route(router, small, large, tokens=64) == "e0"
+
+
+# ------------------------------------------------------------------ affinity
+
+
+def test_a_holder_of_the_adapter_comes_before_a_less_loaded_replica() -> None:
+    instances = (
+        serving("e0", "a", 0),
+        holding(serving("e1", "a", 8), "x"),
+        holding(serving("e2", "b", 0), "x"),
+    )
+    assert route(AffinityRouter(), *instances, adapter="x") == "e1"
+    assert route(AffinityRouter(), *instances, adapter="y") == "e0"
+    assert route(AffinityRouter(), *instances) == "e0"
+
+
+def test_the_least_loaded_holder_wins() -> None:
+    instances = (
+        serving("e0", "a", 0),
+        holding(serving("e1", "a", 4), "x"),
+        holding(serving("e2", "a", 3), "x", "y"),
+    )
+    assert route(AffinityRouter(), *instances, adapter="x") == "e2"
+
+
+@pytest.mark.parametrize(
+    ("busy", "idle", "passed_over"),
+    [(8, 0, False), (9, 0, True), (29, 20, False), (30, 20, False), (31, 20, True)],
+)
+def test_an_overloaded_holder_is_passed_over(busy: int, idle: int, passed_over: bool) -> None:
+    router = AffinityRouter(abs_threshold=8, rel_threshold=1.5)
+    answer = route(router, holding(serving("e0", "a", busy), "x"), serving("e1", "a", idle), adapter="x")
+    assert answer == ("e1" if passed_over else "e0")
+    never = AffinityRouter(abs_threshold=inf)
+    assert route(never, holding(serving("e0", "a", busy), "x"), serving("e1", "a", idle), adapter="x") == "e0"
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 8), st.integers(1, 120))
+def test_one_popular_adapter_does_not_pile_up(start: list[int], threshold: int, arrivals: int) -> None:
+    router = AffinityRouter(abs_threshold=threshold, rel_threshold=1.0)
+    loads = {InstanceId(f"e{n}"): requests for n, requests in enumerate(start)}
+    for _ in range(arrivals):
+        answer = router.route(request("a", adapter="x"), fleet(_replicas(loads), [model("a")]))
+        assert answer is not None
+        loads[answer] += 1
+    assert max(loads.values()) - min(loads.values()) <= max(threshold + 1, max(start))
+
+
+def _replicas(loads: dict[InstanceId, int]) -> Sequence[InstanceView]:
+    """Only the first holds the adapter, and none learns it."""
+    return [holding(serving(name, "a", n), *(["x"] if name == "e0" else [])) for name, n in loads.items()]
+
+
+@pytest.mark.parametrize(
+    "values", [{"abs_threshold": -1}, {"rel_threshold": 0.5}, {"rel_threshold": float("nan")}]
+)
+def test_a_senseless_threshold_is_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(values))} is "):
+        AffinityRouter(**values)
+
+
+def test_reprs_show_the_settings() -> None:
+    assert repr(ROUTERS[-1]) == (
+        "FirstOfRouters(AffinityRouter(abs_threshold=8, rel_threshold=1.5), LeastLoadedRouter())"
+    )
