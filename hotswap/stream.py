@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 
 import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from hotswap.request import Token
 
@@ -66,6 +67,7 @@ class TokenQueue(TokenStream):
         while not self._tokens:
             if self._closed:
                 if self._error is not None:
+                    await checkpoint_if_cancelled()  # what ends everything ends the reader as a cancellation
                     raise self._error
                 raise StopAsyncIteration
             self._changed = anyio.Event()
