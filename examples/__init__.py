@@ -1,0 +1,1 @@
+"""Examples to run and to read; each is run by a test."""
