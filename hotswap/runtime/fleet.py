@@ -27,7 +27,7 @@ from hotswap.runtime.admission import WaitingRoom
 from hotswap.runtime.control import Control
 from hotswap.runtime.flight import FleetStream, Flight, fly
 from hotswap.runtime.instance import Instance
-from hotswap.runtime.metrics import observe_fleet
+from hotswap.runtime.metrics import LastView, observe_fleet
 from hotswap.runtime.registry import Registry, check_servable, unique
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swapper import Swapper
@@ -127,9 +127,11 @@ class Fleet(AsyncContextManagerMixin):
                 for instance in self._instances.values():
                     await stack.enter_async_context(instance.engine)
                 await self._registry.open()
-                observe_fleet(self._telemetry, self.view)
+                last_view = LastView(self.view)
+                stack.callback(last_view.close)
+                observe_fleet(self._telemetry, last_view)
                 async with anyio.create_task_group() as tasks:
-                    self._start(tasks)
+                    self._start(tasks, last_view)
                     try:
                         yield self
                     except Exception as exc:
@@ -141,11 +143,11 @@ class Fleet(AsyncContextManagerMixin):
         if error is not None:
             raise error
 
-    def _start(self, tasks: TaskGroup) -> None:
+    def _start(self, tasks: TaskGroup, last_view: LastView) -> None:
         self._tasks = tasks
         self._control = Control(
             scheduler=self._scheduler,
-            observe=self.view,
+            observe=last_view.take,
             instances=self._instances,
             store=self._store,
             swapper=self._swapper,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -10,17 +11,48 @@ from hotswap import telemetry as tm
 from hotswap.telemetry import Telemetry
 from hotswap.view import FleetView
 
-__all__ = ["observe_fleet"]
+__all__ = ["LastView", "observe_fleet"]
 
 
-def observe_fleet(telemetry: Telemetry, view: Callable[[], FleetView]) -> None:
+class LastView:
+    """The fleet as it was last seen, which any thread may ask for; nothing once it is closed.
+
+    A metrics reader asks from a thread of its own, where the loop has no clock and what it owns may be
+    changing. There the answer is the view that the control loop took last, at most one interval old.
+    """
+
+    def __init__(self, view: Callable[[], FleetView]) -> None:
+        self._view = view
+        self._thread = threading.get_ident()
+        self._last: FleetView | None = view()
+
+    def take(self) -> FleetView:
+        """Look now, on the event loop."""
+        self._last = seen = self._view()
+        return seen
+
+    def seen(self) -> Iterable[FleetView]:
+        """The view, fresh on the loop's own thread; empty after `close`."""
+        last = self._last
+        if last is not None and threading.get_ident() == self._thread:
+            last = self.take()
+        return () if last is None else (last,)
+
+    def close(self) -> None:
+        """Show nothing from now on: the meter outlives the fleet, and a closed fleet has no queue."""
+        self._last = None
+
+
+def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
     """Register the gauges of one fleet: queue length by model, resident bytes by tier."""
 
     def queue(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(model.num_waiting, {tm.MODEL: model.id}) for model in view().models]
+        return [Observation(m.num_waiting, {tm.MODEL: m.id}) for view in fleet.seen() for m in view.models]
 
     def resident(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(tier.used_bytes, {tm.TIER: tier.name}) for tier in view().store.tiers]
+        return [
+            Observation(t.used_bytes, {tm.TIER: t.name}) for view in fleet.seen() for t in view.store.tiers
+        ]
 
     telemetry.meter.create_observable_gauge(tm.QUEUE_LENGTH, [queue], "{request}", "Requests that wait")
     telemetry.meter.create_observable_gauge(tm.RESIDENT_BYTES, [resident], "By", "Bytes held by tier")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from anyio import to_thread
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -152,3 +153,13 @@ async def test_metrics_count_requests_queues_swaps_and_residency() -> None:
         assert found["gen_ai.server.time_per_output_token"][0] > 0
         assert found["hotswap.queue.length"] == [0.0, 0.0]
         assert sum(found["hotswap.store.resident_bytes"]) >= 1 << 20
+
+
+async def test_gauges_are_read_from_any_thread_until_the_fleet_closes() -> None:
+    reader = InMemoryMetricReader()
+    async with sim_fleet("a", meter_provider=MeterProvider([reader])) as fleet:
+        await fleet.generate("a", (1,), Sampling(max_tokens=1))
+        found = metrics_of(await to_thread.run_sync(reader.get_metrics_data))
+        assert found["hotswap.queue.length"] == [0.0]
+        assert len(found["hotswap.store.resident_bytes"]) == len(fleet.view().store.tiers)
+    assert "hotswap.queue.length" not in metrics_of(reader.get_metrics_data())
