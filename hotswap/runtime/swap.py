@@ -150,7 +150,7 @@ class SwapJob:
     async def _timed(self, name: str, limit_s: float, span: Span) -> AsyncGenerator[None]:
         """Bracket a phase by its span, its time limit and its record."""
         self._phase = name
-        started_s = anyio.current_time()
+        started_s, read_bytes = anyio.current_time(), self._store.num_bytes
         try:
             with self.telemetry.span(tm.SPAN_PHASE.format(name), parent=span) as phase:
                 try:
@@ -159,16 +159,16 @@ class SwapJob:
                 except TimeoutError as exc:
                     raise TimeoutError(f"{name} took longer than its limit of {limit_s:g} s") from exc
                 finally:
-                    self._describe(phase, name, anyio.current_time() - started_s)
+                    phase.set_attribute(tm.SECONDS, anyio.current_time() - started_s)
+                    self._describe(phase, name, self._store.num_bytes - read_bytes)
         finally:
             seconds = anyio.current_time() - started_s
             self._phases.append(PhaseRecord(name=name, started_s=started_s, seconds=seconds))
 
-    def _describe(self, phase: Span, name: str, seconds: float) -> None:
-        phase.set_attribute(tm.SECONDS, seconds)
+    def _describe(self, phase: Span, name: str, read_bytes: int) -> None:
         if name in ("load", "preload"):
-            phase.set_attribute(tm.LOADED_BYTES, self._store.num_bytes)
-            phase.set_attribute(tm.TIER, self._store.tier)
+            phase.set_attribute(tm.LOADED_BYTES, read_bytes)
+            phase.set_attribute(tm.TIER, self._store.tier if read_bytes else "")
         if name == "evict":
             phase.set_attribute(tm.EVICTED, self._num_evicted)
 

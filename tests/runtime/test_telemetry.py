@@ -74,6 +74,21 @@ async def test_a_swap_is_one_tree_with_a_span_for_each_phase() -> None:
 
 
 @virtual_time
+async def test_bytes_are_counted_in_the_phase_that_read_them() -> None:
+    recorder = Recorder()
+    async with sim_fleet("a", "b", scheduler=Idle(), tracer_provider=recorder.provider) as fleet:
+        await fleet.swap("e0", to="a")
+        record = await fleet.swap("e0", to="b")
+    phases = {span.name: span.attributes for span in recorder.children(recorder.spans("hotswap.swap")[-1])}
+    counted = {
+        name: attributes["hotswap.load.bytes"]
+        for name, attributes in phases.items()
+        if attributes is not None and "hotswap.load.bytes" in attributes
+    }
+    assert counted == {"hotswap.preload": record.loaded_bytes, "hotswap.load": 0}
+
+
+@virtual_time
 async def test_a_failed_swap_carries_its_error() -> None:
     recorder = Recorder()
     store = Unreadable(store_of("a"), "a")
