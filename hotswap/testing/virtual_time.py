@@ -38,12 +38,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock starts at 0 and jumps to the next timer whenever nothing can run.
 
     Timers of equal time fire in the order in which they were set, so a program without other randomness takes
-    the same course every time.
+    the same course every time. `on_turn`, if set, is called before each turn and says whether it
+    made something runnable.
     """
 
     def __init__(self) -> None:
         self._now_s = 0.0
         self._turns = 0
+        self.on_turn: Callable[[], bool] | None = None
         self._timers: list[tuple[float, int, asyncio.TimerHandle, Callable[[], object]]] = []
         self._numbers = itertools.count()
         super().__init__(_Jump(self._jump))
@@ -91,6 +93,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _jump(self, *, idle: bool) -> None:
         """Make due timers runnable; if nothing else can run, advance the clock to the next one first."""
+        if self.on_turn is not None and self.on_turn():
+            idle = False
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)

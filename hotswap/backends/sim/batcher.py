@@ -181,9 +181,8 @@ class Batcher:
 
     def _too_long(self, sequence: Sequence) -> PromptTooLong:
         return PromptTooLong(
-            f"Request {sequence.request.id!r} has {sequence.num_tokens} tokens, but all KV blocks "
-            f"together hold {self.num_blocks * self.block_tokens}. Shorten the prompt, or give the engine more "
-            "of them."
+            f"Request {sequence.request.id!r} has {sequence.num_tokens} tokens, but all KV blocks together "
+            f"hold {self.num_blocks * self.block_tokens}. Shorten it, or give the engine more blocks."
         )
 
     def _free(self, sequence: Sequence) -> None:

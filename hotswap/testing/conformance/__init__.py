@@ -1,0 +1,9 @@
+"""Public conformance suites: inherit from one, write its `make_*` hooks, and pytest runs it.
+
+Each checks what its interface's docstrings promise, so a class that passes can stand in for any other of its
+kind.
+"""
+
+from hotswap.testing.conformance.engine import EngineConformance
+
+__all__ = ["EngineConformance"]

@@ -1,0 +1,29 @@
+"""`EngineConformance`: what every engine must do, whatever runs its models."""
+
+from __future__ import annotations
+
+from hotswap.testing.conformance.engine_eviction import EvictionChecks
+from hotswap.testing.conformance.engine_loss import LossChecks
+from hotswap.testing.conformance.engine_preload import PreloadChecks
+from hotswap.testing.conformance.engine_streams import StreamChecks
+from hotswap.testing.conformance.engine_weights import WeightChecks
+
+__all__ = ["EngineConformance"]
+
+
+class EngineConformance(StreamChecks, WeightChecks, EvictionChecks, LossChecks, PreloadChecks):
+    """Every sentence of `hotswap.engine.Engine` that can be tested, as a class to inherit from.
+
+    ```python
+    class TestMyEngine(EngineConformance):
+        models = (Model("a", "/checkpoints/a"), Model("b", "/checkpoints/b"))
+
+        def make_engine(self) -> MyEngine:
+            return MyEngine("e0", kv_blocks=64)
+
+        def make_store(self) -> WeightStore:
+            return MyStore("/weights")
+    ```
+
+    See `EngineSuite` for all hooks. Abilities that the engine lacks are skipped.
+    """

@@ -1,0 +1,101 @@
+"""What the conformance suites share: how a check is run, and how it waits."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import ClassVar, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from hotswap.testing import virtual_time
+
+__all__ = ["Heartbeat", "Suite", "check", "until"]
+
+_S = TypeVar("_S", bound="Suite")
+
+
+class Suite:
+    """A base of test classes whose tests are async inside and synchronous outside.
+
+    Attributes:
+        virtual: run in virtual time; for implementations without threads, files and sockets.
+        limit_s: a test that takes longer has failed; nothing in a suite waits for time to pass.
+    """
+
+    virtual: ClassVar[bool] = False
+    limit_s: ClassVar[float] = 60.0
+
+    def run(self, test: Callable[[], Awaitable[None]]) -> None:
+        """Run one test on an event loop of its own; override to choose another."""
+        if self.virtual:
+            virtual_time.run(self._limited, test)
+        else:
+            anyio.run(self._limited, test)
+
+    async def _limited(self, test: Callable[[], Awaitable[None]]) -> None:
+        with anyio.fail_after(self.limit_s):
+            await test()
+
+
+def check(test: Callable[[_S], Awaitable[None]]) -> Callable[[_S], None]:
+    """Make an async method a test that `Suite.run` runs."""
+
+    def run_check(self: _S) -> None:
+        self.run(lambda: test(self))
+
+    run_check.__name__ = test.__name__
+    run_check.__qualname__ = test.__qualname__
+    run_check.__doc__ = inspect.getdoc(test)
+    return run_check
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what has no event to wait for; the test's own limit ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110  # a view has no event
+        await anyio.sleep(0.001)
+
+
+class Heartbeat:
+    """Watches whether the event loop stands still, by the wall clock even in virtual time."""
+
+    def __init__(self) -> None:
+        self.longest_pause_s = 0.0
+        self.total_s = 0.0
+
+    @property
+    def stood_still(self) -> bool:
+        """Whether one pause made up most of a time long enough to tell.
+
+        A share, not a limit, so that a slow machine slows both; and nothing can be said of a moment.
+        """
+        return self.total_s > 0.2 and self.longest_pause_s > 0.5 * self.total_s
+
+    def __repr__(self) -> str:
+        return f"<Heartbeat [{self.longest_pause_s:.3f} s of {self.total_s:.3f} s without one]>"
+
+    @asynccontextmanager
+    async def beating(self) -> AsyncGenerator[Heartbeat]:
+        """Watch while the block runs."""
+        started = time.perf_counter()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._beat)
+            await anyio.lowlevel.checkpoint()
+            try:
+                yield self
+            finally:
+                tasks.cancel_scope.cancel()
+                self.total_s = time.perf_counter() - started
+
+    async def _beat(self) -> None:
+        last = time.perf_counter()
+        while True:
+            try:
+                await anyio.sleep(0.001)
+            finally:
+                now = time.perf_counter()
+                self.longest_pause_s = max(self.longest_pause_s, now - last)
+                last = now

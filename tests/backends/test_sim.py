@@ -1,0 +1,41 @@
+"""The simulated engine and store: the public suites, and what is theirs alone."""
+
+from __future__ import annotations
+
+from hotswap import DeviceProfile, Engine, Model, ModelCard, Request
+from hotswap.backends.sim import SimEngine, SimStore
+from hotswap.testing.conformance import EngineConformance
+
+PROFILE = DeviceProfile(memory_bytes=1 << 20)
+QUICK = DeviceProfile(memory_bytes=1 << 20, floor_s=0.0005, base_s=0.0001, unload_s=0.0)
+
+
+class TestSimEngineConforms(EngineConformance):
+    virtual = True
+    limit_s = 20.0
+    step_s = 0.02
+    can_lose = True
+    models = (Model("a"), Model("b"))
+
+    def make_engine(self) -> SimEngine:
+        return SimEngine("e0", PROFILE, kv_blocks=160, kv_block_tokens=4, max_requests=16, token_budget=24)
+
+    def make_store(self) -> SimStore:
+        return SimStore({"a": 100_000, "b": 60_000}, chunk_bytes=30_000)
+
+    def lose(self, engine: Engine) -> None:
+        assert isinstance(engine, SimEngine)
+        engine.lose()
+
+    async def expected(self, request: Request, card: ModelCard) -> list[int]:
+        return self.make_engine().expected_tokens(request, card)
+
+
+class TestSimEngineConformsInRealTime(TestSimEngineConforms):
+    virtual = False
+    step_s = 2.0
+
+    def make_engine(self) -> SimEngine:
+        return SimEngine(
+            "e0", QUICK, kv_blocks=160, kv_block_tokens=4, max_requests=16, token_budget=24, vocabulary=50
+        )
