@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hotswap import DeviceProfile, Engine, Model, ModelCard, Request
-from hotswap.backends.sim import SimEngine, SimStore
-from hotswap.testing.conformance import EngineConformance
+from hotswap import DeviceProfile, Engine, Model, ModelCard, ModelId, Request, TierView
+from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
+from hotswap.testing.conformance import EngineConformance, WeightStoreConformance
 
 PROFILE = DeviceProfile(memory_bytes=1 << 20)
 QUICK = DeviceProfile(memory_bytes=1 << 20, floor_s=0.0005, base_s=0.0001, unload_s=0.0)
@@ -39,3 +39,19 @@ class TestSimEngineConformsInRealTime(TestSimEngineConforms):
         return SimEngine(
             "e0", QUICK, kv_blocks=160, kv_block_tokens=4, max_requests=16, token_budget=24, vocabulary=50
         )
+
+
+class TestSimStoreConforms(WeightStoreConformance):
+    virtual = True
+    models = (ModelId("a"), ModelId("b"))
+
+    def make_store(self) -> SimStore:
+        manifests = [sim_manifest("a", 100_000, num_shards=2), sim_manifest("b", 60_001)]
+        return SimStore(manifests, cache=TierView(name="host", capacity_bytes=120_000), chunk_bytes=7_000)
+
+
+class TestSimStoreWithoutACacheConforms(TestSimStoreConforms):
+    virtual = False
+
+    def make_store(self) -> SimStore:
+        return SimStore({"a": 100_000, "b": 60_001}, cache=None, chunk_bytes=30_000)

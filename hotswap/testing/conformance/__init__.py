@@ -5,5 +5,6 @@ kind.
 """
 
 from hotswap.testing.conformance.engine import EngineConformance
+from hotswap.testing.conformance.store import WeightStoreConformance
 
-__all__ = ["EngineConformance"]
+__all__ = ["EngineConformance", "WeightStoreConformance"]

@@ -31,10 +31,11 @@ class Suite:
 
     def run(self, test: Callable[[], Awaitable[None]]) -> None:
         """Run one test on an event loop of its own; override to choose another."""
-        if self.virtual:
-            virtual_time.run(self._limited, test)
-        else:
-            anyio.run(self._limited, test)
+        run_on_a_loop = virtual_time.run if self.virtual else anyio.run
+        try:
+            run_on_a_loop(self._limited, test)
+        except BaseExceptionGroup as group:  # of the task groups that the test and its engine opened
+            raise _only_one(group) from None
 
     async def _limited(self, test: Callable[[], Awaitable[None]]) -> None:
         with anyio.fail_after(self.limit_s):
@@ -51,6 +52,13 @@ def check(test: Callable[[_S], Awaitable[None]]) -> Callable[[_S], None]:
     run_check.__qualname__ = test.__qualname__
     run_check.__doc__ = inspect.getdoc(test)
     return run_check
+
+
+def _only_one(error: BaseException) -> BaseException:
+    """Return the error within groups of one, so that a skip is a skip and a failure reads like one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 async def until(condition: Callable[[], bool]) -> None:
