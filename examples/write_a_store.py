@@ -21,41 +21,37 @@ import hotswap
 from hotswap import HostChunk, Manifest, ModelId, Residency, Shard, ShardCorrupt, ShardMissing
 from hotswap.backends.sim import SimEngine
 
-ENTRY = "weights.bin"
-
 
 class ZipStore(hotswap.WeightStore):
-    """Lends the one entry of `<model>.zip`, whose own CRC-32 is checked as its last byte is read."""
+    """Lends the one entry of each `<model>.zip`, whose own CRC-32 is checked as its last byte is read."""
 
     def __init__(self, folder: Path, *, chunk_bytes: int = 1 << 20) -> None:
         self._archives = {ModelId(path.stem): path for path in sorted(folder.glob("*.zip"))}
-        self._sizes = {model: path.stat().st_size for model, path in self._archives.items()}
+        self._shards = {model: self._find(model) for model in self._archives}
         self._chunk_bytes = chunk_bytes
 
     async def manifest(self, model: ModelId) -> Manifest:
-        with await to_thread.run_sync(self._open, model) as archive:
-            info = archive.getinfo(ENTRY)
-        shard = Shard(
-            model=model,
-            rank=0,
-            file=ENTRY,
-            file_offset_bytes=0,
-            buffer_offset_bytes=0,
-            size_bytes=info.file_size,
-            checksum=f"crc32:{info.CRC:08x}",
-        )
-        return Manifest(model=model, shards=(shard,), buffer_bytes=info.file_size)
+        if model not in self._shards:
+            raise ShardMissing(
+                f"There was no {model + '.zip'!r} when the store was made; add it, make it anew."
+            )
+        shard = self._shards[model]
+        return Manifest(model=model, shards=(shard,), buffer_bytes=shard.size_bytes)
 
     @asynccontextmanager
     async def open(self, shard: Shard) -> AsyncIterator[AsyncIterator[HostChunk]]:
+        if shard not in self._shards.values():
+            raise ShardMissing(f"Model {shard.model!r} has no such shard here; ask for its manifest again.")
         with await to_thread.run_sync(self._open, shard.model) as archive:
             async with aclosing(self._lend(archive, shard)) as chunks:
                 yield chunks
 
     def view(self) -> hotswap.StoreView:
-        tier = hotswap.TierView(name="zip", used_bytes=sum(self._sizes.values()))
-        held = (Residency(model=m, tier="zip", size_bytes=size) for m, size in self._sizes.items())
-        return hotswap.StoreView(tiers=(tier,), residency=tuple(held))
+        held = tuple(
+            Residency(model=s.model, tier="zip", size_bytes=s.size_bytes) for s in self._shards.values()
+        )
+        tier = hotswap.TierView(name="zip", used_bytes=sum(entry.size_bytes for entry in held))
+        return hotswap.StoreView(tiers=(tier,), residency=held)
 
     async def _lend(self, archive: zipfile.ZipFile, shard: Shard) -> AsyncGenerator[HostChunk]:
         offset = 0
@@ -64,20 +60,29 @@ class ZipStore(hotswap.WeightStore):
                 while data := await to_thread.run_sync(entry.read, self._chunk_bytes):
                     yield HostChunk(offset, memoryview(data), tier="zip")
                     offset += len(data)
-        except KeyError as exc:
-            raise ShardMissing(f"{archive.filename!r} has no entry {shard.file!r}; pack it again.") from exc
         except (zipfile.BadZipFile, zlib.error, EOFError) as exc:
             raise ShardCorrupt(f"{archive.filename!r} is damaged: {exc}. Copy it here again.") from exc
 
     def _open(self, model: ModelId) -> zipfile.ZipFile:
-        if model not in self._archives:
-            raise ShardMissing(
-                f"There was no {model + '.zip'!r} when the store was made; add it, make it anew."
-            )
         try:
             return zipfile.ZipFile(self._archives[model])
-        except (FileNotFoundError, zipfile.BadZipFile) as exc:
-            raise ShardCorrupt(f"'{self._archives[model]}' is damaged: {exc}. Copy it here again.") from exc
+        except (OSError, zipfile.BadZipFile) as exc:
+            raise ShardCorrupt(
+                f"'{self._archives[model]}' cannot be read: {exc}. Copy it here again."
+            ) from exc
+
+    def _find(self, model: ModelId) -> Shard:
+        with self._open(model) as archive:
+            (entry,) = archive.infolist()
+        return Shard(
+            model=model,
+            rank=0,
+            file=entry.filename,
+            file_offset_bytes=0,
+            buffer_offset_bytes=0,
+            size_bytes=entry.file_size,
+            checksum=f"crc32:{entry.CRC:08x}",
+        )
 
 
 async def main() -> None:
@@ -92,7 +97,7 @@ async def main() -> None:
 
 def pack(path: Path, weights: bytes) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(ENTRY, weights)
+        archive.writestr("weights.bin", weights)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 import http.client
 import json
+import random
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -44,6 +46,7 @@ from hotswap import (
 )
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.policies import LeastLoadedRouter, RestoreFloors
+from hotswap.testing.conformance import WeightStoreConformance
 from hotswap.testing.virtual_time import run
 
 MODEL = ModelId("smollm-135m")
@@ -136,6 +139,20 @@ async def test_a_damaged_archive_is_refused_by_name(tmp_path: Path) -> None:
             await engine.load(card, store)
     with pytest.raises(ShardMissing, match=r"other\.zip"):
         await store.manifest(ModelId("other"))
+
+
+class TestZipStore(WeightStoreConformance):
+    """The suite that the example tells its reader to use."""
+
+    models = (ModelId("large"), ModelId("small"))
+
+    @asynccontextmanager
+    async def make_store(self) -> AsyncGenerator[write_a_store.ZipStore]:
+        with tempfile.TemporaryDirectory() as folder:
+            write_a_store.pack(Path(folder, "large.zip"), random.Random(0).randbytes(100_000))
+            write_a_store.pack(Path(folder, "small.zip"), b"weights")
+            async with write_a_store.ZipStore(Path(folder), chunk_bytes=4096) as store:
+                yield store
 
 
 # ---------------------------------------------------------------- a service
