@@ -15,7 +15,7 @@ from anyio import CapacityLimiter, to_thread
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.stores.files import BlockFile, read_small
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES, INDEX_NAME, align, check_file_name, parse_index
-from hotswap.backends.stores.reading import BufferPool, Lane, ReadAhead, alongside
+from hotswap.backends.stores.reading import BufferPool, Lane, ReadAhead, background
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
 from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
 from hotswap.hardware import parse_bytes
@@ -96,7 +96,8 @@ class NvmeStore(WeightStore):
             await to_thread.run_sync(self._open_file, file, shard, limiter=self._lane.limiter)
             chunks = ReadAhead(file, shard, self._lane)
             try:
-                async with alongside(chunks.fill):
+                async with background() as tasks:
+                    tasks.start_soon(chunks.fill)
                     yield chunks
             finally:
                 chunks.close()
@@ -158,7 +159,8 @@ class NvmeStore(WeightStore):
             finally:
                 cancelled.set()
 
-        async with alongside(watch):
+        async with background() as tasks:
+            tasks.start_soon(watch)
             await to_thread.run_sync(run, limiter=self._converters)
 
     # ------------------------------------------------------------------------------------- worker threads

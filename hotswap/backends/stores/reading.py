@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import anyio
 from anyio import CapacityLimiter, to_thread
+from anyio.abc import TaskGroup
 
 from hotswap.backends.stores.bandwidth import Bandwidth
 from hotswap.backends.stores.fields import CONVERT_AGAIN
@@ -18,20 +19,19 @@ from hotswap.backends.stores.layout import Checksum
 from hotswap.errors import ShardCorrupt, StoreError
 from hotswap.model import HostChunk, Shard
 
-__all__ = ["BufferPool", "Lane", "ReadAhead", "alongside", "check_shard", "give_back"]
+__all__ = ["BufferPool", "Lane", "ReadAhead", "background", "check_shard", "give_back"]
 
 
 @asynccontextmanager
-async def alongside(work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[None]:
-    """Run `work` while the block runs; leaving the block cancels it and waits for its end.
+async def background() -> AsyncGenerator[TaskGroup]:
+    """A task group for work beside the block: leaving the block cancels it and waits for its end.
 
     What the block raises passes as it is, not in an exception group.
     """
     failure: Exception | None = None
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(work)
         try:
-            yield
+            yield tasks
         except Exception as exc:
             failure = exc
         finally:
@@ -92,7 +92,7 @@ _Loan: TypeAlias = tuple[memoryview, HostChunk]
 class ReadAhead:
     """The chunks of one shard in order; `fill` reads up to `lane.depth` of them before they are asked for.
 
-    Run `fill` beside the consumer (`alongside`), then `close`. The checksum is taken chunk by chunk and
+    Run `fill` beside the consumer (`background`), then `close`. The checksum is taken chunk by chunk and
     compared before the last chunk is lent.
     """
 

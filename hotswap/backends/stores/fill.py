@@ -1,0 +1,193 @@
+"""A shard on its way up into host memory, and those who read it meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import anyio
+from anyio import CancelScope, to_thread
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.stores.pinned import Hold, PinnedStore
+from hotswap.backends.stores.reading import give_back
+from hotswap.errors import ShardMissing, StoreError
+from hotswap.model import HostChunk, Manifest, Shard
+from hotswap.store import WeightStore
+
+__all__ = ["Fill", "Follower", "telling"]
+
+_COPY_BYTES = 1 << 20
+
+
+def telling(one: StoreError | None, other: StoreError) -> StoreError:
+    """Of two tiers' failures return the one to report: that a tier has no such model says least."""
+    return other if one is None or isinstance(one, ShardMissing) else one
+
+
+class Fill:
+    """Reads one shard from the first of `sources` that has it into the host tier, once for all its followers.
+
+    Followers read the buffer as far as it is filled. The shard is committed only when the source has verified
+    it to its end; a fill that fails, or that all followers have left, leaves the tier as it was.
+    """
+
+    def __init__(
+        self, shard: Shard, manifest: Manifest, sources: Sequence[WeightStore], host: PinnedStore
+    ) -> None:
+        self.shard = shard
+        self.num_followers = 0
+        self.closing = False
+        self.ended = anyio.Event()
+        self.admitted = False
+        self.done = False
+        self.error: Exception | None = None
+        self.failure: StoreError | None = None
+        self.attempt = 0
+        self.filled_bytes = 0
+        self.tier = ""
+        self.pinned = False
+        self.data = memoryview(b"")
+        self._manifest = manifest
+        self._sources = sources
+        self._host = host
+        self._scope = CancelScope()
+        self._left = anyio.Event()
+        self._changed = anyio.Event()
+
+    async def run(self) -> None:
+        """Fill, then keep the buffer until the last follower has left. Errors are the followers' to raise."""
+        try:
+            with self._scope:
+                async with self._host.hold(self._manifest, self.shard.rank) as hold:
+                    try:
+                        await self._fill(hold)
+                        await self._left.wait()
+                    except Exception as exc:
+                        self.error = exc
+                    finally:
+                        self._close()
+        except Exception as exc:
+            self.error = exc
+        finally:
+            self._close()
+            self.ended.set()
+
+    def leave(self) -> None:
+        """Count one follower less; the last one ends the fill, finished or not."""
+        self.num_followers -= 1
+        if not self.num_followers:
+            self.closing = True
+            self._left.set()
+            if not self.done:
+                self._scope.cancel()
+
+    async def changed(self) -> None:
+        """Wait for more bytes, for the end, or for an error."""
+        await self._changed.wait()
+
+    async def finished(self) -> None:
+        """Wait until the shard is resident; raises what kept it from it."""
+        while not self.done:
+            if self.error is not None:
+                raise self.error
+            await self.changed()
+
+    async def _fill(self, hold: Hold) -> None:
+        self.admitted, self.pinned, self.data = True, hold.pinned, hold.place(self.shard)
+        if hold.has(self.shard):  # another fill came to its end while this one was on its way
+            self.tier, self.filled_bytes = self._host.name, self.shard.size_bytes
+        else:
+            self._notify()
+            await self._read()
+            hold.commit(self.shard)
+        self.done = True
+        self._notify()
+
+    async def _read(self) -> None:
+        """Read from the first tier that can, beginning anew with each."""
+        for tier in self._sources:
+            try:
+                await self._read_from(tier)
+            except StoreError as exc:
+                self.failure = telling(self.failure, exc)
+                self.attempt, self.filled_bytes = self.attempt + 1, 0
+            else:
+                return
+        raise self.failure or ShardMissing(
+            f"No tier holds {self.shard.file!r} of model {self.shard.model!r}."
+        )
+
+    async def _read_from(self, tier: WeightStore) -> None:
+        async with tier.open(self.shard) as chunks:
+            async for chunk in chunks:
+                start = chunk.offset_bytes - self.shard.buffer_offset_bytes
+                target = self.data[start : start + len(chunk.data)]
+                await to_thread.run_sync(_copy, target, chunk.data)
+                self.tier, self.filled_bytes = chunk.tier, start + len(chunk.data)
+                self._notify()
+        if self.filled_bytes != self.shard.size_bytes:
+            raise StoreError(
+                f"{tier!r} gave {self.filled_bytes} of the {self.shard.size_bytes} bytes of "
+                f"{self.shard.file!r}. Check its implementation."
+            )
+
+    def _close(self) -> None:
+        """Lend no more: those who still follow get an error, and the view of the buffer is let go."""
+        self.closing = True
+        if self.error is None and self.num_followers:
+            self.error = StoreError(f"Reading {self.shard.file!r} ended early: its store was closed.")
+        self.data.release()
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+
+class Follower:
+    """The chunks of a shard, lent from the buffer that a fill is writing, as far as it has come."""
+
+    def __init__(self, fill: Fill, chunk_bytes: int) -> None:
+        self._fill = fill
+        self._chunk_bytes = chunk_bytes
+        self._attempt = fill.attempt
+        self._position = 0
+        self._lent: memoryview | None = None
+
+    def __aiter__(self) -> AsyncIterator[HostChunk]:
+        return self
+
+    async def __anext__(self) -> HostChunk:
+        self.close()
+        await checkpoint()
+        fill = self._fill
+        while not self._more():
+            if fill.done:
+                raise StopAsyncIteration
+            await fill.changed()
+        start = self._position
+        self._position = min(fill.filled_bytes, start + self._chunk_bytes)
+        self._lent = fill.data[start : self._position]
+        return HostChunk(fill.shard.buffer_offset_bytes + start, self._lent, fill.tier, fill.pinned)
+
+    def close(self) -> None:
+        """End the loan of the last chunk."""
+        give_back(self._lent)
+        self._lent = None
+
+    def _more(self) -> bool:
+        """Whether there are bytes to lend; raises if what was lent before turned out to be bad."""
+        fill = self._fill
+        if fill.error is not None:
+            raise fill.error
+        if self._attempt != fill.attempt:
+            if self._position:
+                raise fill.failure or AssertionError("a new attempt without a failure")
+            self._attempt = fill.attempt
+        return fill.filled_bytes > self._position
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy in pieces, because one assignment holds the interpreter lock to its end."""
+    for start in range(0, len(source), _COPY_BYTES):
+        target[start : start + _COPY_BYTES] = source[start : start + _COPY_BYTES]

@@ -1,0 +1,210 @@
+"""Several tiers as one store: read from the fastest that has it, keep what was read in the one above."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Self
+
+from anyio import CancelScope
+from anyio.abc import TaskGroup
+
+from hotswap.backends.stores.fill import Fill, Follower, telling
+from hotswap.backends.stores.pinned import PinnedStore
+from hotswap.backends.stores.reading import background
+from hotswap.errors import ConfigError, ShardMissing, StoreError
+from hotswap.model import HostChunk, Manifest, Model, Shard
+from hotswap.request import ModelId
+from hotswap.store import SupportsImport, SupportsTokenizer, WeightStore
+from hotswap.text import Tokenizer
+from hotswap.view import StoreView
+
+__all__ = ["TieredStore"]
+
+
+class TieredStore(WeightStore):
+    """Tiers, fastest first: `TieredStore(PinnedStore("200 GiB"), NvmeStore("/var/cache/hotswap"))`.
+
+    A shard is lent by the first tier that holds it. If the first tier is a `PinnedStore`, a shard read from
+    below is written into it on the way, and lent from there: that is the only copy in host memory, made once
+    however many engines ask at the same time. Where the budget does not allow it, the shard passes by. A tier
+    that fails before its first chunk is passed over for the next; one that fails later raises.
+    """
+
+    def __init__(self, *tiers: WeightStore) -> None:
+        names = [tier.name for store in tiers for tier in store.view().tiers]
+        if not tiers or len(set(names)) != len(names):
+            raise ConfigError(f"The tiers are {names}; give one or more, each with its own name.")
+        if any(isinstance(tier, PinnedStore) for tier in tiers[1:]):
+            raise ConfigError("A PinnedStore is the fastest tier; name it first.")
+        self.tiers = tiers
+        self._host = tiers[0] if isinstance(tiers[0], PinnedStore) else None
+        self._below = tiers if self._host is None else tiers[1:]
+        self._manifests: dict[ModelId, Manifest] = {}
+        self._fills: dict[Shard, Fill] = {}
+        self._tasks: TaskGroup | None = None
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        """Open the tiers, and close them when every read has ended."""
+        async with AsyncExitStack() as stack:
+            for tier in self.tiers:
+                await stack.enter_async_context(tier)
+            async with background() as self._tasks:
+                try:
+                    yield self
+                finally:
+                    self._tasks = None
+
+    async def manifest(self, model: ModelId) -> Manifest:
+        manifest = await self._manifest(self.tiers, model)
+        self._manifests[model] = manifest
+        return manifest
+
+    @asynccontextmanager
+    async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
+        async with AsyncExitStack() as stack:
+            yield await self._enter(stack, shard)
+
+    async def prefetch(self, model: ModelId) -> None:
+        manifest = await self.manifest(model)
+        if self._host is None:
+            return
+        async with AsyncExitStack() as stack:
+            for rank in range(manifest.world_size):
+                await stack.enter_async_context(self._host.hold(manifest, rank))
+            for shard in manifest.shards:
+                if not self._host.holds(shard):
+                    async with self._following(self._host, shard, manifest) as fill:
+                        await fill.finished()
+
+    async def drop(self, model: ModelId) -> None:
+        if self._host is not None:
+            await self._host.drop(model)
+
+    async def import_model(self, model: Model) -> None:
+        for tier in self.tiers:
+            if isinstance(tier, SupportsImport):
+                return await tier.import_model(model)
+        raise ConfigError(f"No tier of {self!r} can take in model {model.id!r}; add a NvmeStore.")
+
+    async def tokenizer(self, model: ModelId) -> Tokenizer | None:
+        for tier in self.tiers:
+            if isinstance(tier, SupportsTokenizer) and (found := await tier.tokenizer(model)) is not None:
+                return found
+        return None
+
+    def view(self) -> StoreView:
+        views = [tier.view() for tier in self.tiers]
+        return StoreView(
+            tiers=tuple(tier for view in views for tier in view.tiers),
+            residency=tuple(entry for view in views for entry in view.residency),
+        )
+
+    def __repr__(self) -> str:
+        return f"<TieredStore {', '.join(map(repr, self.tiers))}>"
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    async def _manifest(self, tiers: tuple[WeightStore, ...], model: ModelId) -> Manifest:
+        failure: StoreError | None = None
+        for tier in tiers:
+            try:
+                return await tier.manifest(model)
+            except StoreError as exc:
+                failure = telling(failure, exc)
+        raise failure or ShardMissing(f"No tier holds model {model!r}.")
+
+    async def _enter(self, stack: AsyncExitStack, shard: Shard) -> AsyncIterator[HostChunk]:
+        if self._host is not None:
+            with suppress(ShardMissing):
+                return await stack.enter_async_context(self._host.open(shard))
+            if (manifest := await self._manifest_of(shard)) is not None:
+                rising = await stack.enter_async_context(self._rising(self._host, shard, manifest))
+                if rising is not None:
+                    return rising
+        return await self._enter_below(stack, shard)
+
+    async def _enter_below(self, stack: AsyncExitStack, shard: Shard) -> AsyncIterator[HostChunk]:
+        """Open the first tier that gives a first chunk."""
+        failure: StoreError | None = None
+        for tier in self._below:
+            async with AsyncExitStack() as attempt:
+                try:
+                    chunks = await attempt.enter_async_context(tier.open(shard))
+                    first = await anext(chunks, None)
+                except StoreError as exc:
+                    failure = telling(failure, exc)
+                    continue
+                stack.push_async_exit(attempt.pop_all())
+                return _Begun(first, chunks)
+        raise failure or ShardMissing(f"No tier holds {shard.file!r} of model {shard.model!r}.")
+
+    async def _manifest_of(self, shard: Shard) -> Manifest | None:
+        """The manifest that names the shard; `None` for a shard of a model that was converted anew since."""
+        manifest = self._manifests.get(shard.model)
+        if manifest is None or shard not in manifest.shards:
+            with suppress(StoreError):
+                manifest = await self._manifest(self._below, shard.model)
+        return manifest if manifest is not None and shard in manifest.shards else None
+
+    # -------------------------------------------------------------------------- filling the host tier
+
+    @asynccontextmanager
+    async def _rising(
+        self, host: PinnedStore, shard: Shard, manifest: Manifest
+    ) -> AsyncGenerator[Follower | None]:
+        """Follow the shard's way up; `None` if the host tier has no room for it."""
+        async with self._following(host, shard, manifest) as fill:
+            while not fill.admitted and fill.error is None:
+                await fill.changed()
+            follower = Follower(fill, host.chunk_bytes) if fill.admitted else None
+            try:
+                yield follower
+            finally:
+                if follower is not None:
+                    follower.close()
+
+    @asynccontextmanager
+    async def _following(self, host: PinnedStore, shard: Shard, manifest: Manifest) -> AsyncGenerator[Fill]:
+        """Take part in the one fill of a shard; the last to leave waits until its books are closed."""
+        fill = await self._join(host, shard, manifest)
+        try:
+            yield fill
+        finally:
+            fill.leave()
+            if not fill.num_followers:
+                with CancelScope(shield=True):
+                    await fill.ended.wait()
+
+    async def _join(self, host: PinnedStore, shard: Shard, manifest: Manifest) -> Fill:
+        while (fill := self._fills.get(shard)) is not None and fill.closing:
+            await fill.ended.wait()
+        if fill is None:
+            if self._tasks is None:
+                raise StoreError(f"{self!r} is not open; use it inside `async with`.")
+            fill = self._fills[shard] = Fill(shard, manifest, self._below, host)
+            self._tasks.start_soon(self._run, fill)
+        fill.num_followers += 1
+        return fill
+
+    async def _run(self, fill: Fill) -> None:
+        try:
+            await fill.run()
+        finally:
+            del self._fills[fill.shard]
+
+
+class _Begun:
+    """An iterator whose first chunk was taken already."""
+
+    def __init__(self, first: HostChunk | None, rest: AsyncIterator[HostChunk]) -> None:
+        self._first = first
+        self._rest = rest
+
+    def __aiter__(self) -> AsyncIterator[HostChunk]:
+        return self
+
+    async def __anext__(self) -> HostChunk:
+        first, self._first = self._first, None
+        return first if first is not None else await anext(self._rest)
