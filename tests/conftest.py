@@ -7,6 +7,9 @@ from hypothesis import settings
 # A test makes the models it needs: one that asks a hub for them fails, on every machine alike.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Test processes run beside each other: tensor threads of one that wait for those of another cost minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shared machine may be slow at any moment, so an example has no deadline of its own; and a failure must be
 # the same failure for everyone, so examples come from the test, not from chance.
 settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
