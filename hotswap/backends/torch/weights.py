@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +20,16 @@ from transformers import AutoModelForCausalLM
 from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile, UnsupportedModel
 from hotswap.model import TensorSpec
 
-__all__ = ["ALIGNMENT_BYTES", "dtype_of", "fill", "layout", "load_checkpoint", "tensor_at"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "convert",
+    "dtype_of",
+    "fill",
+    "layout",
+    "load_checkpoint",
+    "recast",
+    "tensor_at",
+]
 
 # What CUDA allocations keep, and more than the cache line of any CPU.
 ALIGNMENT_BYTES = 256
@@ -59,6 +70,35 @@ def fill(flat: Tensor, module: nn.Module, specs: tuple[TensorSpec, ...]) -> None
     with torch.no_grad():
         for name, tensor in _tensors(module):
             tensor_at(flat, where[name]).copy_(tensor)
+
+
+def recast(
+    specs: Sequence[TensorSpec], source: torch.dtype, target: torch.dtype
+) -> tuple[tuple[TensorSpec, ...], int]:
+    """Return the layout in which tensors of dtype `source` are of dtype `target` instead, and its size.
+
+    Tensors of other dtypes keep theirs: a model has its reasons.
+    """
+    placed: dict[int, int] = {}
+    recasted: list[TensorSpec] = []
+    end = 0
+    for spec in specs:
+        dtype = target if dtype_of(spec) is source else dtype_of(spec)
+        size = math.prod(spec.shape) * dtype.itemsize
+        offset = placed.setdefault(spec.offset_bytes, end)
+        if offset == end:
+            end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        name = str(dtype).removeprefix("torch.")
+        recasted.append(replace(spec, dtype=name, offset_bytes=offset, size_bytes=size))
+    return tuple(recasted), end
+
+
+def convert(
+    source: Tensor, source_specs: Sequence[TensorSpec], target: Tensor, target_specs: Sequence[TensorSpec]
+) -> None:
+    """Copy every tensor of the flat buffer `source` to its place and dtype in `target`."""
+    for old, new in zip(source_specs, target_specs, strict=True):
+        tensor_at(target, new).copy_(tensor_at(source, old))
 
 
 def tensor_at(flat: Tensor, spec: TensorSpec) -> Tensor:

@@ -1,0 +1,288 @@
+"""Attention over paged keys and values, called by every layer of an unmodified transformers model.
+
+A step is one row of tokens `[1, T]` made of segments: a batch of decodes, or one prefill chunk. Layers reach
+`paged_attention` through transformers' attention interface; which step they belong to is known by a context
+variable, so that any number of engines can step on threads of their own.
+
+Batch invariance, where it is asked for: a row's result has the same bits whatever shares its batch and
+however its prompt was cut. Three things make it so (He et al., Defeating Nondeterminism in LLM Inference,
+2025): decode and prefill take the same kernels, matrix products have a least number of rows, and the product
+with the values sums over chunks of keys that lie at fixed positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hotswap.backends.torch.kv import KVCache
+from hotswap.errors import UnsupportedModel
+
+__all__ = ["IMPLEMENTATION", "MaskPattern", "Segment", "Step", "register", "running"]
+
+IMPLEMENTATION = "hotswap_paged"
+
+# The CPU's matrix library cuts a sum of more than about 768 terms by its total length.
+_VALUE_CHUNK = 512
+# Scores of one tile of queries, in elements: 16 MiB of fp32.
+_TILE_SCORES = 4 << 20
+
+# Arguments that models pass along and that change nothing here.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "layer_idx",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "sliding_window",
+        "use_cache",
+    }
+)
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class MaskPattern:
+    """Which keys a query may see, as a function of absolute positions, for the layers that share it.
+
+    transformers would build a mask of the row as if it were one sequence. It is asked for the *function*
+    instead, so that windows and chunks are the model's own and need no reading of configs.
+    """
+
+    def __init__(self, function: MaskFunction) -> None:
+        self._function = function
+        self._cache: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, segment: Segment, first: int, last: int, num_keys: int) -> Tensor:
+        """Return `[n, last - first, num_keys]` bools for the queries `first` to `last` of each request."""
+        cached = self._cache.get((segment.start, first))
+        if cached is None:
+            queries = segment.positions[:, first:last, None]
+            keys = torch.arange(num_keys, device=queries.device)
+            zero = torch.zeros((), dtype=torch.long, device=queries.device)
+            cached = self._function(zero, zero, queries, keys) & (keys <= queries)
+            self._cache[segment.start, first] = cached
+        return cached
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Requests with the same number of query rows, lying one after the other in the step's row.
+
+    Attributes:
+        start: The first row of the segment.
+        table: `[n, num_blocks]`, the blocks of each request, padded with block 0.
+        positions: `[n, m]`, the absolute position of each query.
+        ends: The greatest position plus one among the first *i* + 1 queries, on the host.
+    """
+
+    start: int
+    table: Tensor
+    positions: Tensor
+    ends: tuple[int, ...]
+
+    @property
+    def num_requests(self) -> int:
+        """*n*."""
+        return self.positions.shape[0]
+
+    @property
+    def num_queries(self) -> int:
+        """*m*, of each request."""
+        return self.positions.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step that the segment takes."""
+        return self.positions.numel()
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """Everything the layers of one forward pass need to know of the batch.
+
+    Attributes:
+        cache: Where keys and values are appended and read.
+        blocks: `[T]`, the block that each row's key and value go to; 0 for padding.
+        offsets: `[T]`, the slot within that block.
+        segments: The rows that attend; the others only pad.
+        min_rows: The least number of rows of a matrix product; 0 where bits may depend on the batch.
+        layers: Which layers have called, in order.
+    """
+
+    cache: KVCache
+    blocks: Tensor
+    offsets: Tensor
+    segments: tuple[Segment, ...]
+    min_rows: int = 0
+    layers: list[int] = field(default_factory=list[int])
+
+
+_STEP: ContextVar[Step | None] = ContextVar("hotswap_step", default=None)
+
+
+@contextmanager
+def running(step: Step) -> Generator[None]:
+    """Make `step` the one that layers called on this thread belong to."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def register() -> None:
+    """Make the implementation known to transformers; again changes nothing."""
+    attention: Any = AttentionInterface  # untyped there
+    masks: Any = AttentionMaskInterface
+    attention.register(IMPLEMENTATION, paged_attention)
+    masks.register(IMPLEMENTATION, _mask_pattern)
+
+
+def _mask_pattern(*, mask_function: MaskFunction, **_: object) -> MaskPattern:
+    return MaskPattern(mask_function)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskPattern | Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Append the step's keys and values to the cache and attend to all that it holds for each request.
+
+    Args:
+        module: The layer; its `layer_idx` names it.
+        query: `[1, heads, T, key_dim]`.
+        key: `[1, kv_heads, T, key_dim]`.
+        value: `[1, kv_heads, T, value_dim]`.
+        attention_mask: The pattern that transformers' mask builder returned.
+        scaling: The factor of the scores; `key_dim ** -0.5` if `None`.
+        softcap: Scores are `softcap * tanh(scores / softcap)`.
+        s_aux: `[heads]`, the logit of an attention sink.
+        others: Must be of the kinds known to change nothing.
+
+    Returns:
+        `[1, T, heads, value_dim]`, zero in rows that only pad, and no weights.
+    """
+    step = _STEP.get()
+    if step is None:
+        raise RuntimeError(f"{IMPLEMENTATION!r} attention is for engine steps only.")
+    if not isinstance(attention_mask, MaskPattern):
+        raise UnsupportedModel(
+            f"{type(module).__name__} builds its attention mask itself, which cannot be followed when "
+            "requests share a row; serve the model with another engine."
+        )
+    if unknown := {name for name, given in others.items() if given is not None} - _HARMLESS:
+        raise UnsupportedModel(
+            f"{type(module).__name__} passes {sorted(unknown)} to attention, which would be ignored; "
+            "serve the model with another engine."
+        )
+    layer = int(getattr(module, "layer_idx"))  # noqa: B009 - nn.Module knows only tensors and modules
+    step.layers.append(layer)
+    step.cache.write(layer, key, value, step.blocks, step.offsets)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    heads = _Heads(query.shape[1], key.shape[1], scale, softcap, s_aux, step.min_rows)
+    out = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+    for segment in step.segments:
+        rows = slice(segment.start, segment.start + segment.num_rows)
+        keys, values = step.cache.gather(layer, segment.table)
+        queries = query[0, :, rows].transpose(0, 1)
+        out[rows] = heads.attend(queries, keys, values, segment, attention_mask, step.cache.block_tokens)
+    return out.unsqueeze(0), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The arithmetic of one layer's heads; query heads that share a key head are folded into its rows."""
+
+    num_heads: int
+    kv_heads: int
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    min_rows: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.kv_heads
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        segment: Segment,
+        pattern: MaskPattern,
+        block_tokens: int,
+    ) -> Tensor:
+        """`[num_rows, heads, value_dim]` of a segment, in tiles that bound the memory of the scores."""
+        n, m = segment.num_requests, segment.num_queries
+        tile = max(16, _TILE_SCORES // (n * self.num_heads * keys.shape[2]))
+        tiles: list[Tensor] = []
+        folded = queries.reshape(n, m, self.kv_heads, self.group, -1).transpose(1, 2)
+        for first, last in itertools.pairwise((*range(0, m, tile), m)):
+            # Whole blocks, so that rows are summed in lanes of the same width however a prompt is cut.
+            end = -(-segment.ends[last - 1] // block_tokens) * block_tokens
+            mask = pattern.of(segment, first, last, end)[:, None, :, None]
+            part = self._tile(folded[:, :, first:last], keys[:, :, :end], values[:, :, :end], mask)
+            tiles.append(part)
+        out = torch.cat(tiles, 2) if len(tiles) > 1 else tiles[0]
+        return out.transpose(1, 2).reshape(n * m, self.num_heads, -1)
+
+    def _tile(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """`[n, kv_heads, m, group, value_dim]` of queries `[n, kv_heads, m, group, key_dim]`."""
+        n, kv_heads, m, group, dim = queries.shape
+        rows = queries.reshape(n, kv_heads, m * group, dim)
+        scores = self._product(rows, keys.transpose(-1, -2)).float().mul_(self.scale)
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores.view(n, kv_heads, m, group, -1).masked_fill_(~mask, float("-inf"))
+        weights = self._softmax(scores).to(values.dtype).view(n, kv_heads, m * group, -1)
+        return self._weigh(weights, values).view(n, kv_heads, m, group, -1)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        if self.sinks is None:
+            return torch.softmax(scores, -1)
+        sinks = self.sinks.float().view(1, self.kv_heads, 1, self.group, 1)
+        top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+        weights = torch.exp(scores - top)
+        return weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - top))
+
+    def _weigh(self, weights: Tensor, values: Tensor) -> Tensor:
+        num_keys = weights.shape[-1]
+        if not self.min_rows or num_keys <= _VALUE_CHUNK:
+            return self._product(weights, values)
+        total: Tensor | None = None
+        for first in range(0, num_keys, _VALUE_CHUNK):
+            keys = slice(first, first + _VALUE_CHUNK)
+            part = self._product(weights[..., keys], values[..., keys, :]).float()
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.to(values.dtype)
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """`left @ right` with at least `min_rows` rows: fewer would take a kernel of another rounding."""
+        rows = left.shape[-2]
+        if rows >= self.min_rows:
+            return torch.matmul(left, right)
+        repeats = -(-self.min_rows // rows)
+        return torch.matmul(left.repeat(1, 1, repeats, 1), right)[:, :, :rows]

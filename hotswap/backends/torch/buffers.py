@@ -1,0 +1,91 @@
+"""Flat weight buffers, and how a store's chunks get into them."""
+
+from __future__ import annotations
+
+import anyio.to_thread
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotswap.errors import ShardCorrupt
+from hotswap.model import HostChunk, Manifest
+from hotswap.store import WeightStore
+
+__all__ = ["FlatBuffers", "fetch"]
+
+
+class FlatBuffers:
+    """Makes flat buffers, and keeps a few that are idle: writing to fresh pages costs ten times a copy.
+
+    On a GPU nothing is kept, where the driver must see that an unload gave the memory back.
+
+    Args:
+        device: Where the buffers lie.
+        idle_bytes: How much may be kept while nobody uses it.
+    """
+
+    def __init__(self, device: torch.device, idle_bytes: int) -> None:
+        self._device = device
+        self._idle_limit = idle_bytes if device.type == "cpu" else 0
+        self._idle: list[Tensor] = []
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes kept for the next `take`."""
+        return sum(len(buffer) for buffer in self._idle)
+
+    def take(self, size_bytes: int) -> Tensor:
+        """Return a uint8 buffer of `size_bytes` or more: the smallest idle one that wastes little."""
+        fitting = [buffer for buffer in self._idle if size_bytes <= len(buffer) <= 2 * size_bytes]
+        if fitting:
+            chosen = min(fitting, key=len)
+            self._idle = [buffer for buffer in self._idle if buffer is not chosen]
+            return chosen
+        self.clear()
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back, and keep it if it may be kept; the largest are."""
+        self._idle.append(buffer)
+        self._idle.sort(key=len)
+        while self._idle and self.idle_bytes > self._idle_limit:
+            self._idle.pop(0)
+
+    def clear(self) -> None:
+        """Free what is idle."""
+        self._idle.clear()
+
+
+async def fetch(store: WeightStore, manifest: Manifest, flat: Tensor) -> None:
+    """Copy the shards of rank 0 into `flat`, each chunk in a worker thread.
+
+    Raises:
+        ShardCorrupt: a chunk lies outside the buffer, or a shard ended early.
+    """
+    for shard in manifest.shards_of(0):
+        copied = 0
+        async with store.open(shard) as chunks:
+            async for chunk in chunks:
+                if not 0 <= chunk.offset_bytes <= len(flat) - chunk.data.nbytes:
+                    raise ShardCorrupt(
+                        f"A chunk of {shard.file!r} belongs at byte {chunk.offset_bytes} of a buffer of "
+                        f"{manifest.buffer_bytes}; convert the model again."
+                    )
+                await anyio.to_thread.run_sync(_copy, chunk, flat)
+                copied += chunk.data.nbytes
+        if copied != shard.size_bytes:
+            raise ShardCorrupt(
+                f"{shard.file!r} gave {copied} bytes where its index says {shard.size_bytes}; "
+                "convert the model again."
+            )
+
+
+def _copy(chunk: HostChunk, flat: Tensor) -> None:
+    target = flat[chunk.offset_bytes : chunk.offset_bytes + chunk.data.nbytes]
+    if not chunk.data.readonly:
+        target.copy_(torch.frombuffer(chunk.data, dtype=torch.uint8))
+    elif target.device.type == "cpu":
+        # torch will not look at read-only memory, such as a mapped file, without a warning.
+        np.copyto(target.numpy(), np.frombuffer(chunk.data, dtype=np.uint8))
+    else:
+        target.copy_(torch.frombuffer(bytearray(chunk.data), dtype=torch.uint8))

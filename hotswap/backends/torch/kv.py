@@ -1,0 +1,145 @@
+"""Paged KV memory: which blocks are free, and the tensors behind them.
+
+Blocks are append-only: a slot is written once by the request that holds it, so a full block never changes.
+Block 0 belongs to nobody; rows that only pad a batch write there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BlockPool", "KVCache", "LayerShape", "blocks_for", "bytes_per_token"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token: `kv_heads` keys of `key_dim` and values of `value_dim`."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values together."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+def bytes_per_token(layers: Sequence[LayerShape]) -> int:
+    """What all layers keep of one token."""
+    return sum(layer.bytes_per_token for layer in layers)
+
+
+def blocks_for(num_tokens: int, block_tokens: int) -> int:
+    """How many blocks hold `num_tokens`."""
+    return -(-num_tokens // block_tokens)
+
+
+class BlockPool:
+    """The ids of the blocks that nobody holds."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = deque(range(1, num_blocks + 1))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` could hand out now."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` blocks; the caller has checked `num_free`."""
+        return [self._free.popleft() for _ in range(count)]
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """Take blocks back."""
+        self._free.extend(blocks)
+
+
+class KVCache:
+    """Keys and values of every layer, head-major: `[num_blocks + 1, kv_heads, block_tokens, dim]`.
+
+    Head-major blocks make the gather of a batch one `index_select` of long rows that lands contiguous per
+    request and head. Without `layers` the tensors are made when a layer is first seen, from the shapes that
+    arrive: head counts and widths need no reading of configs.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        device: torch.device,
+        layers: Sequence[LayerShape] = (),
+    ) -> None:
+        self.num_blocks, self.block_tokens, self.device = num_blocks, block_tokens, device
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._scratch: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        for index, layer in enumerate(layers):
+            self._make(index, layer)
+
+    @property
+    def layers(self) -> dict[int, LayerShape]:
+        """The shape of each layer seen so far."""
+        return {
+            index: LayerShape(keys.shape[1], keys.shape[3], self._values[index].shape[3], keys.dtype)
+            for index, keys in self._keys.items()
+        }
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all blocks; scratch memory is bounded by a batch and not counted."""
+        return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero the values of blocks that are handed out anew.
+
+        A masked key has weight zero, and zero times a NaN that an earlier request left would be a NaN.
+        """
+        if not blocks:
+            return
+        index = torch.tensor(blocks, device=self.device)
+        for values in self._values.values():
+            values.index_fill_(0, index, 0)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        """Append keys and values `[1, kv_heads, T, dim]`: row *i* to slot `offsets[i]` of `blocks[i]`."""
+        if layer not in self._keys:
+            self._make(layer, LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype))
+        self._keys[layer][blocks, :, offsets] = key[0].transpose(0, 1)
+        self._values[layer][blocks, :, offsets] = value[0].transpose(0, 1)
+
+    def gather(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values `[n, kv_heads, m * block_tokens, dim]` of a table `[n, m]` of blocks.
+
+        Both lie in scratch memory that the next call overwrites: fresh pages would cost ten times the copy.
+        """
+        return self._take("keys", self._keys[layer], table), self._take("values", self._values[layer], table)
+
+    def _take(self, name: str, pool: Tensor, table: Tensor) -> Tensor:
+        _, heads, tokens, dim = pool.shape
+        lines = pool.view(-1, tokens * dim)
+        index = table[:, None, :] * heads + torch.arange(heads, device=self.device)[None, :, None]
+        out = self._scratch_lines(name, index.numel(), lines)
+        torch.index_select(lines, 0, index.reshape(-1), out=out)
+        return out.view(len(table), heads, -1, dim)
+
+    def _scratch_lines(self, name: str, count: int, like: Tensor) -> Tensor:
+        key = (name, like.shape[1], like.dtype)
+        held = self._scratch.get(key)
+        if held is None or len(held) < count:
+            size = max(64, count + count // 2)
+            held = self._scratch[key] = torch.empty(size, like.shape[1], dtype=like.dtype, device=like.device)
+        return held[:count]
+
+    def _make(self, index: int, layer: LayerShape) -> None:
+        shape = (self.num_blocks + 1, layer.kv_heads, self.block_tokens)
+        # Zeros, because what masked slots hold is multiplied by zero, and must therefore be finite.
+        self._keys[index] = torch.zeros(*shape, layer.key_dim, dtype=layer.dtype, device=self.device)
+        self._values[index] = torch.zeros(*shape, layer.value_dim, dtype=layer.dtype, device=self.device)

@@ -1,0 +1,234 @@
+"""From a manifest to a model that can run: memory, weights, modules, and whether they belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import anyio.to_thread
+import torch
+from torch import Tensor
+
+from hotswap.backends.torch.buffers import FlatBuffers, fetch
+from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token
+from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
+from hotswap.backends.torch.preflight import preflight
+from hotswap.backends.torch.weights import convert, recast
+from hotswap.errors import OutOfMemory, UnsupportedModel
+from hotswap.model import Manifest, ModelCard, TensorSpec
+from hotswap.request import ModelId
+from hotswap.store import WeightStore
+
+__all__ = ["KVBudget", "LoadedModel", "Loader", "out_of_memory_mapped"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """How much KV memory an engine may use: `size_bytes` if given, else `tokens`."""
+
+    tokens: int
+    size_bytes: int | None
+    block_tokens: int
+    max_requests: int
+
+    def num_blocks(self, layers: tuple[LayerShape, ...], context: int, room_bytes: int) -> int:
+        """Blocks that the budget and the room allow, and that requests could ever fill."""
+        block_bytes = self.block_tokens * bytes_per_token(layers)
+        wanted = (
+            self.tokens // self.block_tokens if self.size_bytes is None else self.size_bytes // block_bytes
+        )
+        useful = self.max_requests * blocks_for(context, self.block_tokens)
+        # One block is everyone's padding, and is paid for like the others.
+        return min(wanted, useful, room_bytes // block_bytes - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model whose weights are on the device and bound to its modules.
+
+    Attributes:
+        card: What the fleet knows of it.
+        skeleton: The modules, borrowed.
+        flat: The buffer that their parameters are views of.
+        layers: What each layer keeps of a token.
+        context: The longest request, in tokens.
+        eos_token_ids: Its end tokens.
+    """
+
+    card: ModelCard
+    skeleton: Skeleton
+    flat: Tensor
+    layers: tuple[LayerShape, ...]
+    context: int
+    eos_token_ids: frozenset[int]
+
+
+class Loader:
+    """Makes loaded models within a budget of memory, and takes them back.
+
+    Everything between two awaits is cheap; files, copies and modules are dealt with in worker threads. What
+    an interrupted load held is given back before the interruption goes on.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        dtype: torch.dtype | None,
+        memory_bytes: int,
+        idle_bytes: int,
+        skeletons: SkeletonCache,
+        block_tokens: int,
+        min_rows: int,
+    ) -> None:
+        self.memory_bytes = memory_bytes
+        self.weight_bytes = 0
+        self._device, self._dtype = device, dtype
+        self._buffers = FlatBuffers(device, idle_bytes)
+        self._skeletons = skeletons
+        self._block_tokens, self._min_rows = block_tokens, min_rows
+
+    async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> LoadedModel:
+        """Bring a model's weights to the device, of which KV blocks hold `others_bytes`, and bind them.
+
+        Raises:
+            OutOfMemory: there is no room for the weights.
+            UnsupportedModel: the architecture cannot be served exactly.
+            ShardCorrupt: the store's bytes do not fit the architecture.
+            StoreError: they could not be read.
+        """
+        manifest = await store.manifest(card.id)
+        _check_single_rank(manifest)
+        self._check_room(card.id, manifest.buffer_bytes, others_bytes)
+        skeleton = await anyio.to_thread.run_sync(self._skeletons.borrow, manifest.config, self._device)
+        try:
+            specs, flat = await self._weights(manifest, store, others_bytes)
+        except BaseException:
+            self._skeletons.give_back(skeleton, self._device)
+            raise
+        try:
+            return await anyio.to_thread.run_sync(self._bind, card, manifest, skeleton, flat, specs)
+        except BaseException:
+            self._give_back(skeleton, flat)
+            raise
+
+    def release(self, model: LoadedModel) -> None:
+        """Free the weights of a model that nobody runs any more."""
+        self._give_back(model.skeleton, model.flat)
+
+    def close(self) -> None:
+        """Free the buffers that are kept for the next load."""
+        self._buffers.clear()
+
+    def make_cache(self, model: LoadedModel, budget: KVBudget) -> KVCache:
+        """Return the KV cache of a model about to serve.
+
+        Raises:
+            OutOfMemory: not one block would fit.
+        """
+        room = self.memory_bytes - self.weight_bytes
+        num_blocks = budget.num_blocks(model.layers, model.context, room)
+        if num_blocks < 1:
+            raise OutOfMemory(
+                f"Model {model.card.id!r} leaves {room:,} bytes for KV blocks of "
+                f"{budget.block_tokens * bytes_per_token(model.layers):,} bytes each; give the engine more."
+            )
+        with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
+            return KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
+
+    async def _weights(
+        self, manifest: Manifest, store: WeightStore, others_bytes: int
+    ) -> tuple[tuple[TensorSpec, ...], Tensor]:
+        """Read the weights, and convert them where another dtype is wanted."""
+        flat = self._take(manifest.model, manifest.buffer_bytes, others_bytes)
+        try:
+            await fetch(store, manifest, flat)
+            if self._dtype is None or main_dtype(manifest.tensors) is self._dtype:
+                return manifest.tensors, flat
+            specs, size_bytes = recast(manifest.tensors, main_dtype(manifest.tensors), self._dtype)
+            converted = self._take(manifest.model, size_bytes, others_bytes)
+            try:
+                await anyio.to_thread.run_sync(convert, flat, manifest.tensors, converted, specs)
+            except BaseException:
+                self._give_buffer(converted)
+                raise
+        except BaseException:
+            self._give_buffer(flat)
+            raise
+        self._give_buffer(flat)
+        return specs, converted
+
+    def _take(self, model: ModelId, size_bytes: int, others_bytes: int) -> Tensor:
+        self._check_room(model, size_bytes, others_bytes)
+        with out_of_memory_mapped(f"the weights of {model!r}"):
+            flat = self._buffers.take(size_bytes)
+        self.weight_bytes += len(flat)
+        return flat
+
+    def _bind(
+        self,
+        card: ModelCard,
+        manifest: Manifest,
+        skeleton: Skeleton,
+        flat: Tensor,
+        specs: tuple[TensorSpec, ...],
+    ) -> LoadedModel:
+        skeleton.bind(flat, specs)
+        key = (skeleton.key, f"{self._device} {skeleton.dtype}")
+        layers = self._skeletons.verified.get(key)
+        if layers is None:
+            with out_of_memory_mapped(f"the first pass of {card.id!r}"):
+                layers = preflight(
+                    skeleton, self._device, block_tokens=self._block_tokens, min_rows=self._min_rows
+                )
+            self._skeletons.verified[key] = layers
+        positions = skeleton.max_positions or card.max_context_tokens
+        return LoadedModel(
+            card=card,
+            skeleton=skeleton,
+            flat=flat,
+            layers=layers,
+            context=min(card.max_context_tokens, positions),
+            eos_token_ids=frozenset(card.eos_token_ids or manifest.eos_token_ids),
+        )
+
+    def _check_room(self, model: ModelId, size_bytes: int, others_bytes: int) -> None:
+        room = self.memory_bytes - self.weight_bytes - others_bytes
+        if size_bytes > room:
+            raise OutOfMemory(
+                f"The weights of {model!r} take {size_bytes:,} bytes of {self._device}, which has "
+                f"{max(0, room):,} left; unload a model or give the engine more memory."
+            )
+
+    def _give_back(self, skeleton: Skeleton, flat: Tensor) -> None:
+        self._skeletons.give_back(skeleton, self._device)
+        self._give_buffer(flat)
+
+    def _give_buffer(self, flat: Tensor) -> None:
+        self.weight_bytes -= len(flat)
+        self._buffers.give(flat)
+
+
+def _check_single_rank(manifest: Manifest) -> None:
+    if manifest.world_size != 1:
+        raise UnsupportedModel(
+            f"Model {manifest.model!r} is cut for {manifest.world_size} ranks and this engine has one; "
+            "convert it for one."
+        )
+
+
+@contextmanager
+def out_of_memory_mapped(what: str) -> Generator[None]:
+    """Raise torch's ways of saying that memory ran out as `OutOfMemory`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as exc:
+        # On the CPU torch has no type for it, only the words of its allocator.
+        if isinstance(exc, RuntimeError) and not isinstance(exc, torch.OutOfMemoryError):
+            words = str(exc)
+            if "allocate memory" not in words and "not enough memory" not in words:
+                raise
+        raise OutOfMemory(
+            f"There is no memory for {what}; unload something or give the engine less."
+        ) from exc

@@ -1,0 +1,71 @@
+"""The streams that an engine feeds: one queue of tokens for each request inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.torch.runner import Report
+from hotswap.request import Token
+from hotswap.stream import TokenQueue
+
+__all__ = ["Streams"]
+
+
+class Streams:
+    """Open streams by ticket; belongs to the event loop. `len` counts them."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, TokenQueue] = {}
+        self._num_opened = 0
+        self._drained = anyio.Event()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self) -> tuple[int, TokenQueue]:
+        """Return a ticket that was never given before, and the queue that its tokens will come in."""
+        self._num_opened += 1
+        tokens = self._open[self._num_opened] = TokenQueue()
+        return self._num_opened, tokens
+
+    def leave(self, ticket: int) -> bool:
+        """Forget a stream whose reader has left; false if it had ended before."""
+        was_open = self._open.pop(ticket, None) is not None
+        self._note_drained()
+        return was_open
+
+    def deliver(self, report: Report) -> None:
+        """Hand on the tokens of a step; those of streams that were left or closed meanwhile are dropped."""
+        for sampled in report.sampled:
+            tokens = self._open.get(sampled.ticket)
+            if tokens is None:
+                continue
+            tokens.put(Token(id=sampled.token, index=sampled.index, finish_reason=sampled.finish_reason))
+            if sampled.finish_reason is not None:
+                tokens.close()
+                del self._open[sampled.ticket]
+        self._note_drained()
+
+    def close_all(self, error: Callable[[], Exception]) -> list[int]:
+        """End every stream, after the tokens it holds, with an error of its own; return their tickets."""
+        closed = list(self._open)
+        for tokens in self._open.values():
+            tokens.close(error())
+        self._open.clear()
+        self._note_drained()
+        return closed
+
+    async def wait_until_drained(self, deadline_s: float) -> None:
+        """Return once none is open, or after `deadline_s`."""
+        await checkpoint()
+        with anyio.move_on_after(deadline_s):
+            while self._open:
+                self._drained = anyio.Event()
+                await self._drained.wait()
+
+    def _note_drained(self) -> None:
+        if not self._open:
+            self._drained.set()

@@ -1,0 +1,138 @@
+"""One thread that steps while there is work and sleeps while there is none."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from hotswap.backends.torch.batcher import Sequence
+from hotswap.backends.torch.runner import Report, Runner
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """Owns a runner and the thread it runs on; everyone else sends commands, carried out between two steps.
+
+    Args:
+        name: The thread's.
+        threads: For how many threads torch may use in the steps. PyTorch counts them per thread that
+            computes, so engines of one process do not disturb each other's.
+        publish: Takes the report of each step, and of the books after commands. Called on the thread.
+        ended: Called last on the thread: with `None` after `stop`, else with what a step or a command raised.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        threads: int,
+        publish: Callable[[Report], object],
+        ended: Callable[[Exception | None], object],
+    ) -> None:
+        self._publish, self._ended, self._threads = publish, ended, threads
+        self._commands: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._runner: Runner | None = None
+        self._sequences: dict[int, Sequence] = {}
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def attach(self, runner: Runner) -> None:
+        """Serve with `runner` from now on."""
+
+        def command() -> None:
+            self._runner = runner
+
+        self._send(command)
+
+    def detach(self, done: Callable[[], None]) -> None:
+        """Drop the runner with all its requests, then call `done` on the thread."""
+
+        def command() -> None:
+            self._runner = None
+            self._sequences.clear()
+            done()
+
+        self._send(command)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request; its tokens come in reports."""
+
+        def command() -> None:
+            if self._runner is not None:
+                self._sequences[sequence.ticket] = sequence
+                self._runner.batcher.add(sequence)
+
+        self._send(command)
+
+    def remove(self, ticket: int) -> None:
+        """Abort a request, if it still runs; its blocks are free before the next step begins."""
+
+        def command() -> None:
+            sequence = self._sequences.pop(ticket, None)
+            if self._runner is not None and sequence is not None:
+                self._runner.batcher.remove(sequence)
+
+        self._send(command)
+
+    def stop(self) -> None:
+        """Make the thread end after the present step; returns at once."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Block until the thread has ended."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                while self._obey():
+                    self._step()
+        except Exception as exc:
+            # Its frames would keep the model alive for as long as a client keeps the error.
+            traceback.clear_frames(exc.__traceback__)
+            error = exc
+        self._runner = None
+        self._commands.clear()
+        self._sequences.clear()
+        self._ended(error)
+
+    def _send(self, command: Callable[[], None]) -> None:
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify()
+
+    def _obey(self) -> bool:
+        """Carry out what was sent, having waited for something to do; false once stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._commands or self._has_work())
+            if self._stopping:
+                return False
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command()
+        if commands and self._runner is not None:
+            self._publish(self._runner.report())
+        return True
+
+    def _has_work(self) -> bool:
+        return self._runner is not None and not self._runner.idle
+
+    def _step(self) -> None:
+        if self._runner is None or self._runner.idle:
+            return
+        report = self._runner.step()
+        for sampled in report.sampled:
+            if sampled.finish_reason is not None:
+                self._sequences.pop(sampled.ticket, None)
+        self._publish(report)

@@ -1,0 +1,92 @@
+"""A store that holds models in a dict: manifests and flat bytes, made from modules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from anyio.lowlevel import checkpoint
+from torch import Tensor
+
+from hotswap.backends.torch.weights import fill, layout
+from hotswap.errors import ShardMissing
+from hotswap.model import HostChunk, Manifest, Model, ModelCard, Shard
+from hotswap.request import ModelId
+from hotswap.store import WeightStore
+from hotswap.view import StoreView
+
+_CHUNK_BYTES = 1 << 18
+
+
+@dataclass
+class DictStore(WeightStore):
+    """Lends chunks of buffers in memory. `on_chunk` is called before each is lent, to look on or to fail."""
+
+    manifests: dict[str, Manifest] = field(default_factory=dict[str, Manifest])
+    buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    on_chunk: Callable[[str, int], None] = lambda model, index: None
+    num_lent: int = 0
+
+    def add(self, name: str, module: Any, **changes: Any) -> ModelCard:
+        """Take in a model, and return its card; `changes` are of the manifest."""
+        specs, size_bytes = layout(module)
+        flat = torch.zeros(size_bytes, dtype=torch.uint8)
+        fill(flat, module, specs)
+        eos = module.config.eos_token_id
+        manifest = Manifest(
+            model=ModelId(name),
+            shards=(
+                Shard(
+                    model=ModelId(name),
+                    rank=0,
+                    file="weights-0.bin",
+                    file_offset_bytes=0,
+                    buffer_offset_bytes=0,
+                    size_bytes=size_bytes,
+                    checksum="",
+                ),
+            ),
+            buffer_bytes=size_bytes,
+            tensors=specs,
+            architecture=type(module).__name__,
+            config=json.dumps(module.config.to_dict()),
+            eos_token_ids=() if eos is None else tuple([eos] if isinstance(eos, int) else eos),
+            max_context_tokens=getattr(module.config, "max_position_embeddings", 1024),
+        )
+        self.manifests[name] = replace(manifest, **changes)
+        self.buffers[name] = flat
+        return self.card(name)
+
+    def card(self, name: str) -> ModelCard:
+        """The card of a model that was added."""
+        return ModelCard.of(Model(name), self.manifests[name])
+
+    async def manifest(self, model: ModelId) -> Manifest:
+        await checkpoint()
+        if model not in self.manifests:
+            raise ShardMissing(f"No model {model!r} in the dict; add it.")
+        return self.manifests[model]
+
+    @asynccontextmanager
+    async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
+        self.num_lent += 1
+        try:
+            yield self._chunks(shard)
+        finally:
+            self.num_lent -= 1
+
+    async def _chunks(self, shard: Shard) -> AsyncIterator[HostChunk]:
+        data = memoryview(self.buffers[shard.model].numpy().data)
+        for index, at in enumerate(range(0, len(data), _CHUNK_BYTES)):
+            self.on_chunk(shard.model, index)
+            await checkpoint()
+            # Every other chunk cannot be written to, like one of a mapped file.
+            lent = data[at : at + _CHUNK_BYTES]
+            yield HostChunk(offset_bytes=at, data=lent.toreadonly() if index % 2 else lent, tier="dict")
+
+    def view(self) -> StoreView:
+        return StoreView()

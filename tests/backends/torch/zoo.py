@@ -1,0 +1,115 @@
+"""Small random models of many architectures, made so that their greedy text is not a fixed point."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 512
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_MIXED: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 32,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 32,
+    "tie_word_embeddings": False,
+}
+_CLASSIC: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**_COMMON),
+    "qwen2": lambda: transformers.Qwen2Config(**_COMMON, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, head_dim=32),
+    "mistral": lambda: transformers.MistralConfig(**_COMMON, sliding_window=24),
+    # A soft cap that bites: with the default of 50 a model without it would pass for right.
+    "gemma2": lambda: transformers.Gemma2Config(**_COMMON, **_GEMMA, attn_logit_softcapping=2.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**_COMMON, **_GEMMA),
+    "phi": lambda: transformers.PhiConfig(**_COMMON),
+    "phi3": lambda: transformers.Phi3Config(**_COMMON),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        n_positions=1024,
+        bos_token_id=1,
+        eos_token_id=None,
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_CLASSIC, intermediate_size=128),
+    "opt": lambda: transformers.OPTConfig(**_CLASSIC, ffn_dim=128, word_embed_proj_dim=64, pad_token_id=0),
+    "mixtral": lambda: transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_COMMON, **_MIXED, head_dim=32, num_experts=4),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_COMMON, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=24
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**_COMMON, "num_key_value_heads": 4},
+        **_MIXED,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    ),
+}
+
+
+def make_model(
+    config: str | Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, sharpness: float = 3.0
+) -> Any:
+    """A random model whose weight matrices are scaled up, so that its choices vary."""
+    made = CONFIGS[config]() if isinstance(config, str) else copy.deepcopy(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            made, dtype=torch.float32, attn_implementation="eager"
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(sharpness)
+    return model.to(dtype).eval()
+
+
+def generate(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What transformers' own `generate` gives for the prompt alone, greedily."""
+    ids = torch.tensor([list(prompt)])
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
