@@ -5,6 +5,7 @@ kind.
 """
 
 from hotswap.testing.conformance.engine import EngineConformance
+from hotswap.testing.conformance.policies import RouterConformance, SchedulerConformance
 from hotswap.testing.conformance.store import WeightStoreConformance
 
-__all__ = ["EngineConformance", "WeightStoreConformance"]
+__all__ = ["EngineConformance", "RouterConformance", "SchedulerConformance", "WeightStoreConformance"]

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeGuard, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -54,11 +54,14 @@ def check(test: Callable[[_S], Awaitable[None]]) -> Callable[[_S], None]:
     return run_check
 
 
-def _only_one(error: BaseException) -> BaseException:
+def _only_one(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the error within groups of one, so that a skip is a skip and a failure reads like one."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
+    inner: BaseException = group.exceptions[0] if len(group.exceptions) == 1 else group
+    return _only_one(inner) if _is_group(inner) and inner is not group else inner
+
+
+def _is_group(error: BaseException) -> TypeGuard[BaseExceptionGroup[BaseException]]:
+    return isinstance(error, BaseExceptionGroup)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,177 @@
+"""`RouterConformance` and `SchedulerConformance`: what every decision must respect, over generated fleets."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from hypothesis import HealthCheck, given, settings
+
+from hotswap.action import Action, Prefetch, Swap, Unload
+from hotswap.request import ModelId, Request, RequestId
+from hotswap.router import Router
+from hotswap.scheduler import Scheduler
+from hotswap.testing.strategies import fleet_views, routings
+from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, ModelView
+
+__all__ = ["RouterConformance", "SchedulerConformance"]
+
+EXAMPLES = settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+class RouterConformance:
+    """What `hotswap.router.Router` asks of any router: write `make_router` and inherit.
+
+    Attributes:
+        examples: how many generated fleets each check looks at, and how.
+    """
+
+    examples: ClassVar[settings] = EXAMPLES
+
+    def make_router(self) -> Router:
+        """Return a new router."""
+        raise NotImplementedError("Write make_router(): it returns the router to be tested.")
+
+    def test_it_chooses_only_instances_that_are_open_and_serve_the_model(self) -> None:
+        def look(request: Request, fleet: FleetView) -> None:
+            chosen = self.make_router().route(request, fleet)
+            able = [instance.id for instance in fleet.serving(request.model)]
+            assert chosen is None or chosen in able, f"{chosen!r} is not among {able}, for {request}"
+
+        self._for_all(look)
+
+    def test_it_is_a_function_of_request_and_view(self) -> None:
+        router = self.make_router()
+
+        def look(request: Request, fleet: FleetView) -> None:
+            first = router.route(request, fleet)
+            assert router.route(request, fleet) == first, "asked again, it answers otherwise"
+            assert self.make_router().route(request, fleet) == first, "it depends on what it was asked before"
+
+        self._for_all(look)
+
+    def test_it_changes_nothing(self) -> None:
+        def look(request: Request, fleet: FleetView) -> None:
+            before = copy.deepcopy((request, fleet))
+            self.make_router().route(request, fleet)
+            assert (request, fleet) == before
+
+        self._for_all(look)
+
+    def test_it_leaves_a_request_waiting_while_nobody_serves_its_model(self) -> None:
+        def look(request: Request, fleet: FleetView) -> None:
+            if not fleet.serving(request.model):
+                assert self.make_router().route(request, fleet) is None
+
+        self._for_all(look)
+
+    def test_it_uses_an_idle_replica(self) -> None:
+        model = ModelId("a")
+        idle = InstanceView(
+            id=InstanceId("e0"),
+            state=InstanceState.SERVING,
+            model=model,
+            num_kv_blocks=64,
+            num_free_kv_blocks=64,
+            serving_since_s=0.0,
+        )
+        fleet = FleetView(now_s=1.0, instances=(idle,), models=(ModelView(id=model),))
+        request = Request(id=RequestId("r"), model=model, prompt=(1, 2, 3))
+        assert self.make_router().route(request, fleet) == idle.id
+
+    def _for_all(self, look: Callable[[Request, FleetView], None]) -> None:
+        @self.examples
+        @given(routings())
+        def look_at(routing: tuple[Request, FleetView]) -> None:
+            look(*routing)
+
+        look_at()
+
+
+class SchedulerConformance:
+    """What `hotswap.scheduler.Scheduler` asks of any scheduler: write `make_scheduler` and inherit.
+
+    Attributes:
+        examples: how many generated fleets each check looks at, and how.
+    """
+
+    examples: ClassVar[settings] = EXAMPLES
+
+    def make_scheduler(self) -> Scheduler:
+        """Return a new scheduler."""
+        raise NotImplementedError("Write make_scheduler(): it returns the scheduler to be tested.")
+
+    def test_it_is_a_function_of_the_view(self) -> None:
+        scheduler = self.make_scheduler()
+
+        def look(fleet: FleetView) -> None:
+            first = list(scheduler.plan(fleet))
+            assert list(scheduler.plan(fleet)) == first, "asked again, it plans otherwise"
+            assert list(self.make_scheduler().plan(fleet)) == first, "it depends on what it was asked before"
+
+        self._for_all(look)
+
+    def test_it_changes_nothing(self) -> None:
+        def look(fleet: FleetView) -> None:
+            before = copy.deepcopy(fleet)
+            self.make_scheduler().plan(fleet)
+            assert fleet == before
+
+        self._for_all(look)
+
+    def test_its_actions_name_what_the_fleet_has(self) -> None:
+        def look(fleet: FleetView) -> None:
+            known = {instance.id for instance in fleet.instances}
+            models = {model.id for model in fleet.models}
+            for action in self.make_scheduler().plan(fleet):
+                assert isinstance(action, Prefetch) or action.instance in known, f"unknown: {action}"
+                assert isinstance(action, Unload) or action.model in models, f"unknown: {action}"
+                assert isinstance(action, Prefetch) or 0 <= action.deadline_s < math.inf, f"{action}"
+
+        self._for_all(look)
+
+    def test_it_leaves_busy_instances_alone(self) -> None:
+        def look(fleet: FleetView) -> None:
+            for action in _on_instances(self.make_scheduler().plan(fleet)):
+                instance = fleet.instance(action.instance)
+                assert instance.free, f"{instance} is not free for {action}"
+                turns = not isinstance(action, Swap) or action.model != instance.model
+                assert turns, f"{instance} serves the model already: {action}"
+
+        self._for_all(look)
+
+    def test_it_plans_one_action_for_an_instance(self) -> None:
+        def look(fleet: FleetView) -> None:
+            planned = Counter(a.instance for a in _on_instances(self.make_scheduler().plan(fleet)))
+            assert max(planned.values(), default=1) == 1, f"several actions for one instance: {planned}"
+
+        self._for_all(look)
+
+    def test_it_takes_no_model_below_its_least_replicas(self) -> None:
+        def look(fleet: FleetView) -> None:
+            change: Counter[ModelId | None] = Counter()
+            actions = self.make_scheduler().plan(fleet)
+            for action in _on_instances(actions):
+                change[fleet.instance(action.instance).model] -= 1
+                change[action.model if isinstance(action, Swap) else None] += 1
+            for model in fleet.models:
+                before = len(fleet.replicas(model.id))
+                least = min(before, model.min_replicas)
+                after = before + change[model.id]
+                assert after >= least, f"{model.id!r} is left with {after} of {least} replicas by {actions}"
+
+        self._for_all(look)
+
+    def _for_all(self, look: Callable[[FleetView], None]) -> None:
+        self.examples(given(fleet_views())(look))()
+
+
+def _on_instances(actions: Sequence[Action]) -> list[Swap | Unload]:
+    return [action for action in actions if not isinstance(action, Prefetch)]

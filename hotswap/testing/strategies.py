@@ -1,0 +1,142 @@
+"""Hypothesis strategies for fleets in any state: what a router or a scheduler may meet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from hotswap.request import AdapterId, ModelId, Request, RequestId, Sampling
+from hotswap.view import (
+    FleetView,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    ModelView,
+    Residency,
+    StoreView,
+    TierView,
+    WaitingView,
+)
+
+__all__ = ["fleet_views", "instance_views", "requests", "routings", "store_views"]
+
+NOW_S = 1000.0
+MODELS = tuple(ModelId(name) for name in "abcd")
+
+_HOLDING = (InstanceState.SERVING, InstanceState.DRAINING)
+_STATES = (*InstanceState, InstanceState.SERVING, InstanceState.SERVING)  # as in life, most of them serve
+
+
+def requests(models: Sequence[ModelId] = MODELS) -> st.SearchStrategy[Request]:
+    """Requests for any of `models`, new or continued."""
+    tokens = st.lists(st.integers(0, 99), min_size=1, max_size=40).map(tuple)
+    return st.builds(
+        Request,
+        id=st.integers(0, 999).map(lambda number: RequestId(f"r{number}")),
+        model=st.sampled_from(models),
+        prompt=tokens,
+        sampling=st.just(Sampling(max_tokens=64)),
+        generated=st.just(()) | tokens,
+        adapter=st.none() | st.sampled_from([AdapterId("x"), AdapterId("y")]),
+        priority=st.integers(0, 2),
+        arrived_s=st.floats(0, NOW_S),
+    )
+
+
+@st.composite
+def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = MODELS) -> InstanceView:
+    """One instance in any state that agrees with itself: what it holds, whom it serves, where it turns to."""
+    state = draw(st.sampled_from(_STATES))
+    holds = state in _HOLDING
+    swapping = state in (InstanceState.LOADING, InstanceState.DRAINING) or draw(st.booleans())
+    num_blocks = draw(st.sampled_from([8, 64])) if holds else 0
+    max_requests = draw(st.sampled_from([1, 4, 256]))
+    num_requests = draw(st.integers(0, 6)) if holds else 0
+    num_running = draw(st.integers(0, num_requests))
+    return InstanceView(
+        id=id,
+        state=state,
+        model=draw(st.sampled_from(models)) if holds else None,
+        num_running=num_running,
+        num_waiting=draw(st.integers(0, num_requests - num_running)),
+        max_requests=max_requests,
+        num_kv_blocks=num_blocks,
+        num_free_kv_blocks=draw(st.integers(0, num_blocks)),
+        memory_bytes=draw(st.sampled_from([16 << 30, 80 << 30])),
+        weight_bytes=(8 << 30) if holds else 0,
+        preloaded=draw(st.none() | st.sampled_from(models)) if holds else None,
+        num_requests=num_requests,
+        swapping=swapping,
+        target=draw(st.sampled_from(models)) if swapping else None,
+        serving_since_s=draw(st.floats(0, NOW_S)) if holds else None,
+        resting=draw(st.lists(st.sampled_from(models), max_size=2, unique=True).map(tuple)),
+    )
+
+
+@st.composite
+def store_views(draw: st.DrawFn, models: Sequence[ModelId] = MODELS) -> StoreView:
+    """A store of two tiers that holds every model on the slower one, and some on the faster."""
+    fast = draw(st.lists(st.sampled_from(models), unique=True))
+    where = [(model, "host") for model in fast] + [(model, "disk") for model in models]
+    return StoreView(
+        tiers=(
+            TierView(name="host", used_bytes=(8 << 30) * len(fast), bytes_per_s=20e9),
+            TierView(name="disk", used_bytes=(8 << 30) * len(models), bytes_per_s=4e9),
+        ),
+        residency=tuple(Residency(model=model, tier=tier, size_bytes=8 << 30) for model, tier in where),
+    )
+
+
+@st.composite
+def fleet_views(draw: st.DrawFn, models: Sequence[ModelId] = MODELS, max_instances: int = 5) -> FleetView:
+    """A whole fleet whose counts agree: what models run is what instances have, what waits is in the room."""
+    names = [InstanceId(f"e{number}") for number in range(draw(st.integers(0, max_instances)))]
+    held = models[: draw(st.integers(1, len(models)))]  # few models often, so that many have replicas
+    instances = tuple([draw(instance_views(name, held)) for name in names])
+    waiting = tuple(draw(st.lists(_waiting(models), max_size=8)))
+    running: Counter[ModelId | None] = Counter()
+    for instance in instances:
+        running[instance.model] += instance.num_requests
+    queued = Counter(request.model for request in waiting)
+    return FleetView(
+        now_s=NOW_S,
+        instances=instances,
+        models=tuple([draw(_model_view(model, running[model], queued[model])) for model in models]),
+        waiting=waiting,
+        store=draw(store_views(models)),
+    )
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[Request, FleetView]:
+    """A fleet, and a request for a model that some instance of it holds, if any does."""
+    fleet = draw(fleet_views())
+    held = sorted({instance.model for instance in fleet.instances if instance.model is not None})
+    return draw(requests(held or MODELS)), fleet
+
+
+def _waiting(models: Sequence[ModelId]) -> st.SearchStrategy[WaitingView]:
+    return st.builds(
+        WaitingView,
+        id=st.integers(0, 999).map(lambda number: RequestId(f"w{number}")),
+        model=st.sampled_from(models),
+        num_tokens=st.integers(1, 100),
+        priority=st.integers(0, 2),
+        arrived_s=st.floats(0, NOW_S),
+        waiting_since_s=st.floats(0, NOW_S),
+    )
+
+
+def _model_view(model: ModelId, num_running: int, num_waiting: int) -> st.SearchStrategy[ModelView]:
+    return st.builds(
+        ModelView,
+        id=st.just(model),
+        weight_bytes=st.just(8 << 30),
+        min_replicas=st.integers(0, 2),
+        slowness=st.sampled_from([0.5, 1.0, 2.0]),
+        num_running=st.just(num_running),
+        num_waiting=st.just(num_waiting),
+        num_failed_loads=st.sampled_from([0, 0, 0, 1, 5]),
+    )

@@ -1,0 +1,105 @@
+"""The shipped routers and schedulers pass the public suites; faulty ones do not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, settings
+
+from hotswap import Action, FleetView, InstanceId, Request, Router, Scheduler, Swap, Unload
+from hotswap.policies import AffinityRouter, LeastLoadedRouter, RestoreFloors, WeightedLoadSwap
+from hotswap.testing.conformance import RouterConformance, SchedulerConformance
+from tests.conformance.outcome import failures
+
+# A failure is all that is wanted here, not the least of its kind.
+QUICK = settings(RouterConformance.examples, max_examples=20, phases=[Phase.generate])
+
+
+class TestLeastLoadedRouterConforms(RouterConformance):
+    def make_router(self) -> Router:
+        return LeastLoadedRouter()
+
+
+class TestAffinityRouterConforms(RouterConformance):
+    def make_router(self) -> Router:
+        return AffinityRouter()
+
+
+class TestWeightedLoadSwapConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return WeightedLoadSwap(t1=2, t2=1, b=2.0)
+
+
+class TestRestoreFloorsConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return RestoreFloors()
+
+
+class _First(Router):
+    """Any instance, open or not."""
+
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        return next((instance.id for instance in fleet.instances if instance.model == request.model), None)
+
+
+class _Never(Router):
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        return None
+
+
+class _TurnByTurn(Router):
+    """Remembers how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        able = fleet.serving(request.model)
+        self.asked += 1
+        return able[self.asked % len(able)].id if able else None
+
+
+class _Everything(Scheduler):
+    """Turns every instance to the first model, whatever is under way there."""
+
+    def plan(self, fleet: FleetView) -> list[Action]:
+        return [Swap(instance=instance.id, model=fleet.models[0].id) for instance in fleet.instances]
+
+
+class _Empty(Scheduler):
+    """Unloads what is idle, floors or not."""
+
+    def plan(self, fleet: FleetView) -> list[Action]:
+        return [Unload(instance=instance.id) for instance in fleet.instances if instance.free]
+
+
+class _Twice(Scheduler):
+    def plan(self, fleet: FleetView) -> list[Action]:
+        free = [instance for instance in fleet.instances if instance.free and instance.model is None]
+        return [Swap(instance=instance.id, model=fleet.models[0].id) for instance in free] * 2
+
+
+class _Unknown(Scheduler):
+    def plan(self, fleet: FleetView) -> list[Action]:
+        return [Swap(instance=InstanceId("nowhere"), model=fleet.models[0].id)]
+
+
+@pytest.mark.parametrize("router", [_First, _Never, _TurnByTurn])
+def test_a_faulty_router_is_caught(router: type[Router]) -> None:
+    class Suite(RouterConformance):
+        examples = QUICK
+
+        def make_router(self) -> Router:
+            return router()
+
+    assert failures(Suite)
+
+
+@pytest.mark.parametrize("scheduler", [_Everything, _Empty, _Twice, _Unknown])
+def test_a_faulty_scheduler_is_caught(scheduler: type[Scheduler]) -> None:
+    class Suite(SchedulerConformance):
+        examples = QUICK
+
+        def make_scheduler(self) -> Scheduler:
+            return scheduler()
+
+    assert failures(Suite)
