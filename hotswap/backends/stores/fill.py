@@ -36,6 +36,7 @@ class Fill:
     ) -> None:
         self.shard = shard
         self.num_followers = 0
+        self.wanted = False
         self.closing = False
         self.ended = anyio.Event()
         self.admitted = False
@@ -100,6 +101,8 @@ class Fill:
             self._notify()
             await self._read()
             hold.commit(self.shard)
+        if self.wanted:
+            hold.keep()
         self.done = True
         self._notify()
 

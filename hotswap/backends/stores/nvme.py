@@ -132,9 +132,9 @@ class NvmeStore(WeightStore):
         return StoreView(tiers=(tier,), residency=tuple(residency))
 
     @property
-    def lent_bytes(self) -> int:
-        """Buffer bytes in the hands of open shards; 0 when none is open."""
-        return self._lane.pool.num_lent * self._lane.pool.buffer_bytes
+    def num_lent(self) -> int:
+        """How many buffers open shards have; 0 when nothing is open."""
+        return self._lane.pool.num_lent
 
     def __repr__(self) -> str:
         used_bytes = sum(self._resident.values())

@@ -17,7 +17,7 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.stores.bandwidth import Bandwidth
 from hotswap.backends.stores.budget import Shelf, Slot
 from hotswap.backends.stores.reading import give_back
-from hotswap.errors import ShardMissing
+from hotswap.errors import ShardMissing, TierFull
 from hotswap.hardware import parse_bytes
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.request import ModelId
@@ -30,7 +30,7 @@ _log = logging.getLogger("hotswap.stores")
 
 
 class PinnedStore(WeightStore):
-    """Weights in host memory, lent without a copy; least recently used first to go, never while lent.
+    """Weights in host memory, lent without a copy; the model used longest ago goes first, none while lent.
 
     `budget` bounds the bytes of all buffers, those being filled and those being freed included. A buffer is
     one rank of one model, allocated whole and filled shard by shard through `hold`, which is what a
@@ -41,10 +41,11 @@ class PinnedStore(WeightStore):
     def __init__(self, budget: int | str, *, name: str = "pinned", chunk_bytes: int | str = "16 MiB") -> None:
         self.name = name
         self.chunk_bytes = max(parse_bytes(chunk_bytes), 1)
-        self._shelf: Shelf[_RankBuffer] = Shelf(name, parse_bytes(budget))
+        self._shelf: Shelf[ModelId, _RankBuffer] = Shelf(name, parse_bytes(budget))
         self._bandwidth = Bandwidth(20e9)
         self._reserving = anyio.Lock()
         self._freeing = anyio.Lock()
+        self._unwanted: dict[ModelId, anyio.Event] = {}
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -52,38 +53,38 @@ class PinnedStore(WeightStore):
         try:
             yield self
         finally:
-            for slot in tuple(self._shelf):
+            for slot in [slot for slot in self._shelf if not slot.users]:
                 self._shelf.drop(slot)
             await self._free()
 
     async def manifest(self, model: ModelId) -> Manifest:
         await checkpoint()
-        for slot in self._shelf:
-            if slot.value.manifest.model == model and self._whole(slot.value.manifest):
+        for slot in self._shelf.group(model):
+            if self._whole(slot.value.manifest):
                 return slot.value.manifest
         raise ShardMissing(f"Tier {self.name!r} does not hold model {model!r}; prefetch it.")
 
     @asynccontextmanager
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
         await checkpoint()
-        slot = self._shelf.find((shard.model, shard.rank))
+        slot = self._shelf.find(shard.model, shard.rank)
         if slot is None or shard not in slot.value.filled:
             raise ShardMissing(f"Tier {self.name!r} does not hold {shard.file!r} of model {shard.model!r}.")
         self._shelf.use(slot)
+        slot.value.kept = True
         chunks = _Resident(self, slot.value, shard, self._bandwidth)
         try:
             yield chunks
         finally:
             chunks.close()
-            self._shelf.leave(slot)
-            await self._free()
+            await self._leave(slot)
 
     @asynccontextmanager
     async def hold(self, manifest: Manifest, rank: int) -> AsyncGenerator[Hold]:
         """Reserve the buffer of a rank, or join those who have, and keep it while the block runs.
 
-        A block that leaves the rank incomplete takes it away again, unless it committed a shard or others use
-        it: what was not finished takes no memory.
+        A buffer goes with the last block that held it, unless one of them said `keep`, or somebody has read
+        from it: what was not finished takes no memory.
 
         Raises:
             TierFull: it does not fit even when everything idle is pushed out.
@@ -95,24 +96,27 @@ class PinnedStore(WeightStore):
                 await to_thread.run_sync(slot.value.pin)
             yield hold
         finally:
-            self._shelf.leave(slot)
-            if not (slot.users or hold.kept or slot.value.whole):
-                self._shelf.drop(slot)
-            await self._free()
+            await self._leave(slot)
 
     def holds(self, shard: Shard) -> bool:
         """Whether the shard could be lent now."""
-        slot = self._shelf.find((shard.model, shard.rank))
+        slot = self._shelf.find(shard.model, shard.rank)
         return slot is not None and shard in slot.value.filled
 
     async def drop(self, model: ModelId) -> None:
-        """Free the model's memory once nothing lends from it; from now on it cannot be opened here."""
-        slots = [slot for slot in self._shelf if slot.value.manifest.model == model]
-        for slot in slots:
-            self._shelf.drop(slot)
+        """Free the model's memory as soon as nothing lends from it, and return then.
+
+        Called while it is lent, it waits; `keep` takes it back.
+        """
+        dropped = self._unwanted.setdefault(model, anyio.Event())
+        self._drop_unwanted(model)
+        await dropped.wait()
         await self._free()
-        for slot in slots:
-            await slot.value.gone.wait()
+
+    def keep(self, model: ModelId) -> None:
+        """Take back a `drop` that still waits for readers; it returns."""
+        if (dropped := self._unwanted.pop(model, None)) is not None:
+            dropped.set()
 
     def view(self) -> StoreView:
         tier = TierView(
@@ -130,31 +134,54 @@ class PinnedStore(WeightStore):
         return StoreView(tiers=(tier,), residency=residency)
 
     @property
-    def lent_bytes(self) -> int:
-        """Bytes of the buffers that somebody reads or fills; 0 when nothing is open."""
-        return sum(slot.size_bytes for slot in self._shelf if slot.users)
+    def num_lent(self) -> int:
+        """How many readers and fills use a buffer; 0 when nothing is open."""
+        return sum(slot.users for slot in self._shelf)
 
     def __repr__(self) -> str:
         used, capacity = self._shelf.used_bytes, self._shelf.capacity_bytes
         return f"<PinnedStore {self.name!r} [{used} of {capacity} bytes]>"
 
     def _whole(self, manifest: Manifest) -> bool:
-        slots = (self._shelf.find((manifest.model, rank)) for rank in range(manifest.world_size))
+        slots = (self._shelf.find(manifest.model, rank) for rank in range(manifest.world_size))
         return all(slot and slot.value.manifest == manifest and slot.value.whole for slot in slots)
 
-    async def _reserve(self, manifest: Manifest, rank: int) -> Slot[_RankBuffer]:
+    async def _reserve(self, manifest: Manifest, rank: int) -> Slot[ModelId, _RankBuffer]:
         async with self._reserving:
-            slot = self._shelf.find((manifest.model, rank))
+            slot = self._shelf.find(manifest.model, rank)
             if slot is not None and slot.value.manifest != manifest:  # the model was converted anew
-                self._shelf.drop(slot)
+                self._replace(slot)
                 slot = None
             if slot is None:
-                self._shelf.make_room(manifest.buffer_bytes)
+                self._shelf.make_room(manifest.buffer_bytes, manifest.model)
                 await self._free()
                 buffer = _RankBuffer(manifest, rank)
-                slot = self._shelf.add((manifest.model, rank), buffer, manifest.buffer_bytes)
+                slot = self._shelf.add(manifest.model, rank, buffer, manifest.buffer_bytes)
             self._shelf.use(slot)
             return slot
+
+    def _replace(self, slot: Slot[ModelId, _RankBuffer]) -> None:
+        if slot.users:
+            raise TierFull(
+                f"Tier {self.name!r} still lends the former weights of {slot.value.manifest.model!r}. "
+                "Try again when their readers have ended."
+            )
+        self._shelf.drop(slot)
+
+    async def _leave(self, slot: Slot[ModelId, _RankBuffer]) -> None:
+        """End one use, and with the last one free what is not to be kept."""
+        self._shelf.leave(slot)
+        if not slot.users and not slot.value.kept:
+            self._shelf.drop(slot)
+        self._drop_unwanted(slot.value.manifest.model)
+        await self._free()
+
+    def _drop_unwanted(self, model: ModelId) -> None:
+        slots = self._shelf.group(model)
+        if model in self._unwanted and not any(slot.users for slot in slots):
+            for slot in slots:
+                self._shelf.drop(slot)
+            self.keep(model)
 
     async def _free(self) -> None:
         """Free what has left; in a thread, because giving back many pages takes a while."""
@@ -163,14 +190,12 @@ class PinnedStore(WeightStore):
                 for slot in self._shelf.take_leaving():
                     await to_thread.run_sync(slot.value.close)
                     self._shelf.freed(slot)
-                    slot.value.gone.set()
 
 
 class Hold:
     """A rank's buffer while somebody fills it."""
 
     def __init__(self, buffer: _RankBuffer) -> None:
-        self.kept = False
         self._buffer = buffer
 
     @property
@@ -189,7 +214,10 @@ class Hold:
     def commit(self, shard: Shard) -> None:
         """Say that the shard's bytes are there and verified: from now on it can be lent."""
         self._buffer.filled.add(shard)
-        self.kept = True
+
+    def keep(self) -> None:
+        """Let the buffer stay when nobody holds it any more, until room is needed."""
+        self._buffer.kept = True
 
 
 class _RankBuffer:
@@ -198,9 +226,9 @@ class _RankBuffer:
     def __init__(self, manifest: Manifest, rank: int) -> None:
         self.manifest = manifest
         self.filled: set[Shard] = set()
+        self.kept = False
         self.pinned = False
         self.pinning = anyio.Lock()
-        self.gone = anyio.Event()
         self._shards = set(manifest.shards_of(rank))
         self._memory = mmap.mmap(-1, max(manifest.buffer_bytes, 1))
         self._data = memoryview(self._memory)

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import anyio
 from anyio import CapacityLimiter, to_thread
 from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
 
 from hotswap.backends.stores.bandwidth import Bandwidth
 from hotswap.backends.stores.fields import CONVERT_AGAIN
@@ -103,6 +104,7 @@ class ReadAhead:
         self._checksum = Checksum()
         self._error: StoreError | None = None
         self._buffers = [lane.pool.take() for _ in range(lane.depth)]
+        self._num_lent_bytes = 0
         self._lent: HostChunk | None = None
         self._lent_buffer: memoryview | None = None
         self._free_in, self._free_out = anyio.create_memory_object_stream[memoryview](lane.depth)
@@ -127,8 +129,18 @@ class ReadAhead:
         try:
             self._lent_buffer, self._lent = await self._full_out.receive()
         except anyio.EndOfStream:
-            raise self._error or StopAsyncIteration from None
+            await self._end()
+            raise StopAsyncIteration from None
+        self._num_lent_bytes += len(self._lent.data)
         return self._lent
+
+    async def _end(self) -> None:
+        """Return if the shard was lent to its end; else say why not, lest a part be taken for the whole."""
+        if self._error is not None:
+            raise self._error
+        if self._num_lent_bytes < self._shard.size_bytes:
+            await checkpoint()  # a cancellation ends `fill` too, and may reach it first
+            raise StoreError(f"Reading {self._shard.file!r} ended early: its block was left.")
 
     async def fill(self) -> None:
         """Read the shard to its end; an error reaches the consumer after the chunks before it."""

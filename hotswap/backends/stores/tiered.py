@@ -70,13 +70,16 @@ class TieredStore(WeightStore):
         manifest = await self.manifest(model)
         if self._host is None:
             return
+        self._host.keep(model)
         async with AsyncExitStack() as stack:
-            for rank in range(manifest.world_size):
-                await stack.enter_async_context(self._host.hold(manifest, rank))
+            ranks = range(manifest.world_size)
+            holds = [await stack.enter_async_context(self._host.hold(manifest, rank)) for rank in ranks]
             for shard in manifest.shards:
                 if not self._host.holds(shard):
                     async with self._following(self._host, shard, manifest) as fill:
                         await fill.finished()
+            for hold in holds:
+                hold.keep()
 
     async def drop(self, model: ModelId) -> None:
         if self._host is not None:
@@ -100,6 +103,11 @@ class TieredStore(WeightStore):
             tiers=tuple(tier for view in views for tier in view.tiers),
             residency=tuple(entry for view in views for entry in view.residency),
         )
+
+    @property
+    def num_lent(self) -> int:
+        """How much the tiers have lent, as they count it; 0 when nothing is open."""
+        return sum(getattr(tier, "num_lent", 0) for tier in self.tiers)
 
     def __repr__(self) -> str:
         return f"<TieredStore {', '.join(map(repr, self.tiers))}>"
@@ -156,6 +164,7 @@ class TieredStore(WeightStore):
     ) -> AsyncGenerator[Follower | None]:
         """Follow the shard's way up; `None` if the host tier has no room for it."""
         async with self._following(host, shard, manifest) as fill:
+            fill.wanted = True
             while not fill.admitted and fill.error is None:
                 await fill.changed()
             follower = Follower(fill, host.chunk_bytes) if fill.admitted else None

@@ -22,7 +22,7 @@ async def test_what_was_written_is_read_back_in_order(tmp_path: Path, size: int,
         assert manifest == written
         for rank in (0, 1):
             assert await read_rank(store, manifest, rank) == ranks[rank]
-        assert store.lent_bytes == 0
+        assert store.num_lent == 0
 
 
 async def test_a_chunk_kept_too_long_is_an_error_not_other_bytes(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ async def test_a_damaged_data_file_is_refused_by_name(tmp_path: Path, damage: Ca
             await read(store, last)
         assert await read(store, manifest.shards[0]) == ranks[0][: 2 * UNIT]
         assert await read_rank(store, await store.manifest(ModelId("other")))
-        assert store.lent_bytes == 0
+        assert store.num_lent == 0
 
 
 async def test_a_truncated_file_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ async def test_a_file_that_shrinks_under_the_reader_is_refused(tmp_path: Path) -
             os.truncate(tmp_path / "m" / manifest.shards[0].file, 10 * UNIT)
             with pytest.raises(ShardCorrupt, match="truncated"):
                 await exhaust(chunks)
-        assert store.lent_bytes == 0
+        assert store.num_lent == 0
 
 
 async def test_missing_files_and_models_are_told_by_name(tmp_path: Path) -> None:
@@ -142,10 +142,10 @@ async def test_a_block_left_early_returns_its_buffers_and_its_own_error(tmp_path
         async def fail_while_reading() -> None:
             async with store.open(manifest.shards[0]) as chunks:
                 await anext(chunks)
-                assert store.lent_bytes > 0
+                assert store.num_lent > 0
                 raise KeyError("the reader's own")
 
         with pytest.raises(KeyError, match="the reader's own"):
             await fail_while_reading()
-        assert store.lent_bytes == 0
+        assert store.num_lent == 0
         assert await read_rank(store, manifest) == ranks[0]

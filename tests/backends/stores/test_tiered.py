@@ -197,7 +197,7 @@ async def test_drop_frees_once_nothing_is_lent(tmp_path: Path, disk: Counting) -
             tasks.start_soon(store.drop, M)
             await anyio.wait_all_tasks_blocked()
             assert used(store) == 4 * UNIT
-            assert store.view().tier_of(M) == "nvme"
+            assert store.view().tier_of(M) == "pinned"
             assert bytes(chunk.data) == ranks[0][:UNIT]
         assert used(store) == 0
         await store.drop(M)

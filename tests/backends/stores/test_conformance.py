@@ -1,0 +1,62 @@
+"""The stores behave as every store must."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from hotswap import ModelId
+from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.testing.conformance import WeightStoreConformance
+from tests.backends.stores.models import UNIT, put
+
+MODELS = (ModelId("a"), ModelId("b"), ModelId("c"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of three models on a disk: several chunks a shard, several shards a rank, two ranks."""
+    directory = tmp_path_factory.mktemp("root")
+    for model in MODELS:
+        put(directory, model, size=9 * UNIT, world_size=2, file_bytes=6 * UNIT)
+    return directory
+
+
+class OnDisk(WeightStoreConformance):
+    models = MODELS
+
+    @pytest.fixture(autouse=True)
+    def _root(self, root: Path) -> None:
+        self.disk = NvmeStore(root, chunk_bytes=UNIT)
+
+
+class TestNvmeStore(OnDisk):
+    def make_store(self) -> NvmeStore:
+        return self.disk
+
+
+class TestTieredStore(OnDisk):
+    def make_store(self) -> TieredStore:
+        return TieredStore(PinnedStore("1 MiB", chunk_bytes=UNIT), self.disk)
+
+
+class TestTieredStoreWithRoomForOne(OnDisk):
+    def make_store(self) -> TieredStore:
+        return TieredStore(PinnedStore(18 * UNIT, chunk_bytes=UNIT), self.disk)
+
+
+class TestTieredStoreOfOneTier(OnDisk):
+    def make_store(self) -> TieredStore:
+        return TieredStore(self.disk)
+
+
+class TestPrefetchedTieredStore(OnDisk):
+    @asynccontextmanager
+    async def make_store(self) -> AsyncGenerator[TieredStore]:
+        async with TieredStore(PinnedStore("1 MiB", chunk_bytes=UNIT), self.disk) as store:
+            for model in MODELS:
+                await store.prefetch(model)
+            yield store
