@@ -228,6 +228,7 @@ class TorchEngine(Engine):
 
     def view(self) -> InstanceView:
         running = min(self._books.num_running, len(self._streams))
+        num_blocks = 0 if self._is_lost else self._num_blocks
         return InstanceView(
             id=self.id,
             state=self._state,
@@ -235,8 +236,8 @@ class TorchEngine(Engine):
             num_running=running,
             num_waiting=len(self._streams) - running,
             max_requests=self._max_requests,
-            num_kv_blocks=self._num_blocks,
-            num_free_kv_blocks=min(self._books.num_free_blocks, self._num_blocks),
+            num_kv_blocks=num_blocks,
+            num_free_kv_blocks=min(self._books.num_free_blocks, num_blocks),
             kv_block_tokens=self._kv.block_tokens,
             memory_bytes=self._loader.memory_bytes,
             weight_bytes=self._loader.weight_bytes,

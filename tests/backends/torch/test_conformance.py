@@ -1,0 +1,41 @@
+"""The torch engine keeps the contract that every engine keeps."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from hotswap import Engine, Model
+from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.testing.conformance import EngineConformance
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.zoo import make_model
+
+
+class TestTorchEngine(EngineConformance):
+    models = (Model("a"), Model("b"))
+    can_lose = True
+    skeletons: ClassVar[SkeletonCache]
+    store: ClassVar[DictStore]
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _models(cls) -> None:
+        cls.skeletons = SkeletonCache()
+        cls.store = DictStore()
+        cls.store.add("a", make_model("llama", seed=1))
+        cls.store.add("b", make_model("qwen3", seed=2))
+
+    def make_engine(self) -> TorchEngine:
+        # Less than the context of 1,024 tokens, more than three long requests.
+        return TorchEngine(
+            "e0", kv_tokens=800, memory_bytes="64 MiB", threads=1, max_requests=8, skeletons=self.skeletons
+        )
+
+    def make_store(self) -> DictStore:
+        return DictStore(self.store.manifests, self.store.buffers)
+
+    def lose(self, engine: Engine) -> None:
+        assert isinstance(engine, TorchEngine)
+        engine.lose("a test dropped it")
