@@ -75,7 +75,8 @@ class _Empty(Scheduler):
 class _Twice(Scheduler):
     def plan(self, fleet: FleetView) -> list[Action]:
         free = [instance for instance in fleet.instances if instance.free and instance.model is None]
-        return [Swap(instance=instance.id, model=fleet.models[0].id) for instance in free] * 2
+        once: list[Action] = [Swap(instance=instance.id, model=fleet.models[0].id) for instance in free]
+        return once + once
 
 
 class _Unknown(Scheduler):

@@ -1,0 +1,31 @@
+"""Views as text: record what a decision was made from, and make it again elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+from pydantic import TypeAdapter
+
+from hotswap.view import FleetView
+
+__all__ = ["dump_view", "load_view"]
+
+
+def dump_view(view: FleetView) -> str:
+    """Return a view as one line of JSON, `Infinity` included where a number is infinite."""
+    return json.dumps(_adapter().dump_python(view, mode="json"))
+
+
+def load_view(text: str) -> FleetView:
+    """Return the view that `dump_view` wrote, equal to the one it was given.
+
+    Raises:
+        ValueError: the text is not JSON, or not a fleet view.
+    """
+    return _adapter().validate_python(json.loads(text))
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[FleetView]:
+    return TypeAdapter(FleetView)
