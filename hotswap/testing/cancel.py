@@ -11,7 +11,7 @@ import anyio
 
 from hotswap.testing.virtual_time import VirtualTimeLoop
 
-__all__ = ["cancel_everywhere"]
+__all__ = ["cancel_at", "cancel_everywhere"]
 
 
 async def cancel_everywhere(
@@ -42,21 +42,32 @@ async def cancel_everywhere(
         Exception: whatever `scenario` or `check` raised, with a note that says which cancellation led to it.
     """
     for number in range(1, limit + 1):
-        countdown = _Countdown(number)
-        with countdown.scope:
-            try:
-                await (_in_turns if every == "turn" else _in_checkpoints)(_called(scenario), countdown)
-            except Exception as error:
-                error.add_note(f"The scenario was cancelled at {every} {number}.")
-                raise
+        try:
+            cancelled = await cancel_at(number, scenario, every=every)
+        except Exception as error:
+            error.add_note(f"The scenario was cancelled at {every} {number}.")
+            raise
         try:
             await check()
         except Exception as error:
             error.add_note(f"This is what cancelling the scenario at {every} {number} left behind.")
             raise
-        if not countdown.fired:
+        if not cancelled:
             return number - 1
     raise AssertionError(f"The scenario was cancelled at {limit} {every}s and never ran to its end.")
+
+
+async def cancel_at(
+    number: int,
+    scenario: Callable[[], Awaitable[object]],
+    *,
+    every: Literal["checkpoint", "turn"] = "checkpoint",
+) -> bool:
+    """Run `scenario` once and cancel it at one checkpoint or turn; return whether it got that far."""
+    countdown = _Countdown(number)
+    with countdown.scope:
+        await (_in_turns if every == "turn" else _in_checkpoints)(_called(scenario), countdown)
+    return countdown.fired
 
 
 class _Countdown:

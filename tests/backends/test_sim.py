@@ -18,7 +18,12 @@ class TestSimEngineConforms(EngineConformance):
     models = (Model("a"), Model("b"))
 
     def make_engine(self) -> SimEngine:
-        return SimEngine("e0", PROFILE, kv_blocks=160, kv_block_tokens=4, max_requests=16, token_budget=24)
+        return self.make(SimEngine)
+
+    def make(self, engine: type[SimEngine], profile: DeviceProfile = PROFILE) -> SimEngine:
+        return engine(
+            "e0", profile, kv_blocks=160, kv_block_tokens=4, max_requests=16, token_budget=24, vocabulary=500
+        )
 
     def make_store(self) -> SimStore:
         return SimStore({"a": 100_000, "b": 60_000}, chunk_bytes=30_000)
@@ -36,9 +41,7 @@ class TestSimEngineConformsInRealTime(TestSimEngineConforms):
     step_s = 2.0
 
     def make_engine(self) -> SimEngine:
-        return SimEngine(
-            "e0", QUICK, kv_blocks=160, kv_block_tokens=4, max_requests=16, token_budget=24, vocabulary=50
-        )
+        return self.make(SimEngine, QUICK)
 
 
 class TestSimStoreConforms(WeightStoreConformance):
@@ -46,8 +49,11 @@ class TestSimStoreConforms(WeightStoreConformance):
     models = (ModelId("a"), ModelId("b"))
 
     def make_store(self) -> SimStore:
+        return self.make(SimStore)
+
+    def make(self, store: type[SimStore]) -> SimStore:
         manifests = [sim_manifest("a", 100_000, num_shards=2), sim_manifest("b", 60_001)]
-        return SimStore(manifests, cache=TierView(name="host", capacity_bytes=120_000), chunk_bytes=7_000)
+        return store(manifests, cache=TierView(name="host", capacity_bytes=120_000), chunk_bytes=7_000)
 
 
 class TestSimStoreWithoutACacheConforms(TestSimStoreConforms):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 
-def failures(suite: type[object]) -> dict[str, Exception]:
+def failures(suite: type[object], *tests: str) -> dict[str, BaseException]:
     """Return what the tests of a suite raised, by test; those that pass or skip are left out."""
-    raised: dict[str, Exception] = {}
-    for name in dir(suite):
-        if not name.startswith("test_"):
-            continue
+    raised: dict[str, BaseException] = {}
+    for name in tests or [name for name in dir(suite) if name.startswith("test_")]:
         try:
             getattr(suite(), name)()
         except pytest.skip.Exception:
             continue
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:
             raised[name] = error
     return raised

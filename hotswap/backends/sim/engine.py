@@ -219,7 +219,7 @@ class SimEngine(Engine):
             num_free_kv_blocks=pool.num_free_blocks if serving else 0,
             kv_block_tokens=pool.block_tokens,
             memory_bytes=self.profile.memory_bytes,
-            weight_bytes=sum(held.size_bytes for held in (self._serving, self._staged) if held),
+            weight_bytes=self._weight_bytes,
             preloaded=self._staged.model.id if self._staged else None,
         )
 
@@ -346,9 +346,12 @@ class SimEngine(Engine):
 
     @property
     def _used_bytes(self) -> int:
+        return self._weight_bytes + (self._pool_bytes(self._serving.model) if self._serving else 0)
+
+    @property
+    def _weight_bytes(self) -> int:
         held = sum(weights.size_bytes for weights in (self._serving, self._staged) if weights)
-        pool = self._pool_bytes(self._serving.model) if self._serving else 0
-        return held + pool + self._reserved_bytes
+        return held + self._reserved_bytes
 
     def _pool_bytes(self, model: ModelCard) -> int:
         return self._batcher.num_blocks * self._batcher.block_tokens * model.kv_bytes_per_token
