@@ -244,6 +244,11 @@ class TorchEngine(Engine):
             preloaded=self._staged.card.id if self._staged else None,
         )
 
+    @property
+    def num_preempted(self) -> int:
+        """How often a request gave up its KV blocks for an older one since the model was loaded."""
+        return self._books.num_preempted
+
     # ------------------------------------------------------------------ loading
 
     async def _bring(self, model: ModelCard, store: WeightStore) -> tuple[LoadedModel, KVCache]:

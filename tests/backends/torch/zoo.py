@@ -64,7 +64,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_COMMON, **_MIXED, head_dim=32, num_experts=4),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **_COMMON, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=24
+        **_COMMON,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=24,
+        # The factor that fits the lengths, or transformers warns that its default does not.
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**_COMMON, "num_key_value_heads": 4},
@@ -83,9 +94,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def make_model(
-    config: str | Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, sharpness: float = 3.0
+    config: str | Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, sharpness: float | None = None
 ) -> Any:
     """A random model whose weight matrices are scaled up, so that its choices vary."""
+    if sharpness is None:
+        sharpness = 12.0 if config in ("gpt2", "qwen3_moe") else 8.0
     made = CONFIGS[config]() if isinstance(config, str) else copy.deepcopy(config)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

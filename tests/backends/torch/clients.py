@@ -1,0 +1,74 @@
+"""Clients of an engine that come, leave and come back in an order that a seed decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import anyio
+
+from hotswap import Engine, ModelId, Request, RequestId, Sampling
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request, and how it is disturbed.
+
+    It is sent when the wish of index `after` has received a token. Its client leaves after each number of
+    tokens in `leaves`, and sends the rest as a continued request.
+    """
+
+    request: Request
+    after: int | None
+    leaves: tuple[int, ...]
+
+
+def make_wishes(
+    random: Random, model: str, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+) -> list[Wish]:
+    """Wishes for the prompts, disturbed at random."""
+    wishes: list[Wish] = []
+    for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        request = Request(
+            id=RequestId(f"r{index}"), model=ModelId(model), prompt=tuple(prompt), sampling=sampling
+        )
+        after = random.randrange(index) if index and random.random() < 0.7 else None
+        leaves = tuple(random.randrange(6) for _ in range(random.choice([0, 0, 1, 2])))
+        wishes.append(Wish(request, after, leaves))
+    return wishes
+
+
+async def fulfil(engine: Engine, wishes: Sequence[Wish]) -> list[list[int]]:
+    """Run all wishes side by side and return what each received."""
+    received: list[list[int]] = [[] for _ in wishes]
+    began = [anyio.Event() for _ in wishes]
+
+    async def client(index: int) -> None:
+        wish = wishes[index]
+        if wish.after is not None:
+            await began[wish.after].wait()
+        for stay in (*wish.leaves, None):
+            if wish.request.sampling.max_tokens > len(received[index]):
+                await _read(
+                    engine, wish.request.continued(received[index]), received[index], stay, began[index]
+                )
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(len(wishes)):
+            tasks.start_soon(client, index)
+    return received
+
+
+async def _read(
+    engine: Engine, request: Request, received: list[int], stay: int | None, began: anyio.Event
+) -> None:
+    async with engine.stream(request) as tokens:
+        num_read = 0
+        while stay is None or num_read < stay:
+            token = await anext(tokens, None)
+            if token is None:
+                return
+            received.append(token.id)
+            began.set()
+            num_read += 1
