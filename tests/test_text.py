@@ -1,0 +1,170 @@
+"""Streamed text is the text of the whole: nothing lost or doubled, and cut where a stop string begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hotswap import TextStream, Tokenizer
+from tests.text_tokenizers import (
+    BYTE_LEVEL_SIZE,
+    NUM_SPECIAL,
+    PIECES_SIZE,
+    byte_level,
+    byte_tokens,
+    metaspace,
+    one_byte_each,
+    sentencepiece,
+    word_token,
+)
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+characters = st.text(st.sampled_from("aé世😀\n\u0301𝄞 "), min_size=1, max_size=4)
+pieces = st.integers(NUM_SPECIAL + 256, PIECES_SIZE - 1).map(lambda token: [token])
+specials = st.integers(1, NUM_SPECIAL - 1).map(lambda token: [token])
+# Runs of byte tokens that are UTF-8, which is what a model that writes sense writes.
+sensible = st.lists(pieces | specials | characters.map(byte_tokens), max_size=12).map(
+    lambda runs: [*chain(*runs)]
+)
+anything_byte_level = st.lists(st.integers(0, BYTE_LEVEL_SIZE - 1), max_size=40)
+anything_pieces = st.lists(st.integers(1, PIECES_SIZE - 1), max_size=40)
+
+
+def stream(
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    *,
+    prompt: Sequence[int] = (),
+    stop: Sequence[str] = (),
+    min_tokens: int = 0,
+) -> list[str]:
+    """What each push gives."""
+    text = TextStream(tokenizer, prompt=prompt, stop=stop, min_tokens=min_tokens)
+    return [text.push(token, last=n == len(tokens)) for n, token in enumerate(tokens, 1)]
+
+
+def whole(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The decoded generation as the continuation of its prompt, whose last character it may complete."""
+    after = tokenizer.decode([*prompt, *tokens])
+    befores = [tokenizer.decode(prompt[:end]) for end in range(max(len(prompt) - 3, 0), len(prompt) + 1)]
+    return after[max(_num_shared(before, after) for before in befores) :]
+
+
+def _num_shared(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    return sum(accumulate((a == b for a, b in zip(one, other, strict=False)), min))
+
+
+@given(anything_byte_level, anything_byte_level)
+def test_byte_level_text_is_the_text_of_the_whole(prompt: list[int], tokens: list[int]) -> None:
+    tokenizer = byte_level()
+    assert "".join(stream(tokenizer, tokens, prompt=prompt)) == whole(tokenizer, prompt, tokens)
+
+
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_byte_level_text_of_any_language_comes_back(prompt: str, answer: str) -> None:
+    tokenizer = byte_level()
+    tokens = tokenizer.encode(answer)
+    assert "".join(stream(tokenizer, tokens, prompt=tokenizer.encode(prompt))) == answer
+
+
+@pytest.mark.parametrize("tokenizer", [sentencepiece(), metaspace()], ids=["sentencepiece", "metaspace"])
+@given(prompt=sensible, tokens=sensible)
+@example(prompt=[], tokens=byte_tokens("世世世世世"))
+@example(prompt=byte_tokens("世世世世世"), tokens=byte_tokens("世"))
+@example(prompt=[word_token("▁the"), 1], tokens=[2, word_token("▁a"), 2, 2, word_token("▁c")])
+@example(prompt=[1], tokens=[word_token("▁"), word_token("▁the"), *byte_tokens("\n"), word_token("▁a")])
+def test_sentencepiece_text_is_the_text_of_the_whole(
+    tokenizer: Tokenizer, prompt: list[int], tokens: list[int]
+) -> None:
+    assert "".join(stream(tokenizer, tokens, prompt=prompt)) == whole(tokenizer, prompt, tokens)
+
+
+@pytest.mark.parametrize("split", range(1, 8))
+@pytest.mark.parametrize("tokenizer", [sentencepiece(), metaspace()], ids=["sentencepiece", "metaspace"])
+def test_a_prompt_may_end_within_a_character(tokenizer: Tokenizer, split: int) -> None:
+    tokens = [word_token("▁the"), *byte_tokens("😀é"), word_token("▁a")]
+    prompt, tokens = tokens[:split], tokens[split:]
+    assert "".join(stream(tokenizer, tokens, prompt=prompt)) == whole(tokenizer, prompt, tokens)
+
+
+@given(anything_pieces)
+@example([*byte_tokens("😀"), NUM_SPECIAL + 0xFF, word_token("a")])
+def test_bytes_that_are_no_text_cost_no_other_text(tokens: list[int]) -> None:
+    tokenizer = sentencepiece()
+    tokens = [token for token in tokens if not _is_ascii_byte(token)]
+    expected = [character for character in tokenizer.decode(tokens) if character in "abcthe.,"]
+    got = [character for character in "".join(stream(tokenizer, tokens)) if character in "abcthe.,"]
+    assert got == expected
+
+
+def _is_ascii_byte(token: int) -> bool:
+    return NUM_SPECIAL <= token < NUM_SPECIAL + 128
+
+
+@given(anything_byte_level | anything_pieces, st.data())
+def test_what_was_released_is_never_taken_back(tokens: list[int], data: st.DataObject) -> None:
+    tokenizer = data.draw(st.sampled_from([byte_level(), sentencepiece()]))
+    tokens = [token for token in tokens if token < BYTE_LEVEL_SIZE and token < PIECES_SIZE]
+    longer = stream(tokenizer, tokens)
+    for length in range(1, len(tokens)):
+        unfinished = TextStream(tokenizer)
+        assert [unfinished.push(token) for token in tokens[:length]] == longer[:length]
+
+
+@given(
+    st.text("abc é😀", max_size=20),
+    st.lists(st.text("abc é😀", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_a_stop_string_is_cut_at_its_first_occurrence(answer: str, stops: list[str]) -> None:
+    tokenizer = byte_level()
+    ends = [(answer.find(stop) + len(stop), answer.find(stop)) for stop in stops if stop in answer]
+    expected = answer[: min(ends)[1]] if ends else answer
+    for tokens in (tokenizer.encode(answer), one_byte_each(answer)):
+        got = stream(tokenizer, tokens, stop=stops)
+        assert "".join(got) == expected
+
+
+@given(st.text("ab", min_size=1, max_size=12), st.text("ab", min_size=1, max_size=3), st.integers(0, 12))
+def test_no_stop_string_ends_within_the_least_tokens(answer: str, stop: str, min_tokens: int) -> None:
+    tokenizer = byte_level()
+    tokens = one_byte_each(answer)
+    got = "".join(stream(tokenizer, tokens, stop=[stop], min_tokens=min_tokens))
+    ends = [n for n in range(min_tokens + 1, len(answer) + 1) if answer[:n].endswith(stop)]
+    # Every stop string that may stop ends after the least tokens; what it begins with may be text already.
+    assert got == (answer[: ends[0] - len(stop)] if ends else answer)
+
+
+def test_nothing_follows_a_stop_string() -> None:
+    tokenizer = byte_level()
+    text = TextStream(tokenizer, stop=["st"])
+    got = [text.push(token) for token in one_byte_each("first second")]
+    assert "".join(got) == "fir"
+    assert text.stopped
+    assert text.push(5, last=True) == ""
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_and_released_at_the_end() -> None:
+    tokenizer = byte_level()
+    tokens = one_byte_each("end st")
+    text = TextStream(tokenizer, stop=["stop"])
+    assert "".join(text.push(token) for token in tokens[:-1]) == "end "
+    assert text.push(tokens[-1], last=True) == "st"
+    assert not text.stopped
+
+
+def test_a_character_is_released_once_it_is_whole() -> None:
+    assert stream(sentencepiece(), [*byte_tokens("😀é"), word_token("a")]) == ["", "", "", "😀", "", "é", "a"]
+
+
+def test_garbage_is_not_held_back_for_ever() -> None:
+    tokenizer = byte_level()
+    (lead,) = one_byte_each("é")[:1]
+    text = TextStream(tokenizer)
+    released = [text.push(lead) for _ in range(200)]
+    assert len("".join(released)) >= 199
