@@ -18,7 +18,7 @@ _LARGEST = 2**62
 class Fields:
     """One JSON object of the file at `path`; a field that is not as asked raises `ShardCorrupt`."""
 
-    def __init__(self, raw: dict[str, Any], path: Path, remedy: str) -> None:
+    def __init__(self, raw: dict[str, Any], path: Path | str, remedy: str) -> None:
         self.raw = raw
         self._path = path
         self._remedy = remedy
@@ -77,7 +77,7 @@ class Fields:
         return value
 
 
-def parse_object(text: bytes, path: Path, *, remedy: str = CONVERT_AGAIN) -> Fields:
+def parse_object(text: bytes, path: Path | str, *, remedy: str = CONVERT_AGAIN) -> Fields:
     """Read a JSON object; `remedy` ends the errors and says what to do about them.
 
     Raises:

@@ -87,7 +87,7 @@ def data_file_name(rank: int, world_size: int, part: int) -> str:
     return f"rank-{rank}-of-{world_size}.{part:03d}.bin"
 
 
-def check_file_name(name: str, where: Path) -> None:
+def check_file_name(name: str, where: Path | str) -> None:
     """Refuse a name that could lead out of the model's directory, or to a hidden file in it.
 
     Raises:
@@ -122,7 +122,7 @@ def _digest(body: object) -> str:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def parse_index(text: bytes, *, path: Path, model: ModelId) -> Manifest:
+def parse_index(text: bytes, *, path: Path | str, model: ModelId) -> Manifest:
     """Return the manifest that an index describes, every statement of it checked.
 
     Checked are types and ranges, that tensors of known dtypes lie within the buffer without overlapping
@@ -145,7 +145,7 @@ def parse_index(text: bytes, *, path: Path, model: ModelId) -> Manifest:
     return manifest
 
 
-def _manifest(body: Fields, path: Path, model: ModelId) -> Manifest:
+def _manifest(body: Fields, path: Path | str, model: ModelId) -> Manifest:
     manifest = Manifest(
         model=model,
         shards=tuple(_shard(entry, path, model) for entry in body.records("shards")),
@@ -183,7 +183,7 @@ def _tensor(entry: Fields) -> TensorSpec:
     return tensor
 
 
-def _shard(entry: Fields, path: Path, model: ModelId) -> Shard:
+def _shard(entry: Fields, path: Path | str, model: ModelId) -> Shard:
     shard = Shard(
         model=model,
         rank=entry.size("rank"),
