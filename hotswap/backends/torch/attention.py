@@ -30,8 +30,11 @@ __all__ = ["IMPLEMENTATION", "MaskPattern", "Segment", "Step", "register", "runn
 
 IMPLEMENTATION = "hotswap_paged"
 
-# The CPU's matrix library cuts a sum of more than about 768 terms by its total length.
-_VALUE_CHUNK = 512
+# Longer sums are cut by the CPU's matrix libraries in ways that depend on their length: measured beyond 192
+# terms in fp32 (MKL), and beyond about 768 in bf16 (oneDNN).
+_VALUE_CHUNK = {torch.float32: 128, torch.bfloat16: 512}
+# Floats of the CPU's widest vector.
+_LANES = 16
 # Scores of one tile of queries, in elements: 16 MiB of fp32.
 _TILE_SCORES = 4 << 20
 
@@ -262,18 +265,19 @@ class _Heads:
     def _softmax(self, scores: Tensor) -> Tensor:
         if self.sinks is None:
             return torch.softmax(scores, -1)
-        sinks = self.sinks.float().view(1, self.kv_heads, 1, self.group, 1)
-        top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
-        weights = torch.exp(scores - top)
-        return weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - top))
+        # The sink is one more key, whose weight is dropped. It brings a full vector's width of columns along,
+        # so that the sum over the keys is still taken in the same lanes.
+        columns = scores.new_full((*scores.shape[:-1], _LANES), float("-inf"))
+        columns[..., 0] = self.sinks.float().view(1, self.kv_heads, 1, self.group)
+        return torch.softmax(torch.cat([columns, scores], -1), -1)[..., _LANES:]
 
     def _weigh(self, weights: Tensor, values: Tensor) -> Tensor:
-        num_keys = weights.shape[-1]
-        if not self.min_rows or num_keys <= _VALUE_CHUNK:
+        num_keys, chunk = weights.shape[-1], _VALUE_CHUNK.get(values.dtype, 128)
+        if not self.min_rows or num_keys <= chunk:
             return self._product(weights, values)
         total: Tensor | None = None
-        for first in range(0, num_keys, _VALUE_CHUNK):
-            keys = slice(first, first + _VALUE_CHUNK)
+        for first in range(0, num_keys, chunk):
+            keys = slice(first, first + chunk)
             part = self._product(weights[..., keys], values[..., keys, :]).float()
             total = part if total is None else total.add_(part)
         assert total is not None

@@ -1,4 +1,4 @@
-"""In fp32 every architecture gives the greedy tokens of transformers' own `generate`, however it is disturbed."""
+"""In fp32 every architecture gives the greedy tokens of transformers' own `generate`, however disturbed."""
 
 from __future__ import annotations
 

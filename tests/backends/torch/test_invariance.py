@@ -1,0 +1,105 @@
+"""On a CPU a request's logits have the same bits whatever shares its batch and however its prompt was cut."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotswap import Sampling
+from hotswap.backends.torch import attention, experts
+from hotswap.backends.torch.batcher import Batcher, Chunk, Sequence
+from hotswap.backends.torch.kv import BlockPool, KVCache
+from hotswap.backends.torch.runner import assemble, least_rows
+from hotswap.backends.torch.sampling import Sampler
+from tests.backends.torch.zoo import VOCABULARY, make_model
+
+CPU = torch.device("cpu")
+BLOCK_TOKENS = 16
+NUM_TOKENS = 8
+
+Logits = dict[tuple[int, int], Tensor]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2", "mixtral", "gpt_oss"])
+def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: torch.dtype) -> None:
+    random = Random(3)
+    model = _paged(make_model(architecture, dtype=dtype))
+    # One is longer than a chunk of values, and longer than every window.
+    lengths = (3, 20, 70, 130, 260, 600)
+    prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
+    lone: Logits = {}
+    for ticket, prompt in enumerate(prompts):
+        lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0)
+    for budget in (24, 300):
+        mixed = _run(model, dict(enumerate(prompts)), budget=budget, random=random, p_preempt=0.1)
+        differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
+        assert differing == [], f"of {len(lone)}, with a budget of {budget}"
+
+
+def test_without_it_bits_do_depend_on_the_batch() -> None:
+    """Which is why the mode exists; if this fails, it has become needless."""
+    random = Random(3)
+    model = _paged(make_model("llama"))
+    prompts = [[random.randrange(2, VOCABULARY) for _ in range(40)] for _ in range(6)]
+    lone: Logits = {}
+    for ticket, prompt in enumerate(prompts):
+        lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0, min_rows=0)
+    mixed = _run(model, dict(enumerate(prompts)), budget=64, random=random, p_preempt=0.0, min_rows=0)
+    assert any(not torch.equal(logits, mixed[key]) for key, logits in lone.items())
+
+
+def _paged(model: Any) -> Any:
+    attention.register()
+    experts.register()
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    model.set_experts_implementation(experts.IMPLEMENTATION)
+    return model
+
+
+@torch.inference_mode()
+def _run(
+    model: Any,
+    prompts: dict[int, list[int]],
+    *,
+    budget: int,
+    random: Random,
+    p_preempt: float,
+    min_rows: int | None = None,
+) -> Logits:
+    """The logits behind every token of every request, by ticket and position."""
+    blocks = BlockPool(128)
+    cache = KVCache(128, BLOCK_TOKENS, CPU)
+    batcher = Batcher(blocks, block_tokens=BLOCK_TOKENS, token_budget=budget, max_requests=6)
+    waiting = [
+        Sequence(ticket, list(prompt), len(prompt), len(prompt) + NUM_TOKENS, Sampler(Sampling(), (), ()))
+        for ticket, prompt in prompts.items()
+    ]
+    rows = least_rows(CPU, torch.get_num_threads()) if min_rows is None else min_rows
+    seen: Logits = {}
+    while waiting or batcher.running or batcher.waiting:
+        if waiting and (random.random() < 0.5 or not batcher.running):
+            batcher.add(waiting.pop(0))
+        if batcher.running and random.random() < p_preempt:
+            batcher._preempt(batcher.running[-1])
+        chunks, _ = batcher.schedule()
+        _step(model, cache, batcher, chunks, rows, seen)
+    assert blocks.num_free == blocks.num_blocks
+    return seen
+
+
+def _step(model: Any, cache: KVCache, batcher: Batcher, chunks: list[Chunk], rows: int, seen: Logits) -> None:
+    logits = assemble(chunks, cache, min_rows=rows).logits(model)
+    sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
+    for chunk in chunks:
+        chunk.sequence.num_computed = chunk.end
+    for sequence, row in zip(sampling, logits, strict=True):
+        key = (sequence.ticket, sequence.index)
+        assert key not in seen
+        seen[key] = row.clone()
+        if sequence.append(int(row.argmax())) is not None:
+            batcher.remove(sequence)
