@@ -191,6 +191,20 @@ class LosesABlockOnAbort(SimEngine):
             self._batcher.num_free_blocks -= 1
 
 
+@engine_caught_by("test_a_stream_cancelled_anywhere_gives_its_blocks_back")
+class KeepsWhatWasCancelled(SimEngine):
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
+        sequence = self._admit(request)
+        self._work.set()
+        try:
+            yield sequence.tokens
+        except anyio.get_cancelled_exc_class():
+            raise
+        else:
+            self._batcher.remove(sequence)
+
+
 @engine_caught_by("test_a_reader_that_is_cancelled_disturbs_nobody")
 class EndsAllStreamsTogether(SimEngine):
     @asynccontextmanager
@@ -314,6 +328,14 @@ class EvictsTooLate(SimEngine):
 class MiscountsTheEvicted(SimEngine):
     async def evict(self, *, deadline_s: float) -> int:
         return await super().evict(deadline_s=deadline_s) - 1
+
+
+@engine_caught_by("test_tokens_that_nobody_read_yet_survive_an_eviction")
+class ForgetsUnreadTokens(SimEngine):
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
+        async with super().stream(request) as tokens:
+            yield Edited(tokens, lambda token: [token] if self.view().model else [])
 
 
 @engine_caught_by("test_a_draining_engine_admits_none")
@@ -484,7 +506,7 @@ class ClaimsToHavePrefetched(SimStore):
 
 
 @store_caught_by("test_a_cancelled_prefetch_leaves_the_tier_as_it_was")
-class KeepsWhatWasCancelled(SimStore):
+class PrefetchesByHalves(SimStore):
     async def prefetch(self, model: ModelId) -> None:
         try:
             await super().prefetch(model)

@@ -24,7 +24,9 @@ class EvictionChecks(EngineSuite):
     async def test_eviction_at_once_ends_every_stream_after_its_tokens(self) -> None:
         async with self.serving() as bench:
             async with self.streaming(bench.engine, self.long_requests(bench.card)) as readers:
+                began_s = anyio.current_time()
                 assert await bench.engine.evict(deadline_s=0) == 3
+                assert anyio.current_time() - began_s <= self.step_s, "at once means at once"
                 assert bench.engine.view().state is InstanceState.DRAINING
                 assert bench.engine.view().num_running == 0
             for reader in readers:
@@ -32,6 +34,17 @@ class EvictionChecks(EngineSuite):
                 await self.assert_part(reader, bench.card)
             await until(lambda: no_requests(bench.engine))
             await bench.engine.unload()
+
+    @check
+    async def test_tokens_that_nobody_read_yet_survive_an_eviction(self) -> None:
+        async with self.serving() as bench:
+            request = self.request(bench.card)
+            async with bench.engine.stream(request) as tokens:
+                await until(lambda: no_requests(bench.engine))
+                assert await bench.engine.evict(deadline_s=0) == 0
+                await bench.engine.unload()
+                read = [token.id for token in await tokens.collect()]
+            assert read == await self.expected(request, bench.card)
 
     @check
     async def test_an_evicted_request_goes_on_elsewhere_as_if_undisturbed(self) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import anyio
 import pytest
 
+from hotswap.engine import Engine
 from hotswap.errors import PromptTooLong, RequestEvicted, UnknownAdapter
 from hotswap.request import AdapterId, Token
-from hotswap.testing.cancel import cancel_at
+from hotswap.testing.cancel import cancel_at, cancel_everywhere
 from hotswap.testing.conformance.engine_suite import EngineSuite, collect, no_requests
 from hotswap.testing.conformance.suite import check, until
 from hotswap.view import InstanceState
@@ -149,9 +150,22 @@ class StreamChecks(EngineSuite):
                 async with bench.engine.stream(self.long_requests(bench.card)[0]) as tokens:
                     for _ in range(num_read):
                         await anext(tokens)
-                left_s = anyio.current_time()
-                await until(lambda: no_requests(bench.engine))
-                assert anyio.current_time() - left_s <= 2 * self.step_s, "it is due within one step"
+                await self.assert_given_back(bench.engine)
+
+    @check
+    async def test_a_stream_cancelled_anywhere_gives_its_blocks_back(self) -> None:
+        async with self.serving() as bench:
+            request = self.long_requests(bench.card)[0]
+
+            async def read_a_little() -> None:
+                async with bench.engine.stream(request) as tokens:
+                    for _ in range(8):
+                        await anext(tokens)
+
+            async def look() -> None:
+                await self.assert_given_back(bench.engine)
+
+            await cancel_everywhere(read_a_little, look)
 
     @check
     async def test_a_reader_that_is_cancelled_disturbs_nobody(self) -> None:
@@ -236,6 +250,12 @@ class StreamChecks(EngineSuite):
                 assert before == copy, "a view stays what it was"
             with pytest.raises(FrozenInstanceError):
                 before.num_running = 1  # type: ignore[misc]
+
+    async def assert_given_back(self, engine: Engine) -> None:
+        """Raise unless a stream that was just left is gone by the end of the next step."""
+        left_s = anyio.current_time()
+        await until(lambda: no_requests(engine))
+        assert anyio.current_time() - left_s <= 2 * self.step_s, "a request outlived its stream"
 
 
 def assert_generation(tokens: list[Token], *, first_index: int) -> None:
