@@ -14,10 +14,11 @@ from anyio import CapacityLimiter, to_thread
 
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.stores.files import BlockFile, read_small
-from hotswap.backends.stores.layout import ALIGNMENT_BYTES, INDEX_NAME, align, check_file_name, parse_index
+from hotswap.backends.stores.layout import ALIGNMENT_BYTES, align, check_file_name
 from hotswap.backends.stores.reading import BufferPool, Lane, ReadAhead, background
+from hotswap.backends.stores.verify import load_index, models_in
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
-from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
+from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError, TierFull
 from hotswap.hardware import parse_bytes
 from hotswap.model import HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
@@ -70,7 +71,7 @@ class NvmeStore(WeightStore):
         """Sweep what dead writers have left and see which models are there."""
         for directory in await to_thread.run_sync(sweep, self.root):
             _log.warning("Removed %r, which a conversion that died had left.", str(directory))
-        for model in await to_thread.run_sync(self._models):
+        for model in await to_thread.run_sync(models_in, self.root):
             try:
                 await self.manifest(model)
             except StoreError as exc:
@@ -82,7 +83,7 @@ class NvmeStore(WeightStore):
 
     async def manifest(self, model: ModelId) -> Manifest:
         try:
-            manifest = await to_thread.run_sync(self._load_index, model, limiter=self._lane.limiter)
+            manifest = await to_thread.run_sync(load_index, self.root, model, limiter=self._lane.limiter)
         except StoreError:
             self._resident.pop(model, None)
             raise
@@ -179,32 +180,12 @@ class NvmeStore(WeightStore):
             text = read_small(self.root / model / "tokenizer.json")
         except ShardMissing:
             return None
-        from hotswap.backends.tokenizer import HfTokenizer
-
-        return HfTokenizer.parse(text)
-
-    def _models(self) -> list[ModelId]:
-        if not self.root.is_dir():
-            return []
-        return [ModelId(path.parent.name) for path in sorted(self.root.glob(f"[!.]*/{INDEX_NAME}"))]
-
-    def _load_index(self, model: ModelId) -> Manifest:
-        check_file_name(model, self.root)
-        directory = self.root / model
-        if not directory.is_dir():
-            raise ShardMissing(
-                f"The store at {str(self.root)!r} holds no model {model!r}. "
-                "Convert it with `hotswap convert`, or register it with its source."
-            )
-        path = directory / INDEX_NAME
-        manifest = parse_index(read_small(path), path=path, model=model)
-        for shard in manifest.shards:
-            file = BlockFile(directory / shard.file, direct=False)
-            try:
-                self._open_file(file, shard)
-            finally:
-                file.close()
-        return manifest
+        try:
+            from hotswap.backends.tokenizer import HfTokenizer
+        except BackendMissing as exc:  # token ids work without it
+            _log.warning("Model %r is served without text: %s", model, exc)
+            return None
+        return HfTokenizer.parse(text, name=str(self.root / model / "tokenizer.json"))
 
     def _open_file(self, file: BlockFile, shard: Shard) -> None:
         file.open()

@@ -6,14 +6,17 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hotswap import ConfigError, Model, ModelId, ShardCorrupt, ShardMissing, TierFull, UnsafeFile
-from hotswap.backends.stores import NvmeStore
+from hotswap import ConfigError, Manifest, Model, ModelId, ShardCorrupt, ShardMissing, TierFull, UnsafeFile
+from hotswap.backends.stores import NvmeStore, nvme
 from hotswap.backends.stores.convert import Progress, convert
+from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.models import read_rank
 
 M = ModelId("tiny")
@@ -134,3 +137,47 @@ async def test_a_budget_refuses_before_it_writes(tmp_path: Path, checkpoint: Pat
             await store.import_model(Model("tiny", checkpoint))
         assert os.listdir(tmp_path) == []
         assert store.view().tiers[0].used_bytes == 0
+
+
+async def test_many_imports_convert_once(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted: list[str] = []
+
+    def counting(source: Path, root: Path, **options: Any) -> Manifest:
+        converted.append(options["model_id"])
+        return convert(source, root, **options)
+
+    monkeypatch.setattr(nvme, "convert", counting)
+    async with NvmeStore(tmp_path) as store, anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(store.import_model, Model("tiny", checkpoint))
+    assert converted == ["tiny"]
+
+
+async def test_an_import_cancelled_anywhere_leaves_all_or_nothing(tmp_path: Path, checkpoint: Path) -> None:
+    async with NvmeStore(tmp_path) as store:
+
+        async def look() -> None:
+            left = os.listdir(tmp_path)
+            assert left in ([], ["tiny"])
+            if left:
+                await store.manifest(M)
+                shutil.rmtree(tmp_path / M)
+                with pytest.raises(ShardMissing):
+                    await store.manifest(M)
+
+        assert await cancel_everywhere(lambda: store.import_model(Model("tiny", checkpoint)), look) > 0
+
+
+async def test_a_model_that_another_process_converted_meanwhile_is_used(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(source: Path, root: Path, **options: Any) -> Manifest:
+        convert(source, root, model_id=options["model_id"])
+        return convert(source, root, **options)
+
+    monkeypatch.setattr(nvme, "convert", late)
+    async with NvmeStore(tmp_path) as store:
+        await store.import_model(Model("tiny", checkpoint))
+        assert store.view().tier_of(M) == "nvme"
