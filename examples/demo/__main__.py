@@ -38,7 +38,7 @@ async def perform(
     return play, spans
 
 
-def run(cache: Path, *, console: Console, readers: int = 4, crowd: int = 16) -> int:
+def run(cache: Path, *, console: Console, readers: int = 4, crowd: int = 24) -> int:
     """Run the demo from beginning to end; return its exit status."""
     checkpoints = make_checkpoints(cache / "checkpoints", console=console)
     store = cache / "store"
@@ -54,7 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.partition("\n")[0])
     parser.add_argument("--cache", type=Path, default=CACHE, help="where models are kept between runs")
     parser.add_argument("--readers", type=int, default=4, help="how many ask at once in each act")
-    parser.add_argument("--crowd", type=int, default=16, help="how many come one after another at the end")
+    parser.add_argument("--crowd", type=int, default=24, help="how many come one after another at the end")
     args = parser.parse_args()
     # A pipe has no width; the table of swaps needs this much.
     console = Console(width=None if sys.stdout.isatty() else 100)

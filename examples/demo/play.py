@@ -17,7 +17,7 @@ __all__ = ["Loss", "Play"]
 
 UNDER_WAY: Final = 25  # tokens after which a recitation is in the middle of a sentence
 PATIENCE_S: Final = 60.0
-PAUSE_S: Final = 0.1  # between two arrivals of the crowd
+PAUSE_S: Final = 0.15  # between two arrivals of the crowd
 
 
 class _TookTooLong(Exception):
@@ -45,7 +45,7 @@ class Play:
     checkpoints: Sequence[Checkpoint]
     tell: Callable[[str], None]
     readers: int = 4
-    crowd: int = 16
+    crowd: int = 24
     recitals: list[Recital] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     seconds: float = 0.0
@@ -100,7 +100,7 @@ class Play:
         self.losses.append(loss)
         lost_s = anyio.current_time()
         engine.lose("its device failed, as the demo told it to")
-        self.tell(f"{loss.instance} is lost, with {loss.num_streams} recitations.")
+        self.tell(f"{loss.instance} is lost, with {loss.num_streams} under way.")
         await self._until(lambda: engine.view().state is InstanceState.SERVING, f"bring {loss.instance} back")
         loss.recovered_s = anyio.current_time() - lost_s
         self.tell(f"{loss.instance} serves again, {loss.recovered_s:.2f} s later.")

@@ -10,7 +10,7 @@ from rich.tree import Tree
 
 from examples.demo.play import Loss, Play
 from examples.demo.recital import Recital
-from examples.demo.screen import color_of, short
+from examples.demo.screen import color_of, recitations, short
 from hotswap.testing import RecordedSpan, SpanRecorder
 
 __all__ = ["print_report"]
@@ -135,10 +135,11 @@ def _number(facts: Mapping[str, object], name: str) -> float:
 def _verdict(play: Play, swaps: Sequence[RecordedSpan]) -> Iterator[Text]:
     num_tokens = sum(len(recital.pieces) for recital in play.recitals)
     yield Text(
-        f"{len(play.recitals)} recitations, {num_tokens:,} tokens and {len(swaps)} swaps "
+        f"{recitations(len(play.recitals))}, {num_tokens:,} tokens and {len(swaps)} swaps "
         f"on {len(play.engines)} engines in {play.seconds:.1f} s."
     )
-    yield Text(f"{sum(bool(r.seams) for r in play.recitals)} recitations moved in the middle of their text.")
+    num_moved = sum(bool(recital.seams) for recital in play.recitals)
+    yield Text(f"{recitations(num_moved)} moved in the middle of the text.")
     for loss in play.losses:
         yield Text(_loss(loss))
     if play.failure:
@@ -154,4 +155,4 @@ def _loss(loss: Loss) -> str:
     again = "and did not come back"
     if loss.recovered_s is not None:
         again = f"and served again {loss.recovered_s:.2f} s later"
-    return f"{loss.instance} was lost with {loss.num_streams} recitations, {again}."
+    return f"{loss.instance} was lost with {recitations(loss.num_streams)}, {again}."

@@ -15,7 +15,7 @@ from examples.demo.play import Play
 from examples.demo.recital import Recital
 from hotswap import FleetView, InstanceState, InstanceView, SwapRecord
 
-__all__ = ["Screen", "color_of", "short"]
+__all__ = ["Screen", "color_of", "recitations", "short"]
 
 FRAME_S: Final = 0.1
 NUM_LINES: Final = 5
@@ -41,6 +41,11 @@ def short(model: str | None) -> str:
     return (model or "empty").partition("-")[0]
 
 
+def recitations(number: int) -> str:
+    """A number of them, in words."""
+    return f"{number} recitation{'' if number == 1 else 's'}"
+
+
 class Screen:
     """Shows a play. `tell` and `tell_swap` add to what has happened, `draw` shows it."""
 
@@ -56,7 +61,7 @@ class Screen:
 
     def tell_swap(self, record: SwapRecord) -> None:
         """Add a swap to what has happened."""
-        evicted = f", {record.num_evicted} recitations moved on" if record.num_evicted else ""
+        evicted = f", {recitations(record.num_evicted)} moved on" if record.num_evicted else ""
         self.tell(
             f"  {record.instance}: {short(record.model_before)} → {short(record.model)} {record.outcome} "
             f"in {record.seconds * 1e3:.0f} ms{evicted}"
