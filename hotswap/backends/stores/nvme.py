@@ -104,6 +104,7 @@ class NvmeStore(WeightStore):
                 chunks.close()
         finally:
             file.close()
+            self._note_refusal(file)
 
     async def import_model(self, model: Model) -> None:
         id = ModelId(model.id)
@@ -152,7 +153,8 @@ class NvmeStore(WeightStore):
         def run() -> None:
             # Another process may have converted it in the meantime.
             with suppress(_Abandoned, AlreadyThere):
-                convert(source, self.root, model_id=model, admit=self._admit, progress=go_on)
+                manifest = convert(source, self.root, model_id=model, admit=self._admit, progress=go_on)
+                self._resident[model] = manifest.weight_bytes  # before the next may be admitted
 
         async def watch() -> None:
             try:
@@ -190,6 +192,8 @@ class NvmeStore(WeightStore):
     def _open_file(self, file: BlockFile, shard: Shard) -> None:
         file.open()
         file.check_size(shard.file_offset_bytes + shard.size_bytes)
+
+    def _note_refusal(self, file: BlockFile) -> None:
         if file.refused and self._direct:
             self._direct = False
             _log.warning("%r refuses direct reads; going on through the page cache.", str(self.root))

@@ -7,6 +7,7 @@ directory that nobody has locked, and `sweep` removes it.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -33,6 +34,8 @@ __all__ = ["AlreadyThere", "Progress", "sweep", "write_model"]
 
 _SUFFIX = ".partial"
 _PIECE_BYTES = 8 << 20
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -229,21 +232,29 @@ def _locked(directory: Path) -> Generator[None]:
 
 
 def _publish(directory: Path, final: Path, *, replace_existing: bool) -> None:
-    """Give a finished directory its name; the one that had it goes away, or comes back on failure."""
+    """Give a finished directory its name; the one that had it, if any, gets the other's, and goes with it."""
     _sync(directory)
-    old = final.with_name(f"{directory.name.removesuffix(_SUFFIX)}.old{_SUFFIX}")
-    if replace_existing and final.exists():
-        final.rename(old)
     try:
         directory.rename(final)
     except OSError as exc:
-        if old.exists():
-            old.rename(final)
-        if exc.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not replace_existing:
             raise _exists(final) from exc
-        raise
+        _exchange(directory, final)
     _sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap the names of two directories: at once on Linux, so that a crash finds one of them whole."""
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+            return
+    aside = one.with_name(f"{one.name.removesuffix(_SUFFIX)}.old{_SUFFIX}")
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)
 
 
 def _sync(directory: Path) -> None:

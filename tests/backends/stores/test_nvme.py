@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -149,3 +151,38 @@ async def test_a_block_left_early_returns_its_buffers_and_its_own_error(tmp_path
             await fail_while_reading()
         assert store.num_lent == 0
         assert await read_rank(store, manifest) == ranks[0]
+
+
+async def test_refused_direct_reads_go_on_buffered_and_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest, ranks = put(tmp_path)
+    real, attempts = os.preadv, list[int]()
+
+    def refusing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            attempts.append(fd)
+            raise OSError(errno.EINVAL, "as on some file systems")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    async with NvmeStore(tmp_path, chunk_bytes=UNIT) as store:
+        assert await read_rank(store, manifest) == ranks[0]
+        assert await read_rank(store, manifest) == ranks[0]
+    assert len(attempts) <= 1
+    assert [record.message for record in caplog.records].count(
+        f"{str(tmp_path)!r} refuses direct reads; going on through the page cache."
+    ) == 1
+
+
+async def test_a_read_error_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, _ = put(tmp_path)
+
+    def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    async with NvmeStore(tmp_path) as store:
+        with pytest.raises(StoreError, match=f"{manifest.shards[0].file}.*Input/output error"):
+            await read(store, manifest.shards[0])
+        assert store.num_lent == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -65,6 +66,21 @@ async def test_a_failed_replacement_leaves_the_former_model(tmp_path: Path) -> N
         write_model(tmp_path, blank(), [pieces()], replace_existing=True)
     async with NvmeStore(tmp_path) as store:
         assert await read_rank(store, manifest) == ranks[0]
+    assert names(tmp_path) == [M]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_replacement_takes_the_place_of_the_former(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    put(tmp_path, seed=0)
+    if not at_once:  # as where the system knows no exchange of names
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    manifest = blank()
+    ranks = content(manifest, seed=1)
+    written = write_model(tmp_path, manifest, [[memoryview(ranks[0])]], replace_existing=True)
+    async with NvmeStore(tmp_path) as store:
+        assert await read_rank(store, written) == ranks[0]
     assert names(tmp_path) == [M]
 
 
