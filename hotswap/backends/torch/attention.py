@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hotswap.backends.torch.kv import KVCache
 from hotswap.errors import UnsupportedModel
 
-__all__ = ["IMPLEMENTATION", "MaskPattern", "Segment", "Step", "register", "running"]
+__all__ = ["IMPLEMENTATION", "MaskPattern", "Segment", "Step", "current", "register", "running"]
 
 IMPLEMENTATION = "hotswap_paged"
 
@@ -145,6 +145,11 @@ def running(step: Step) -> Generator[None]:
         yield
     finally:
         _STEP.reset(token)
+
+
+def current() -> Step | None:
+    """Return the step that runs on this thread; `None` outside one, as in a model's own eager pass."""
+    return _STEP.get()
 
 
 def register() -> None:

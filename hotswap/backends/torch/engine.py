@@ -106,7 +106,7 @@ class TorchEngine(Engine):
         self.id = InstanceId(id)
         self.device = resolve(device)
         self._threads = threads or torch.get_num_threads()
-        self._min_rows = least_rows(self.device, self._threads) if invariant else 0
+        self._invariant = invariant
         self._token_budget, self._max_requests = token_budget, max_requests
         size = None if kv_bytes is None else parse_bytes(kv_bytes)
         self._kv = KVBudget(kv_tokens, size, kv_block_tokens, max_requests)
@@ -117,7 +117,7 @@ class TorchEngine(Engine):
             idle_bytes=parse_bytes(idle_bytes),
             skeletons=skeletons if skeletons is not None else SkeletonCache(),
             block_tokens=kv_block_tokens,
-            min_rows=self._min_rows,
+            min_rows=self._least_rows,
         )
         self._state = _EMPTY
         self._worker: Worker | None = None
@@ -281,7 +281,8 @@ class TorchEngine(Engine):
             token_budget=self._token_budget,
             max_requests=self._max_requests,
         )
-        runner = Runner(loaded.skeleton.module, cache, batcher, min_rows=self._min_rows)
+        min_rows = self._least_rows(loaded.skeleton.dtype)
+        runner = Runner(loaded.skeleton.module, cache, batcher, min_rows=min_rows)
         self._serving, self._num_blocks, self._cache_bytes = loaded, cache.num_blocks, cache.size_bytes
         self._books = runner.report()
         self._running_worker.attach(runner)
@@ -418,6 +419,9 @@ class TorchEngine(Engine):
             raise InstanceError(
                 f"Engine {self.id!r} is {self._state}; it can {verb} only while it is {state}."
             )
+
+    def _least_rows(self, dtype: torch.dtype) -> int:
+        return least_rows(self.device, self._threads, dtype) if self._invariant else 0
 
     @property
     def _running_worker(self) -> Worker:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from hotswap.backends.torch.attention import current
+
 __all__ = ["IMPLEMENTATION", "register"]
 
 IMPLEMENTATION = "hotswap_padded"
-
-_MIN_ROWS = 4
 
 
 def register() -> None:
@@ -26,7 +26,7 @@ def register() -> None:
 
 
 def padded_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts.
+    """Return the weighted sum of each token's experts, with as few rows as the running step allows.
 
     Args:
         experts: A module whose weights are `[num_experts, ...]`.
@@ -34,10 +34,14 @@ def padded_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: 
         chosen: `[T, top_k]`, expert ids.
         weights: `[T, top_k]`.
     """
+    step = current()
+    if step is None or not step.min_rows:
+        unpadded: Tensor = grouped_mm_experts_forward(experts, hidden, chosen, weights)
+        return unpadded
     num_tokens, top_k = chosen.shape
     pairs, flat = chosen.reshape(-1, 1), hidden.repeat_interleave(top_k, 0)
     counts = torch.bincount(pairs.view(-1), minlength=1)
-    lacking = torch.where(counts > 0, (_MIN_ROWS - counts).clamp(min=0), 0)
+    lacking = torch.where(counts > 0, (step.min_rows - counts).clamp(min=0), 0)
     extra = torch.repeat_interleave(torch.arange(len(counts), device=hidden.device), lacking)[:, None]
     out: Tensor = grouped_mm_experts_forward(
         experts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -80,7 +80,7 @@ class Loader:
         idle_bytes: int,
         skeletons: SkeletonCache,
         block_tokens: int,
-        min_rows: int,
+        min_rows: Callable[[torch.dtype], int],
     ) -> None:
         self.memory_bytes = memory_bytes
         self.weight_bytes = 0
@@ -180,7 +180,10 @@ class Loader:
         if layers is None:
             with out_of_memory_mapped(f"the first pass of {card.id!r}"):
                 layers = preflight(
-                    skeleton, self._device, block_tokens=self._block_tokens, min_rows=self._min_rows
+                    skeleton,
+                    self._device,
+                    block_tokens=self._block_tokens,
+                    min_rows=self._min_rows(skeleton.dtype),
                 )
             self._skeletons.verified[key] = layers
         positions = skeleton.max_positions or card.max_context_tokens

@@ -81,13 +81,15 @@ class Runner:
         return Sampled(sequence.ticket, token, index, finish_reason)
 
 
-def least_rows(device: torch.device, threads: int) -> int:
+def least_rows(device: torch.device, threads: int, dtype: torch.dtype) -> int:
     """The least number of rows at which a matrix product on the CPU no longer rounds by its number of rows.
 
-    Measured: fp32 takes other kernels below 4 rows a thread, bf16 for a single row. 0 on other devices,
-    where no such number is known.
+    Measured: fp32 takes another kernel below 4 rows, also for a part of the rows where several threads share
+    fewer than 12; bf16 for a single row. 0 on other devices, where no such number is known.
     """
-    return 4 * threads if device.type == "cpu" else 0
+    if device.type != "cpu":
+        return 0
+    return 4 if threads == 1 or dtype is torch.bfloat16 else 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)

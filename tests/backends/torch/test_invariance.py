@@ -79,7 +79,8 @@ def _run(
         Sequence(ticket, list(prompt), len(prompt), len(prompt) + NUM_TOKENS, Sampler(Sampling(), (), ()))
         for ticket, prompt in prompts.items()
     ]
-    rows = least_rows(CPU, torch.get_num_threads()) if min_rows is None else min_rows
+    if min_rows is None:
+        min_rows = least_rows(CPU, torch.get_num_threads(), model.dtype)
     seen: Logits = {}
     while waiting or batcher.running or batcher.waiting:
         if waiting and (random.random() < 0.5 or not batcher.running):
@@ -87,13 +88,15 @@ def _run(
         if batcher.running and random.random() < p_preempt:
             batcher._preempt(batcher.running[-1])
         chunks, _ = batcher.schedule()
-        _step(model, cache, batcher, chunks, rows, seen)
+        _step(model, cache, batcher, chunks, min_rows, seen)
     assert blocks.num_free == blocks.num_blocks
     return seen
 
 
-def _step(model: Any, cache: KVCache, batcher: Batcher, chunks: list[Chunk], rows: int, seen: Logits) -> None:
-    logits = assemble(chunks, cache, min_rows=rows).logits(model)
+def _step(
+    model: Any, cache: KVCache, batcher: Batcher, chunks: list[Chunk], min_rows: int, seen: Logits
+) -> None:
+    logits = assemble(chunks, cache, min_rows=min_rows).logits(model)
     sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
     for chunk in chunks:
         chunk.sequence.num_computed = chunk.end
