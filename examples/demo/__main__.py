@@ -58,7 +58,10 @@ def main() -> int:
     args = parser.parse_args()
     # A pipe has no width; the table of swaps needs this much.
     console = Console(width=None if sys.stdout.isatty() else 100)
-    return run(args.cache, console=console, readers=args.readers, crowd=args.crowd)
+    try:
+        return run(args.cache, console=console, readers=args.readers, crowd=args.crowd)
+    except KeyboardInterrupt:
+        return 130  # what a shell calls a command that was interrupted
 
 
 if __name__ == "__main__":
