@@ -1,7 +1,22 @@
-"""Stores of weights: a budgeted host tier, a local disk, and the tiered store over both."""
+"""Stores of weights: a budgeted host tier, a local disk, a remote place, and the tiered store over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from hotswap.backends.stores.nvme import NvmeStore
 from hotswap.backends.stores.pinned import PinnedStore
 from hotswap.backends.stores.tiered import TieredStore
 
-__all__ = ["NvmeStore", "PinnedStore", "TieredStore"]
+if TYPE_CHECKING:
+    from hotswap.backends.stores.remote import RemoteStore
+
+__all__ = ["NvmeStore", "PinnedStore", "RemoteStore", "TieredStore"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "RemoteStore":  # it needs the `remote` extra, the others do not
+        from hotswap.backends.stores.remote import RemoteStore
+
+        return RemoteStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

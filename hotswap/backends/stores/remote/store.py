@@ -1,0 +1,215 @@
+"""The tier that keeps models in an object store or behind an HTTP server, in the layout of `layout`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, Self
+
+from anyio import to_thread
+
+from hotswap.backends.stores.layout import (
+    ALIGNMENT_BYTES,
+    INDEX_NAME,
+    check_file_name,
+    dump_index,
+    parse_index,
+)
+from hotswap.backends.stores.reading import BufferPool, background
+from hotswap.backends.stores.remote.download import Download, Link
+from hotswap.backends.stores.remote.location import Location
+from hotswap.backends.stores.remote.objects import Objects, Patience
+from hotswap.backends.stores.remote.push import LocalModel, Upload
+from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
+from hotswap.hardware import parse_bytes
+from hotswap.model import HostChunk, Manifest, Shard
+from hotswap.request import ModelId
+from hotswap.store import WeightStore
+from hotswap.text import Tokenizer
+from hotswap.view import Residency, StoreView, TierView
+
+__all__ = ["RemoteStore"]
+
+_MOST_SMALL_BYTES = 256 << 20  # longer than any index or tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A manifest, and the entity tag of the index that it was read from."""
+
+    manifest: Manifest
+    tag: str | None
+
+
+class RemoteStore(WeightStore):
+    """Models below a URL, one directory each: `RemoteStore("s3://bucket/weights")`.
+
+    `s3://`, `gs://`, `az://`, `https://`, `file://`, whatever obstore opens; `options` are its options for
+    that kind of store (`{"region": ..., "endpoint": ...}`), and credentials come from there or from the
+    environment. `client_options` are those of its HTTP client: proxies, certificates.
+    An HTTP server must know byte ranges. Needs an asyncio event loop.
+
+    Each shard is fetched in parts of `part_bytes`, `concurrency` at a time, and lent part by part:
+    `concurrency + 1` buffers for each open shard. A part whose transfer breaks off, or brings nothing for
+    `stall_s`, goes on from the last piece received, `retries` times at most, after pauses with jitter that
+    begin at `backoff_s` and double. Bytes are verified before the last chunk of a shard is lent.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "remote",
+        part_bytes: int | str = "16 MiB",
+        piece_bytes: int | str = "64 KiB",
+        concurrency: int = 8,
+        retries: int = 5,
+        stall_s: float = 20.0,
+        backoff_s: float = 0.2,
+        random: Random | None = None,
+        options: Mapping[str, Any] | None = None,
+        client_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        size = parse_bytes(part_bytes)
+        if size <= 0 or size % ALIGNMENT_BYTES:
+            raise ConfigError(f"part_bytes is {size}; it must be a multiple of {ALIGNMENT_BYTES}, and not 0.")
+        if concurrency < 1 or retries < 0 or not stall_s > 0 or backoff_s < 0:
+            raise ConfigError(
+                f"concurrency is {concurrency}, retries {retries}, stall_s {stall_s}, backoff_s {backoff_s}; "
+                "give at least 1, at least 0, over 0, and at least 0."
+            )
+        self.name = name
+        self._location = Location.of(url, options or {}, client_options or {})
+        patience = Patience(retries=retries, stall_s=stall_s, backoff_s=backoff_s, random=random or Random())
+        self._objects = Objects(self._location, patience, piece_bytes=parse_bytes(piece_bytes))
+        pool = BufferPool(size, keep=concurrency + 1)
+        self._link = Link(tier=name, pool=pool, concurrency=concurrency)
+        self._known: dict[ModelId, _Known] = {}
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        """Free the buffers at the end. What the store holds is found model by model, through `manifest`."""
+        try:
+            yield self
+        finally:
+            self._link.pool.clear()
+
+    @property
+    def url(self) -> str:
+        """Where the store lies, without credentials."""
+        return self._location.url
+
+    async def manifest(self, model: ModelId) -> Manifest:
+        """Return what the store knows of a model: one small request when its index is unchanged."""
+        try:
+            known = await self._load_index(model, self._known.get(model))
+        except (ShardMissing, ShardCorrupt, UnsafeFile):
+            self._known.pop(model, None)
+            raise
+        self._known[model] = known
+        return known.manifest
+
+    @asynccontextmanager
+    async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
+        chunks = Download(self._objects, self._path(shard.model, shard.file), shard, self._link)
+        try:
+            async with background() as tasks:
+                tasks.start_soon(chunks.fill)
+                yield chunks
+        finally:
+            chunks.close()
+
+    async def tokenizer(self, model: ModelId) -> Tokenizer | None:
+        try:
+            found = await self._objects.read_small(
+                self._path(model, "tokenizer.json"), most_bytes=_MOST_SMALL_BYTES
+            )
+        except ShardMissing:
+            return None
+        from hotswap.backends.tokenizer import HfTokenizer
+
+        assert found is not None, "an object that was asked for without conditions"
+        return await to_thread.run_sync(HfTokenizer.parse, found[0])
+
+    async def push(
+        self, directory: str | Path, model: ModelId | None = None, *, replace: bool = False
+    ) -> Manifest:
+        """Copy a model from its directory in a `NvmeStore` to here, under its directory's name or `model`.
+
+        The index goes last, so that readers see the model whole or not at all. Pushing again goes on where a
+        push broke off, and does nothing when the model is there already. `replace` puts other weights in the
+        place of a model's; whoever reads the old ones meanwhile gets a `ShardCorrupt`. A push that is
+        cancelled or fails may leave data files, and in a bucket the parts of an upload: a life-cycle rule for
+        incomplete uploads removes those.
+
+        Raises:
+            ShardMissing: there is no model in the directory.
+            ShardCorrupt: its files are not what their index says; nothing of it can be read here.
+            StoreError: the model is here with other weights, or writing failed.
+        """
+        directory = Path(directory)
+        id = ModelId(directory.name) if model is None else model
+        check_file_name(id, self.url)
+        local = await to_thread.run_sync(LocalModel, directory, id)
+        upload = Upload(self._location, local)
+        try:
+            there = await self.manifest(id)
+        except ShardMissing:
+            return await upload.run()
+        except (ShardCorrupt, UnsafeFile):
+            if not replace:
+                raise
+        else:
+            if dump_index(there) == dump_index(local.manifest):
+                return there
+            if not replace:
+                raise StoreError(
+                    f"{self.url!r} holds other weights of model {id!r} already. Give the new ones another "
+                    "id, or push them with `replace=True`."
+                )
+        await upload.withdraw()
+        return await upload.run()
+
+    def view(self) -> StoreView:
+        sizes = {model: known.manifest.weight_bytes for model, known in self._known.items()}
+        tier = TierView(
+            name=self.name,
+            used_bytes=sum(sizes.values()),
+            bytes_per_s=self._link.meter.bandwidth.bytes_per_s,
+        )
+        residency = (Residency(model=model, tier=self.name, size_bytes=sizes[model]) for model in sizes)
+        return StoreView(tiers=(tier,), residency=tuple(residency))
+
+    @property
+    def num_lent(self) -> int:
+        """How many buffers open shards have; 0 when nothing is open."""
+        return self._link.pool.num_lent
+
+    def __repr__(self) -> str:
+        return f"<RemoteStore {self.url!r} [{len(self._known)} models known]>"
+
+    async def _load_index(self, model: ModelId, known: _Known | None) -> _Known:
+        path = self._path(model, INDEX_NAME)
+        try:
+            found = await self._objects.read_small(
+                path, most_bytes=_MOST_SMALL_BYTES, unless=known.tag if known else None
+            )
+        except ShardMissing:
+            raise ShardMissing(
+                f"The store at {self.url!r} holds no model {model!r}. Push it there with `RemoteStore.push`."
+            ) from None
+        if found is None:
+            assert known is not None, "a condition came from nowhere"
+            return known
+        text, tag = found
+        parse = partial(parse_index, text, path=self._objects.url(path), model=model)
+        return _Known(await to_thread.run_sync(parse), tag)
+
+    def _path(self, model: ModelId, file: str) -> str:
+        check_file_name(model, self.url)
+        check_file_name(file, f"{self.url}/{model}")
+        return f"{model}/{file}"
