@@ -109,7 +109,9 @@ def make_model(
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(sharpness)
-    return model.to(dtype).eval()
+            # `model.to` would round rotary frequencies too, which loading a checkpoint never does.
+            parameter.data = parameter.data.to(dtype)
+    return model.eval()
 
 
 def generate(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -1,0 +1,213 @@
+"""What a client sees of the torch engine beyond what every engine does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from hotswap import (
+    ConfigError,
+    InstanceLost,
+    InstanceState,
+    InvalidRequest,
+    ModelId,
+    OutOfMemory,
+    PromptTooLong,
+    Request,
+    RequestId,
+    Sampling,
+    Token,
+)
+from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.backends.torch.runner import Runner
+from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.zoo import VOCABULARY, generate, make_model
+
+SKELETONS = SkeletonCache()
+
+
+def ask(prompt: list[int], *, model: str = "m", **sampling: Any) -> Request:
+    return Request(
+        id=RequestId("r"), model=ModelId(model), prompt=tuple(prompt), sampling=Sampling(**sampling)
+    )
+
+
+async def collect(engine: TorchEngine, request: Request) -> list[Token]:
+    async with engine.stream(request) as tokens:
+        return await tokens.collect()
+
+
+@asynccontextmanager
+async def serving(
+    model: Any, *, card: dict[str, Any] | None = None, **options: Any
+) -> AsyncGenerator[TorchEngine]:
+    store = DictStore()
+    added = store.add("m", model)
+    settings: dict[str, Any] = {"kv_tokens": 512, "kv_block_tokens": 16, "threads": 1, "skeletons": SKELETONS}
+    async with TorchEngine("e0", **settings | options) as engine:
+        await engine.load(replace(added, **card or {}), store)
+        yield engine
+
+
+async def test_end_tokens_end_a_generation_once_it_is_long_enough() -> None:
+    model, prompt = make_model("llama"), [5, 6, 7]
+    greedy = generate(model, prompt, 30)
+    stop = greedy[4]
+    first = greedy.index(stop)
+    async with serving(model, card={"eos_token_ids": (stop,)}) as engine:
+        tokens = await collect(engine, ask(prompt, max_tokens=30))
+        assert [t.id for t in tokens] == greedy[: first + 1]
+        assert [t.finish_reason for t in tokens] == [None] * first + ["stop"]
+        ignored = await collect(engine, ask(prompt, max_tokens=30, ignore_eos=True))
+        assert [t.id for t in ignored] == greedy
+        assert ignored[-1].finish_reason == "length"
+        own = await collect(engine, ask(prompt, max_tokens=30, ignore_eos=True, stop_token_ids=(greedy[2],)))
+        assert [t.id for t in own] == greedy[: greedy.index(greedy[2]) + 1]
+        late = await collect(engine, ask(prompt, max_tokens=30, min_tokens=20))
+        assert len(late) > 20
+        assert stop not in [t.id for t in late[:20]]
+
+
+async def test_a_generation_ends_with_the_context() -> None:
+    model, prompt = make_model("gpt2"), list(range(2, 12))
+    async with serving(model, card={"max_context_tokens": 16}) as engine:
+        tokens = await collect(engine, ask(prompt, max_tokens=100))
+        assert [t.id for t in tokens] == generate(model, prompt, 6)
+        assert tokens[-1].finish_reason == "length"
+
+
+async def test_what_would_outgrow_the_blocks_is_refused_at_once() -> None:
+    async with serving(make_model("llama"), kv_tokens=64) as engine:
+        assert engine.view().max_tokens == 64
+        with pytest.raises(PromptTooLong, match="max_tokens"):
+            await collect(engine, ask([1] * 60, max_tokens=6))
+        assert len(await collect(engine, ask([1] * 60, max_tokens=5))) == 5
+
+
+async def test_requests_that_make_no_sense_are_refused_and_harm_nobody() -> None:
+    async with serving(make_model("llama")) as engine:
+        for prompt in ([1, VOCABULARY], [-1]):
+            with pytest.raises(InvalidRequest, match="vocabulary"):
+                await collect(engine, ask(prompt))
+        with pytest.raises(InvalidRequest):
+            await collect(engine, ask([1], max_tokens=1).continued([2]))
+        assert engine.view().state is InstanceState.SERVING
+
+
+async def test_sampled_requests_go_on_as_they_would_have() -> None:
+    model = make_model("qwen3")
+    random = Random(0)
+    prompts = [[random.randrange(2, VOCABULARY) for _ in range(random.choice([3, 40]))] for _ in range(8)]
+    samplings = [
+        Sampling(
+            max_tokens=48,
+            temperature=random.choice([0.8, 1.5]),
+            top_k=random.choice([0, 40]),
+            top_p=random.choice([1.0, 0.9]),
+            repetition_penalty=random.choice([1.0, 1.3]),
+            seed=seed,
+        )
+        for seed in range(len(prompts))
+    ]
+    wishes = make_wishes(random, "m", prompts, samplings)
+    async with serving(model) as engine:
+        alone = [[t.id for t in await collect(engine, wish.request)] for wish in wishes]
+    async with serving(model, kv_tokens=128, token_budget=24, max_requests=6) as engine:
+        assert await fulfil(engine, wishes) == alone
+        assert engine.num_preempted > 0
+
+
+async def test_a_step_that_fails_loses_the_instance_and_unload_brings_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: Runner) -> None:
+        raise RuntimeError("the device fell off")
+
+    model = make_model("llama")
+    store = DictStore()
+    card = store.add("m", model)
+    async with TorchEngine("e0", kv_tokens=512, threads=1, skeletons=SKELETONS) as engine:
+        await engine.load(card, store)
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "step", fail)
+            with pytest.raises(InstanceLost, match="the device fell off") as caught:
+                await collect(engine, ask([1, 2, 3]))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert engine.view().state is InstanceState.LOST
+        await engine.unload()
+        await engine.load(card, store)
+        assert [t.id for t in await collect(engine, ask([1, 2, 3], max_tokens=5))] == generate(
+            model, [1, 2, 3], 5
+        )
+
+
+async def test_engines_of_one_process_do_not_mix_their_batches() -> None:
+    names = ("llama", "qwen3", "gpt2")
+    store, skeletons = DictStore(), SkeletonCache()
+    models = {name: make_model(name) for name in names}
+    cards = {name: store.add(name, model) for name, model in models.items()}
+    options: dict[str, Any] = {"kv_tokens": 512, "threads": 1, "skeletons": skeletons}
+    async with (
+        TorchEngine("e0", **options) as a,
+        TorchEngine("e1", **options) as b,
+        TorchEngine("e2", **options) as c,
+    ):
+        engines = dict(zip(names, (a, b, c), strict=True))
+        for name, engine in engines.items():
+            await engine.load(cards[name], store)
+        got: dict[str, list[int]] = {}
+
+        async def run(name: str) -> None:
+            got[name] = [
+                t.id for t in await collect(engines[name], ask([9, 8, 7], model=name, max_tokens=40))
+            ]
+
+        async with anyio.create_task_group() as tasks:
+            for name in names:
+                tasks.start_soon(run, name)
+    assert got == {name: generate(models[name], [9, 8, 7], 40) for name in names}
+
+
+async def test_weights_can_be_served_in_another_dtype() -> None:
+    stored = make_model("llama", dtype=torch.bfloat16)
+    prompt = [3, 1, 4, 1, 5]
+    async with serving(stored, dtype=torch.float32) as engine:
+        tokens = [t.id for t in await collect(engine, ask(prompt, max_tokens=20))]
+    for parameter in stored.parameters():
+        parameter.data = parameter.data.float()
+    assert tokens == generate(stored, prompt, 20)
+
+
+async def test_kv_blocks_take_no_more_than_the_memory_has() -> None:
+    model = make_model("llama")
+    store = DictStore()
+    card = store.add("m", model)
+    block_bytes = 16 * 3 * 2 * (16 + 16) * 4  # tokens, layers, heads, key and value, fp32
+    room = card.weight_bytes + 10 * block_bytes
+    async with TorchEngine(
+        "e0", kv_block_tokens=16, memory_bytes=room, threads=1, skeletons=SKELETONS
+    ) as engine:
+        await engine.load(card, store)
+        assert engine.view().num_kv_blocks == 9, "one block is for padding"
+    async with TorchEngine("e0", memory_bytes=card.weight_bytes, threads=1, skeletons=SKELETONS) as engine:
+        with pytest.raises(OutOfMemory, match="KV blocks"):
+            await engine.load(card, store)
+        assert engine.view().weight_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_block_tokens": 24}, {"max_requests": 0}, {"token_budget": 8}, {"kv_tokens": 8}, {"threads": 0}],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused_by_name(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        TorchEngine("e0", **options)  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""Architectures that would be served wrongly are refused when they are loaded, by a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hotswap import InstanceState, ShardCorrupt, UnsupportedModel
+from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.backends.torch.kv import LayerShape
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.zoo import CONFIGS, make_model
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+REFUSED: dict[str, Any] = {
+    "state outside attention": lambda: transformers.MambaConfig(
+        vocab_size=128, hidden_size=64, state_size=8, num_hidden_layers=2
+    ),
+    "attention of its own": lambda: transformers.BloomConfig(
+        vocab_size=128, hidden_size=64, n_layer=2, n_head=4
+    ),
+    "convolutions between": lambda: transformers.Lfm2Config(**COMMON, layer_types=["conv", "full_attention"]),
+    "two attentions a layer": lambda: transformers.DiffLlamaConfig(**COMMON),
+    "no causal mask": lambda: transformers.BertConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    ),
+    "RoPE by the longest": lambda: transformers.LlamaConfig(
+        **COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "RoPE by the longest, of Phi": lambda: transformers.Phi3Config(
+        **COMMON,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+}
+
+
+async def _load(store: DictStore, name: str = "m", skeletons: SkeletonCache | None = None) -> None:
+    async with TorchEngine("e0", kv_tokens=256, threads=1, skeletons=skeletons) as engine:
+        try:
+            await engine.load(store.card(name), store)
+            assert engine.view().state is InstanceState.SERVING
+        except BaseException:
+            assert engine.view().state is InstanceState.EMPTY
+            assert engine.view().weight_bytes == 0
+            raise
+
+
+@pytest.mark.parametrize("why", REFUSED)
+async def test_an_architecture_that_cannot_be_followed_is_refused(why: str) -> None:
+    store = DictStore()
+    store.add("m", make_model(REFUSED[why](), sharpness=2.0), max_context_tokens=128)
+    with pytest.raises(UnsupportedModel):
+        await _load(store)
+
+
+@pytest.mark.parametrize(
+    "config",
+    ['{"model_type": "no-such"}', "{}", '{"model_type": "llama", "quantization_config": {}}'],
+    ids=str,
+)
+async def test_a_config_that_cannot_be_served_is_refused(config: str) -> None:
+    store = DictStore()
+    store.add("m", make_model("llama"), config=config)
+    with pytest.raises(UnsupportedModel):
+        await _load(store)
+
+
+@pytest.mark.parametrize("config", ["", "[]", "{"], ids=str)
+async def test_a_config_that_is_none_is_corrupt(config: str) -> None:
+    store = DictStore()
+    store.add("m", make_model("llama"), config=config)
+    with pytest.raises(ShardCorrupt):
+        await _load(store)
+
+
+async def test_weights_of_another_architecture_are_corrupt() -> None:
+    store = DictStore()
+    store.add("other", make_model("qwen3"))
+    store.add("m", make_model("llama"))
+    store.add("m", make_model("llama"), tensors=store.manifests["other"].tensors)
+    with pytest.raises(ShardCorrupt):
+        await _load(store)
+
+
+async def test_an_architecture_is_examined_once() -> None:
+    store, skeletons = DictStore(), SkeletonCache()
+    store.add("a", make_model("llama", seed=1))
+    store.add("b", make_model("llama", seed=2))
+    await _load(store, "a", skeletons)
+    (shapes,) = skeletons.verified.values()
+    assert shapes == (LayerShape(kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float32),) * 3
+    await _load(store, "b", skeletons)
+    assert len(skeletons.verified) == 1
+
+
+async def test_a_soft_cap_that_is_ignored_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hotswap.backends.torch import attention
+
+    honest = attention.paged_attention
+
+    def deaf(*args: Any, softcap: float | None = None, **others: Any) -> Any:
+        return honest(*args, **others)
+
+    monkeypatch.setattr(attention, "paged_attention", deaf)
+    store = DictStore()
+    store.add("m", make_model(CONFIGS["gemma2"]()))
+    with pytest.raises(UnsupportedModel, match="differs"):
+        await _load(store)
