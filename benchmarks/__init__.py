@@ -1,0 +1,1 @@
+"""Benchmarks, each printing a ratio beside a peer or a limit: `python -m benchmarks`."""

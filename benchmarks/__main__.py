@@ -1,0 +1,39 @@
+"""List the benchmarks, or run one or all of them.
+
+python -m benchmarks                    run all, each with its quick settings
+python -m benchmarks --list             say what there is
+python -m benchmarks load --help        the settings of one
+python -m benchmarks load --full        run one with its own settings
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+BENCHMARKS = {
+    "load": "weights into host memory: this store, the raw disk, and the loaders people use today",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run what the arguments name; the exit status is the worst one."""
+    if "--list" in arguments[:1]:
+        for name, what in BENCHMARKS.items():
+            print(f"{name:12} {what}")
+        return 0
+    if not arguments or arguments[0].startswith("-"):
+        return max(_run(name, arguments) for name in BENCHMARKS)
+    if arguments[0] not in BENCHMARKS:
+        print(f"There is no benchmark {arguments[0]!r}; there are: {', '.join(BENCHMARKS)}.", file=sys.stderr)
+        return 2
+    return _run(arguments[0], arguments[1:])
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    status: int = import_module(f"benchmarks.{name}").main(arguments)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

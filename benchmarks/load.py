@@ -1,0 +1,394 @@
+"""How fast weights reach host memory: this store, the raw disk, and the loaders that people use today.
+
+    python -m benchmarks.load                          0.5 and 2 GB, about half an hour
+    python -m benchmarks.load --full                   0.5 to 4 GB, every shape cold and warm
+    python -m benchmarks.load --json report.json
+
+Every contestant loads the same tensors; each run is a fresh process; contestants take turns. `README.md`
+beside this file says what is measured and how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkpoints, device, resident
+from benchmarks.field import Field, Series
+from benchmarks.measure import Summary, machine, ratios, rounds, write_json
+from benchmarks.peers import CONTESTANTS, Contestant
+from benchmarks.race import Cache, Source
+from benchmarks.table import show
+from hotswap import parse_bytes
+from hotswap.backends.stores import NvmeStore
+
+__all__ = ["Settings", "main", "measure"]
+
+_WORK = Path(".cache/benchmarks")
+_PEERS_PYTHON = Path(".cache/bench-env/bin/python")
+_SWEEP = tuple((threads, chunk << 20) for threads in (1, 2, 4) for chunk in (2, 4, 8, 16))
+_BULK_OFF_BYTES = 64 << 10
+
+# What an ablation switches off, the names that the store's constructor may have for it, and the value.
+_ABLATION: dict[str, tuple[tuple[str, ...], Any]] = {
+    "no_bulk": (("chunk_bytes",), _BULK_OFF_BYTES),
+    "no_direct": (("direct",), False),
+    "no_threads": (("threads", "num_threads"), 1),
+    "no_pipelining": (("depth", "num_buffers"), 1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to measure, how often, and where.
+
+    Attributes:
+        sizes: Bytes of the checkpoints; the largest is the main case, in the shape `llama` where it is run.
+        shapes: Of `checkpoints.SHAPES`.
+        warm_shapes: Those that are measured with a warm page cache too.
+        repeats: Rounds.
+        directory: On the disk that is measured; the checkpoints take several times the largest size.
+        peers_python: The interpreter of the environment that has the peers, `None` if there is none.
+        rehearsal_bytes: Size of the checkpoint that every process loads before the clock starts.
+        swap_bytes: Sizes of the models that are swapped on an engine; empty leaves that part out.
+        timeout_s: The longest that one run may take.
+    """
+
+    sizes: tuple[int, ...] = (500_000_000, 2_000_000_000)
+    shapes: tuple[str, ...] = tuple(checkpoints.SHAPES)
+    warm_shapes: tuple[str, ...] = ("llama",)
+    repeats: int = 5
+    directory: Path = _WORK
+    peers_python: Path | None = _PEERS_PYTHON
+    rehearsal_bytes: int = 128 << 20
+    swap_bytes: tuple[int, ...] = (250_000_000, 500_000_000, 1_000_000_000, 2_000_000_000)
+    timeout_s: float = 300.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print tables, write the report; 1 if one of ours failed, or any delivered other bytes."""
+    options = _parse(arguments)
+    report = measure(_settings(options))
+    _print(report)
+    if options.json:
+        write_json(options.json, report)
+        print(f"The whole report is in {options.json}.")
+    return 1 if report["faults"] else 0
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Carry the benchmark out and return its report, whose keys `README.md` explains."""
+    with _workspace(settings.directory) as work:
+        rehearsal = _write(settings, work, "llama", settings.rehearsal_bytes, name="rehearsal")
+        with Field(
+            CONTESTANTS,
+            python=Path(sys.executable),
+            peers_python=_existing(settings.peers_python),
+            rehearsal=rehearsal,
+            timeout_s=settings.timeout_s,
+        ) as field:
+            return _measure(settings, work, field)
+
+
+def _measure(settings: Settings, work: Path, field: Field) -> dict[str, Any]:
+    main_case = ("llama" if "llama" in settings.shapes else settings.shapes[0], max(settings.sizes))
+    cases: list[dict[str, Any]] = []
+    ablation: dict[str, Any] = {}
+    sweep: list[dict[str, Any]] = []
+    for shape, size in _order(settings, main_case):
+        with _case(settings, work, shape, size) as source:
+            if not sweep:  # the first is the main case: the limit is as high as this disk allows
+                sweep = _find_limit(field, source)
+            cases.append(_measure_case(settings, field, shape, source))
+            if (shape, size) == main_case:
+                ablation = _ablate(settings, field, source)
+    first = cases[0]
+    return {
+        "machine": {**machine(work), "peers": field.versions},
+        "settings": _plain(settings),
+        "raw_direct": {**field.defaults["raw_direct"], "sweep": sweep},
+        "main": {"shape": first["shape"], "bytes": first["bytes"]},
+        "cold": first["cold"],
+        "warm": first["warm"],
+        "ablation": ablation,
+        "ratios": first["ratios"],
+        "cases": cases,
+        "many_over_one": _many_over_one(cases),
+        "peak_extra_bytes": first["peak_extra_bytes"],
+        "swap": resident.measure(work / "swap", settings.swap_bytes, settings.repeats),
+        "device": device.measure(work / "device", settings.repeats),
+        "unavailable": field.unavailable,
+        "faults": _faults(cases, field),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ one case
+
+
+def _measure_case(settings: Settings, field: Field, shape: str, source: Source) -> dict[str, Any]:
+    """Compare the bytes of every contestant once, then let those that were right take turns."""
+    _say(f"{checkpoints.SHAPES[shape]}, {source.payload_bytes / 1e9:g} GB: comparing every byte")
+    failed = field.check(field.ready, source)
+    case: dict[str, Any] = {
+        "shape": shape,
+        "bytes": source.payload_bytes,
+        "num_tensors": len(source.places()),
+        "digest": source.digest,
+        "checked": [c.key for c in field.ready if c.key not in failed],
+        "failed": failed,
+        "cold": {},
+        "warm": {},
+        "ratios": {"cold": {}, "warm": {}},
+        "cached_share": {},
+        "enter_s": {},
+        "peak_extra_bytes": {},
+    }
+    caches: tuple[Cache, ...] = ("cold", "warm") if shape in settings.warm_shapes else ("cold",)
+    for cache in caches:
+        running = [c for c in field.ready if c.key not in failed and cache in c.caches]
+        _say(f"{checkpoints.SHAPES[shape]}, {source.payload_bytes / 1e9:g} GB: {cache}")
+        results, out = field.race(running, source, cache, settings.repeats)
+        failed |= out
+        _note(case, cache, results)
+    return case
+
+
+def _note(case: dict[str, Any], cache: Cache, results: dict[str, list[dict[str, Any]]]) -> None:
+    series = {key: [float(run["seconds"]) for run in runs] for key, runs in results.items()}
+    case[cache] = {f"{key}_s": seconds for key, seconds in series.items()}
+    case["ratios"][cache] = _ratios(series)
+    for key, runs in results.items():
+        case["peak_extra_bytes"].setdefault(cache, {})[key] = [run["peak_extra_bytes"] for run in runs]
+        if any("enter_s" in run for run in runs):
+            case["enter_s"].setdefault(cache, {})[key] = [run["enter_s"] for run in runs]
+    shares = [run["cached_share"] for runs in results.values() for run in runs]
+    # Cold is cold, and warm is warm, only where this says 0, and 1.
+    case["cached_share"][cache] = {"least": min(shares), "most": max(shares)} if shares else {}
+
+
+def _ratios(series: Series) -> dict[str, dict[str, float]]:
+    """The median paired ratio of every contestant to the limits that were run beside it."""
+    limits = [key for key in ("raw_direct", "raw_direct_copy") if key in series]
+    return {
+        key: {limit: statistics.median(ratios(series[limit], seconds)) for limit in limits}
+        for key, seconds in series.items()
+    }
+
+
+def _find_limit(field: Field, source: Source) -> list[dict[str, Any]]:
+    """Try numbers of threads and sizes of reads for the raw direct read, and let it use the best."""
+    _say("finding the fastest raw direct read")
+    limit = next(contestant for contestant in CONTESTANTS if contestant.key == "raw_direct")
+    tries: list[dict[str, Any]] = [{"threads": t, "chunk_bytes": c, "seconds": []} for t, c in _SWEEP]
+    for options in rounds(tries, 2):
+        shape = {name: options[name] for name in ("threads", "chunk_bytes")}
+        contestant = replace(limit, options={**limit.options, **shape})
+        options["seconds"].append(field.run(contestant, source, "cold")["seconds"])
+    best = min(tries, key=lambda options: min(options["seconds"]))
+    field.defaults["raw_direct"] = {name: best[name] for name in ("threads", "chunk_bytes")}
+    return tries
+
+
+def _ablate(settings: Settings, field: Field, source: Source) -> dict[str, Any]:
+    """Switch one thing off at a time in the store that reads from the disk, cold."""
+    whole = next(contestant for contestant in CONTESTANTS if contestant.key == "hotswap")
+    offered = inspect.signature(NvmeStore).parameters
+    running, absent = [whole], dict[str, str]()
+    for key, (names, value) in _ABLATION.items():
+        name = next((name for name in names if name in offered), None)
+        if name is None:
+            absent[key] = f"NvmeStore takes none of: {', '.join(names)}"
+        else:
+            options = {**whole.options, "store": {name: value}}
+            running.append(replace(whole, key=key, options=options))
+    _say("ablation")
+    results, failed = field.race(running, source, "cold", settings.repeats)
+    series = {key: [float(run["seconds"]) for run in runs] for key, runs in results.items()}
+    base = series.get("hotswap", [])
+    return {
+        **{f"{key}_s": seconds for key, seconds in series.items()},
+        "ratios": {key: statistics.median(ratios(base, seconds)) for key, seconds in series.items()},
+        "not_offered": {**absent, **failed},
+    }
+
+
+def _many_over_one(cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By size: how much longer ten thousand tensors take than one of the same bytes, cold, medians."""
+    by_size: dict[str, dict[str, float]] = {}
+    for many in (case for case in cases if case["shape"] == "many"):
+        for one in (case for case in cases if case["shape"] == "one" and case["bytes"] == many["bytes"]):
+            by_size[str(many["bytes"])] = {
+                key: statistics.median(seconds) / statistics.median(one["cold"][key])
+                for key, seconds in many["cold"].items()
+                if key in one["cold"]
+            }
+    return by_size
+
+
+def _faults(cases: list[dict[str, Any]], field: Field) -> list[str]:
+    """What must not be: a contestant of this project that did not run, and anyone whose bytes were others."""
+    ours = {contestant.key for contestant in CONTESTANTS if contestant.kind != "peer"}
+    faults = [f"{key}: {why}" for key, why in field.unavailable.items() if key in ours]
+    for case in cases:
+        for key, why in case["failed"].items():
+            if key in ours or "other bytes" in why:
+                faults.append(f"{key}, {case['shape']}, {case['bytes']} bytes: {why}")
+    return faults
+
+
+# ------------------------------------------------------------------------------------------- the checkpoints
+
+
+@contextmanager
+def _workspace(directory: Path) -> Iterator[Path]:
+    """A new directory below, gone at the end with all that was written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="load-", dir=directory) as work:
+        yield Path(work).resolve()
+
+
+@contextmanager
+def _case(settings: Settings, work: Path, shape: str, size: int) -> Iterator[Source]:
+    """A checkpoint while the block runs: the disk holds one at a time."""
+    _say(f"{checkpoints.SHAPES[shape]}, {size / 1e9:g} GB: writing it in every format")
+    source = _write(settings, work, shape, size, name=f"{shape}-{size}")
+    try:
+        yield source
+    finally:
+        shutil.rmtree(source.directory)
+        shutil.rmtree(source.store / source.model)
+
+
+def _write(settings: Settings, work: Path, shape: str, size: int, *, name: str) -> Source:
+    python = _existing(settings.peers_python)
+    return checkpoints.write(work / name, shape, size, seed=size % 1000, peers_python=python)
+
+
+def _order(settings: Settings, main_case: tuple[str, int]) -> list[tuple[str, int]]:
+    """All cases, the main one first."""
+    others = [(shape, size) for size in sorted(settings.sizes, reverse=True) for shape in settings.shapes]
+    return [main_case, *(case for case in others if case != main_case)]
+
+
+def _existing(python: Path | None) -> Path | None:
+    # Not resolved: an environment's interpreter is a link, and what it finds depends on the link's place.
+    return python.absolute() if python is not None and python.exists() else None
+
+
+# ------------------------------------------------------------------------------------------------- printing
+
+
+def _print(report: dict[str, Any]) -> None:
+    for case in report["cases"]:
+        for cache in ("cold", "warm"):
+            if case[cache]:
+                _print_case(case, cache)
+    _print_rest(report)
+
+
+def _print_case(case: dict[str, Any], cache: Cache) -> None:
+    rows = []
+    for contestant in CONTESTANTS:
+        seconds = case[cache].get(f"{contestant.key}_s")
+        if seconds:
+            rows.append(_row(contestant, seconds, case, cache))
+    share = case["cached_share"][cache]
+    title = (
+        f"{checkpoints.SHAPES[case['shape']]}, {case['bytes'] / 1e9:g} GB, {cache} "
+        f"(page cache held {share['least']:.0%} to {share['most']:.0%} at the start)"
+    )
+    head = ("", "seconds [min-max]", "GB/s", "ratio to raw", "like for like", "extra MB")
+    show(title, head, rows)
+
+
+def _row(contestant: Contestant, seconds: list[float], case: dict[str, Any], cache: Cache) -> list[str]:
+    key = contestant.key
+    found = case["ratios"][cache][key]
+    alike = found.get(contestant.compare)
+    extra = statistics.median(case["peak_extra_bytes"][cache][key]) / 1e6
+    return [
+        contestant.what,
+        Summary.of(seconds).format(),
+        f"{case['bytes'] / statistics.median(seconds) / 1e9:.2f}",
+        f"{found['raw_direct']:.3f}" if "raw_direct" in found else "",
+        f"{alike:.3f}" if alike is not None else "",
+        f"{extra:,.0f}",
+    ]
+
+
+def _print_rest(report: dict[str, Any]) -> None:
+    ablation = report["ablation"]
+    names = {key: seconds for key, seconds in ablation.items() if key.endswith("_s")}
+    rows = [
+        [key.removesuffix("_s"), Summary.of(seconds).format(), f"{ablation['ratios'][key[:-2]]:.3f}"]
+        for key, seconds in names.items()
+    ]
+    show("ablation, cold", ("", "seconds [min-max]", "ratio to all on"), rows)
+    for size, by_key in report["many_over_one"].items():
+        many = [[key.removesuffix("_s"), f"{ratio:.2f}"] for key, ratio in by_key.items()]
+        show(f"ten thousand tensors over one, {int(size) / 1e9:g} GB, cold", ("", "times"), many)
+    resident.show_report(report["swap"])
+    device.show_report(report["device"])
+    for key, why in {**ablation["not_offered"], **report["unavailable"]}.items():
+        print(f"not measured: {key}: {why}")
+    for fault in report["faults"]:
+        print(f"FAULT: {fault}", file=sys.stderr)
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------- the command line
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__.splitlines()[0])
+    default = Settings()
+    parser.add_argument("--sizes", nargs="+", metavar="SIZE", help="for instance 500MB 2GB 4GB")
+    parser.add_argument("--shapes", nargs="+", choices=checkpoints.SHAPES, default=list(default.shapes))
+    parser.add_argument("--full", action="store_true", help="0.5, 1, 2 and 4 GB, every shape cold and warm")
+    parser.add_argument("--repeats", type=int, default=default.repeats)
+    parser.add_argument("--dir", type=Path, default=default.directory, help="on the disk to measure")
+    parser.add_argument("--peers-python", type=Path, default=default.peers_python)
+    parser.add_argument("--no-swap", action="store_true", help="leave the swaps on an engine out")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(arguments)
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    settings = Settings(
+        shapes=tuple(options.shapes),
+        repeats=options.repeats,
+        directory=options.dir,
+        peers_python=options.peers_python,
+    )
+    if options.full:
+        sizes = (500_000_000, 1_000_000_000, 2_000_000_000, 4_000_000_000)
+        settings = replace(settings, sizes=sizes, warm_shapes=settings.shapes)
+    if options.sizes:
+        settings = replace(settings, sizes=tuple(map(parse_bytes, options.sizes)))
+    return replace(settings, swap_bytes=()) if options.no_swap else settings
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    return {
+        "sizes": settings.sizes,
+        "shapes": settings.shapes,
+        "repeats": settings.repeats,
+        "rehearsal_bytes": settings.rehearsal_bytes,
+        "swap_bytes": settings.swap_bytes,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

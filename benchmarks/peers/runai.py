@@ -1,0 +1,26 @@
+"""Run:ai Model Streamer: the tensors of a safetensors file, streamed into host memory with its defaults."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.race import Peer, Race, Source
+
+DISTRIBUTIONS = ("runai-model-streamer", "torch")
+
+_library: Any = import_module("runai_model_streamer")  # untyped, and installed in an environment of its own
+
+
+class Contestant(Peer):
+    """No options."""
+
+    def files(self, source: Source) -> list[Path]:
+        return [source.safetensors]
+
+    def load(self, source: Source, race: Race) -> None:
+        race.start()
+        with _library.SafetensorsStreamer() as streamer:
+            streamer.stream_file(str(source.safetensors))
+            race.finish(dict(streamer.get_tensors()))

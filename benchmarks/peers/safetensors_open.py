@@ -1,0 +1,24 @@
+"""safetensors: every tensor of `safe_open`, which maps them, so a byte of every page is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import safe_open
+
+from benchmarks.race import Peer, Race, Source, touch
+
+DISTRIBUTIONS = ("safetensors", "torch")
+
+
+class Contestant(Peer):
+    """No options."""
+
+    def files(self, source: Source) -> list[Path]:
+        return [source.safetensors]
+
+    def load(self, source: Source, race: Race) -> None:
+        race.start()
+        with safe_open(source.safetensors, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+        race.finish(touch(tensors))

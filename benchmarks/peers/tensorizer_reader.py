@@ -1,0 +1,41 @@
+"""tensorizer: a file of its own format into host memory, by the threads that it chooses itself."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from benchmarks.race import Peer, Race, Source
+
+DISTRIBUTIONS = ("tensorizer", "torch")
+
+_library: Any = import_module("tensorizer")  # installed in an environment of its own
+
+
+class Contestant(Peer):
+    """No options."""
+
+    def files(self, source: Source) -> list[Path]:
+        return [source.tensorizer]
+
+    def load(self, source: Source, race: Race) -> None:
+        race.start()
+        with _library.TensorDeserializer(str(source.tensorizer), device="cpu") as file:
+            race.finish({name: tensor.data for name, tensor in file.items()})
+
+
+def convert(safetensors: Path, target: Path) -> None:
+    """Write the file that the contestant reads."""
+    tensors = load_file(safetensors)
+    # Without the number it reserves too little room for the names of ten thousand.
+    serializer = _library.TensorSerializer(str(target), max_tensors=2 * len(tensors))
+    serializer.write_state_dict(tensors)
+    serializer.close()
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

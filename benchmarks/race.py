@@ -1,0 +1,219 @@
+"""One timed run: the state of the page cache before it, the clock, the memory it took, and what it delivered.
+
+Imported in the process of every contestant, whatever is installed there: the standard library and torch only.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from benchmarks import pagecache
+
+__all__ = [
+    "Cache",
+    "Peer",
+    "Place",
+    "Race",
+    "Rehearsal",
+    "Source",
+    "digest_of",
+    "flat_buffer",
+    "raw_bytes",
+    "touch",
+]
+
+Cache = Literal["cold", "warm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in the flat buffer."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor, as a view of the flat uint8 buffer."""
+        part = flat[self.offset_bytes : self.offset_bytes + self.size_bytes]
+        dtype = getattr(torch, self.dtype)
+        return part.view(dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint that was written in every format; the same tensors lie in each.
+
+    Attributes:
+        directory: Where all of it lies; its `places.json` says where each tensor lies in the flat buffer.
+        payload_bytes: The tensors alone.
+        buffer_bytes: The flat buffer, padding included.
+        digest: `digest_of` the tensors, taken when they were made.
+    """
+
+    directory: Path
+    payload_bytes: int
+    buffer_bytes: int
+    digest: str
+
+    @property
+    def model(self) -> str:
+        """Its id in the hotswap store."""
+        return self.directory.name
+
+    @property
+    def store(self) -> Path:
+        """The root of the hotswap store, which the sources of one run share."""
+        return self.directory.parent / "store"
+
+    @property
+    def flat_files(self) -> list[Path]:
+        """The data files of the hotswap store, in the order of the flat buffer."""
+        return sorted((self.store / self.model).glob("*.bin"))
+
+    @property
+    def safetensors(self) -> Path:
+        return self.directory / "model.safetensors"
+
+    @property
+    def pickle(self) -> Path:
+        return self.directory / "model.pt"
+
+    @property
+    def tensorizer(self) -> Path:
+        return self.directory / "model.tensors"
+
+    def places(self) -> dict[str, Place]:
+        """The tensors by name."""
+        entries = json.loads((self.directory / "places.json").read_text())
+        return {name: Place(dtype, tuple(shape), *rest) for name, dtype, shape, *rest in entries}
+
+
+class Race:
+    """The clock of a run: a contestant calls `start`, opens its files, and gives its tensors to `finish`."""
+
+    def __init__(self, files: list[Path], cache: Cache, *, check: bool) -> None:
+        self._files = files
+        self._cache = cache
+        self.checks = check
+        self._began_s = 0.0
+        self._began_bytes = 0
+        self.result: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Bring the page cache into its state, and start."""
+        files = self._files
+        share = pagecache.empty(files) if self._cache == "cold" else pagecache.fill(files)
+        self.note(cached_share=share)
+        gc.collect()
+        self._began_bytes = _reset_peak()
+        self._began_s = time.perf_counter()
+
+    def finish(self, tensors: Mapping[str, Tensor], *, size_bytes: int | None = None) -> None:
+        """Stop: all tensors are in host memory. `size_bytes` says how much it was where none were kept."""
+        seconds = time.perf_counter() - self._began_s
+        peak = _peak_bytes()
+        size = sum(map(_size, tensors.values())) if size_bytes is None else size_bytes
+        self.note(seconds=seconds, bytes=size, peak_extra_bytes=max(peak - self._began_bytes, 0))
+        if self.checks:
+            self.note(digest=digest_of(tensors))
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to the result."""
+        self.result.update(facts)
+
+
+class Rehearsal(Race):
+    """A run that nobody times: what a process makes once (threads, rings, lazy imports) is there after it."""
+
+    def __init__(self) -> None:
+        super().__init__([], "warm", check=False)
+
+    def start(self) -> None:
+        pass
+
+    def finish(self, tensors: Mapping[str, Tensor], *, size_bytes: int | None = None) -> None:
+        pass
+
+
+class Peer(ABC):
+    """A contestant, made in a fresh process for each run. Its module imports what it needs at its top."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = options
+
+    def run(self, rehearsal: Source, source: Source, race: Race) -> None:
+        """Load a small checkpoint unseen, then the one that counts."""
+        self.load(rehearsal, Rehearsal())
+        self.load(source, race)
+
+    @abstractmethod
+    def files(self, source: Source) -> list[Path]:
+        """The files it reads: those that must be cold, or warm, before it starts."""
+
+    @abstractmethod
+    def load(self, source: Source, race: Race) -> None:
+        """Load the tensors between `race.start()` and `race.finish(tensors)`."""
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """A digest of names and bytes that does not depend on how, or in what order, they lie."""
+    digest = blake2b(digest_size=16)
+    for name in sorted(tensors):
+        raw = raw_bytes(tensors[name])
+        digest.update(f"{name}:{raw.nbytes}:{zlib.crc32(raw):08x}\n".encode())
+    return digest.hexdigest()
+
+
+def flat_buffer(size_bytes: int) -> Tensor:
+    """Memory for a flat buffer as an engine makes it, its pages not there yet."""
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, as they lie."""
+    array: Any = tensor.detach().contiguous().view(torch.uint8).flatten().numpy()
+    return cast("memoryview", array.data)
+
+
+def touch(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Read a byte of every page, so that mapped tensors are in memory, and return the tensors."""
+    for tensor in tensors.values():
+        raw = tensor.view(torch.uint8).flatten().numpy()
+        raw[::4096].max()
+        raw[-1:].max()  # a tensor need not begin on a page
+    return tensors
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _reset_peak() -> int:
+    """Begin the high-water mark of this process anew, and return the bytes it has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak_bytes() -> int:
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
