@@ -26,6 +26,7 @@ Kind: TypeAlias = Literal[
     "whole",  # ignores the range: 200 with the whole body
     "short",  # answers a shorter range than was asked for, correctly labelled
     "shifted",  # answers another range than was asked for, correctly labelled
+    "excess",  # sends more bytes than were asked for
     "etag",  # the object has another entity tag
     "longer",  # the object has another length
     "flip",  # one bit of the body is wrong
@@ -143,6 +144,8 @@ async def _send_body(
         headers["Content-Range"] = f"bytes {first}-{last - 1}/{len(body)}"
     data = bytearray(body[first:last])
     after = min(fault.after, max(len(data) - 1, 0)) if fault else 0
+    if kind == "excess" and span:
+        data += b"\1\2\3"
     if kind == "flip":
         data[after] ^= 8
     if kind in ("stall", "reset", "truncate"):

@@ -163,6 +163,13 @@ async def test_pauses_double_up_to_a_limit_and_are_drawn_from_the_random_passed_
     assert dice.limits == [0.25, 0.5, 1, 2, 4, 8, 10, 10]
 
 
+async def test_bytes_that_nobody_asked_for_are_left_alone(tmp_path: Path) -> None:
+    manifest, ranks = put(tmp_path, size=8 * UNIT, file_bytes=8 * UNIT)
+    async with serving(tmp_path) as (server, store):
+        server.always(file_of(manifest), Fault("excess"))
+        assert await read_rank(store, manifest) == ranks[0]
+
+
 async def test_a_server_that_ignores_ranges_is_told_once(tmp_path: Path) -> None:
     manifest, _ = put(tmp_path, size=8 * UNIT, file_bytes=8 * UNIT)
     async with serving(tmp_path, concurrency=1) as (server, store):
@@ -227,7 +234,7 @@ def faults(draw: st.DrawFn) -> Fault:
     return Fault(kind, draw(st.integers(0, 4 * UNIT)), draw(st.sampled_from([401, 404, 416, 429, 500, 503])))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     schedule=st.lists(st.none() | faults(), max_size=12),
     units=st.integers(1, 12),

@@ -80,4 +80,4 @@ class Location:
             raise ConfigError(
                 f"No remote store can be opened at {self.url!r}: {reason} "
                 "Give a URL such as 's3://bucket/path' or 'https://host/path', and options of its kind."
-            ) from None  # the library's text may quote an option's value
+            ) from None  # the library's text goes on with all it was given

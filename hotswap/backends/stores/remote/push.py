@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import obstore
@@ -13,7 +14,7 @@ from obstore import exceptions
 from hotswap.backends.stores.files import BlockFile, open_regular, read_small
 from hotswap.backends.stores.layout import INDEX_NAME, SIDE_FILES, Checksum, parse_index
 from hotswap.backends.stores.remote.location import Location
-from hotswap.backends.stores.remote.objects import mapped_errors, reason
+from hotswap.backends.stores.remote.objects import reason
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError
 from hotswap.model import Manifest, Shard
 from hotswap.request import ModelId
@@ -23,7 +24,7 @@ __all__ = ["LocalModel", "Upload"]
 # 10,000 parts are the most that S3 takes: files of up to 156 GiB.
 _PART_BYTES = 16 << 20
 _CONCURRENCY = 4
-_NOTE = "hotswap-checksum"
+_NOTE = "hotswapcontent"  # letters alone are a name in every cloud
 
 
 class LocalModel:
@@ -81,6 +82,12 @@ def _pieces(data: BlockFile, start: int, end: int, checksum: Checksum) -> Iterat
         yield bytes(piece)
 
 
+def _note(shards: list[Shard]) -> str:
+    """What a data file is known by: short, since clouds allow two kilobytes of notes."""
+    places = [(shard.file_offset_bytes, shard.size_bytes, shard.checksum) for shard in shards]
+    return hashlib.sha256(repr(places).encode()).hexdigest()
+
+
 class Upload:
     """Puts the files of one local model into its remote directory; the library tries again what fails."""
 
@@ -104,7 +111,7 @@ class Upload:
             await obstore.delete_async(self._store, path)
 
     async def _put_data(self, file: str, shards: list[Shard]) -> None:
-        note = " ".join(f"{shard.file_offset_bytes}+{shard.size_bytes}={shard.checksum}" for shard in shards)
+        note = _note(shards)
         if self._location.keeps_notes and await self._note_of(file) == note:
             return
         pieces = self._local.pieces(file, shards)
@@ -126,10 +133,12 @@ class Upload:
 
     async def _note_of(self, file: str) -> str | None:
         """What was said of the file when it was put, `None` if it is not there or nothing was said."""
-        with suppress(ShardMissing), self._writing(file) as path:
-            answer = await obstore.get_async(self._store, path, options={"head": True})
+        with self._writing(file) as path:
+            try:
+                answer = await obstore.get_async(self._store, path, options={"head": True})
+            except FileNotFoundError:
+                return None
             return answer.attributes.get(_NOTE)
-        return None
 
     @contextmanager
     def _writing(self, name: str) -> Generator[str]:
@@ -137,9 +146,8 @@ class Upload:
         path = f"{self._local.model}/{name}"
         url = f"{self._location.url}/{path}"
         try:
-            with mapped_errors(url):
-                yield path
-        except (exceptions.BaseError, OSError) as exc:
+            yield path
+        except (exceptions.BaseError, OSError, NotImplementedError) as exc:
             raise StoreError(
                 f"Writing {url!r} failed: {reason(exc)}. Check the server and the credentials, and push "
                 "again: what is there already is not sent twice where the store can tell."

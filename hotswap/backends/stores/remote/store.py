@@ -54,9 +54,10 @@ class RemoteStore(WeightStore):
     An HTTP server must know byte ranges. Needs an asyncio event loop.
 
     Each shard is fetched in parts of `part_bytes`, `concurrency` at a time, and lent part by part:
-    `concurrency + 1` buffers for each open shard. A part whose transfer breaks off, or brings nothing for
-    `stall_s`, goes on from the last piece received, `retries` times at most, after pauses with jitter that
-    begin at `backoff_s` and double. Bytes are verified before the last chunk of a shard is lent.
+    `concurrency + 1` buffers for each open shard. A part whose transfer breaks off, or brings less than
+    `piece_bytes` in `stall_s`, goes on from the last piece received, `retries` times at most, after pauses
+    with jitter that begin at `backoff_s` and double. Bytes are verified before the last chunk of a shard is
+    lent.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class RemoteStore(WeightStore):
         url: str,
         *,
         name: str = "remote",
-        part_bytes: int | str = "16 MiB",
+        part_bytes: int | str = "8 MiB",
         piece_bytes: int | str = "64 KiB",
         concurrency: int = 8,
         retries: int = 5,
