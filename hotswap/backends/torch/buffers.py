@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import anyio.to_thread
 import numpy as np
 import torch
@@ -17,7 +19,8 @@ __all__ = ["FlatBuffers", "fetch"]
 class FlatBuffers:
     """Makes flat buffers, and keeps a few that are idle: writing to fresh pages costs ten times a copy.
 
-    On a GPU nothing is kept, where the driver must see that an unload gave the memory back.
+    On a GPU nothing is kept, where the driver must see that an unload gave the memory back. To make and to
+    free gigabytes takes a while: call it in a worker thread, any will do.
 
     Args:
         device: Where the buffers lie.
@@ -28,32 +31,30 @@ class FlatBuffers:
         self._device = device
         self._idle_limit = idle_bytes if device.type == "cpu" else 0
         self._idle: list[Tensor] = []
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes kept for the next `take`."""
-        return sum(len(buffer) for buffer in self._idle)
+        self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> Tensor:
         """Return a uint8 buffer of `size_bytes` or more: the smallest idle one that wastes little."""
-        fitting = [buffer for buffer in self._idle if size_bytes <= len(buffer) <= 2 * size_bytes]
-        if fitting:
-            chosen = min(fitting, key=len)
-            self._idle = [buffer for buffer in self._idle if buffer is not chosen]
-            return chosen
-        self.clear()
+        with self._lock:
+            fitting = [buffer for buffer in self._idle if size_bytes <= len(buffer) <= 2 * size_bytes]
+            if fitting:
+                chosen = min(fitting, key=len)
+                self._idle = [buffer for buffer in self._idle if buffer is not chosen]
+                return chosen
+            self._idle.clear()
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, and keep it if it may be kept; the largest are."""
-        self._idle.append(buffer)
-        self._idle.sort(key=len)
-        while self._idle and self.idle_bytes > self._idle_limit:
-            self._idle.pop(0)
+        with self._lock:
+            self._idle = sorted([*self._idle, buffer], key=len)
+            while sum(len(idle) for idle in self._idle) > self._idle_limit:
+                self._idle.pop(0)
 
     def clear(self) -> None:
         """Free what is idle."""
-        self._idle.clear()
+        with self._lock:
+            self._idle.clear()
 
 
 async def fetch(store: WeightStore, manifest: Manifest, flat: Tensor) -> None:

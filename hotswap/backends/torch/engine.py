@@ -180,7 +180,7 @@ class TorchEngine(Engine):
         self._require(_SERVING, "preload")
         if self._staging:
             raise InstanceError(f"Engine {self.id!r} is preloading already; cancel that first.")
-        self._drop_staged()
+        await self._drop_staged()
         self._staging = True
         try:
             staged = await self._unless_lost(self._load(model, store))
@@ -191,7 +191,7 @@ class TorchEngine(Engine):
 
     async def drop_preload(self) -> None:
         await checkpoint()
-        self._drop_staged()
+        await self._drop_staged()
 
     # ------------------------------------------------------------------ requests
 
@@ -255,7 +255,7 @@ class TorchEngine(Engine):
         await checkpoint()
         loaded, self._staged = self._staged, None
         if loaded is not None and loaded.card.id != model.id:
-            self._loader.release(loaded)
+            await self._loader.release(loaded)
             loaded = None
         if loaded is None:
             loaded = await self._load(model, store)
@@ -263,14 +263,14 @@ class TorchEngine(Engine):
             cache = await anyio.to_thread.run_sync(self._loader.make_cache, loaded, self._kv)
             self._refuse_if_lost()
         except BaseException:
-            self._loader.release(loaded)
+            await self._loader.release(loaded)
             raise
         return loaded, cache
 
     async def _load(self, model: ModelCard, store: WeightStore) -> LoadedModel:
         loaded = await self._loader.load(model, store, others_bytes=self._cache_bytes)
         if self._state is _LOST:
-            self._loader.release(loaded)
+            await self._loader.release(loaded)
         self._refuse_if_lost()
         return loaded
 
@@ -298,7 +298,7 @@ class TorchEngine(Engine):
         if self._is_lost:
             await self._restart()
             return
-        self._release_serving()
+        await self._release_serving()
         try:
             await reclaimed(self.device, free_before, held_bytes - self._used_bytes)
         finally:
@@ -327,19 +327,19 @@ class TorchEngine(Engine):
         """End the thread, and free what it used."""
         self._running_worker.stop()
         await anyio.to_thread.run_sync(self._running_worker.join)
-        self._drop_staged()
-        self._release_serving()
+        await self._drop_staged()
+        await self._release_serving()
 
-    def _release_serving(self) -> None:
+    async def _release_serving(self) -> None:
         if self._serving is not None:
-            self._loader.release(self._serving)
+            await self._loader.release(self._serving)
         self._serving, self._books = None, Report()
         self._num_blocks = self._cache_bytes = 0
 
-    def _drop_staged(self) -> None:
+    async def _drop_staged(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
-            self._loader.release(staged)
+            await self._loader.release(staged)
 
     # ------------------------------------------------------------------ streams
 

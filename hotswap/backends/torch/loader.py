@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import anyio
 import anyio.to_thread
 import torch
 from torch import Tensor
@@ -110,12 +111,14 @@ class Loader:
         try:
             return await anyio.to_thread.run_sync(self._bind, card, manifest, skeleton, flat, specs)
         except BaseException:
-            self._give_back(skeleton, flat)
+            self._skeletons.give_back(skeleton, self._device)
+            await self._give(flat)
             raise
 
-    def release(self, model: LoadedModel) -> None:
-        """Free the weights of a model that nobody runs any more."""
-        self._give_back(model.skeleton, model.flat)
+    async def release(self, model: LoadedModel) -> None:
+        """Free the weights of a model that nobody runs any more; not interrupted by a cancellation."""
+        self._skeletons.give_back(model.skeleton, self._device)
+        await self._give(model.flat)
 
     def close(self) -> None:
         """Free the buffers that are kept for the next load."""
@@ -141,30 +144,40 @@ class Loader:
         self, manifest: Manifest, store: WeightStore, others_bytes: int
     ) -> tuple[tuple[TensorSpec, ...], Tensor]:
         """Read the weights, and convert them where another dtype is wanted."""
-        flat = self._take(manifest.model, manifest.buffer_bytes, others_bytes)
+        flat = await self._take(manifest.model, manifest.buffer_bytes, others_bytes)
         try:
             await fetch(store, manifest, flat)
             if self._dtype is None or main_dtype(manifest.tensors) is self._dtype:
                 return manifest.tensors, flat
             specs, size_bytes = recast(manifest.tensors, main_dtype(manifest.tensors), self._dtype)
-            converted = self._take(manifest.model, size_bytes, others_bytes)
+            converted = await self._take(manifest.model, size_bytes, others_bytes)
             try:
                 await anyio.to_thread.run_sync(convert, flat, manifest.tensors, converted, specs)
             except BaseException:
-                self._give_buffer(converted)
+                await self._give(converted)
                 raise
         except BaseException:
-            self._give_buffer(flat)
+            await self._give(flat)
             raise
-        self._give_buffer(flat)
+        await self._give(flat)
         return specs, converted
 
-    def _take(self, model: ModelId, size_bytes: int, others_bytes: int) -> Tensor:
+    async def _take(self, model: ModelId, size_bytes: int, others_bytes: int) -> Tensor:
         self._check_room(model, size_bytes, others_bytes)
-        with out_of_memory_mapped(f"the weights of {model!r}"):
-            flat = self._buffers.take(size_bytes)
-        self.weight_bytes += len(flat)
+        self.weight_bytes += size_bytes
+        try:
+            with out_of_memory_mapped(f"the weights of {model!r}"):
+                flat = await anyio.to_thread.run_sync(self._buffers.take, size_bytes)
+        except BaseException:
+            self.weight_bytes -= size_bytes
+            raise
+        self.weight_bytes += len(flat) - size_bytes
         return flat
+
+    async def _give(self, flat: Tensor) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._buffers.give, flat)
+        self.weight_bytes -= len(flat)
 
     def _bind(
         self,
@@ -203,14 +216,6 @@ class Loader:
                 f"The weights of {model!r} take {size_bytes:,} bytes of {self._device}, which has "
                 f"{max(0, room):,} left; unload a model or give the engine more memory."
             )
-
-    def _give_back(self, skeleton: Skeleton, flat: Tensor) -> None:
-        self._skeletons.give_back(skeleton, self._device)
-        self._give_buffer(flat)
-
-    def _give_buffer(self, flat: Tensor) -> None:
-        self.weight_bytes -= len(flat)
-        self._buffers.give(flat)
 
 
 def _check_single_rank(manifest: Manifest) -> None:

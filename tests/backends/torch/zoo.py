@@ -116,7 +116,7 @@ def make_model(
 
 def generate(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What transformers' own `generate` gives for the prompt alone, greedily."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     with torch.inference_mode():
         out = model.generate(
             ids,

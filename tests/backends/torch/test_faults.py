@@ -1,0 +1,148 @@
+"""The exactness tests can fail: each of these mistakes, planted in the engine, is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotswap import Sampling, UnsupportedModel
+from hotswap.backends.torch import TorchEngine, admission, attention, batcher, engine, kv, runner
+from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.zoo import VOCABULARY, generate, make_model
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    honest = attention.MaskPattern.of
+
+    def of(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
+        mask: Tensor = honest(self, segment, first, last, num_keys)
+        oldest = mask & ~torch.cat([torch.zeros_like(mask[..., :1]), mask[..., :-1]], -1)
+        wrong: Tensor = mask & ~(oldest & (mask.sum(-1, keepdim=True) > 23))
+        return wrong
+
+    patch.setattr(attention.MaskPattern, "of", of)
+
+
+def own_key_dropped_while_decoding(patch: pytest.MonkeyPatch) -> None:
+    honest = attention.MaskPattern.of
+
+    def of(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
+        mask: Tensor = honest(self, segment, first, last, num_keys)
+        keys = torch.arange(num_keys)
+        own = keys == segment.positions[:, first:last, None]
+        wrong: Tensor = mask & ~(own & (segment.num_queries == 1) & (keys > 30))
+        return wrong
+
+    patch.setattr(attention.MaskPattern, "of", of)
+
+
+def keys_one_slot_late(patch: pytest.MonkeyPatch) -> None:
+    honest = kv.KVCache.write
+
+    def write(self: Any, layer: int, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        late = torch.where(blocks > 12, (offsets + 1) % self.block_tokens, offsets)
+        honest(self, layer, key, value, blocks, late)
+
+    patch.setattr(kv.KVCache, "write", write)
+
+
+def blocks_given_twice(patch: pytest.MonkeyPatch) -> None:
+    honest = kv.BlockPool.take
+
+    def take(self: Any, count: int) -> list[int]:
+        blocks = honest(self, count)
+        return [1 if count == 1 else block for block in blocks]
+
+    patch.setattr(kv.BlockPool, "take", take)
+
+
+def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
+    def release(self: Any, sequence: Any) -> None:
+        self.blocks.give(sequence.blocks)
+        sequence.blocks = []  # and num_computed stays, as if the keys were still there
+
+    patch.setattr(batcher.Batcher, "_release", release)
+
+
+def last_token_lost_on_resuming(patch: pytest.MonkeyPatch) -> None:
+    honest = admission.to_sequence
+
+    def to_sequence(request: Any, ticket: int, model: Any) -> Any:
+        sequence = honest(request, ticket, model)
+        if request.generated:
+            sequence.tokens[-1] = sequence.tokens[0]
+        return sequence
+
+    patch.setattr(engine, "to_sequence", to_sequence)
+
+
+def positions_by_chunk(patch: pytest.MonkeyPatch) -> None:
+    honest = runner.assemble
+
+    def assemble(chunks: Any, cache: Any, *, min_rows: int) -> Any:
+        batch = honest(chunks, cache, min_rows=min_rows)
+        for segment in batch.step.segments:
+            if segment.num_queries > 40:  # longer than the chunks of the preflight
+                rows = slice(segment.start, segment.start + segment.num_rows)
+                batch.positions[0, rows] -= batch.positions[0, segment.start].clone()
+        return batch
+
+    patch.setattr(runner, "assemble", assemble)
+
+
+def padding_of_a_batch_attended_to(patch: pytest.MonkeyPatch) -> None:
+    honest = attention.MaskPattern.of
+
+    def of(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
+        mask: Tensor = honest(self, segment, first, last, num_keys)
+        wrong: Tensor = mask | (torch.arange(num_keys) >= num_keys - 1) & (segment.num_requests > 2)
+        return wrong
+
+    patch.setattr(attention.MaskPattern, "of", of)
+
+
+FAULTS: dict[Plant, str] = {
+    window_off_by_one: "mistral",
+    own_key_dropped_while_decoding: "llama",
+    keys_one_slot_late: "llama",
+    blocks_given_twice: "llama",
+    blocks_kept_after_preemption: "llama",
+    last_token_lost_on_resuming: "llama",
+    positions_by_chunk: "llama",
+    padding_of_a_batch_attended_to: "llama",
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+async def test_a_planted_fault_is_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await _is_exact(FAULTS[plant]), "without the fault"
+    plant(monkeypatch)
+    assert not await _is_exact(FAULTS[plant])
+
+
+async def _is_exact(architecture: str) -> bool:
+    random = Random(1)
+    model = make_model(architecture)
+    prompts = [
+        [random.randrange(2, VOCABULARY) for _ in range(length)] for length in (2, 17, 33, 40, 60, 130)
+    ]
+    expected = [generate(model, prompt, 50) for prompt in prompts]
+    store = DictStore()
+    card = store.add("m", model)
+    samplings = [Sampling(max_tokens=50)] * len(prompts)
+    async with TorchEngine(
+        "e0", kv_tokens=208, kv_block_tokens=16, token_budget=48, max_requests=8, threads=1
+    ) as exact:
+        try:
+            await exact.load(card, store)
+        except UnsupportedModel:
+            return False
+        return await fulfil(exact, make_wishes(random, "m", prompts, samplings)) == expected
