@@ -25,12 +25,13 @@ BIN := .venv/bin
 comma := ,
 # One stamp for each choice of CONSTRAINTS and EXTRAS: another choice is another environment.
 READY := .venv/.ready-$(subst /,_,$(CONSTRAINTS))-$(subst $(comma),_,$(EXTRAS))
+BENCH := .cache/bench-env
 PYTEST := $(BIN)/python -m pytest
 
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test gpu-test bench check public-types format wheel clean
+.PHONY: help demo test gpu-test bench bench-env check public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -45,8 +46,11 @@ test: $(READY)  ## run every test that needs no GPU
 gpu-test: $(READY)  ## run the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
 
-bench: $(READY)  ## run the benchmarks, each printing a ratio beside a peer or a limit
+bench: $(READY) bench-env  ## run the benchmarks, each printing a ratio beside a peer or a limit
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+# The peers have an environment of their own, since they may want other versions than we do.
+bench-env: $(BENCH)/.ready  ## install the loaders that the benchmarks compare with
 
 check: $(READY)  ## format, lint, types and floors
 	$(BIN)/ruff format --check .
@@ -77,4 +81,13 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	@echo "Installing hotswap[$(EXTRAS)] into .venv$(if $(CONSTRAINTS), by $(CONSTRAINTS)): minutes, but only once." >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[$(EXTRAS)]"
+	@touch $@
+
+# One after the other: a peer that cannot be installed here leaves the others, and the report says that it is missing.
+$(BENCH)/.ready: benchmarks/requirements.txt $(CONSTRAINTS) | $(READY)
+	@rm -rf $(BENCH) && $(BIN)/python -m venv $(BENCH)
+	@grep -Ev '^(#|$$)' $< | while read -r peer; do \
+	    $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+	        $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) "$$peer" </dev/null \
+	        || echo "$$peer could not be installed; it is left out." >&2; done
 	@touch $@

@@ -340,6 +340,9 @@ def _print_rest(report: dict[str, Any]) -> None:
     device.show_report(report["device"])
     for key, why in {**ablation["not_offered"], **report["unavailable"]}.items():
         print(f"not measured: {key}: {why}")
+    for case in report["cases"]:
+        for key, why in case["failed"].items():
+            print(f"not measured: {key}, {checkpoints.SHAPES[case['shape']]}: {why}")
     for fault in report["faults"]:
         print(f"FAULT: {fault}", file=sys.stderr)
 

@@ -40,7 +40,9 @@ class Spec:
 
     @property
     def intermediate_size(self) -> int:
-        return max(16, self.size_bytes // (self.layers * 3 * self.hidden_size * 2) // 16 * 16)
+        attention = 3 * self.hidden_size**2  # q and o whole, k and v a half each
+        values = self.size_bytes // (2 * self.layers) - attention
+        return max(16, values // (3 * self.hidden_size) // 16 * 16)
 
 
 def measure(directory: Path, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
@@ -137,7 +139,7 @@ async def _swap(root: Path, repeats: int) -> dict[str, Any]:
     disk = NvmeStore(root)
     manifest = await disk.manifest(ModelId("a"))
     store = TieredStore(PinnedStore(3 * manifest.buffer_bytes), disk)
-    engine = TorchEngine("e0", kv_tokens=256, memory_bytes=manifest.buffer_bytes * 3 // 2 + (64 << 20))
+    engine = TorchEngine("e0", kv_tokens=64, memory_bytes=manifest.buffer_bytes * 5 // 4 + (1 << 20))
     fleet = Fleet(
         engines=[engine],
         store=store,

@@ -20,6 +20,9 @@ class Contestant(Peer):
     """No options."""
 
     def files(self, source: Source) -> list[Path]:
+        refusal = _refusal(source.tensorizer)
+        if refusal.exists():
+            raise RuntimeError(refusal.read_text())
         return [source.tensorizer]
 
     def load(self, source: Source, race: Race) -> None:
@@ -31,10 +34,17 @@ class Contestant(Peer):
 def convert(safetensors: Path, target: Path) -> None:
     """Write the file that the contestant reads."""
     tensors = load_file(safetensors)
-    # Without the number it reserves too little room for the names of ten thousand.
-    serializer = _library.TensorSerializer(str(target), max_tensors=2 * len(tensors))
-    serializer.write_state_dict(tensors)
-    serializer.close()
+    try:
+        serializer = _library.TensorSerializer(str(target))
+        serializer.write_state_dict(tensors)
+        serializer.close()
+    except Exception as exc:
+        target.unlink(missing_ok=True)
+        _refusal(target).write_text(f"its writer refuses {len(tensors)} tensors: {exc}")
+
+
+def _refusal(target: Path) -> Path:
+    return target.with_suffix(".refused")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,114 @@
+"""The loading benchmark on a few megabytes: everyone delivers what was written, or is found out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import checkpoints, load, pagecache
+from benchmarks.field import Field
+from benchmarks.measure import ratios, rounds
+from benchmarks.peers import CONTESTANTS
+from benchmarks.race import Source
+
+HERE = [contestant for contestant in CONTESTANTS if not contestant.apart]
+SIZE = 3_000_000
+
+pytestmark = pytest.mark.slow  # every contestant imports torch in a process of its own
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return load.measure(
+        load.Settings(
+            sizes=(SIZE,),
+            repeats=2,
+            directory=tmp_path_factory.mktemp("bench"),
+            peers_python=None,
+            rehearsal_bytes=1_000_000,
+            swap_bytes=(),
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    rehearsal = _write(tmp_path_factory.mktemp("field"), "rehearsal")
+    defaults = {"threads": 2, "chunk_bytes": 1 << 20}
+    with Field(
+        HERE, python=Path(sys.executable), peers_python=None, rehearsal=rehearsal, timeout_s=120
+    ) as field:
+        field.defaults["raw_direct"] = defaults
+        yield field
+
+
+def _write(directory: Path, name: str, shape: str = "llama") -> Source:
+    return checkpoints.write(directory / name, shape, SIZE, seed=1, peers_python=None)
+
+
+def test_every_contestant_here_delivers_the_bytes_that_were_written(report: dict[str, Any]) -> None:
+    assert report["faults"] == []
+    assert [case["shape"] for case in report["cases"]] == ["llama", "one", "many"]
+    for case in report["cases"]:
+        assert case["checked"] == [contestant.key for contestant in HERE]
+        assert case["failed"] == {}
+        assert case["bytes"] == SIZE // 128 * 128
+
+
+def test_the_report_has_every_round_of_everyone(report: dict[str, Any]) -> None:
+    for cache in ("cold", "warm"):
+        keys = {f"{contestant.key}_s" for contestant in HERE if cache in contestant.caches}
+        assert set(report[cache]) == keys
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in report[cache].values())
+        assert report["ratios"][cache]["raw_direct"]["raw_direct"] == 1
+    assert {"hotswap_s", "no_bulk_s", "no_direct_s"} <= set(report["ablation"])
+    assert report["many_over_one"].keys() == {str(SIZE // 128 * 128)}
+    assert report["machine"]["libraries"]["torch"]
+
+
+def test_peers_that_are_not_installed_are_named_with_the_reason(report: dict[str, Any]) -> None:
+    assert set(report["unavailable"]) == {contestant.key for contestant in CONTESTANTS if contestant.apart}
+    assert all("make bench-env" in reason for reason in report["unavailable"].values())
+
+
+def test_a_contestant_that_delivers_other_bytes_is_out(field: Field) -> None:
+    source = _write(field.rehearsal.directory.parent, "flipped")
+    assert field.check(field.ready, source) == {}
+    for file in (source.safetensors, source.flat_files[0]):
+        _flip(file, at=file.stat().st_size // 2)
+    out = field.check(field.ready, source)
+    assert out["safetensors"] == out["raw_direct"] == "it delivered other bytes than were written"
+    assert {key for key in out if key.startswith("hotswap")} == {
+        contestant.key for contestant in HERE if contestant.kind == "hotswap"
+    }
+    assert "torch_load" not in out
+
+
+def test_the_page_cache_is_seen_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(1 << 20))
+    assert pagecache.fill([file]) == 1
+    left = pagecache.empty([file])
+    assert left == pagecache.resident_share([file])  # a file system in memory keeps all of it
+
+
+def test_each_round_has_everyone_once_and_begins_with_another() -> None:
+    turns = list(rounds("abc", 3))
+    assert ["".join(turns[i : i + 3]) for i in (0, 3, 6)] == ["abc", "bca", "cab"]
+
+
+def test_a_ratio_compares_what_ran_in_the_same_round() -> None:
+    assert ratios([1.0, 10.0], [2.0, 20.0]) == [0.5, 0.5]
+
+
+def _flip(file: Path, *, at: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 1]))
