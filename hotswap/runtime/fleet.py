@@ -113,6 +113,7 @@ class Fleet(AsyncContextManagerMixin):
             on_change=self._changed,
             on_record=on_swap,
         )
+        self._change = anyio.Event()
         self._tasks: TaskGroup | None = None
         self._control: Control | None = None
 
@@ -158,6 +159,7 @@ class Fleet(AsyncContextManagerMixin):
 
     def _stop(self, tasks: TaskGroup) -> None:
         self._tasks = self._control = None
+        self._change.set()
         tasks.cancel_scope.cancel()
         for instance in self._instances.values():
             instance.settle_first_token(self._telemetry)
@@ -291,6 +293,8 @@ class Fleet(AsyncContextManagerMixin):
 
     def _changed(self) -> None:
         """An instance changed state: those who wait may go, and the scheduler may see it otherwise now."""
+        self._change.set()
+        self._change = anyio.Event()
         self._room.wake()
         if self._control is not None:
             self._control.ask()
@@ -326,6 +330,19 @@ class Fleet(AsyncContextManagerMixin):
         instance.claim(target)
         return await self._swapper.run(instance, target, deadline_s=deadline_s, reason=reason)
 
+    async def ready(self) -> None:
+        """Return once every model has its `min_replicas` serving; at once if none asks for any.
+
+        Waits for ever if the scheduler keeps no floors: bound it by `anyio.fail_after`.
+
+        Raises:
+            FleetClosed: the fleet is not open, or closes meanwhile.
+        """
+        self._open_tasks()
+        while not self._floors_hold():
+            await self._change.wait()
+            self._open_tasks()
+
     # -- what can be seen
 
     def view(self) -> FleetView:
@@ -342,6 +359,14 @@ class Fleet(AsyncContextManagerMixin):
     def swaps(self) -> tuple[SwapRecord, ...]:
         """Records of the swaps that ended, oldest first; the last 10,000 are kept."""
         return tuple(self._swapper.records)
+
+    def _floors_hold(self) -> bool:
+        serving = Counter(
+            view.model
+            for view in (instance.view() for instance in self._instances.values())
+            if view.state is InstanceState.SERVING
+        )
+        return all(serving[card.id] >= card.min_replicas for card in self._registry.cards.values())
 
     def _view_model(self, card: ModelCard) -> ModelView:
         return ModelView(

@@ -313,3 +313,18 @@ async def test_an_error_of_the_block_leaves_the_fleet_as_itself() -> None:
     with pytest.raises(ShardMissing, match="'zz'"):
         async with sim_fleet("a", models=models("a", "zz")):
             raise AssertionError("opened without the model")
+
+
+@virtual_time
+async def test_ready_waits_for_the_floors_and_for_nothing_else() -> None:
+    registered = [Model("a", min_replicas=1), Model("b", min_replicas=1), Model("c")]
+    async with sim_fleet("a", "b", "c", models=registered) as fleet:
+        with anyio.fail_after(10):
+            await fleet.ready()
+        serving = {i.model for i in fleet.view().instances if i.state is InstanceState.SERVING}
+        assert serving == {"a", "b"}
+        before_s = anyio.current_time()
+        await fleet.ready()
+        assert anyio.current_time() == before_s
+    with pytest.raises(FleetClosed):
+        await fleet.ready()
