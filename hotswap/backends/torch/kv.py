@@ -7,7 +7,7 @@ Block 0 belongs to nobody; rows that only pad a batch write there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +82,9 @@ class KVCache:
         self._values: dict[int, Tensor] = {}
         self._scratch: dict[tuple[str, int, torch.dtype], Tensor] = {}
         for index, layer in enumerate(layers):
-            self._make(index, layer)
+            # Not zeroed: blocks are cleared when handed out, and gigabytes of zeros would delay a swap.
+            self._make(index, layer, torch.empty)
+            self._values[index][0] = 0
 
     @property
     def layers(self) -> dict[int, LayerShape]:
@@ -100,7 +102,7 @@ class KVCache:
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero the values of blocks that are handed out anew.
 
-        A masked key has weight zero, and zero times a NaN that an earlier request left would be a NaN.
+        A masked key has weight zero, and zero times a NaN that was there before would be a NaN.
         """
         if not blocks:
             return
@@ -111,7 +113,8 @@ class KVCache:
     def write(self, layer: int, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """Append keys and values `[1, kv_heads, T, dim]`: row *i* to slot `offsets[i]` of `blocks[i]`."""
         if layer not in self._keys:
-            self._make(layer, LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype))
+            shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+            self._make(layer, shape, torch.zeros)
         self._keys[layer][blocks, :, offsets] = key[0].transpose(0, 1)
         self._values[layer][blocks, :, offsets] = value[0].transpose(0, 1)
 
@@ -138,8 +141,7 @@ class KVCache:
             held = self._scratch[key] = torch.empty(size, like.shape[1], dtype=like.dtype, device=like.device)
         return held[:count]
 
-    def _make(self, index: int, layer: LayerShape) -> None:
+    def _make(self, index: int, layer: LayerShape, make: Callable[..., Tensor]) -> None:
         shape = (self.num_blocks + 1, layer.kv_heads, self.block_tokens)
-        # Zeros, because what masked slots hold is multiplied by zero, and must therefore be finite.
-        self._keys[index] = torch.zeros(*shape, layer.key_dim, dtype=layer.dtype, device=self.device)
-        self._values[index] = torch.zeros(*shape, layer.value_dim, dtype=layer.dtype, device=self.device)
+        self._keys[index] = make(*shape, layer.key_dim, dtype=layer.dtype, device=self.device)
+        self._values[index] = make(*shape, layer.value_dim, dtype=layer.dtype, device=self.device)
