@@ -22,6 +22,7 @@ Kind: TypeAlias = Literal[
     "stall",  # sends some bytes, then nothing more
     "reset",  # sends some bytes, then tears the connection
     "truncate",  # sends some bytes, then ends the connection as if that were all
+    "dwindle",  # sends some bytes in chunks, and ends them properly, too soon
     "status",  # answers with an error status
     "whole",  # ignores the range: 200 with the whole body
     "short",  # answers a shorter range than was asked for, correctly labelled
@@ -151,6 +152,9 @@ async def _send_body(
     if kind in ("stall", "reset", "truncate"):
         await _send(stream, status, headers, bytes(data), cut=after)
         await _break_off(stream, kind)
+    if kind == "dwindle" and span:
+        await _send_chunked(stream, status, headers, bytes(data[:after]))
+        return
     await _send(stream, status, headers, bytes(data), cut=0 if request.method == "HEAD" else None)
 
 
@@ -175,6 +179,13 @@ async def _send(
     lines = [f"HTTP/1.1 {status} Status", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     await stream.send("\r\n".join([*lines, "", ""]).encode() + body[:cut])
+
+
+async def _send_chunked(stream: SocketStream, status: int, headers: dict[str, str], body: bytes) -> None:
+    lines = [f"HTTP/1.1 {status} Status", "Transfer-Encoding: chunked"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+    await stream.send("\r\n".join([*lines, "", ""]).encode() + chunk + b"0\r\n\r\n")
 
 
 async def _break_off(stream: SocketStream, how: str) -> None:

@@ -43,6 +43,8 @@ PASSING = (
     Fault("reset", after=1000),
     Fault("truncate"),
     Fault("truncate", after=1000),
+    Fault("dwindle"),
+    Fault("dwindle", after=1000),
     Fault("short"),
     Fault("garbage"),
     *(Fault("status", status=status) for status in (408, 429, 500, 502, 503, 504, 416)),

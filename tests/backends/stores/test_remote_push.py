@@ -117,6 +117,24 @@ async def test_other_weights_are_put_in_the_place_of_a_model_only_on_request(nea
             await read_rank(store, old)
 
 
+@pytest.mark.usefixtures("_small_parts")
+async def test_a_model_whose_replacement_broke_off_is_not_there(near: Path, far: Path) -> None:
+    put(near)
+    manifest, ranks = put(near.parent / "new", seed=1)
+    last = near.parent / "new" / "m" / manifest.shards[-1].file
+    good = last.read_bytes()
+    last.write_bytes(b"\1" + good[1:])
+    async with over_files(far) as store:
+        await store.push(near / "m")
+        with pytest.raises(ShardCorrupt):
+            await store.push(near.parent / "new" / "m", replace=True)
+        with pytest.raises(ShardMissing):
+            await store.manifest(M)
+        last.write_bytes(good)
+        await store.push(near.parent / "new" / "m")
+        assert await read_rank(store, manifest) == ranks[0]
+
+
 async def test_there_must_be_a_model_to_push(near: Path, far: Path) -> None:
     async with over_files(far) as store:
         with pytest.raises(ShardMissing, match="near"):
