@@ -52,6 +52,7 @@ async def test_what_was_pushed_reads_back_as_it_was(near: Path, far: Path, size:
     async with over_files(far) as store:
         assert await store.push(near / "m") == manifest
         assert await store.manifest(M) == manifest
+        assert await store.side_files(M) == {"tokenizer.json": b"{}"}
         for rank in (0, 1):
             assert await read_rank(store, manifest, rank) == ranks[rank]
     async with NvmeStore(far) as disk:

@@ -27,6 +27,7 @@ PUSH_AGAIN = "Push the model again with `RemoteStore.push(..., replace=True)`."
 
 _T = TypeVar("_T")
 _STATUS = re.compile(r"status code: (\d{3}[ A-Za-z-]*)")
+_PREAMBLE = re.compile(r"Generic \w+ error: |Error performing \w+ \S+ in \S+ - ")
 _ADDRESS = re.compile(r"\S+://\S+")
 # How the library words it that a range lies outside the object; whether it does is asked then.
 _RANGE_TROUBLE = re.compile(r"status code: 416|Requested .* got |range was invalid")
@@ -242,5 +243,5 @@ def reason(exc: Exception) -> str:
     text = str(exc)
     if status := _STATUS.search(text):
         return f"the server answered {status[1].strip()}"
-    line = _ADDRESS.sub("it", text.partition("\n")[0])[:200].rstrip(".: ")
+    line = _ADDRESS.sub("its URL", _PREAMBLE.sub("", text.partition("\n")[0]))[:200].rstrip(".: ")
     return line or type(exc).__name__

@@ -15,6 +15,7 @@ from anyio import to_thread
 from hotswap.backends.stores.layout import (
     ALIGNMENT_BYTES,
     INDEX_NAME,
+    SIDE_FILES,
     check_file_name,
     dump_index,
     parse_index,
@@ -125,16 +126,20 @@ class RemoteStore(WeightStore):
             chunks.close()
 
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
-        try:
-            found = await self._objects.read_small(
-                self._path(model, "tokenizer.json"), most_bytes=_MOST_SMALL_BYTES
-            )
-        except ShardMissing:
+        if (text := await self._side_file(model, "tokenizer.json")) is None:
             return None
         from hotswap.backends.tokenizer import HfTokenizer
 
-        assert found is not None, "an object that was asked for without conditions"
-        return await to_thread.run_sync(HfTokenizer.parse, found[0])
+        return await to_thread.run_sync(HfTokenizer.parse, text)
+
+    async def side_files(self, model: ModelId) -> dict[str, bytes]:
+        """Return what lies beside a model's weights, by name: what a tier that keeps a copy has to keep too.
+
+        Raises:
+            StoreError: one of them could not be read; that it is not there is no error.
+        """
+        found = {name: await self._side_file(model, name) for name in SIDE_FILES}
+        return {name: text for name, text in found.items() if text is not None}
 
     async def push(
         self, directory: str | Path, model: ModelId | None = None, *, replace: bool = False
@@ -192,6 +197,13 @@ class RemoteStore(WeightStore):
 
     def __repr__(self) -> str:
         return f"<RemoteStore {self.url!r} [{len(self._known)} models known]>"
+
+    async def _side_file(self, model: ModelId, name: str) -> bytes | None:
+        try:
+            found = await self._objects.read_small(self._path(model, name), most_bytes=_MOST_SMALL_BYTES)
+        except ShardMissing:
+            return None
+        return None if found is None else found[0]
 
     async def _load_index(self, model: ModelId, known: _Known | None) -> _Known:
         path = self._path(model, INDEX_NAME)
