@@ -8,7 +8,7 @@ from pathlib import Path
 from hotswap.errors import ConfigError
 from hotswap.request import ModelId
 
-__all__ = ["HostChunk", "Manifest", "Model", "ModelCard", "Shard", "TensorSpec"]
+__all__ = ["HostBuffer", "HostChunk", "Manifest", "Model", "ModelCard", "Shard", "TensorSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Where one named tensor lies in its rank's flat buffer.
+    """Where one named tensor, or the part of it that a tensor-parallel rank has, lies in the rank's buffer.
 
-    Tied names carry the same offset, and their bytes exist once.
+    Tied names carry the same offset, and their bytes exist once. `stride` counts elements, as torch does;
+    left out, it is that of row-major order. `checksum` is `"<algorithm>:<hex>"` over the tensor's bytes,
+    empty where nobody has taken it.
     """
 
     name: str
@@ -54,6 +56,20 @@ class TensorSpec:
     shape: tuple[int, ...]
     offset_bytes: int
     size_bytes: int
+    stride: tuple[int, ...] = ()
+    checksum: str = ""
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.stride:
+            object.__setattr__(self, "stride", _row_major(self.shape))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides[: len(shape)]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +94,8 @@ class Manifest:
     """Everything an engine needs before the first byte: architecture, tensors, shards, sizes.
 
     `config` is the text of the checkpoint's `config.json`; an engine that simulates may leave it empty.
-    `buffer_bytes` is the size of one rank's flat buffer, padding included.
+    `buffer_bytes` is the size of one rank's flat buffer, padding included. Ranks hold different parts of the
+    model, perhaps of different shapes: `tensors` lists those of all ranks, `tensors_of` those of one.
     """
 
     model: ModelId
@@ -97,6 +114,10 @@ class Manifest:
     def weight_bytes(self) -> int:
         """All shards of all ranks."""
         return sum(shard.size_bytes for shard in self.shards)
+
+    def tensors_of(self, rank: int) -> tuple[TensorSpec, ...]:
+        """What lies in the buffer of one rank, in the manifest's order."""
+        return tuple(tensor for tensor in self.tensors if tensor.rank == rank)
 
     def shards_of(self, rank: int) -> tuple[Shard, ...]:
         """The shards of one rank, in buffer order."""
@@ -140,10 +161,25 @@ class HostChunk:
     """Bytes of a shard in host memory, lent: valid until the next chunk is asked for.
 
     `offset_bytes` is the chunk's place in the rank's flat buffer, so an engine copies it there and forgets
-    it. `tier` names where the bytes came from; `pinned` says that a device may copy from it asynchronously.
+    it. `tier` names where the bytes came from; `pinned` says that a device may copy from it asynchronously,
+    `buffered` that they went through the page cache, as where a file system refuses direct reads.
     """
 
     offset_bytes: int
+    data: memoryview
+    tier: str = ""
+    pinned: bool = False
+    buffered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """A rank's whole flat buffer in host memory, lent to be read in place; `data` cannot be written.
+
+    `tier` names where the bytes were when they were asked for; `pinned` says that a device may copy from
+    them asynchronously.
+    """
+
     data: memoryview
     tier: str = ""
     pinned: bool = False

@@ -1,24 +1,20 @@
-"""Writing a model so that it is there whole or not at all.
+"""Writing a model: each rank's flat buffer into data files, with the checksums of files and tensors.
 
-A model is written into `.<id>.<random>.partial` beside its final name, synced, and renamed. The writer holds
-a lock (`flock`) on that directory, which the kernel drops when the process dies: a leftover is a partial
-directory that nobody has locked, and `sweep` removes it.
+It is there whole or not at all (`partial`), and can go on where a process was killed (`journal`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedWriter
 from pathlib import Path
 
+from hotswap.backends.stores.journal import FinishedFile, Journal
 from hotswap.backends.stores.layout import (
     INDEX_NAME,
     Checksum,
@@ -27,20 +23,31 @@ from hotswap.backends.stores.layout import (
     dump_index,
     parse_index,
 )
-from hotswap.errors import ConfigError, StoreError, TierFull
-from hotswap.model import Manifest, Shard
+from hotswap.backends.stores.partial import (
+    AlreadyThere,
+    already_there,
+    partial,
+    publish,
+    sweep,
+    sync_directory,
+)
+from hotswap.errors import StoreError, TierFull
+from hotswap.model import Manifest, Shard, TensorSpec
 
-__all__ = ["AlreadyThere", "Progress", "sweep", "write_model"]
+__all__ = [
+    "AlreadyThere",
+    "ModelWriter",
+    "Progress",
+    "RankWriter",
+    "WriteOptions",
+    "sweep",
+    "write_model",
+    "writing",
+]
 
-_SUFFIX = ".partial"
 _PIECE_BYTES = 8 << 20
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+_ZEROS = memoryview(bytes(1 << 20))
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-class AlreadyThere(ConfigError):
-    """The store has a model of that id, which was not to be replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +69,7 @@ def write_model(
     replace_existing: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
-    """Write a model under `root` and return its manifest with shards.
+    """Write a model under `root` and return its manifest with shards and checksums.
 
     `ranks` yields each rank's flat buffer in pieces, in order and without gaps, `manifest.buffer_bytes` in
     all; the manifest's own shards are ignored. Blocking. Whatever `progress` raises ends the writing.
@@ -72,107 +79,250 @@ def write_model(
         TierFull: the disk has no room; nothing of the model is left, and what was there before is untouched.
         StoreError: writing failed.
     """
+    options = WriteOptions(
+        max_file_bytes=max_file_bytes, replace_existing=replace_existing, progress=progress
+    )
+    with writing(root, manifest, side_files=side_files or {}, options=options) as writer:
+        for rank, pieces in zip(writer.ranks, ranks, strict=False):
+            for piece in pieces:
+                rank.write(piece)
+            assert rank.position == manifest.buffer_bytes, f"{rank.position} bytes were given for the buffer"
+    return writer.manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How a model is written. `key` names what is written, so that a conversion that died can go on."""
+
+    max_file_bytes: int = 4 << 30
+    replace_existing: bool = False
+    progress: Callable[[Progress], None] | None = None
+    key: str | None = None
+
+
+class ModelWriter:
+    """A model that is being written: one buffer for each rank, to be filled in any interleaving.
+
+    `manifest` gains shards and checksums when the block of `writing` ends.
+    """
+
+    def __init__(self, manifest: Manifest, ranks: Sequence[RankWriter]) -> None:
+        self.manifest = manifest
+        self.ranks = tuple(ranks)
+
+    def close_ranks(self) -> None:
+        """Pad every buffer and take down where its bytes are, and what they are."""
+        for rank in self.ranks:
+            rank.finish()
+        ranks = {writer.rank: writer for writer in self.ranks}
+        self.manifest = replace(
+            self.manifest,
+            shards=tuple(shard for writer in self.ranks for shard in writer.shards()),
+            buffer_bytes=align(self.manifest.buffer_bytes, self.manifest.alignment_bytes),
+            tensors=tuple(
+                replace(tensor, checksum=ranks[tensor.rank].checksum_of(tensor))
+                for tensor in self.manifest.tensors
+            ),
+        )
+
+
+@contextmanager
+def writing(
+    root: Path, manifest: Manifest, *, side_files: Mapping[str, bytes], options: WriteOptions
+) -> Generator[ModelWriter]:
+    """Write a model in the block: it is there when the block ends, and not if the block raises.
+
+    An interrupt of the process (`KeyboardInterrupt`, a kill) leaves what was finished where `options.key` is
+    given, for the next writing with this key; any other error leaves nothing. Raises as `write_model` does.
+    """
     final = root / manifest.model
-    if final.exists() and not replace_existing:
-        raise _exists(final)
+    if final.exists() and not options.replace_existing:
+        raise already_there(final)
     needed = align(manifest.buffer_bytes, manifest.alignment_bytes) * manifest.world_size
     with _map_write_errors(root, needed):
         root.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(root).free < needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with _partial(root, manifest.model) as directory:
-            report = _reporter(progress, needed)
-            shards: list[Shard] = []
-            for rank, pieces in enumerate(ranks):
-                writer = _RankWriter(directory, manifest, rank, max_file_bytes=max_file_bytes, report=report)
-                shards += writer.write_all(pieces)
-            whole = replace(manifest, shards=tuple(shards), buffer_bytes=needed // manifest.world_size)
-            index = dump_index(whole)
-            parse_index(
-                index, path=directory / INDEX_NAME, model=manifest.model
-            )  # what could not be read is not written
-            for name, content in {**(side_files or {}), INDEX_NAME: index}.items():
+        with partial(root, manifest.model, options.key) as (directory, journal):
+            done = sum(file.size_bytes for file in journal.finished) if journal else 0
+            if shutil.disk_usage(root).free < needed - done:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            report = _reporter(options.progress, done, needed)
+            report(0)
+            with ExitStack() as files:
+                ranks = [
+                    files.enter_context(
+                        closing(
+                            RankWriter(directory, manifest, rank, options.max_file_bytes, report, journal)
+                        )
+                    )
+                    for rank in range(manifest.world_size)
+                ]
+                writer = ModelWriter(manifest, ranks)
+                yield writer
+                writer.close_ranks()
+            index = dump_index(writer.manifest)
+            # What could not be read is not written.
+            parse_index(index, path=directory / INDEX_NAME, model=manifest.model)
+            for name, content in {**side_files, INDEX_NAME: index}.items():
                 _write_file(directory / name, content)
-            _publish(directory, final, replace_existing=replace_existing)
-    return whole
+            if journal is not None:
+                journal.close()
+            publish(directory, final, replace_existing=options.replace_existing)
 
 
-def sweep(root: Path) -> list[Path]:
-    """Remove what writers that died have left under `root`, and return it; living writers are left alone."""
-    swept: list[Path] = []
-    for directory in sorted(root.glob(f".*{_SUFFIX}")):
-        with suppress(OSError), _locked(directory):
-            shutil.rmtree(directory)
-            swept.append(directory)
-    return swept
+class RankWriter:
+    """Writes one rank's flat buffer to files of at most `max_file_bytes`, one shard each.
 
-
-class _RankWriter:
-    """Writes one rank's flat buffer to files of at most `max_file_bytes`, one shard each."""
+    Bytes that a former writer has finished are taken and dropped: `finished_bytes` says how many, so that
+    a caller need not make them.
+    """
 
     def __init__(
         self,
         directory: Path,
         manifest: Manifest,
         rank: int,
-        *,
         max_file_bytes: int,
         report: Callable[[int], None],
+        journal: Journal | None,
     ) -> None:
+        self.rank = rank
+        self.position = 0
         self._directory = directory
-        self._manifest = manifest
-        self._rank = rank
+        self._model = manifest.model
+        self._world_size = manifest.world_size
         self._report = report
+        self._journal = journal
         self._unit = manifest.alignment_bytes
+        self._end = align(manifest.buffer_bytes, self._unit)
         self._most = max(self._unit, max_file_bytes // self._unit * self._unit)
-        self._shards: list[Shard] = []
-        self._done = 0
+        self._files: list[FinishedFile] = journal.of(rank) if journal else []
+        self.finished_bytes = sum(file.size_bytes for file in self._files)
+        self._tensors = TensorChecksums(manifest.tensors_of(rank), self._files)
+        self._file: BufferedWriter | None = None
+        self._checksum = Checksum()
+        self._size = 0
 
-    def write_all(self, pieces: Iterable[memoryview]) -> list[Shard]:
-        """Write the buffer, zeros up to the alignment behind it, and return its shards."""
-        rest = _padded(pieces, self._manifest.buffer_bytes, self._unit)
-        piece = next(rest, None)
-        while piece is not None:
-            piece = self._write_file(piece, rest)
-        return self._shards
+    def write(self, data: memoryview) -> None:
+        """Append bytes to the buffer."""
+        dropped = min(len(data), max(0, self.finished_bytes - self.position))
+        self.position += dropped
+        for start in range(dropped, len(data), _PIECE_BYTES):
+            self._write_piece(data[start : start + _PIECE_BYTES])
 
-    def _write_file(self, piece: memoryview | None, rest: Iterator[memoryview]) -> memoryview | None:
-        """Write one file, beginning with `piece`; return what did not fit, `None` at the end."""
-        name = data_file_name(self._rank, self._manifest.world_size, len(self._shards))
-        checksum, size = Checksum(), 0
-        with _created(self._directory / name) as file:
-            while piece is not None and size < self._most:
-                fits, over = piece[: self._most - size], piece[self._most - size :]
-                file.write(fits)
-                checksum.update(fits)
-                size += len(fits)
-                self._report(len(fits))
-                piece = over if len(over) else next(rest, None)
-        self._shards.append(
+    def skip_to(self, position: int) -> None:
+        """Append what nobody looks at: zeros, or nothing where a former writer was here."""
+        if self.position < self.finished_bytes:
+            self.position = min(position, self.finished_bytes)
+        while self.position < position:
+            self.write(_ZEROS[: min(len(_ZEROS), position - self.position)])
+
+    def finish(self) -> None:
+        """Append zeros up to the alignment, and put everything on the disk."""
+        self.skip_to(self._end)
+        if self._file is not None:
+            self._finish_file()
+
+    def close(self) -> None:
+        """Close the file that was being written, if any."""
+        if self._file is not None:
+            self._file.close()
+
+    def shards(self) -> list[Shard]:
+        """Where the buffer lies, once it is finished."""
+        return [
             Shard(
-                model=self._manifest.model,
-                rank=self._rank,
-                file=name,
+                model=self._model,
+                rank=self.rank,
+                file=file.file,
                 file_offset_bytes=0,
-                buffer_offset_bytes=self._done,
-                size_bytes=size,
-                checksum=str(checksum),
+                buffer_offset_bytes=file.offset_bytes,
+                size_bytes=file.size_bytes,
+                checksum=file.checksum,
             )
+            for file in self._files
+        ]
+
+    def checksum_of(self, tensor: TensorSpec) -> str:
+        """The checksum of a tensor's bytes, once they are written."""
+        return self._tensors.of(tensor)
+
+    def _write_piece(self, piece: memoryview) -> None:
+        while len(piece):
+            if self._file is None:
+                self._begin_file()
+            assert self._file is not None
+            fits, piece = piece[: self._most - self._size], piece[self._most - self._size :]
+            self._file.write(fits)
+            self._checksum.update(fits)
+            self._tensors.update(self.position, fits)
+            self._size += len(fits)
+            self.position += len(fits)
+            self._report(len(fits))
+            if self._size == self._most:
+                self._finish_file()
+
+    def _begin_file(self) -> None:
+        name = data_file_name(self.rank, self._world_size, len(self._files))
+        self._file = (self._directory / name).open("xb")
+        self._checksum, self._size = Checksum(), 0
+
+    def _finish_file(self) -> None:
+        assert self._file is not None
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._file = None
+        done, unfinished = self._tensors.take()
+        finished = FinishedFile(
+            rank=self.rank,
+            file=data_file_name(self.rank, self._world_size, len(self._files)),
+            offset_bytes=self.position - self._size,
+            size_bytes=self._size,
+            checksum=str(self._checksum),
+            tensors=done,
+            unfinished=unfinished,
         )
-        self._done += size
-        return piece
+        self._files.append(finished)
+        if self._journal is not None:
+            sync_directory(self._directory)
+            self._journal.add(finished)
 
 
-def _padded(pieces: Iterable[memoryview], size: int, unit: int) -> Iterator[memoryview]:
-    """The pieces, empty ones left out, in lengths that report progress often, then zeros up to `unit`."""
-    done = 0
-    for piece in pieces:
-        for start in range(0, len(piece), _PIECE_BYTES):
-            yield piece[start : start + _PIECE_BYTES]
-        done += len(piece)
-    assert done == size, f"{done} bytes were given for a buffer of {size}"
-    if done % unit:
-        yield memoryview(bytes(unit - done % unit))
+class TensorChecksums:
+    """The checksums of a rank's tensors, taken as its buffer goes by in order."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], finished: Sequence[FinishedFile]) -> None:
+        self._places = sorted(
+            {(t.offset_bytes, t.offset_bytes + t.size_bytes) for t in tensors if t.size_bytes}
+        )
+        self._done: dict[str, str] = {}
+        for file in finished:
+            self._done.update(file.tensors)
+        self._current = Checksum(finished[-1].unfinished) if finished else Checksum()
+        self._next = len(self._done)
+        self._new: dict[str, str] = {}
+
+    def update(self, position: int, data: memoryview) -> None:
+        """Feed the bytes at `position` of the buffer, which follow those fed before."""
+        end = position + len(data)
+        while self._next < len(self._places) and self._places[self._next][0] < end:
+            start, stop = self._places[self._next]
+            self._current.update(data[max(0, start - position) : stop - position])
+            if stop > end:
+                return
+            self._new[str(start)] = str(self._current)
+            self._current = Checksum()
+            self._next += 1
+
+    def take(self) -> tuple[dict[str, str], str]:
+        """The checksums that were finished since the last call, by offset, and the one so far of the next."""
+        new, self._new = self._new, {}
+        self._done.update(new)
+        return new, str(self._current)
+
+    def of(self, tensor: TensorSpec) -> str:
+        """The checksum of a tensor, which must have gone by."""
+        return self._done[str(tensor.offset_bytes)] if tensor.size_bytes else str(Checksum())
 
 
 @contextmanager
@@ -189,9 +339,9 @@ def _write_file(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _reporter(progress: Callable[[Progress], None] | None, total_bytes: int) -> Callable[[int], None]:
-    done = 0
-
+def _reporter(
+    progress: Callable[[Progress], None] | None, done: int, total_bytes: int
+) -> Callable[[int], None]:
     def report(size: int) -> None:
         nonlocal done
         done += size
@@ -199,74 +349,6 @@ def _reporter(progress: Callable[[Progress], None] | None, total_bytes: int) -> 
             progress(Progress(phase="write", done_bytes=done, total_bytes=total_bytes))
 
     return report
-
-
-# ------------------------------------------------------------------------------- all of it, or nothing
-
-
-@contextmanager
-def _partial(root: Path, model: str) -> Generator[Path]:
-    """A new locked directory beside the model's own, gone when the block ends unless it was renamed."""
-    while True:
-        directory = root / f".{model}.{secrets.token_hex(4)}{_SUFFIX}"
-        directory.mkdir()
-        with _locked(directory):
-            if not directory.exists():  # swept between its making and its locking
-                continue
-            try:
-                yield directory
-            finally:
-                shutil.rmtree(directory, ignore_errors=True)
-            return
-
-
-@contextmanager
-def _locked(directory: Path) -> Generator[None]:
-    """Hold the lock on a directory; `OSError` if another process, or another writer of this one, has it."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _publish(directory: Path, final: Path, *, replace_existing: bool) -> None:
-    """Give a finished directory its name; the one that had it, if any, gets the other's, and goes with it."""
-    _sync(directory)
-    try:
-        directory.rename(final)
-    except OSError as exc:
-        if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if not replace_existing:
-            raise _exists(final) from exc
-        _exchange(directory, final)
-    _sync(final.parent)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Swap the names of two directories: at once on Linux, so that a crash finds one of them whole."""
-    with suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
-            return
-    aside = one.with_name(f"{one.name.removesuffix(_SUFFIX)}.old{_SUFFIX}")
-    other.rename(aside)
-    one.rename(other)
-    aside.rename(one)
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _exists(final: Path) -> AlreadyThere:
-    return AlreadyThere(f"{str(final)!r} is there already. Remove it first, or convert with `--replace`.")
 
 
 @contextmanager

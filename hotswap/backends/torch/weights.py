@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +21,15 @@ from hotswap.model import TensorSpec
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "check_complete",
+    "check_files",
     "convert",
     "dtype_of",
     "fill",
     "layout",
     "load_checkpoint",
+    "named_tensors",
+    "place",
     "recast",
     "tensor_at",
 ]
@@ -41,21 +44,34 @@ def layout(module: nn.Module) -> tuple[tuple[TensorSpec, ...], int]:
     Tensors lie in the order of the state dict, each at a multiple of `ALIGNMENT_BYTES`. Names that are tied
     (one tensor under several names) carry one offset. Works on meta tensors too: only shapes are read.
     """
+    return place(
+        (name, tensor.dtype, tuple(tensor.shape), id(tensor)) for name, tensor in named_tensors(module)
+    )
+
+
+def place(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Hashable]], *, rank: int = 0
+) -> tuple[tuple[TensorSpec, ...], int]:
+    """Return where tensors, given by name, dtype, shape and identity, lie one after the other, and their end.
+
+    Each begins at a multiple of `ALIGNMENT_BYTES`; those of one identity are tied, and lie in one place.
+    """
     specs: list[TensorSpec] = []
-    placed: dict[int, int] = {}
+    placed: dict[Hashable, int] = {}
     end = 0
-    for name, tensor in _tensors(module):
-        size = tensor.numel() * tensor.element_size()
-        offset = placed.setdefault(id(tensor), end)
-        if offset == end:
+    for name, dtype, shape, identity in tensors:
+        size = math.prod(shape) * dtype.itemsize
+        if identity not in placed:
+            placed[identity] = end
             end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         specs.append(
             TensorSpec(
                 name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                offset_bytes=offset,
+                dtype=str(dtype).removeprefix("torch."),
+                shape=shape,
+                offset_bytes=placed[identity],
                 size_bytes=size,
+                rank=rank,
             )
         )
     return tuple(specs), end
@@ -68,7 +84,7 @@ def fill(flat: Tensor, module: nn.Module, specs: tuple[TensorSpec, ...]) -> None
     """
     where = {spec.name: spec for spec in specs}
     with torch.no_grad():
-        for name, tensor in _tensors(module):
+        for name, tensor in named_tensors(module):
             tensor_at(flat, where[name]).copy_(tensor)
 
 
@@ -79,18 +95,13 @@ def recast(
 
     Tensors of other dtypes keep theirs: a model has its reasons.
     """
-    placed: dict[int, int] = {}
-    recasted: list[TensorSpec] = []
-    end = 0
-    for spec in specs:
-        dtype = target if dtype_of(spec) is source else dtype_of(spec)
-        size = math.prod(spec.shape) * dtype.itemsize
-        offset = placed.setdefault(spec.offset_bytes, end)
-        if offset == end:
-            end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        name = str(dtype).removeprefix("torch.")
-        recasted.append(replace(spec, dtype=name, offset_bytes=offset, size_bytes=size))
-    return tuple(recasted), end
+
+    def wanted(spec: TensorSpec) -> torch.dtype:
+        return target if dtype_of(spec) is source else dtype_of(spec)
+
+    # An empty tensor lies where the next one does, without being tied to it.
+    places = ((spec, (spec.offset_bytes, spec.size_bytes)) for spec in specs)
+    return place((spec.name, wanted(spec), spec.shape, where) for spec, where in places)
 
 
 def convert(
@@ -116,7 +127,11 @@ def tensor_at(flat: Tensor, spec: TensorSpec) -> Tensor:
             f"Tensor {spec.name!r} ({spec.dtype} {list(spec.shape)}) claims bytes {spec.offset_bytes} to "
             f"{end} of a buffer of {len(flat)}; convert the model again."
         )
-    return flat[spec.offset_bytes : end].view(dtype).view(spec.shape)
+    values = flat[spec.offset_bytes : end].view(dtype)
+    last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
+    if spec.size_bytes and not 0 <= last < len(values):
+        raise ShardCorrupt(f"The stride of tensor {spec.name!r} leads out of it; convert the model again.")
+    return values.as_strided(spec.shape, spec.stride)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
@@ -146,7 +161,7 @@ def load_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> nn.Mo
         UnsupportedModel: it is not a causal language model that transformers knows, or it is quantised.
     """
     directory = Path(path)
-    _check_files(directory)
+    check_files(directory)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportUnknownMemberType] (untyped there)
             directory,
@@ -167,22 +182,28 @@ def load_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> nn.Mo
             f"The weights in {str(directory)!r} cannot be read ({exc}); fetch them again."
         ) from exc
     module, info = cast("tuple[nn.Module, dict[str, Any]]", loaded)
-    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if missing:
-        raise ShardCorrupt(
-            f"The weights in {str(directory)!r} lack {len(missing)} tensors of the right shape, "
-            f"{missing[0]!r} among them; fetch them again."
-        )
+    check_complete(directory, [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
     return module.eval().requires_grad_(False)
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def check_complete(directory: Path, missing: Sequence[str]) -> None:
+    """Raise `ShardCorrupt` if the checkpoint lacks tensors that the architecture has: those given."""
+    if missing:
+        raise ShardCorrupt(
+            f"The weights in {str(directory)!r} lack {len(missing)} tensors of the right shape, "
+            f"{min(missing)!r} among them; fetch them again."
+        )
+
+
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the entries of the state dict; tied ones are one object."""
     # keep_vars: without it every name gets a fresh tensor, and ties could not be told by identity.
     state = cast("dict[str, Tensor]", module.state_dict(keep_vars=True))
     return list(state.items())
 
 
-def _check_files(directory: Path) -> None:
+def check_files(directory: Path) -> None:
+    """Refuse a directory without a config or safetensors, and quantised weights, as `load_checkpoint` does."""
     config = directory / "config.json"
     if not config.is_file():
         raise ShardMissing(
