@@ -36,12 +36,19 @@ from hotswap.errors import (
     WaitingRoomFull,
 )
 from hotswap.hardware import DeviceProfile, parse_bytes
-from hotswap.model import HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
+from hotswap.model import HostBuffer, HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
 from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
 from hotswap.runtime import Completion, Fleet, FleetStream, Hop, SwapLimits
 from hotswap.scheduler import Scheduler
-from hotswap.store import SupportsImport, SupportsPrefetch, SupportsTokenizer, WeightStore, WrapperStore
+from hotswap.store import (
+    SupportsImport,
+    SupportsLend,
+    SupportsPrefetch,
+    SupportsTokenizer,
+    WeightStore,
+    WrapperStore,
+)
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.text import TextStream, Tokenizer
 from hotswap.view import (
@@ -71,6 +78,7 @@ __all__ = [
     "FleetStream",
     "FleetView",
     "Hop",
+    "HostBuffer",
     "HostChunk",
     "HotswapError",
     "InstanceError",
@@ -106,6 +114,7 @@ __all__ = [
     "StoreError",
     "StoreView",
     "SupportsImport",
+    "SupportsLend",
     "SupportsPrefetch",
     "SupportsPreload",
     "SupportsTokenizer",

@@ -9,12 +9,19 @@ from typing import Protocol, Self, runtime_checkable
 
 from anyio import AsyncContextManagerMixin
 
-from hotswap.model import HostChunk, Manifest, Model, Shard
+from hotswap.model import HostBuffer, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
 from hotswap.text import Tokenizer
 from hotswap.view import StoreView
 
-__all__ = ["SupportsImport", "SupportsPrefetch", "SupportsTokenizer", "WeightStore", "WrapperStore"]
+__all__ = [
+    "SupportsImport",
+    "SupportsLend",
+    "SupportsPrefetch",
+    "SupportsTokenizer",
+    "WeightStore",
+    "WrapperStore",
+]
 
 
 class WeightStore(AsyncContextManagerMixin, ABC):
@@ -77,6 +84,23 @@ class SupportsPrefetch(Protocol):
 
 
 @runtime_checkable
+class SupportsLend(Protocol):
+    """A store that can lend the weights in place: an engine in the same memory then loads without a copy."""
+
+    def lend(self, manifest: Manifest, rank: int = 0) -> AbstractAsyncContextManager[HostBuffer | None]:
+        """Lend the flat buffer of a rank in host memory, or `None`; it is brought there first if it is not.
+
+        It is neither moved, changed nor dropped before the block is left, which may be hours later and by
+        another task than the one that entered it. `None` (no room, no such tier, the model was converted
+        anew) is no failure: read the shards instead.
+
+        Raises:
+            StoreError: the weights could not be read; see `open`.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsImport(Protocol):
     """A store that can take in a checkpoint from where the user has it."""
 
@@ -103,7 +127,11 @@ class SupportsTokenizer(Protocol):
 
 
 class WrapperStore(WeightStore):
-    """Forwards everything to another store: subclass it and override what should differ."""
+    """Forwards the three verbs to another store: subclass it and override what should differ.
+
+    Optional abilities are not forwarded, since what they give must differ in the same way: a wrapper whose
+    `open` decrypts must not have a `lend` that does not. A subclass that knows better defines them.
+    """
 
     def __init__(self, store: WeightStore) -> None:
         self.wrapped = store

@@ -20,9 +20,9 @@ from hotswap import telemetry as tm
 from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
 from hotswap.engine import Engine, SupportsPreload
 from hotswap.errors import HotswapError, OutOfMemory, SwapFailed
-from hotswap.model import HostChunk, ModelCard, Shard
+from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.runtime.instance import Instance
-from hotswap.store import WeightStore, WrapperStore
+from hotswap.store import SupportsLend, WeightStore, WrapperStore
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
 
@@ -239,7 +239,7 @@ class SwapJob:
 
 
 class _MeteredStore(WrapperStore):
-    """Counts what an engine reads, and from which tier."""
+    """Counts what an engine reads or is lent, and from which tier."""
 
     def __init__(self, store: WeightStore) -> None:
         super().__init__(store)
@@ -250,6 +250,17 @@ class _MeteredStore(WrapperStore):
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
         async with self.wrapped.open(shard) as chunks:
             yield self._counted(chunks)
+
+    @asynccontextmanager
+    async def lend(self, manifest: Manifest, rank: int = 0) -> AsyncGenerator[HostBuffer | None]:
+        if not isinstance(self.wrapped, SupportsLend):
+            yield None
+            return
+        async with self.wrapped.lend(manifest, rank) as buffer:
+            if buffer is not None:
+                self.num_bytes += len(buffer.data)
+                self.tier = buffer.tier or self.tier
+            yield buffer
 
     async def _counted(self, chunks: AsyncIterator[HostChunk]) -> AsyncIterator[HostChunk]:
         async for chunk in chunks:

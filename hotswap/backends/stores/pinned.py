@@ -19,7 +19,7 @@ from hotswap.backends.stores.budget import Shelf, Slot
 from hotswap.backends.stores.reading import give_back
 from hotswap.errors import ShardMissing, TierFull
 from hotswap.hardware import parse_bytes
-from hotswap.model import HostChunk, Manifest, Shard
+from hotswap.model import HostBuffer, HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
 from hotswap.view import Residency, StoreView, TierView
@@ -77,6 +77,23 @@ class PinnedStore(WeightStore):
             yield chunks
         finally:
             chunks.close()
+            await self._leave(slot)
+
+    @asynccontextmanager
+    async def lend(self, manifest: Manifest, rank: int = 0) -> AsyncGenerator[HostBuffer | None]:
+        """Lend a rank's buffer in place, `None` unless it is whole and still of that manifest."""
+        await checkpoint()
+        slot = self._shelf.find(manifest.model, rank)
+        if slot is None or slot.value.manifest != manifest or not slot.value.whole:
+            yield None
+            return
+        self._shelf.use(slot)
+        slot.value.kept = True
+        data = slot.value.data
+        try:
+            yield HostBuffer(data, self.name, slot.value.pinned)
+        finally:
+            give_back(data)
             await self._leave(slot)
 
     @asynccontextmanager
@@ -237,6 +254,11 @@ class _RankBuffer:
     @property
     def whole(self) -> bool:
         return self.filled == self._shards
+
+    @property
+    def data(self) -> memoryview:
+        """All of it, not to be written."""
+        return self._data.toreadonly()
 
     def part(self, shard: Shard) -> memoryview:
         return self._data[shard.buffer_offset_bytes : shard.buffer_offset_bytes + shard.size_bytes]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Self
 
 from anyio import CancelScope
@@ -12,8 +13,8 @@ from anyio.abc import TaskGroup
 from hotswap.backends.stores.fill import Fill, Follower, telling
 from hotswap.backends.stores.pinned import PinnedStore
 from hotswap.backends.stores.reading import background
-from hotswap.errors import ConfigError, ShardMissing, StoreError
-from hotswap.model import HostChunk, Manifest, Model, Shard
+from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
+from hotswap.model import HostBuffer, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
 from hotswap.store import SupportsImport, SupportsTokenizer, WeightStore
 from hotswap.text import Tokenizer
@@ -66,6 +67,12 @@ class TieredStore(WeightStore):
         async with AsyncExitStack() as stack:
             yield await self._enter(stack, shard)
 
+    @asynccontextmanager
+    async def lend(self, manifest: Manifest, rank: int = 0) -> AsyncGenerator[HostBuffer | None]:
+        """Lend a rank from the host tier, read into it first if need be; `None` if it has no room for it."""
+        async with AsyncExitStack() as stack:
+            yield None if self._host is None else await self._enter_lent(stack, self._host, manifest, rank)
+
     async def prefetch(self, model: ModelId) -> None:
         manifest = await self.manifest(model)
         if self._host is None:
@@ -74,10 +81,7 @@ class TieredStore(WeightStore):
         async with AsyncExitStack() as stack:
             ranks = range(manifest.world_size)
             holds = [await stack.enter_async_context(self._host.hold(manifest, rank)) for rank in ranks]
-            for shard in manifest.shards:
-                if not self._host.holds(shard):
-                    async with self._following(self._host, shard, manifest) as fill:
-                        await fill.finished()
+            await self._complete(self._host, manifest, manifest.shards)
             for hold in holds:
                 hold.keep()
 
@@ -133,6 +137,22 @@ class TieredStore(WeightStore):
                     return rising
         return await self._enter_below(stack, shard)
 
+    async def _enter_lent(
+        self, stack: AsyncExitStack, host: PinnedStore, manifest: Manifest, rank: int
+    ) -> HostBuffer | None:
+        buffer = await stack.enter_async_context(host.lend(manifest, rank))
+        if buffer is not None:
+            return buffer
+        async with AsyncExitStack() as reserved:
+            try:
+                hold = await reserved.enter_async_context(host.hold(manifest, rank))
+            except TierFull:
+                return None
+            tier = await self._complete(host, manifest, manifest.shards_of(rank))
+            hold.keep()
+            buffer = await stack.enter_async_context(host.lend(manifest, rank))
+        return replace(buffer, tier=tier) if buffer is not None else None
+
     async def _enter_below(self, stack: AsyncExitStack, shard: Shard) -> AsyncIterator[HostChunk]:
         """Open the first tier that gives a first chunk."""
         failure: StoreError | None = None
@@ -173,6 +193,16 @@ class TieredStore(WeightStore):
             finally:
                 if follower is not None:
                     follower.close()
+
+    async def _complete(self, host: PinnedStore, manifest: Manifest, shards: Iterable[Shard]) -> str:
+        """Bring up the shards that are missing, one after the other; return which tier gave the last."""
+        tier = host.name
+        for shard in shards:
+            if not host.holds(shard):
+                async with self._following(host, shard, manifest) as fill:
+                    await fill.finished()
+                    tier = fill.tier
+        return tier
 
     @asynccontextmanager
     async def _following(self, host: PinnedStore, shard: Shard, manifest: Manifest) -> AsyncGenerator[Fill]:

@@ -1,7 +1,8 @@
-"""Flat weight buffers, and how a store's chunks get into them."""
+"""Flat weight buffers: the engine's own, into which a store's chunks are copied, and those a store lends."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import anyio.to_thread
@@ -13,7 +14,7 @@ from hotswap.errors import ShardCorrupt
 from hotswap.model import HostChunk, Manifest
 from hotswap.store import WeightStore
 
-__all__ = ["FlatBuffers", "fetch"]
+__all__ = ["FlatBuffers", "fetch", "in_place"]
 
 
 class FlatBuffers:
@@ -79,6 +80,17 @@ async def fetch(store: WeightStore, manifest: Manifest, flat: Tensor) -> None:
                 f"{shard.file!r} gave {copied} bytes where its index says {shard.size_bytes}; "
                 "convert the model again."
             )
+
+
+def in_place(data: memoryview) -> Tensor:
+    """Return lent memory as a uint8 tensor on the CPU; nothing is copied, and nobody may write to it.
+
+    PyTorch has no read-only tensors, and warns of memory that is read-only. Memory stays for as long as a
+    tensor looks at it, whatever its lender thinks.
+    """
+    window = (ctypes.c_uint8 * len(data)).from_address(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+    window.lent = data[:]  # type: ignore[attr-defined]  # an array made from an address owns nothing
+    return torch.frombuffer(window, dtype=torch.uint8)
 
 
 def _copy(chunk: HostChunk, flat: Tensor) -> None:

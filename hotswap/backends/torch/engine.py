@@ -68,7 +68,8 @@ class TorchEngine(Engine):
         token_budget: Tokens of a step, decodes and prefill chunks together; at least `max_requests`.
         max_requests: Requests that run at once; more wait inside the engine.
         memory_bytes: What weights (preloaded ones included) and KV blocks may take together; `None` is the
-            whole device, so say it where engines share one.
+            whole device, so say it where engines share one. Weights that a store lends to a CPU count for
+            nothing: they are in the store's budget.
         idle_bytes: On a CPU, how much freed weight memory is kept for the next load, which then writes to
             pages that exist; 0 gives all of it back at once.
         threads: CPU threads of a step; `None` is PyTorch's default.
@@ -171,7 +172,7 @@ class TorchEngine(Engine):
         await checkpoint_if_cancelled()
 
     def can_preload(self, model: ModelCard) -> bool:
-        staged_bytes = len(self._staged.flat) if self._staged else 0
+        staged_bytes = self._staged.weights.own_bytes if self._staged else 0
         return self._used_bytes - staged_bytes + model.weight_bytes <= self._loader.memory_bytes
 
     async def preload(self, model: ModelCard, store: WeightStore) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 
 import anyio
@@ -11,7 +11,7 @@ import anyio.to_thread
 import torch
 from torch import Tensor
 
-from hotswap.backends.torch.buffers import FlatBuffers, fetch
+from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.preflight import preflight
@@ -19,7 +19,7 @@ from hotswap.backends.torch.weights import convert, recast
 from hotswap.errors import OutOfMemory, UnsupportedModel
 from hotswap.model import Manifest, ModelCard, TensorSpec
 from hotswap.request import ModelId
-from hotswap.store import WeightStore
+from hotswap.store import SupportsLend, WeightStore
 
 __all__ = ["KVBudget", "LoadedModel", "Loader", "out_of_memory_mapped"]
 
@@ -45,13 +45,27 @@ class KVBudget:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """A flat buffer and what lies in it: memory of the engine, or of the store while `loan` is open."""
+
+    flat: Tensor
+    specs: tuple[TensorSpec, ...]
+    loan: AsyncExitStack | None = None
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory of the engine that they take; what is lent takes none."""
+        return 0 if self.loan else len(self.flat)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model whose weights are on the device and bound to its modules.
 
     Attributes:
         card: What the fleet knows of it.
         skeleton: The modules, borrowed.
-        flat: The buffer that their parameters are views of.
+        weights: What their parameters are views of.
         layers: What each layer keeps of a token.
         context: The longest request, in tokens.
         eos_token_ids: Its end tokens.
@@ -59,7 +73,7 @@ class LoadedModel:
 
     card: ModelCard
     skeleton: Skeleton
-    flat: Tensor
+    weights: Weights
     layers: tuple[LayerShape, ...]
     context: int
     eos_token_ids: frozenset[int]
@@ -67,6 +81,9 @@ class LoadedModel:
 
 class Loader:
     """Makes loaded models within a budget of memory, and takes them back.
+
+    On a CPU, weights that the store can lend are used where they lie, however many engines do: loading copies
+    nothing, and the budget, here as in `weight_bytes`, counts nothing for them, since they take the store's.
 
     Everything between two awaits is cheap; files, copies and modules are dealt with in worker threads. What
     an interrupted load held is given back before the interruption goes on.
@@ -101,24 +118,23 @@ class Loader:
         """
         manifest = await store.manifest(card.id)
         _check_single_rank(manifest)
-        self._check_room(card.id, manifest.buffer_bytes, others_bytes)
         skeleton = await anyio.to_thread.run_sync(self._skeletons.borrow, manifest.config, self._device)
         try:
-            specs, flat = await self._weights(manifest, store, others_bytes)
+            weights = await self._weights(manifest, store, others_bytes)
         except BaseException:
             self._skeletons.give_back(skeleton, self._device)
             raise
         try:
-            return await anyio.to_thread.run_sync(self._bind, card, manifest, skeleton, flat, specs)
+            return await anyio.to_thread.run_sync(self._bind, card, manifest, skeleton, weights)
         except BaseException:
             self._skeletons.give_back(skeleton, self._device)
-            await self._give(flat)
+            await self._free(weights)
             raise
 
     async def release(self, model: LoadedModel) -> None:
         """Free the weights of a model that nobody runs any more; not interrupted by a cancellation."""
         self._skeletons.give_back(model.skeleton, self._device)
-        await self._give(model.flat)
+        await self._free(model.weights)
 
     def close(self) -> None:
         """Free the buffers that are kept for the next load."""
@@ -140,27 +156,53 @@ class Loader:
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
             return KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
 
-    async def _weights(
-        self, manifest: Manifest, store: WeightStore, others_bytes: int
-    ) -> tuple[tuple[TensorSpec, ...], Tensor]:
-        """Read the weights, and convert them where another dtype is wanted."""
+    async def _weights(self, manifest: Manifest, store: WeightStore, others_bytes: int) -> Weights:
+        """Borrow or read the weights, and convert them where another dtype is wanted."""
+        weights = await self._borrow(manifest, store) or await self._read(manifest, store, others_bytes)
+        if self._dtype is None or main_dtype(manifest.tensors) is self._dtype:
+            return weights
+        try:
+            return await self._recast(manifest.model, weights, self._dtype, others_bytes)
+        finally:
+            await self._free(weights)
+
+    async def _borrow(self, manifest: Manifest, store: WeightStore) -> Weights | None:
+        """The store's own memory, if a CPU may use it and the store can lend it."""
+        if self._device.type != "cpu" or not isinstance(store, SupportsLend):
+            return None
+        async with AsyncExitStack() as loan:
+            buffer = await loan.enter_async_context(store.lend(manifest))
+            if buffer is None:
+                return None
+            return Weights(in_place(buffer.data), manifest.tensors, loan.pop_all())
+
+    async def _read(self, manifest: Manifest, store: WeightStore, others_bytes: int) -> Weights:
         flat = await self._take(manifest.model, manifest.buffer_bytes, others_bytes)
         try:
             await fetch(store, manifest, flat)
-            if self._dtype is None or main_dtype(manifest.tensors) is self._dtype:
-                return manifest.tensors, flat
-            specs, size_bytes = recast(manifest.tensors, main_dtype(manifest.tensors), self._dtype)
-            converted = await self._take(manifest.model, size_bytes, others_bytes)
-            try:
-                await anyio.to_thread.run_sync(convert, flat, manifest.tensors, converted, specs)
-            except BaseException:
-                await self._give(converted)
-                raise
         except BaseException:
             await self._give(flat)
             raise
-        await self._give(flat)
-        return specs, converted
+        return Weights(flat, manifest.tensors)
+
+    async def _recast(
+        self, model: ModelId, weights: Weights, dtype: torch.dtype, others_bytes: int
+    ) -> Weights:
+        specs, size_bytes = recast(weights.specs, main_dtype(weights.specs), dtype)
+        flat = await self._take(model, size_bytes, others_bytes)
+        try:
+            await anyio.to_thread.run_sync(convert, weights.flat, weights.specs, flat, specs)
+        except BaseException:
+            await self._give(flat)
+            raise
+        return Weights(flat, specs)
+
+    async def _free(self, weights: Weights) -> None:
+        if weights.loan is None:
+            await self._give(weights.flat)
+        else:
+            with anyio.CancelScope(shield=True):
+                await weights.loan.aclose()
 
     async def _take(self, model: ModelId, size_bytes: int, others_bytes: int) -> Tensor:
         self._check_room(model, size_bytes, others_bytes)
@@ -184,10 +226,9 @@ class Loader:
         card: ModelCard,
         manifest: Manifest,
         skeleton: Skeleton,
-        flat: Tensor,
-        specs: tuple[TensorSpec, ...],
+        weights: Weights,
     ) -> LoadedModel:
-        skeleton.bind(flat, specs)
+        skeleton.bind(weights.flat, weights.specs)
         key = (skeleton.key, f"{self._device} {skeleton.dtype}")
         layers = self._skeletons.verified.get(key)
         if layers is None:
@@ -203,7 +244,7 @@ class Loader:
         return LoadedModel(
             card=card,
             skeleton=skeleton,
-            flat=flat,
+            weights=weights,
             layers=layers,
             context=min(card.max_context_tokens, positions),
             eos_token_ids=frozenset(card.eos_token_ids or manifest.eos_token_ids),
