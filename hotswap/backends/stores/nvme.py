@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 import anyio
-from anyio import CapacityLimiter, to_thread
+from anyio import CancelScope, CapacityLimiter, to_thread
 
+from hotswap.backends.stores.admission import Admission
 from hotswap.backends.stores.convert import convert
+from hotswap.backends.stores.disk_shelf import DiskShelf, Loan
 from hotswap.backends.stores.files import BlockFile, read_small
-from hotswap.backends.stores.layout import ALIGNMENT_BYTES, align, check_file_name
+from hotswap.backends.stores.layout import ALIGNMENT_BYTES, SIDE_FILES, check_file_name
 from hotswap.backends.stores.reading import BufferPool, Lane, ReadAhead, background
 from hotswap.backends.stores.verify import load_index, models_in
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
-from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError, TierFull
+from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError
 from hotswap.hardware import parse_bytes
 from hotswap.model import HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
@@ -39,8 +41,12 @@ class NvmeStore(WeightStore):
     """Models in a directory of a local disk, one sub-directory each.
 
     Reads go past the page cache (`direct`) where the file system allows it, and through it where not, which
-    the log says once. Two buffers of `chunk_bytes` are lent per open shard. `budget` limits the bytes of
-    all models together; a model that would exceed it is refused, none is removed for it.
+    the log says once. Two buffers of `chunk_bytes` are lent per open shard.
+
+    `budget` limits the data files of all models together, those being written included, and several processes
+    that use one root keep it together. To make room for a model, whole models are removed, the one read
+    longest ago first, also in earlier runs; none that is being read or pinned, in any process. Without a
+    budget none is removed.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class NvmeStore(WeightStore):
         self.root = Path(root)
         self.name = name
         self._budget = None if budget is None else parse_bytes(budget)
+        self._shelf = DiskShelf(self.root, self._budget)
         self._direct = direct
         size = parse_bytes(chunk_bytes)
         if size <= 0 or size % ALIGNMENT_BYTES:
@@ -63,6 +70,8 @@ class NvmeStore(WeightStore):
             )
         self._lane = Lane(tier=name, pool=BufferPool(size, keep=8))
         self._resident: dict[ModelId, int] = {}
+        self._coming: dict[Admission, int] = {}
+        self._pins: dict[ModelId, Loan] = {}
         self._importing: dict[ModelId, anyio.Lock] = {}
         self._converters = CapacityLimiter(1)  # one checkpoint in memory at a time
 
@@ -71,6 +80,8 @@ class NvmeStore(WeightStore):
         """Sweep what dead writers have left and see which models are there."""
         for directory in await to_thread.run_sync(sweep, self.root):
             _log.warning("Removed %r, which a conversion that died had left.", str(directory))
+        for directory in await to_thread.run_sync(self._shelf.sweep):
+            _log.warning("Removed %r, which a process that died had left.", str(directory))
         for model in await to_thread.run_sync(models_in, self.root):
             try:
                 await self.manifest(model)
@@ -79,6 +90,8 @@ class NvmeStore(WeightStore):
         try:
             yield self
         finally:
+            for model in tuple(self._pins):
+                self.unpin(model)
             self._lane.pool.clear()
 
     async def manifest(self, model: ModelId) -> Manifest:
@@ -93,18 +106,19 @@ class NvmeStore(WeightStore):
     @asynccontextmanager
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
         file = BlockFile(self._path(shard), direct=self._direct)
-        try:
-            await to_thread.run_sync(self._open_file, file, shard, limiter=self._lane.limiter)
-            chunks = ReadAhead(file, shard, self._lane)
+        async with self._loan(shard.model):
             try:
-                async with background() as tasks:
-                    tasks.start_soon(chunks.fill)
-                    yield chunks
+                await to_thread.run_sync(self._open_file, file, shard, limiter=self._lane.limiter)
+                chunks = ReadAhead(file, shard, self._lane)
+                try:
+                    async with background() as tasks:
+                        tasks.start_soon(chunks.fill)
+                        yield chunks
+                finally:
+                    chunks.close()
             finally:
-                chunks.close()
-        finally:
-            file.close()
-            self._note_refusal(file)
+                file.close()
+                self._note_refusal(file)
 
     async def import_model(self, model: Model) -> None:
         id = ModelId(model.id)
@@ -118,13 +132,75 @@ class NvmeStore(WeightStore):
                 await self._convert(id, Path(model.source))
                 await self.manifest(id)
 
+    @asynccontextmanager
+    async def admit(self, manifest: Manifest) -> AsyncGenerator[Admission]:
+        """Take in a model from another tier: write its shards, then `commit`; whole, or not at all.
+
+        Room is made first. Leaving the block without a commit, by an error, or by a cancellation leaves the
+        tier as it was, but for the models that were removed to make room.
+
+        Raises:
+            TierFull: it does not fit even when everything not in use is removed; nothing was.
+            StoreError: another process is writing the model, or the disk cannot be written.
+        """
+        admission = Admission(self._shelf, manifest)
+        try:
+            await to_thread.run_sync(admission.begin)
+            self._forget(*admission.evicted)
+            self._coming[admission] = manifest.weight_bytes
+            yield admission
+        finally:
+            with CancelScope(shield=True):
+                await to_thread.run_sync(admission.close)
+            self._coming.pop(admission, None)
+            if admission.committed:
+                self._resident[manifest.model] = manifest.weight_bytes
+
+    async def remove(self, model: ModelId) -> int:
+        """Remove a model from the disk and return the bytes freed; a crash leaves no half of it.
+
+        Raises:
+            ShardMissing: it is not there.
+            StoreError: it is being read or pinned, by this process or another; nothing was changed.
+        """
+        freed_bytes = await to_thread.run_sync(self._shelf.remove, model)
+        self._forget(model)
+        return freed_bytes
+
+    async def pin(self, model: ModelId) -> None:
+        """Keep a model from removal, by any process, until `unpin` or the end of this store.
+
+        Raises:
+            ShardMissing: it is not there.
+        """
+        loan = self._shelf.loan(model)
+        try:
+            await to_thread.run_sync(self._take, loan, model)
+            self._pins.setdefault(model, loan)
+        finally:
+            if self._pins.get(model) is not loan:
+                loan.close()
+
+    def unpin(self, model: ModelId) -> None:
+        """End a `pin`; nothing happens if there is none."""
+        if (loan := self._pins.pop(model, None)) is not None:
+            loan.close()
+
+    async def side_files(self, model: ModelId) -> dict[str, bytes]:
+        """Return what lies beside a model's weights, by name: what a tier that keeps a copy has to keep too.
+
+        Raises:
+            StoreError: one of them could not be read; that it is not there is no error.
+        """
+        return await to_thread.run_sync(self._read_side_files, model)
+
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
         return await to_thread.run_sync(self._load_tokenizer, model, limiter=self._lane.limiter)
 
     def view(self) -> StoreView:
         tier = TierView(
             name=self.name,
-            used_bytes=sum(self._resident.values()),
+            used_bytes=sum(self._resident.values()) + sum(self._coming.values()),
             capacity_bytes=self._budget,
             bytes_per_s=self._lane.bandwidth.bytes_per_s,
         )
@@ -152,9 +228,13 @@ class NvmeStore(WeightStore):
 
         def run() -> None:
             # Another process may have converted it in the meantime.
-            with suppress(_Abandoned, AlreadyThere):
-                manifest = convert(source, self.root, model_id=model, admit=self._admit, progress=go_on)
-                self._resident[model] = manifest.weight_bytes  # before the next may be admitted
+            with ExitStack() as room, suppress(_Abandoned, AlreadyThere):
+
+                def admit(size_bytes: int) -> None:
+                    evicted = room.enter_context(self._shelf.reserve(model, size_bytes)).evicted
+                    self._forget(*evicted)
+
+                convert(source, self.root, model_id=model, admit=admit, progress=go_on)
 
         async def watch() -> None:
             try:
@@ -166,15 +246,36 @@ class NvmeStore(WeightStore):
             tasks.start_soon(watch)
             await to_thread.run_sync(run, limiter=self._converters)
 
+    @asynccontextmanager
+    async def _loan(self, model: ModelId) -> AsyncGenerator[None]:
+        """Keep a model from removal while it is read."""
+        loan = self._shelf.loan(model)
+        try:
+            await to_thread.run_sync(self._take, loan, model)
+            yield
+        finally:
+            loan.close()
+
+    def _forget(self, *models: ModelId) -> None:
+        for model in models:
+            self._resident.pop(model, None)
+
     # ------------------------------------------------------------------------------------- worker threads
 
-    def _admit(self, size_bytes: int) -> None:
-        used = sum(self._resident.values())
-        if self._budget is not None and used + align(size_bytes) > self._budget:
-            raise TierFull(
-                f"The budget of {self._budget} bytes for {str(self.root)!r} has no room for "
-                f"{size_bytes} more beside the {used} used. Raise it, or remove a model."
-            )
+    def _take(self, loan: Loan, model: ModelId) -> None:
+        try:
+            loan.take()
+        except ShardMissing:  # another process has removed it
+            self._forget(model)
+            raise
+
+    def _read_side_files(self, model: ModelId) -> dict[str, bytes]:
+        check_file_name(model, self.root)
+        files: dict[str, bytes] = {}
+        for name in SIDE_FILES:
+            with suppress(ShardMissing):
+                files[name] = read_small(self.root / model / name)
+        return files
 
     def _load_tokenizer(self, model: ModelId) -> Tokenizer | None:
         check_file_name(model, self.root)
