@@ -18,6 +18,7 @@ __all__ = [
     "SupportsImport",
     "SupportsLend",
     "SupportsPrefetch",
+    "SupportsReadInto",
     "SupportsTokenizer",
     "WeightStore",
     "WrapperStore",
@@ -80,6 +81,25 @@ class SupportsPrefetch(Protocol):
 
     async def drop(self, model: ModelId) -> None:
         """Free the fastest tier of the model once nothing lends from it; other tiers keep it."""
+        ...
+
+
+@runtime_checkable
+class SupportsReadInto(Protocol):
+    """A store that can put weights where the reader wants them, without a copy on the way."""
+
+    async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk:
+        """Fill `destination` with the bytes of a shard, and return it as the one chunk that the shard is.
+
+        `destination` is contiguous, writable, as long as the shard, and the reader's own; one that begins on
+        a page is served fastest. The bytes are as good as those that `open` lends. After an error or a
+        cancellation, which both wait until nobody writes there any more, what it holds is undefined.
+
+        Raises:
+            ShardMissing: the store holds no such shard.
+            ShardCorrupt: the file is shorter than its index says, or a checksum does not match.
+            StoreError: the read failed.
+        """
         ...
 
 

@@ -58,6 +58,7 @@ PUBLIC = [
     "SupportsLend",
     "SupportsPrefetch",
     "SupportsPreload",
+    "SupportsReadInto",
     "SupportsTokenizer",
     "Swap",
     "SwapFailed",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["Bandwidth"]
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+__all__ = ["Bandwidth", "Meter"]
 
 
 class Bandwidth:
@@ -27,3 +32,39 @@ class Bandwidth:
     def bytes_per_s(self) -> float:
         """The estimate; the guess until something was read in a time that could be measured."""
         return self._bytes / self._seconds if self._seconds > 0 else self._guess
+
+
+class Meter:
+    """Learns what a disk gives to all threads together, from the time in which at least one of them read.
+
+    May be used from any thread.
+    """
+
+    def __init__(self, guess_bytes_per_s: float) -> None:
+        self._bandwidth = Bandwidth(guess_bytes_per_s)
+        self._lock = threading.Lock()
+        self._num_reading = 0
+        self._since_s = 0.0
+
+    @contextmanager
+    def reading(self, size_bytes: int) -> Generator[None]:
+        """Bracket a read; one that fails counts as time in which nothing came."""
+        with self._lock:
+            if not self._num_reading:
+                self._since_s = time.perf_counter()
+            self._num_reading += 1
+        come_bytes = 0
+        try:
+            yield
+            come_bytes = size_bytes
+        finally:
+            with self._lock:
+                now_s = time.perf_counter()
+                self._bandwidth.observe(come_bytes, now_s - self._since_s)
+                self._since_s = now_s
+                self._num_reading -= 1
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The estimate; see `Bandwidth`."""
+        return self._bandwidth.bytes_per_s

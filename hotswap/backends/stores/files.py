@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import stat
+import threading
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
+from hotswap.backends.memory import aligned_buffer
 from hotswap.backends.stores.fields import CONVERT_AGAIN
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 
-__all__ = ["BlockFile", "aligned_buffer", "map_read_errors", "open_regular", "read_small"]
+__all__ = ["BlockFile", "FileCalls", "aligned_buffer", "map_read_errors", "open_regular", "read_small"]
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux alone has it
+_DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+_BLOCK_BYTES = 4096
+
+
+class FileCalls:
+    """The calls to the operating system that reading data files makes: what a test of faults replaces."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open for reading; `O_DIRECT` is among the flags where that is wanted."""
+        return os.open(path, flags)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """Tell a file's kind, identity and size."""
+        return os.fstat(fd)
+
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Read up to the buffer's length from `offset`; 0 at the end of the file."""
+        return os.preadv(fd, [buffer], offset)
+
+    def close(self, fd: int) -> None:
+        """Close; the descriptor is not used again."""
+        os.close(fd)
+
+
+_CALLS: Final = FileCalls()
 
 
 @contextmanager
@@ -31,12 +58,7 @@ def map_read_errors(path: Path) -> Generator[None]:
         raise StoreError(f"Reading {str(path)!r} failed: {exc.strerror or exc}. Check the disk.") from exc
 
 
-def aligned_buffer(size_bytes: int) -> memoryview:
-    """Return writable anonymous memory that begins on a page, as direct reads and pinning ask for."""
-    return memoryview(mmap.mmap(-1, size_bytes))
-
-
-def open_regular(path: Path, flags: int = 0) -> int:
+def open_regular(path: Path, flags: int = 0, *, calls: FileCalls = _CALLS) -> int:
     """Open a regular file for reading and return its descriptor.
 
     Raises:
@@ -46,9 +68,14 @@ def open_regular(path: Path, flags: int = 0) -> int:
     """
     with map_read_errors(path):
         # Non-blocking, because opening a FIFO would wait for a writer; regular files do not mind.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+        fd = calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+        try:
+            regular = stat.S_ISREG(calls.fstat(fd).st_mode)
+        except BaseException:
+            calls.close(fd)
+            raise
+    if not regular:
+        calls.close(fd)
         raise _unsafe(path, "no regular file")
     return fd
 
@@ -67,67 +94,114 @@ def read_small(path: Path, *, most_bytes: int = 256 << 20) -> bytes:
 class BlockFile:
     """A data file for aligned reads: direct if asked for and not refused, else through the page cache.
 
-    Blocking: use it in a worker thread. Offsets and sizes must be multiples of 4096 and buffers must begin on
-    a page; a direct read that the kernel refuses all the same goes on buffered, and `refused` says so.
+    Blocking: use it in worker threads, several at a time if you like. A direct read wants an offset, a size
+    and a buffer aligned to 4096; one that the kernel refuses all the same goes on buffered.
+
+    Attributes:
+        refused: Whether direct reads were asked for and the file system does not offer them.
     """
 
-    def __init__(self, path: Path, *, direct: bool = True) -> None:
+    def __init__(self, path: Path, *, direct: bool = True, calls: FileCalls = _CALLS) -> None:
         self._path = path
-        self._direct = direct and bool(_DIRECT)
-        self._fd = -1
+        self._calls = calls
+        self._wants_direct = direct and bool(_DIRECT)
+        self._direct_fd = self._buffered_fd = -1
+        self._opening = threading.Lock()
+        self._stamp: tuple[int, ...] = ()
         self.refused = False
 
+    @property
+    def buffered(self) -> bool:
+        """Whether reads go through the page cache."""
+        return self.refused or not self._wants_direct
+
     def open(self) -> None:
-        """Open the file; see `open_regular` for the errors."""
-        if self._direct:
-            with suppress(StoreError):
-                self._fd = open_regular(self._path, _DIRECT)
-                return
-            self._direct, self.refused = False, True
-        self._fd = open_regular(self._path)
+        """Open the file, and remember which it is; see `open_regular` for the errors."""
+        fd = self._open_direct() if self._wants_direct else self._open_buffered()
+        self._stamp = self._stamp_of(fd)
 
     def close(self) -> None:
-        """Close the file; may be called twice, and before `open`."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close the file; may be called twice, and before `open`, but not while it is being read."""
+        fds = (self._direct_fd, self._buffered_fd)
+        self._direct_fd = self._buffered_fd = -1
+        for fd in fds:
+            if fd >= 0:
+                self._calls.close(fd)
 
     def check_size(self, end_bytes: int) -> None:
         """Raise `ShardCorrupt` if the file ends before `end_bytes`."""
         with map_read_errors(self._path):
-            size = os.fstat(self._fd).st_size
+            size = self._calls.fstat(self._fd).st_size
         if size < end_bytes:
             raise self._truncated(size, end_bytes)
+
+    def check_unchanged(self) -> None:
+        """Raise `ShardCorrupt` if somebody wrote to the file, or cut it, since it was opened."""
+        if self._stamp_of(self._fd) != self._stamp:
+            raise self._changed()
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer from `offset`.
 
         Raises:
-            ShardCorrupt: the file ends before the buffer is full.
+            ShardCorrupt: the file ends before the buffer is full, or is another one by now.
             StoreError: the read failed.
         """
         done = 0
         while done < len(buffer):
-            count = self._read_some(buffer[done:], offset + done)
+            count = self._read_some(buffer[done:] if done else buffer, offset + done)
             if not count:
                 raise self._truncated(offset + done, offset + len(buffer))
             done += count
 
+    @property
+    def _fd(self) -> int:
+        return self._direct_fd if self._direct_fd >= 0 else self._buffered_fd
+
     def _read_some(self, buffer: memoryview, offset: int) -> int:
         with map_read_errors(self._path):
-            try:
-                return os.preadv(self._fd, [buffer], offset)
-            except OSError as exc:
-                if exc.errno != errno.EINVAL or not self._direct:
-                    raise
-            # The file system takes O_DIRECT but not this read (a larger block, or a short read before it).
-            self._go_on_buffered()
-            return os.preadv(self._fd, [buffer], offset)
+            # A read that came short may end anywhere; the rest of it is no fault of the file system.
+            aligned = offset % _BLOCK_BYTES == 0
+            if aligned and not self.buffered:
+                try:
+                    return self._calls.read(self._direct_fd, buffer, offset)
+                except OSError as exc:
+                    if exc.errno not in _DIRECT_REFUSED:
+                        raise
+                self.refused = True
+            return self._calls.read(self._open_buffered(), buffer, offset)
 
-    def _go_on_buffered(self) -> None:
-        self.close()
-        self._direct, self.refused = False, True
-        self.open()
+    def _open_direct(self) -> int:
+        try:
+            self._direct_fd = open_regular(self._path, _DIRECT, calls=self._calls)
+        except StoreError as exc:
+            cause = exc.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _DIRECT_REFUSED:
+                raise
+        else:
+            return self._direct_fd
+        self.refused = True
+        return self._open_buffered()
+
+    def _open_buffered(self) -> int:
+        """The descriptor for buffered reads, opened once; beside a direct one it must be the same file."""
+        with self._opening:
+            if self._buffered_fd < 0:
+                self._buffered_fd = open_regular(self._path, calls=self._calls)
+                if self._stamp and self._stamp_of(self._buffered_fd) != self._stamp:
+                    raise self._changed()
+            return self._buffered_fd
+
+    def _stamp_of(self, fd: int) -> tuple[int, ...]:
+        with map_read_errors(self._path):
+            now = self._calls.fstat(fd)
+        return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
+
+    def _changed(self) -> ShardCorrupt:
+        return ShardCorrupt(
+            f"{str(self._path)!r} was written to or replaced while it was being read. Load the model again; "
+            "if it happens again, find out who writes there."
+        )
 
     def _truncated(self, size: int, end_bytes: int) -> ShardCorrupt:
         return ShardCorrupt(

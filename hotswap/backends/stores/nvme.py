@@ -14,10 +14,13 @@ from anyio import CancelScope, CapacityLimiter, to_thread
 
 from hotswap.backends.stores.admission import Admission
 from hotswap.backends.stores.convert import convert
+from hotswap.backends.stores.disk import DiskReader
 from hotswap.backends.stores.disk_shelf import DiskShelf, Loan
-from hotswap.backends.stores.files import BlockFile, read_small
+from hotswap.backends.stores.files import FileCalls, read_small
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES, SIDE_FILES, check_file_name
-from hotswap.backends.stores.reading import BufferPool, Lane, ReadAhead, background
+from hotswap.backends.stores.pieces import Verify
+from hotswap.backends.stores.reading import Lane, background
+from hotswap.backends.stores.ring import BufferPool
 from hotswap.backends.stores.verify import load_index, models_in
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
 from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError
@@ -41,12 +44,23 @@ class NvmeStore(WeightStore):
     """Models in a directory of a local disk, one sub-directory each.
 
     Reads go past the page cache (`direct`) where the file system allows it, and through it where not, which
-    the log says once. Two buffers of `chunk_bytes` are lent per open shard.
+    the log says once and `HostChunk.buffered` always.
 
     `budget` limits the data files of all models together, those being written included, and several processes
     that use one root keep it together. To make room for a model, whole models are removed, the one read
     longest ago first, also in earlier runs; none that is being read or pinned, in any process. Without a
     budget none is removed.
+
+    Args:
+        root: The directory.
+        name: The tier's name.
+        budget: Bytes that all models may take together; `None` for whatever the disk has.
+        chunk_bytes: One read, a multiple of 4096. Larger ones cost less, smaller ones begin sooner.
+        depth: How many chunks may be read ahead; an open shard takes `depth * chunk_bytes` of host memory.
+        threads: Reads in flight for one shard.
+        direct: Whether to read past the page cache.
+        verify: `"load"` compares checksums while loading; `"never"` trusts the disk, and `hotswap verify`.
+        calls: How files are read; for tests.
     """
 
     def __init__(
@@ -55,20 +69,33 @@ class NvmeStore(WeightStore):
         *,
         name: str = "nvme",
         budget: int | str | None = None,
-        chunk_bytes: int | str = "16 MiB",
+        chunk_bytes: int | str = "4 MiB",
+        depth: int = 6,
+        threads: int = 4,
         direct: bool = True,
+        verify: Verify = "load",
+        calls: FileCalls | None = None,
     ) -> None:
         self.root = Path(root)
         self.name = name
         self._budget = None if budget is None else parse_bytes(budget)
         self._shelf = DiskShelf(self.root, self._budget)
-        self._direct = direct
         size = parse_bytes(chunk_bytes)
         if size <= 0 or size % ALIGNMENT_BYTES:
             raise ConfigError(
                 f"chunk_bytes is {size}; it must be a multiple of {ALIGNMENT_BYTES}, and not 0."
             )
-        self._lane = Lane(tier=name, pool=BufferPool(size, keep=8))
+        if depth < 1 or threads < 1:
+            raise ConfigError(f"depth is {depth} and threads is {threads}; give 1 or more of each.")
+        self._lane = Lane(
+            tier=name,
+            pool=BufferPool(size, keep=depth, pin=True),
+            depth=depth,
+            threads=threads,
+            verify=verify,
+            calls=calls or FileCalls(),
+        )
+        self._reader = DiskReader(self.root, self._lane, direct=direct)
         self._resident: dict[ModelId, int] = {}
         self._coming: dict[Admission, int] = {}
         self._pins: dict[ModelId, Loan] = {}
@@ -105,20 +132,14 @@ class NvmeStore(WeightStore):
 
     @asynccontextmanager
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
-        file = BlockFile(self._path(shard), direct=self._direct)
+        path = self._path(shard)
+        async with self._loan(shard.model), self._reader.open(path, shard) as chunks:
+            yield chunks
+
+    async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk:
+        path = self._path(shard)
         async with self._loan(shard.model):
-            try:
-                await to_thread.run_sync(self._open_file, file, shard, limiter=self._lane.limiter)
-                chunks = ReadAhead(file, shard, self._lane)
-                try:
-                    async with background() as tasks:
-                        tasks.start_soon(chunks.fill)
-                        yield chunks
-                finally:
-                    chunks.close()
-            finally:
-                file.close()
-                self._note_refusal(file)
+            return await self._reader.read_into(path, shard, destination)
 
     async def import_model(self, model: Model) -> None:
         id = ModelId(model.id)
@@ -289,15 +310,6 @@ class NvmeStore(WeightStore):
             _log.warning("Model %r is served without text: %s", model, exc)
             return None
         return HfTokenizer.parse(text, name=str(self.root / model / "tokenizer.json"))
-
-    def _open_file(self, file: BlockFile, shard: Shard) -> None:
-        file.open()
-        file.check_size(shard.file_offset_bytes + shard.size_bytes)
-
-    def _note_refusal(self, file: BlockFile) -> None:
-        if file.refused and self._direct:
-            self._direct = False
-            _log.warning("%r refuses direct reads; going on through the page cache.", str(self.root))
 
     def _path(self, shard: Shard) -> Path:
         check_file_name(shard.model, self.root)

@@ -1,26 +1,36 @@
-"""One shard on its way from a file to a consumer: the next chunk is read while one is lent."""
+"""One shard on its way from a file: threads read ahead while a chunk is lent, or read into place."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
 
 import anyio
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, from_thread, to_thread
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.stores.bandwidth import Bandwidth
-from hotswap.backends.stores.fields import CONVERT_AGAIN
-from hotswap.backends.stores.files import BlockFile, aligned_buffer
-from hotswap.backends.stores.layout import Checksum
-from hotswap.errors import ShardCorrupt, StoreError
+from hotswap.backends.memory import address_of
+from hotswap.backends.stores.bandwidth import Meter
+from hotswap.backends.stores.files import BlockFile, FileCalls
+from hotswap.backends.stores.layout import ALIGNMENT_BYTES
+from hotswap.backends.stores.pieces import Pieces, Verify, check_shard
+from hotswap.backends.stores.ring import BufferPool, Ring
+from hotswap.errors import StoreError
 from hotswap.model import HostChunk, Shard
 
-__all__ = ["BufferPool", "Lane", "ReadAhead", "background", "check_shard", "give_back"]
+__all__ = [
+    "BufferPool",
+    "Lane",
+    "ReadAhead",
+    "background",
+    "check_shard",
+    "give_back",
+    "is_aligned",
+    "read_into",
+]
 
 
 @asynccontextmanager
@@ -51,133 +61,188 @@ def give_back(view: memoryview | None) -> None:
             view.release()
 
 
-class BufferPool:
-    """Page-aligned buffers of one size, kept between reads, since fresh memory costs more than the read."""
-
-    def __init__(self, buffer_bytes: int, *, keep: int) -> None:
-        self.buffer_bytes = buffer_bytes
-        self.num_lent = 0
-        self._keep = keep
-        self._spare: list[memoryview] = []
-
-    def take(self) -> memoryview:
-        """Lend a buffer; its bytes are whatever the last reader left."""
-        self.num_lent += 1
-        return self._spare.pop() if self._spare else aligned_buffer(self.buffer_bytes)
-
-    def put(self, buffer: memoryview) -> None:
-        """Take a buffer back."""
-        self.num_lent -= 1
-        if len(self._spare) < self._keep:
-            self._spare.append(buffer)
-
-    def clear(self) -> None:
-        """Forget the spare buffers."""
-        self._spare.clear()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What the reads of one store share: its name, its buffers, its threads, and its measured speed."""
+    """What the reads of one store share: its name, its buffers, how it reads, and its measured speed."""
 
     tier: str
     pool: BufferPool
-    depth: int = 2
+    depth: int
+    threads: int
+    verify: Verify = "load"
+    calls: FileCalls = field(default_factory=FileCalls)
     limiter: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
-    bandwidth: Bandwidth = field(default_factory=lambda: Bandwidth(2e9))
+    bandwidth: Meter = field(default_factory=lambda: Meter(2e9))
 
-
-_Loan: TypeAlias = tuple[memoryview, HostChunk]
+    def pieces(self, file: BlockFile, shard: Shard) -> Pieces:
+        """Cut a shard into pieces of a buffer's length."""
+        return Pieces(file, shard, self.pool.buffer_bytes, meter=self.bandwidth, verify=self.verify)
 
 
 class ReadAhead:
-    """The chunks of one shard in order; `fill` reads up to `lane.depth` of them before they are asked for.
+    """The chunks of one shard in order; threads read up to `lane.depth` of them before they are asked for.
 
-    Run `fill` beside the consumer (`background`), then `close`. The checksum is taken chunk by chunk and
-    compared before the last chunk is lent.
+    `prepare` in a worker thread, `start` beside the consumer (`background`), `stop` before the block is left,
+    and `close` after the threads have ended. Threads wake the event loop only when it waits for them.
     """
 
     def __init__(self, file: BlockFile, shard: Shard, lane: Lane) -> None:
         self._file = file
         self._shard = shard
         self._lane = lane
-        self._checksum = Checksum()
-        self._error: StoreError | None = None
-        self._buffers = [lane.pool.take() for _ in range(lane.depth)]
-        self._num_lent_bytes = 0
-        self._lent: HostChunk | None = None
+        self._pieces = lane.pieces(file, shard)
+        self._buffers: list[memoryview] = []
+        self._ring = Ring(0, ())
+        self._num_threads = min(lane.threads, len(self._pieces))
+        self._wake = anyio.Event()
+        self._num_taken = 0
+        self._lent: memoryview | None = None
         self._lent_buffer: memoryview | None = None
-        self._free_in, self._free_out = anyio.create_memory_object_stream[memoryview](lane.depth)
-        self._full_in, self._full_out = anyio.create_memory_object_stream[_Loan](lane.depth)
-        for buffer in self._buffers:
-            self._free_in.send_nowait(buffer)
+
+    def prepare(self) -> None:
+        """Open the file and take the buffers. Blocking."""
+        self._file.open()
+        self._file.check_size(self._shard.file_offset_bytes + self._shard.size_bytes)
+        for _ in range(min(self._lane.depth, len(self._pieces))):
+            self._buffers.append(self._lane.pool.take())
+        self._ring = Ring(len(self._pieces), self._buffers)
+
+    def start(self, tasks: TaskGroup) -> None:
+        """Begin to read."""
+        limiter = CapacityLimiter(self._num_threads)  # its own: a thread may wait long for its consumer
+        for _ in range(self._num_threads):
+            tasks.start_soon(self._run_thread, limiter)
+
+    def stop(self) -> None:
+        """Begin no further piece."""
+        self._ring.stop()
 
     def close(self) -> None:
-        """Give every buffer back; only after `fill` has ended."""
+        """Give every buffer back; only after the threads have ended."""
         self._return_lent()
-        for stream in (self._free_in, self._free_out, self._full_in, self._full_out):
-            stream.close()
         for buffer in self._buffers:
             self._lane.pool.put(buffer)
         self._buffers.clear()
+        self._ring = Ring(0, ())
 
     def __aiter__(self) -> AsyncIterator[HostChunk]:
         return self
 
     async def __anext__(self) -> HostChunk:
         self._return_lent()
-        try:
-            self._lent_buffer, self._lent = await self._full_out.receive()
-        except anyio.EndOfStream:
-            await self._end()
-            raise StopAsyncIteration from None
-        self._num_lent_bytes += len(self._lent.data)
-        return self._lent
+        if self._num_taken == len(self._pieces):
+            raise StopAsyncIteration
+        buffer = await self._take()
+        span = self._pieces.span(self._num_taken)
+        self._num_taken += 1
+        self._lent_buffer, self._lent = buffer, buffer[: span.stop - span.start]
+        return HostChunk(
+            self._shard.buffer_offset_bytes + span.start,
+            self._lent,
+            self._lane.tier,
+            pinned=self._lane.pool.is_pinned(buffer),
+            buffered=self._file.buffered,
+        )
 
-    async def _end(self) -> None:
-        """Return if the shard was lent to its end; else say why not, lest a part be taken for the whole."""
-        if self._error is not None:
-            raise self._error
-        if self._num_lent_bytes < self._shard.size_bytes:
-            await checkpoint()  # a cancellation ends `fill` too, and may reach it first
-            raise StoreError(f"Reading {self._shard.file!r} ended early: its block was left.")
+    async def _take(self) -> memoryview:
+        """Wait for the piece that is due."""
+        await checkpoint()
+        while True:
+            self._wake = anyio.Event()
+            outcome = self._ring.take()
+            if isinstance(outcome, memoryview):
+                return outcome
+            if outcome is not None:
+                raise outcome
+            if not self._num_threads:  # a part must not be taken for the whole
+                await checkpoint()  # a cancellation ends the threads too, and may reach them first
+                raise StoreError(f"Reading {self._shard.file!r} ended early: its block was left.")
+            await self._wake.wait()
 
-    async def fill(self) -> None:
-        """Read the shard to its end; an error reaches the consumer after the chunks before it."""
+    async def _run_thread(self, limiter: CapacityLimiter) -> None:
         try:
-            for start in range(0, self._shard.size_bytes, self._lane.pool.buffer_bytes):
-                await self._fill_one(start)
-        except StoreError as exc:
-            self._error = exc
+            await to_thread.run_sync(self._read_pieces, limiter=limiter)
         finally:
-            self._full_in.close()
+            self._num_threads -= 1
+            self._wake.set()
 
-    async def _fill_one(self, start: int) -> None:
-        buffer = await self._free_out.receive()
-        data = buffer[: min(len(buffer), self._shard.size_bytes - start)]
-        await to_thread.run_sync(self._read, data, start, limiter=self._lane.limiter)
-        chunk = HostChunk(self._shard.buffer_offset_bytes + start, data, self._lane.tier)
-        await self._full_in.send((buffer, chunk))
+    def _read_pieces(self) -> None:
+        while (claim := self._ring.claim()) is not None:
+            index, buffer = claim
+            span = self._pieces.span(index)
+            outcome: memoryview | StoreError = buffer
+            try:
+                self._pieces.read(index, buffer[: span.stop - span.start])
+            except StoreError as exc:
+                outcome = exc
+            if self._ring.fill(index, outcome):
+                from_thread.run_sync(self._notify)
 
-    def _read(self, data: memoryview, start: int) -> None:
-        began_s = time.perf_counter()
-        self._file.read(data, self._shard.file_offset_bytes + start)
-        self._lane.bandwidth.observe(len(data), time.perf_counter() - began_s)
-        self._checksum.update(data)
-        if start + len(data) == self._shard.size_bytes:
-            check_shard(self._shard, self._checksum)
+    def _notify(self) -> None:
+        self._wake.set()
 
     def _return_lent(self) -> None:
         if self._lent is not None and self._lent_buffer is not None:
-            give_back(self._lent.data)
-            self._free_in.send_nowait(self._lent_buffer)
+            give_back(self._lent)
+            self._ring.put_back(self._lent_buffer)
             self._lent = self._lent_buffer = None
 
 
-def check_shard(shard: Shard, checksum: Checksum) -> None:
-    """Raise `ShardCorrupt` if the bytes read are not those that were written."""
-    if str(checksum) != shard.checksum:
-        raise ShardCorrupt(
-            f"The bytes of {shard.file!r} of model {shard.model!r} have changed: their checksum is "
-            f"{checksum}, the index says {shard.checksum}. {CONVERT_AGAIN}"
-        )
+async def read_into(file: BlockFile, shard: Shard, lane: Lane, destination: memoryview) -> None:
+    """Read a shard straight into `destination`, which is as long; `file` is opened here, and left open.
+
+    The destination begins on a page (`is_aligned`), or reads go through the page cache. A cancellation or an
+    error waits for the reads under way; what they have written stays.
+
+    Raises:
+        StoreError: see `Pieces.read`; of several errors the one nearest to the beginning.
+    """
+    read = _InPlace(file, lane.pieces(file, shard), destination)
+    await to_thread.run_sync(read.open, limiter=lane.limiter)
+    limiter = CapacityLimiter(lane.threads)
+    async with background() as watch:
+        watch.start_soon(read.stop_when_cancelled)
+        async with anyio.create_task_group() as threads:
+            for _ in range(min(lane.threads, len(read.pieces))):
+                threads.start_soon(partial(to_thread.run_sync, read.run, limiter=limiter))
+    if read.errors:
+        raise read.errors[min(read.errors)]
+
+
+def is_aligned(destination: memoryview) -> bool:
+    """Whether direct reads can write there."""
+    return address_of(destination) % ALIGNMENT_BYTES == 0
+
+
+class _InPlace:
+    """The threads' side of `read_into`."""
+
+    def __init__(self, file: BlockFile, pieces: Pieces, destination: memoryview) -> None:
+        self.pieces = pieces
+        self.errors: dict[int, StoreError] = {}
+        self._file = file
+        self._destination = destination
+        self._turns = iter(range(len(pieces)))  # `next` on it is one step of the interpreter
+        self._stopped = False
+
+    def open(self) -> None:
+        shard = self.pieces.shard
+        self._file.open()
+        self._file.check_size(shard.file_offset_bytes + shard.size_bytes)
+
+    def run(self) -> None:
+        """Read the next piece that nobody has, until there is none."""
+        for index in self._turns:
+            if self._stopped:
+                return
+            try:
+                self.pieces.read(index, self._destination[self.pieces.span(index)])
+            except StoreError as exc:
+                self.errors[index] = exc
+                self._stopped = True
+
+    async def stop_when_cancelled(self) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self._stopped = True

@@ -166,7 +166,7 @@ async def test_refused_direct_reads_go_on_buffered_and_are_told_once(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", refusing)
-    async with NvmeStore(tmp_path, chunk_bytes=UNIT) as store:
+    async with NvmeStore(tmp_path, chunk_bytes=UNIT, threads=1) as store:
         assert await read_rank(store, manifest) == ranks[0]
         assert await read_rank(store, manifest) == ranks[0]
     assert len(attempts) <= 1

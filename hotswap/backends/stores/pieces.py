@@ -1,0 +1,79 @@
+"""One shard as pieces that threads read in any order, and its checksum as that of the whole."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from typing import Literal, TypeAlias
+
+from hotswap.backends.stores.bandwidth import Meter
+from hotswap.backends.stores.crc import combine
+from hotswap.backends.stores.fields import CONVERT_AGAIN
+from hotswap.backends.stores.files import BlockFile
+from hotswap.backends.stores.layout import Checksum
+from hotswap.errors import ShardCorrupt
+from hotswap.model import Shard
+
+__all__ = ["Pieces", "Verify", "check_shard"]
+
+Verify: TypeAlias = Literal["load", "never"]
+
+
+class Pieces:
+    """The pieces of a shard: `read` each once, from any thread; the last one read compares the whole."""
+
+    def __init__(
+        self, file: BlockFile, shard: Shard, piece_bytes: int, *, meter: Meter, verify: Verify
+    ) -> None:
+        self.shard = shard
+        self.piece_bytes = piece_bytes
+        self._file = file
+        self._meter = meter
+        self._sums: list[int] | None = [0] * len(self) if verify == "load" else None
+        self._num_unread = len(self)
+        self._counting = threading.Lock()
+
+    def __len__(self) -> int:
+        return -(-self.shard.size_bytes // self.piece_bytes)
+
+    def span(self, index: int) -> slice:
+        """The bytes of the shard that a piece has."""
+        start = index * self.piece_bytes
+        return slice(start, min(start + self.piece_bytes, self.shard.size_bytes))
+
+    def read(self, index: int, data: memoryview) -> None:
+        """Fill `data` with a piece. Blocking.
+
+        Raises:
+            ShardCorrupt: the file is too short or was changed meanwhile; from the last read, the shard has
+                other bytes than its index says.
+            StoreError: the read failed.
+        """
+        with self._meter.reading(len(data)):
+            self._file.read(data, self.shard.file_offset_bytes + self.span(index).start)
+        if self._sums is not None:
+            self._sums[index] = zlib.crc32(data)
+        with self._counting:
+            self._num_unread -= 1
+            last = not self._num_unread
+        if last:
+            self._check()
+
+    def _check(self) -> None:
+        self._file.check_unchanged()
+        if self._sums is None:
+            return
+        whole = 0
+        for index, value in enumerate(self._sums):
+            span = self.span(index)
+            whole = combine(whole, value, span.stop - span.start)
+        check_shard(self.shard, f"crc32:{whole:08x}")
+
+
+def check_shard(shard: Shard, checksum: Checksum | str) -> None:
+    """Raise `ShardCorrupt` if the bytes read are not those that were written."""
+    if str(checksum) != shard.checksum:
+        raise ShardCorrupt(
+            f"The bytes of {shard.file!r} of model {shard.model!r} have changed: their checksum is "
+            f"{checksum}, the index says {shard.checksum}. {CONVERT_AGAIN}"
+        )

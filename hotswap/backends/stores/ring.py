@@ -1,0 +1,134 @@
+"""A ring of host buffers: several threads fill them with pieces of a shard, a consumer gets them in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from hotswap.backends.memory import address_of, aligned_buffer, pin, unpin
+from hotswap.errors import StoreError
+
+__all__ = ["BufferPool", "Ring"]
+
+
+class BufferPool:
+    """Page-aligned buffers of one size, kept between reads, since fresh memory costs more than the read.
+
+    May be used from any thread. With `pin`, new buffers are locked for the device, if the process uses one,
+    which takes a while.
+    """
+
+    def __init__(self, buffer_bytes: int, *, keep: int, pin: bool = False) -> None:
+        self.buffer_bytes = buffer_bytes
+        self.num_lent = 0
+        self._keep = keep
+        self._pin = pin
+        self._lock = threading.Lock()
+        self._spare: list[memoryview] = []
+        self._pinned: set[int] = set()
+
+    def take(self) -> memoryview:
+        """Lend a buffer; its bytes are whatever the last reader left."""
+        with self._lock:
+            buffer = self._spare.pop() if self._spare else self._make()
+            self.num_lent += 1
+        return buffer
+
+    def put(self, buffer: memoryview) -> None:
+        """Take a buffer back."""
+        with self._lock:
+            self.num_lent -= 1
+            if len(self._spare) < self._keep:
+                self._spare.append(buffer)
+            else:
+                self._free(buffer)
+
+    def clear(self) -> None:
+        """Free the spare buffers."""
+        with self._lock:
+            for buffer in self._spare:
+                self._free(buffer)
+            self._spare.clear()
+
+    def is_pinned(self, buffer: memoryview) -> bool:
+        """Whether a device may copy from a buffer of this pool asynchronously."""
+        return bool(self._pinned) and address_of(buffer) in self._pinned
+
+    def _make(self) -> memoryview:
+        buffer = aligned_buffer(self.buffer_bytes)
+        if self._pin and pin(buffer):
+            self._pinned.add(address_of(buffer))
+        return buffer
+
+    def _free(self, buffer: memoryview) -> None:
+        """Unlock; the memory itself goes with the last view of it."""
+        if self.is_pinned(buffer):
+            self._pinned.discard(address_of(buffer))
+            unpin(buffer)
+
+
+class Ring:
+    """Says which thread reads which piece into which buffer, and what is ready for the consumer.
+
+    A thread gets a buffer together with the lowest piece nobody has, so the piece that is due always has
+    one, however few there are. All methods are quick and may be called from any thread; `claim` waits.
+    """
+
+    def __init__(self, num_pieces: int, buffers: Sequence[memoryview]) -> None:
+        self._num_pieces = num_pieces
+        self._free = list(buffers)
+        self._next = 0
+        self._due = 0
+        self._ready: dict[int, memoryview | StoreError] = {}
+        self._consumer_waits = False
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def claim(self) -> tuple[int, memoryview] | None:
+        """Wait for a buffer and return it with the piece to read; `None` when there is nothing left to do."""
+        with self._changed:
+            while not self._over and not self._free:
+                self._changed.wait()
+            if self._over:
+                return None
+            index, self._next = self._next, self._next + 1
+            return index, self._free.pop()
+
+    def fill(self, index: int, outcome: memoryview | StoreError) -> bool:
+        """Hand over a piece, or what kept it from being read; say whether the consumer waits for it.
+
+        After an error no further piece is begun; those before it still reach the consumer.
+        """
+        with self._changed:
+            self._ready[index] = outcome
+            if isinstance(outcome, StoreError):
+                self.stop()
+            wake = self._consumer_waits and index == self._due
+            if wake:
+                self._consumer_waits = False
+            return wake
+
+    def take(self) -> memoryview | StoreError | None:
+        """Return the piece that is due; `None` if it is not ready, and then `fill` will say so."""
+        with self._changed:
+            outcome = self._ready.pop(self._due, None)
+            self._consumer_waits = outcome is None
+            if outcome is not None:
+                self._due += 1
+            return outcome
+
+    def put_back(self, buffer: memoryview) -> None:
+        """Take back the buffer of a piece that was consumed."""
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Begin no further piece: every `claim` returns `None`."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    @property
+    def _over(self) -> bool:
+        return self._stopped or self._next == self._num_pieces
