@@ -30,14 +30,16 @@ class Shelf(Generic[_G, _T]):
     """Slots under a budget, in groups: a model, whose parts are its ranks.
 
     A group goes as a whole, the one used longest ago first, since what is left of it would be of little use;
-    while one part is in use, none goes. Bytes are charged from `add` until `freed`: a slot that was dropped
-    still counts while its memory is being freed, so what is charged never exceeds the budget.
+    while one part is in use, or the group is pinned, none goes. Bytes are charged from `add` until `freed`: a
+    slot that was dropped still counts while its memory is being freed, so what is charged never exceeds the
+    budget.
     """
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
+        self.pinned: set[_G] = set()
         self._groups: OrderedDict[_G, dict[int, Slot[_G, _T]]] = OrderedDict()
         self._leaving: list[Slot[_G, _T]] = []
         self._leaving_bytes = 0
@@ -67,13 +69,14 @@ class Shelf(Generic[_G, _T]):
         for other, parts in self._groups.items():
             if missing <= 0:
                 break
-            if other != group and not any(slot.users for slot in parts.values()):
+            if other != group and other not in self.pinned and not any(s.users for s in parts.values()):
                 going += parts.values()
                 missing -= sum(slot.size_bytes for slot in parts.values())
         if missing > 0:
             raise TierFull(
                 f"Tier {self.name!r} has no room for {size_bytes} bytes: it lacks {missing} of its "
-                f"{self.capacity_bytes}, which are in use. Raise the budget, or wait until loads end."
+                f"{self.capacity_bytes}, which are in use or pinned. Raise the budget, unpin a model, or "
+                "wait until loads end."
             )
         for slot in going:
             self.drop(slot)

@@ -135,6 +135,17 @@ class PinnedStore(WeightStore):
         if (dropped := self._unwanted.pop(model, None)) is not None:
             dropped.set()
 
+    def pin(self, model: ModelId) -> None:
+        """Never push the model out for another until `unpin`; one that is not there stays once it comes.
+
+        It is not brought here by this, and an explicit `drop` still drops it.
+        """
+        self._shelf.pinned.add(model)
+
+    def unpin(self, model: ModelId) -> None:
+        """Let the model go again when room is needed; nothing happens if it was not pinned."""
+        self._shelf.pinned.discard(model)
+
     def view(self) -> StoreView:
         tier = TierView(
             name=self.name,

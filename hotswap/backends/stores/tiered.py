@@ -89,6 +89,16 @@ class TieredStore(WeightStore):
         if self._host is not None:
             await self._host.drop(model)
 
+    def pin(self, model: ModelId) -> None:
+        """Keep the model on the host tier from when it is there (`prefetch` brings it) until `unpin`."""
+        if self._host is not None:
+            self._host.pin(model)
+
+    def unpin(self, model: ModelId) -> None:
+        """Let the host tier push the model out again when it needs room."""
+        if self._host is not None:
+            self._host.unpin(model)
+
     async def import_model(self, model: Model) -> None:
         for tier in self.tiers:
             if isinstance(tier, SupportsImport):

@@ -36,7 +36,8 @@ class Books(RuleBasedStateMachine):
         slot = self.shelf.find(group, part)
         if slot is None:
             before = self.held()
-            in_use = {name for name, slots in before.items() if any(s.users for s in slots)} | {group}
+            lent = {name for name, slots in before.items() if any(s.users for s in slots)}
+            in_use = lent | self.shelf.pinned | {group}
             staying = sum(s.size_bytes for name in in_use for s in before.get(name, []))
             try:
                 self.shelf.make_room(size, group)
@@ -69,6 +70,14 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         self.shelf.drop(data.draw(st.sampled_from([slot for slot in self.shelf if not slot.users])))
+
+    @rule(group=st.sampled_from("abcd"))
+    def pin(self, group: str) -> None:
+        self.shelf.pinned.add(group)
+
+    @rule(group=st.sampled_from("abcd"))
+    def unpin(self, group: str) -> None:
+        self.shelf.pinned.discard(group)
 
     @invariant()
     def never_over_the_budget(self) -> None:

@@ -115,6 +115,25 @@ async def test_a_drop_is_taken_back_by_a_prefetch(tmp_path: Path) -> None:
         assert store.view().tier_of(M) == "pinned"
 
 
+async def test_a_pinned_model_is_not_pushed_out(tmp_path: Path) -> None:
+    for model in "abc":
+        put(tmp_path, model, size=4 * UNIT)
+    a, b, c = map(ModelId, "abc")
+    async with TieredStore(PinnedStore(8 * UNIT), NvmeStore(tmp_path)) as store:
+        store.pin(a)
+        for model in (a, b, c):
+            await store.prefetch(model)
+        assert [store.view().tier_of(model) for model in (a, b, c)] == ["pinned", "nvme", "pinned"]
+        store.pin(c)
+        with pytest.raises(TierFull, match="unpin"):
+            await store.prefetch(b)
+        store.unpin(a)
+        await store.prefetch(b)
+        assert [store.view().tier_of(model) for model in (a, b, c)] == ["nvme", "pinned", "pinned"]
+        await store.drop(c)
+        assert store.view().tier_of(c) == "nvme"
+
+
 class FakeCuda:
     """Counts what is pinned, as CUDA's runtime would be asked to."""
 
