@@ -1,26 +1,31 @@
 """Conversion: a Hugging Face directory in, the loading-optimised layout out.
 
 The weights are baked in the layout of the module that will run them, after transformers has renamed, merged
-and split what the checkpoint holds, so that loading is copying. This is the one part of the stores that
-needs torch, which it imports when it is called.
+and split what the checkpoint holds, so that loading is copying; and cut for as many tensor-parallel ranks as
+are asked for. They pass through memory in pieces. This is the one part of the stores that needs torch, which
+it imports when it is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint
-from hotswap.backends.stores.layout import DTYPE_BYTES, check_file_name
-from hotswap.backends.stores.writer import Progress, write_model
+from hotswap.backends.stores.layout import VERSION, check_file_name
+from hotswap.backends.stores.writer import Progress, WriteOptions, writing
 from hotswap.errors import BackendMissing, ConfigError
-from hotswap.model import Manifest, TensorSpec
+from hotswap.model import Manifest
 from hotswap.request import ModelId
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from hotswap.backends.stores.copying import Copy, Transform
+    from hotswap.backends.stores.streaming import Blueprint
 
 __all__ = ["Progress", "convert"]
 
@@ -31,51 +36,64 @@ def convert(
     *,
     model_id: str,
     dtype: str | None = None,
+    world_size: int = 1,
+    transform: Transform | None = None,
     max_file_bytes: int = 4 << 30,
+    memory_bytes: int = 2 << 30,
     replace_existing: bool = False,
     admit: Callable[[int], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
     """Convert the checkpoint at `source` into the store at `root`, under `model_id`, and return its manifest.
 
-    Blocking, and holds the checkpoint in memory once. `dtype` (for instance `"bfloat16"`) casts the weights,
-    `None` keeps the checkpoint's own. `admit` is told the bytes that will be written and may refuse them;
-    what it or `progress` raises ends the conversion, which leaves nothing behind.
+    Blocking. `dtype` (for instance `"bfloat16"`) casts the weights, `None` keeps the checkpoint's own.
+    `world_size` cuts them for so many tensor-parallel ranks, by the model's own plan. `transform` makes each
+    tensor into one or several others, such as quantised values and their scales. `memory_bytes` limits what
+    is held beside mapped files; pieces are of some MiB, and few architectures need more.
+
+    `admit` is told the bytes that will be written and may refuse them; what it or `progress` raises ends the
+    conversion, which leaves nothing behind. Where the process is killed, the same call goes on after the last
+    data file that was whole.
 
     Raises:
         ShardMissing: there is no checkpoint at the source, or a part of it is missing.
         ShardCorrupt: a file of it is truncated or unreadable.
         UnsafeFile: it holds pickled weights only.
-        UnsupportedModel: transformers knows no causal language model of its kind, or it is quantised.
+        UnsupportedModel: transformers knows no causal language model of its kind, it is quantised, or it
+            cannot be cut for `world_size` ranks.
         TierFull: the disk has no room; what was there before is untouched.
-        ConfigError: the model is there already and `replace_existing` is false, or there is no such dtype.
+        ConfigError: the model is there already and `replace_existing` is false, there is no such dtype, or
+            `memory_bytes` are too few for a model that cannot be streamed.
         BackendMissing: torch or transformers are not installed.
     """
     source, root = Path(source), Path(root)
     check_file_name(model_id, root)
+    if world_size < 1:
+        raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
     checkpoint = read_checkpoint(source)
     if progress is not None:
         progress(Progress(phase="read", done_bytes=0, total_bytes=0))
-    module, tensors, buffer_bytes = _load(source, dtype)
-    manifest = _manifest(ModelId(model_id), checkpoint, tensors, buffer_bytes)
-    if admit is not None:
-        admit(buffer_bytes)
-    return write_model(
-        root,
-        manifest,
-        [_pieces(module, tensors, buffer_bytes)],
-        side_files=checkpoint.side_files,
-        max_file_bytes=max_file_bytes,
-        replace_existing=replace_existing,
-        progress=progress,
-    )
+    with _open(source, dtype, memory_bytes) as blueprint:
+        copy = _plan(blueprint, world_size, transform)
+        manifest = _manifest(ModelId(model_id), checkpoint, copy)
+        if admit is not None:
+            admit(manifest.buffer_bytes * world_size)
+        options = WriteOptions(
+            max_file_bytes=max_file_bytes,
+            replace_existing=replace_existing,
+            progress=progress,
+            key=_key(source, manifest, max_file_bytes, transform),
+        )
+        with writing(root, manifest, side_files=checkpoint.side_files, options=options) as writer:
+            copy.run(writer.ranks)
+    return writer.manifest
 
 
-def _load(source: Path, dtype: str | None) -> tuple[nn.Module, tuple[TensorSpec, ...], int]:
+def _open(source: Path, dtype: str | None, memory_bytes: int) -> AbstractContextManager[Blueprint]:
     try:
         import torch
 
-        from hotswap.backends.torch import weights
+        from hotswap.backends.stores import streaming
     except ImportError as exc:
         raise BackendMissing(
             "Conversion needs torch and transformers: pip install 'hotswap[torch]'."
@@ -83,43 +101,49 @@ def _load(source: Path, dtype: str | None) -> tuple[nn.Module, tuple[TensorSpec,
     wanted = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not isinstance(wanted, torch.dtype):
         raise ConfigError(f"{dtype!r} is no dtype of torch; give one like 'bfloat16' or 'float32'.")
-    module = weights.load_checkpoint(source, wanted)
-    tensors, buffer_bytes = weights.layout(module)
-    return module, tensors, buffer_bytes
+    return streaming.open_checkpoint(source, wanted, memory_bytes=memory_bytes)
 
 
-def _manifest(
-    model: ModelId, checkpoint: Checkpoint, tensors: tuple[TensorSpec, ...], buffer_bytes: int
-) -> Manifest:
-    item_bytes = DTYPE_BYTES[max(tensors, key=lambda t: t.size_bytes).dtype] if tensors else 0
+def _plan(blueprint: Blueprint, world_size: int, transform: Transform | None) -> Copy:
+    from hotswap.backends.stores.copying import Copy
+
+    return Copy(blueprint, world_size, transform)
+
+
+def _manifest(model: ModelId, checkpoint: Checkpoint, copy: Copy) -> Manifest:
     return Manifest(
         model=model,
         shards=(),
-        buffer_bytes=buffer_bytes,
-        tensors=tensors,
+        buffer_bytes=copy.buffer_bytes,
+        tensors=copy.tensors,
+        world_size=copy.world_size,
         architecture=checkpoint.architecture,
         config=checkpoint.config,
         eos_token_ids=checkpoint.eos_token_ids,
         max_context_tokens=checkpoint.max_context_tokens,
-        kv_bytes_per_token=checkpoint.kv_bytes_per_token(item_bytes),
+        kv_bytes_per_token=checkpoint.kv_bytes_per_token(copy.item_bytes),
     )
 
 
-def _pieces(module: nn.Module, tensors: tuple[TensorSpec, ...], buffer_bytes: int) -> Iterator[memoryview]:
-    """The flat buffer in order, tensor by tensor and zeros between, never whole in memory a second time."""
-    values: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    end = 0
-    for tensor in sorted(tensors, key=lambda t: (t.offset_bytes, -t.size_bytes)):
-        if tensor.offset_bytes < end or not tensor.size_bytes:  # a tied name, or an empty tensor
-            continue
-        yield memoryview(bytes(tensor.offset_bytes - end))
-        yield _bytes_of(values[tensor.name])
-        end = tensor.offset_bytes + tensor.size_bytes
-    yield memoryview(bytes(buffer_bytes - end))
+def _key(source: Path, manifest: Manifest, max_file_bytes: int, transform: Transform | None) -> str:
+    """A digest of everything that decides which bytes are written where, but for the weights' own.
+
+    Of those the sizes and times of their files must do: reading them would take as long as converting.
+    """
+    stats = [(path.name, path.stat()) for path in sorted(source.glob("*.safetensors"))]
+    facts = {
+        "version": VERSION,
+        "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
+        "manifest": asdict(manifest),
+        "max_file_bytes": max_file_bytes,
+        "transform": None if transform is None else transform.key,
+        "libraries": _versions(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _versions() -> list[str]:
     import torch
+    import transformers
 
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return cast("memoryview", cast("Any", flat.numpy()).data)
+    return [torch.__version__, transformers.__version__]

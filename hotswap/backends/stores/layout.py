@@ -31,6 +31,7 @@ __all__ = [
     "DTYPE_BYTES",
     "INDEX_NAME",
     "SIDE_FILES",
+    "VERSION",
     "Checksum",
     "align",
     "check_checksum",
@@ -160,6 +161,8 @@ def _manifest(body: Fields, path: Path | str, model: ModelId) -> Manifest:
         eos_token_ids=body.sizes("eos_token_ids"),
         max_context_tokens=body.size("max_context_tokens", least=1),
         kv_bytes_per_token=body.size("kv_bytes_per_token"),
+        quantization=body.text("quantization"),
+        unquantized_dtype=body.text("unquantized_dtype"),
     )
     for check in (_check_tensors, _check_alignment, _check_tiling, _check_files):
         if complaint := check(manifest):

@@ -203,7 +203,7 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def check_files(directory: Path) -> None:
-    """Refuse a directory without a config or safetensors, and quantised weights, as `load_checkpoint` does."""
+    """Refuse a directory without a config or safetensors, and quantised weights, as `load_checkpoint`."""
     config = directory / "config.json"
     if not config.is_file():
         raise ShardMissing(

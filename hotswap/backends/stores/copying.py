@@ -1,0 +1,132 @@
+"""Every rank's part of every tensor, from an open checkpoint to the buffers of the ranks, in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from hotswap.backends.stores.slicing import Cut, Shape, cuts
+from hotswap.backends.stores.streaming import Blueprint, Source
+from hotswap.backends.stores.writer import RankWriter
+from hotswap.backends.torch.weights import place
+from hotswap.model import TensorSpec
+
+__all__ = ["Copy", "Transform"]
+
+_Out: TypeAlias = tuple[str, torch.dtype, Shape]
+
+
+class Transform(Protocol):
+    """Makes one tensor into the tensors that are stored in its place, for instance values and scales.
+
+    It is applied to what a rank has of a tensor, in pieces of some rows (indices of the first dimension):
+    what comes out must be the same for any pieces, so each row of it depends on one row alone, and has its
+    number. It is called on the meta device first, for dtypes and shapes.
+
+    Attributes:
+        key: What tells it from other transforms; a conversion is not continued with another.
+    """
+
+    key: str
+
+    def __call__(self, name: str, tensor: Tensor, /) -> Sequence[tuple[str, Tensor]]:
+        """Return the tensors with their names. The first may be large; the others are held until its end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One tensor of the module, how it is cut, and for each rank where what is made of its part goes."""
+
+    name: str
+    source: Source
+    cut: Cut | None
+    places: list[list[TensorSpec]] = field(default_factory=list[list[TensorSpec]])
+
+
+class Copy:
+    """What is to be copied, and where it will lie. `tensors` and `buffer_bytes` are as in a `Manifest`."""
+
+    def __init__(self, blueprint: Blueprint, world_size: int, transform: Transform | None) -> None:
+        self.world_size = world_size
+        self._transform = transform
+        sources = blueprint.sources
+        found = cuts(blueprint.module, {name: one.shape for name, one in sources.items()}, world_size)
+        # Tied names are one job, unless the plan cuts them in different ways.
+        self._jobs: dict[tuple[int, Cut | None], _Job] = {}
+        self._names: list[tuple[str, _Job]] = []
+        for name, source in sources.items():
+            cut = found.get(name)
+            job = self._jobs.setdefault((id(source), cut), _Job(name, source, cut))
+            self._names.append((name, job))
+        placed = [self._place(rank) for rank in range(world_size)]
+        self.tensors: tuple[TensorSpec, ...] = tuple(spec for specs, _ in placed for spec in specs)
+        self.buffer_bytes = max(end for _, end in placed)
+        largest = max(sources.values(), key=lambda one: math.prod(one.shape), default=None)
+        self.item_bytes = largest.dtype.itemsize if largest is not None else 0
+
+    def run(self, ranks: Sequence[RankWriter]) -> None:
+        """Fill the ranks' buffers; what a former writer has finished is not read again."""
+        for job in self._jobs.values():
+            if any(not _is_finished(rank, job.places[rank.rank]) for rank in ranks):
+                self._copy(job, ranks)
+
+    def _place(self, rank: int) -> tuple[tuple[TensorSpec, ...], int]:
+        """Lay out what one rank has, and tell the jobs."""
+        made = [(job, index, out) for name, job in self._names for index, out in self._made(name, job, rank)]
+        specs, end = place(((*out, (id(job), index)) for job, index, out in made), rank=rank)
+        for (job, index, _), spec in zip(made, specs, strict=True):
+            if len(job.places) == rank:
+                job.places.append([])
+            if len(job.places[rank]) == index:  # else it is another name of the same
+                job.places[rank].append(spec)
+        return specs, end
+
+    def _made(self, name: str, job: _Job, rank: int) -> Iterator[tuple[int, _Out]]:
+        """Name, dtype and shape of everything that is stored for a rank's part of a tensor."""
+        shape = job.cut.shape(job.source.shape, rank, self.world_size) if job.cut else job.source.shape
+        part = torch.empty(shape, dtype=job.source.dtype, device="meta")
+        for index, (made, tensor) in enumerate(self._transformed(job.name, part)):
+            tied = name + made.removeprefix(job.name) if made.startswith(job.name) else made
+            yield index, (tied, tensor.dtype, tuple(tensor.shape))
+
+    def _copy(self, job: _Job, ranks: Sequence[RankWriter]) -> None:
+        held: dict[int, list[list[Tensor]]] = {}
+        for rank in ranks:
+            rank.skip_to(job.places[rank.rank][0].offset_bytes)
+            held[rank.rank] = [[] for _ in job.places[rank.rank][1:]]
+        for start, rows in job.source.pieces():
+            for rank in ranks:
+                first, *others = self._transformed(job.name, self._part(job, rows, start, rank.rank))
+                rank.write(_bytes_of(first[1]))
+                for tensors, (_, tensor) in zip(held[rank.rank], others, strict=True):
+                    tensors.append(tensor)
+                del first  # before the next piece is made, which may be large
+            del rows
+        for rank in ranks:
+            for spec, tensors in zip(job.places[rank.rank][1:], held[rank.rank], strict=True):
+                rank.skip_to(spec.offset_bytes)
+                for tensor in tensors:
+                    rank.write(_bytes_of(tensor))
+
+    def _part(self, job: _Job, rows: Tensor, start: int, rank: int) -> Tensor:
+        if job.cut is None:
+            return rows
+        return job.cut.part(rows, start, job.source.shape, rank, self.world_size)
+
+    def _transformed(self, name: str, tensor: Tensor) -> Sequence[tuple[str, Tensor]]:
+        return [(name, tensor)] if self._transform is None else self._transform(name, tensor)
+
+
+def _is_finished(rank: RankWriter, places: Sequence[TensorSpec]) -> bool:
+    return rank.finished_bytes >= max(place.offset_bytes + place.size_bytes for place in places)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return cast("memoryview", cast("Any", flat.numpy()).data)

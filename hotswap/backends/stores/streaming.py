@@ -1,0 +1,261 @@
+"""A checkpoint as the tensors of the module that will run it, read a few rows at a time.
+
+The module is built without data, each of its tensors has a recipe (`mapping`), and the files are mapped, so
+that the kernel keeps of them what it has room for. In memory are only the rows that are on their way: what
+`from_pretrained` would give, byte for byte, for checkpoints of any size. The few architectures whose
+conversions cannot be followed in parts are loaded whole, where that is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hotswap.backends.stores.mapping import Entry, Recipe, recipes
+from hotswap.backends.torch import weights
+from hotswap.errors import ConfigError, ShardCorrupt, UnsupportedModel
+
+__all__ = ["Blueprint", "Source", "open_checkpoint"]
+
+_PIECE_BYTES = 16 << 20
+
+
+class _NotStreamable(Exception):
+    """The checkpoint cannot be followed in parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of the module, and where its values come from.
+
+    `read(start, stop)` gives rows of its first dimension; `whole` says that it computes all of them each
+    time. A tensor without dimensions has one row, itself.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Tensor]
+    whole: bool = False
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """The tensor in order, in pieces of some MiB: the number of the first row, and the rows."""
+        num_rows = self.shape[0] if self.shape else 1
+        size_bytes = math.prod(self.shape) * self.dtype.itemsize
+        step = num_rows if self.whole else max(1, _PIECE_BYTES * num_rows // max(1, size_bytes))
+        for start in range(0, num_rows if size_bytes else 0, step):
+            yield start, self.read(start, min(start + step, num_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """The tensors of a module in the order of its state dict; tied names have one `Source`, the same object.
+
+    `module` is the module itself, on the meta device where the checkpoint is streamed.
+    """
+
+    module: Any
+    sources: Mapping[str, Source]
+
+
+@contextmanager
+def open_checkpoint(directory: Path, dtype: torch.dtype | None, *, memory_bytes: int) -> Generator[Blueprint]:
+    """Open a checkpoint for the block, in which its sources can be read.
+
+    `memory_bytes` is what may be used beside mapped files.
+
+    Raises:
+        ShardMissing, UnsafeFile, ShardCorrupt, UnsupportedModel: as `weights.load_checkpoint`.
+        ConfigError: a conversion needs more memory than that.
+    """
+    weights.check_files(directory)
+    with ExitStack() as files:
+        try:
+            blueprint = _streamed(directory, dtype, memory_bytes, files)
+        except _NotStreamable as exc:
+            blueprint = _loaded(directory, dtype, memory_bytes, exc)
+        try:
+            yield blueprint
+        except SafetensorError as exc:
+            raise ShardCorrupt(
+                f"The weights in {str(directory)!r} cannot be read ({exc}); fetch them again."
+            ) from exc
+
+
+def _streamed(directory: Path, dtype: torch.dtype | None, memory_bytes: int, files: ExitStack) -> Blueprint:
+    config = _config(directory)
+    entries = _entries(directory, files)
+    main = dtype or _own_dtype(config, directory, entries)
+    try:
+        model = _skeleton(config, main)
+        state = dict(weights.named_tensors(model))
+        made = [(recipe, recipe.shapes()) for recipe in recipes(model, entries, main, state)]
+    except Exception as exc:  # whatever transformers may raise: it then loads the model in its own way
+        raise _NotStreamable(f"{type(exc).__name__}: {exc}") from exc
+    supplied: dict[str, Source] = {}
+    mismatched: list[str] = []
+    for recipe, shapes in made:
+        for name, shape in shapes.items():
+            if name in state and shape == tuple(state[name].shape):
+                supplied[name] = _source(recipe, name, shape, memory_bytes)
+            elif name in state:
+                mismatched.append(name)
+    sources = _tied(model, state, supplied)
+    missing = [name for name in state if name not in sources]
+    if any(re.search(pattern, name) for pattern in _may_miss(model) for name in missing):
+        raise _NotStreamable("tensors that the checkpoint lacks are to be initialised")
+    weights.check_complete(directory, mismatched + missing)
+    return Blueprint(model, {name: sources[name] for name in state})
+
+
+def _loaded(directory: Path, dtype: torch.dtype | None, memory_bytes: int, reason: Exception) -> Blueprint:
+    what = f"The checkpoint in {str(directory)!r}, which must be loaded whole ({reason}),"
+    _check_memory(what, sum(path.stat().st_size for path in directory.glob("*.safetensors")), memory_bytes)
+    module = weights.load_checkpoint(directory, dtype)
+    made: dict[int, Source] = {}
+    sources: dict[str, Source] = {}
+    for name, tensor in weights.named_tensors(module):
+        sources[name] = made.setdefault(id(tensor), _held(tensor.detach()))
+    return Blueprint(module, sources)
+
+
+def _held(tensor: Tensor) -> Source:
+    def read(start: int, stop: int) -> Tensor:
+        return tensor[start:stop] if tensor.ndim else tensor
+
+    return Source(tensor.dtype, tuple(tensor.shape), read)
+
+
+# ----------------------------------------------------------------------------- the module and the files
+
+
+def _config(directory: Path) -> Any:
+    configs: Any = AutoConfig
+    try:
+        return configs.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, ImportError) as exc:
+        raise UnsupportedModel(
+            f"transformers has no causal language model for {str(directory)!r} ({exc}); "
+            "give a checkpoint whose architecture it knows."
+        ) from exc
+    except Exception as exc:
+        raise _NotStreamable(str(exc)) from exc
+
+
+def _skeleton(config: Any, dtype: torch.dtype) -> Any:
+    models: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return models.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+
+
+def _may_miss(model: Any) -> Iterable[str]:
+    return cast("Iterable[str]", model._keys_to_ignore_on_load_missing or ())
+
+
+def _entries(directory: Path, files: ExitStack) -> dict[str, Entry]:
+    """Every tensor of the files that transformers would choose, of the last one where two have it."""
+    if (directory / "adapter_config.json").exists():
+        raise _NotStreamable("it has an adapter")
+    found: dict[str, Entry] = {}
+    for path in _files(directory):
+        try:
+            opened: Any = files.enter_context(cast("Any", safe_open)(path, framework="pt"))
+        except (SafetensorError, OSError) as exc:
+            raise ShardCorrupt(f"{str(path)!r} cannot be read ({exc}); fetch it again.") from exc
+        names: list[str] = opened.keys()
+        found |= {name: opened.get_slice(name) for name in names}
+    return found
+
+
+def _files(directory: Path) -> list[Path]:
+    whole = directory / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    names = _index(directory).get("weight_map")
+    if not isinstance(names, dict):
+        raise _NotStreamable("its files have names that transformers does not look for")
+    return [directory / name for name in sorted(set(cast("dict[str, str]", names).values()))]
+
+
+def _index(directory: Path) -> dict[str, object]:
+    path = directory / "model.safetensors.index.json"
+    # `read_checkpoint` has looked at it, and at the names in it.
+    return cast("dict[str, object]", json.loads(path.read_bytes())) if path.is_file() else {}
+
+
+def _own_dtype(config: Any, directory: Path, entries: Mapping[str, Entry]) -> torch.dtype:
+    """What `dtype="auto"` means: the config's, else that of the first floating-point tensor."""
+    named: object = config.dtype
+    metadata = _index(directory).get("metadata") if not (directory / "model.safetensors").is_file() else None
+    if named is None and isinstance(metadata, dict):
+        named = cast("dict[str, object]", metadata).get("dtype")
+    if named is None:
+        first = (entry[...].dtype for entry in entries.values())
+        named = next((dtype for dtype in first if dtype.is_floating_point), None)
+    dtype = getattr(torch, named.removeprefix("torch.")) if isinstance(named, str) else named
+    if not isinstance(dtype, torch.dtype):
+        raise _NotStreamable("neither its config nor its weights tell its dtype")
+    return dtype
+
+
+# ----------------------------------------------------------------------------------- where values come from
+
+
+def _source(recipe: Recipe, name: str, shape: tuple[int, ...], memory_bytes: int) -> Source:
+    entry = recipe.only_entry
+    if entry is not None:
+        return Source(recipe.dtype, shape, lambda a, b: recipe.load(entry, slice(a, b) if shape else None))
+    # What goes in, what comes out, and what is between where a conversion has two steps.
+    needed = 3 * recipe.size_bytes
+    if recipe.is_stacked:
+        _check_memory(f"A row of {name!r}", needed // max(1, shape[0]), memory_bytes)
+        return Source(recipe.dtype, shape, lambda a, b: recipe.run(slice(a, b))[name])
+    _check_memory(f"The conversion of {name!r}, which works on whole tensors,", needed, memory_bytes)
+    return Source(recipe.dtype, shape, lambda a, b: recipe.run()[name], whole=True)
+
+
+def _check_memory(what: str, needed_bytes: int, memory_bytes: int) -> None:
+    if needed_bytes > memory_bytes:
+        raise ConfigError(
+            f"{what} takes about {needed_bytes} bytes of memory, and {memory_bytes} may be used; "
+            "convert with a larger `memory_bytes`."
+        )
+
+
+def _tied(model: Any, state: Mapping[str, Tensor], supplied: Mapping[str, Source]) -> dict[str, Source]:
+    """The source of every name that has one, of its own or by a tie.
+
+    As transformers does, a tie between tensors that the checkpoint both has, and that differ, is dropped.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(id(tensor), []).append(name)
+    followers: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    sources: dict[str, Source] = {}
+    for names in groups.values():
+        there = sorted((name for name in names if name in supplied), key=lambda name: name in followers)
+        if not there:
+            continue
+        first = supplied[there[0]]
+        differing = [name for name in there[1:] if not _equal(first, supplied[name])]
+        if differing and len(names) > 2:
+            raise _NotStreamable(f"{differing[0]!r} is to be tied to what it differs from")
+        sources |= {name: supplied[name] if name in differing else first for name in names}
+    return sources
+
+
+def _equal(one: Source, other: Source) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    pairs = zip(one.pieces(), other.pieces(), strict=True)
+    return all(torch.equal(rows, others) for (_, rows), (_, others) in pairs)
