@@ -10,6 +10,7 @@ from typing import Self
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
+from hotswap.backends.stores.descend import Descending, descending
 from hotswap.backends.stores.fill import Fill, Follower, telling
 from hotswap.backends.stores.pinned import PinnedStore
 from hotswap.backends.stores.reading import background
@@ -29,7 +30,8 @@ class TieredStore(WeightStore):
     A shard is lent by the first tier that holds it. If the first tier is a `PinnedStore`, a shard read from
     below is written into it on the way, and lent from there: that is the only copy in host memory, made once
     however many engines ask at the same time. Where the budget does not allow it, the shard passes by. A tier
-    that fails before its first chunk is passed over for the next; one that fails later raises.
+    that fails before its first chunk is passed over for the next; one that fails later raises. What is read
+    from below a `NvmeStore` is written there on the way (see `descend`).
     """
 
     def __init__(self, *tiers: WeightStore) -> None:
@@ -40,7 +42,7 @@ class TieredStore(WeightStore):
             raise ConfigError("A PinnedStore is the fastest tier; name it first.")
         self.tiers = tiers
         self._host = tiers[0] if isinstance(tiers[0], PinnedStore) else None
-        self._below = tiers if self._host is None else tiers[1:]
+        self._below = descending(tiers if self._host is None else tiers[1:])
         self._manifests: dict[ModelId, Manifest] = {}
         self._fills: dict[Shard, Fill] = {}
         self._tasks: TaskGroup | None = None
@@ -51,6 +53,9 @@ class TieredStore(WeightStore):
         async with AsyncExitStack() as stack:
             for tier in self.tiers:
                 await stack.enter_async_context(tier)
+            for tier in self._below:
+                if isinstance(tier, Descending):
+                    await stack.enter_async_context(tier)
             async with background() as self._tasks:
                 try:
                     yield self
@@ -76,6 +81,7 @@ class TieredStore(WeightStore):
     async def prefetch(self, model: ModelId) -> None:
         manifest = await self.manifest(model)
         if self._host is None:
+            await self._bring_to_disk(model)
             return
         self._host.keep(model)
         async with AsyncExitStack() as stack:
@@ -84,6 +90,15 @@ class TieredStore(WeightStore):
             await self._complete(self._host, manifest, manifest.shards)
             for hold in holds:
                 hold.keep()
+
+    async def _bring_to_disk(self, model: ModelId) -> None:
+        """Copy the model from below the `NvmeStore` to it, if there is one and it does not lie there."""
+        for tier in self._below:
+            with suppress(ShardMissing):
+                await tier.manifest(model)
+                if isinstance(tier, Descending):
+                    await tier.fetch(model)
+                return
 
     async def drop(self, model: ModelId) -> None:
         if self._host is not None:
