@@ -1,0 +1,240 @@
+"""FP8 at rest: what a code means, how far a weight may be off, and which weights are coded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hotswap import ConfigError, ShardCorrupt
+from hotswap.backends.torch.fp8 import CODE_DTYPE, SCHEMES, Scheme, decode, encode
+from hotswap.backends.torch.quantize import Quantizer, quantizable
+from tests.backends.torch.zoo import CONFIGS, make_model
+
+GROUPED, CHANNEL = SCHEMES["fp8-e4m3"], SCHEMES["fp8-e4m3-channel"]
+FINITE = [code for code in range(256) if code & 0x7F != 0x7F]
+
+schemes = st.sampled_from(list(SCHEMES.values()))
+dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+widths = st.sampled_from([1, 2, 100, 127, 128, 129, 255, 256, 257, 300])
+
+
+def meaning(code: int) -> float:
+    """What OCP's e4m3 says: one bit of sign, four of exponent with a bias of 7, three of mantissa."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    magnitude = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return -magnitude if code & 0x80 else magnitude
+
+
+def spread(scales: Tensor, scheme: Scheme, k: int) -> Tensor:
+    """The scale of each weight."""
+    return scales.repeat_interleave(scheme.width(k), -1)[..., :k]
+
+
+def weights_of(seed: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Random weights whose groups differ in size by up to 2**24, so that subnormal codes are among them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(-12, 12, (rows, k), generator=generator)
+    return torch.ldexp(torch.randn(rows, k, generator=generator), sizes).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-126, 3.1e-5, 0.7, 7.5e35])
+def test_every_finite_code_decodes_exactly(scale: float) -> None:
+    codes = torch.tensor([FINITE], dtype=torch.uint8).view(CODE_DTYPE)
+    scales = torch.full((1, 1), scale)
+    values = decode(codes, scales, CHANNEL)
+    # In float64 the product of 4 and 24 bits is exact, so this rounds once, to float32.
+    wanted = (torch.tensor([[meaning(code) for code in FINITE]]).double() * scales.double()).float()
+    assert torch.equal(values, wanted)
+    assert torch.equal(values.signbit(), wanted.signbit())
+
+
+@pytest.mark.parametrize("code", [0x00, 0x80, 0x01, 0x07, 0x87, 0x08, 0x7E, 0xFE])
+def test_codes_come_back_as_they_were(code: int) -> None:
+    weights = torch.tensor([[448.0, meaning(code), meaning(code)]])  # the first makes the scale 1
+    codes, scales = encode(weights, CHANNEL)
+    assert codes.view(torch.uint8).tolist() == [[0x7E, code, code]]
+    assert scales.tolist() == [[1.0]]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), widths, dtypes, schemes)
+def test_no_weight_is_off_by_more_than_half_a_step(
+    seed: int, rows: int, k: int, dtype: torch.dtype, scheme: Scheme
+) -> None:
+    weights = weights_of(seed, rows, k, dtype)
+    codes, scales = encode(weights, scheme)
+    error = (decode(codes, scales, scheme).double() - weights.double()).abs()
+    # Half a unit of the third bit, or of the smallest subnormal; and a little for rounding the scale.
+    bound = torch.maximum(weights.double().abs() * 2.0**-4, spread(scales, scheme, k).double() * 2.0**-10)
+    assert (error <= bound * (1 + 2.0**-20)).all()
+
+
+@given(st.integers(0, 2**32), widths, dtypes, schemes)
+def test_the_largest_weight_of_a_group_comes_back_as_it_was(
+    seed: int, k: int, dtype: torch.dtype, scheme: Scheme
+) -> None:
+    weights = weights_of(seed, 3, k, dtype)
+    codes, scales = encode(weights, scheme)
+    restored = decode(codes, scales, scheme)
+    for start in range(0, k, scheme.width(k)):
+        group = slice(start, start + scheme.width(k))
+        before, after = weights[:, group].float().abs().amax(-1), restored[:, group].abs().amax(-1)
+        torch.testing.assert_close(after, before, rtol=2.0**-23, atol=0)
+
+
+@given(st.integers(0, 2**32), widths, schemes)
+def test_a_group_knows_nothing_of_its_neighbours(seed: int, k: int, scheme: Scheme) -> None:
+    weights = weights_of(seed, 4, k, torch.bfloat16)
+    codes, scales = encode(weights, scheme)
+    for group in range(scheme.num_groups(k)):
+        columns = slice(group * scheme.width(k), (group + 1) * scheme.width(k))
+        alone, scale = encode(weights[:, columns], CHANNEL)
+        assert torch.equal(alone.view(torch.uint8), codes[:, columns].view(torch.uint8))
+        assert torch.equal(scale[:, 0], scales[:, group])
+
+
+@given(widths, dtypes, schemes)
+def test_zeros_stay_zeros_of_their_sign(k: int, dtype: torch.dtype, scheme: Scheme) -> None:
+    weights = torch.zeros(4, k, dtype=dtype)
+    weights[1::2] = -0.0
+    weights[2, 0] = 3.0  # zeros beside a weight, too
+    restored = decode(*encode(weights, scheme), scheme)
+    assert torch.equal(restored == 0, weights == 0)
+    assert torch.equal(restored.signbit(), weights.signbit())
+
+
+@pytest.mark.parametrize("tiny", [1e-45, 1e-40, 2.0**-126, 2.0**-117])
+def test_weights_too_small_to_scale_vanish_and_take_nothing_along(tiny: float) -> None:
+    weights = torch.full((1, 4), tiny)
+    restored = decode(*encode(weights, GROUPED), GROUPED)
+    assert (restored - weights).abs().max() <= 2.0**-136
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 40), widths, schemes)
+def test_rows_may_be_coded_in_parts_and_stacks_at_once(
+    seed: int, experts: int, cut: int, k: int, scheme: Scheme
+) -> None:
+    stack = weights_of(seed, experts * 40, k, torch.bfloat16).view(experts, 40, k)
+    codes, scales = encode(stack, scheme)
+    for expert, whole, scale in zip(stack, codes, scales, strict=True):
+        parts = [encode(part, scheme) for part in (expert[:cut], expert[cut:])]
+        assert torch.equal(torch.cat([c.view(torch.uint8) for c, _ in parts]), whole.view(torch.uint8))
+        assert torch.equal(torch.cat([s for _, s in parts]), scale)
+
+
+def test_large_tensors_are_coded_as_small_ones_are() -> None:
+    weights = weights_of(0, 3, 1 << 18, torch.bfloat16)  # each row is a block of its own
+    codes, scales = encode(weights, GROUPED)
+    alone, scale = encode(weights[2:], GROUPED)
+    assert torch.equal(codes[2:].view(torch.uint8), alone.view(torch.uint8))
+    assert torch.equal(scales[2:], scale)
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (2, 0, 300), (2, 3, 300)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_shapes_are_the_same_for_nothing_and_without_values(shape: tuple[int, ...], device: str) -> None:
+    codes, scales = encode(torch.zeros(shape, device=device), GROUPED)
+    assert codes.shape == shape
+    assert scales.shape == (*shape[:-1], -(-shape[-1] // 128))
+    assert (codes.dtype, scales.dtype) == (CODE_DTYPE, torch.float32)
+
+
+# ----------------------------------------------------------------------------------------- which weights
+
+
+KEPT_MATRICES = {
+    "gpt2": {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"},
+    "gpt_oss": {"experts.gate_up_proj", "experts.down_proj"},
+}
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_what_multiplies_is_coded_and_the_rest_is_kept(architecture: str) -> None:
+    model = make_model(architecture)
+    chosen = quantizable(model)
+    kept = set(model.state_dict()) - chosen
+    assert all(model.state_dict()[name].ndim >= 2 for name in chosen)
+    assert not [name for name in chosen if "embed" in name or "norm" in name or "gate.weight" in name]
+    # Of the matrices are left: embeddings with what is tied to them, routers, and those that lie as [K, N].
+    tied = model.config.tie_word_embeddings
+    for name in kept:
+        if model.state_dict()[name].ndim >= 2:
+            is_known = any(part in name for part in KEPT_MATRICES.get(architecture, ()))
+            is_router = name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+            is_embedding = any(part in name for part in ("embed", ".wte", ".wpe")) or (
+                tied and name == "lm_head.weight"
+            )
+            assert is_known or is_router or is_embedding or name.endswith("_bias"), name
+    assert ("lm_head.weight" in chosen) is not tied
+
+
+def test_linear_gates_beside_experts_are_kept() -> None:
+    class Experts(nn.Module):
+        is_transposed = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.zeros(4, 32, 16))
+            self.bias = nn.Parameter(torch.zeros(4, 32))
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 4)
+
+    block = nn.ModuleDict(
+        {
+            "experts": Experts(),
+            "router": Router(),
+            "shared_gate": nn.Linear(16, 1),
+            "shared": nn.Linear(16, 32),
+        }
+    )
+    outside = nn.Linear(16, 2)
+    model = nn.ModuleDict({"mlp": block, "score": outside})
+    assert quantizable(model) == {"mlp.experts.up", "mlp.shared.weight", "score.weight"}
+
+
+def test_the_quantiser_names_codes_and_scales_and_passes_the_rest_on() -> None:
+    model = make_model("mixtral", dtype=torch.bfloat16)
+    quantizer = Quantizer("fp8-e4m3", model)
+    assert quantizer.dtype is torch.bfloat16
+    for name, tensor in model.state_dict().items():
+        stored = dict(quantizer(name, tensor))
+        if name in quantizer.names:
+            assert list(stored) == [name, f"{name}.scale"]
+            assert stored[name].dtype is CODE_DTYPE
+        else:
+            assert stored == {name: tensor}
+
+
+def test_weights_kept_in_another_dtype_are_not_coded() -> None:
+    model = make_model("llama", dtype=torch.bfloat16)
+    model.lm_head.float()
+    quantizer = Quantizer("fp8-e4m3", model)
+    assert "lm_head.weight" not in quantizer.names
+    assert "model.layers.0.mlp.up_proj.weight" in quantizer.names
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_that_are_no_numbers_are_refused_by_name(wrong: float, scheme: str) -> None:
+    model: Any = nn.ModuleDict({"good": nn.Linear(300, 2), "bad": nn.Linear(300, 2)})
+    quantizer = Quantizer(scheme, model)
+    with torch.no_grad():
+        model.bad.weight[1, 299] = wrong
+    quantizer("good.weight", model.good.weight)
+    with pytest.raises(ShardCorrupt, match=r"'bad\.weight'"):
+        quantizer("bad.weight", model.bad.weight)
+
+
+def test_an_unknown_scheme_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"'fp4'.*fp8-e4m3, fp8-e4m3-channel"):
+        Quantizer("fp4", nn.Linear(1, 1))
