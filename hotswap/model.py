@@ -96,6 +96,9 @@ class Manifest:
     `config` is the text of the checkpoint's `config.json`; an engine that simulates may leave it empty.
     `buffer_bytes` is the size of one rank's flat buffer, padding included. Ranks hold different parts of the
     model, perhaps of different shapes: `tensors` lists those of all ranks, `tensors_of` those of one.
+
+    `quantization` names how tensors that have a `<name>.scale` beside them are stored, empty where none are;
+    `unquantized_dtype` is what those were, and become again where an engine computes with them.
     """
 
     model: ModelId
@@ -109,6 +112,8 @@ class Manifest:
     eos_token_ids: tuple[int, ...] = ()
     max_context_tokens: int = 2**31
     kv_bytes_per_token: int = 0
+    quantization: str = ""
+    unquantized_dtype: str = ""
 
     @property
     def weight_bytes(self) -> int:
