@@ -88,9 +88,10 @@ class SupportsPrefetch(Protocol):
 class SupportsReadInto(Protocol):
     """A store that can put weights where the reader wants them, without a copy on the way."""
 
-    async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk:
+    async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk | None:
         """Fill `destination` with the bytes of a shard, and return it as the one chunk that the shard is.
 
+        `None` says that the store would rather lend this shard chunk by chunk, and that nothing was written.
         `destination` is contiguous, writable, as long as the shard, and the reader's own; one that begins on
         a page is served fastest. The bytes are as good as those that `open` lends. After an error or a
         cancellation, which both wait until nobody writes there any more, what it holds is undefined.

@@ -45,6 +45,7 @@ EVICTED = "hotswap.swap.evicted_requests"
 DOWNTIME_S = "hotswap.swap.downtime_s"
 LOADED_BYTES = "hotswap.load.bytes"
 TIER = "hotswap.load.tier"
+BUFFERED = "hotswap.load.buffered"
 SECONDS = "hotswap.seconds"
 
 TTFT = "gen_ai.server.time_to_first_token"

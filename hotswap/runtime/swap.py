@@ -22,7 +22,7 @@ from hotswap.engine import Engine, SupportsPreload
 from hotswap.errors import HotswapError, OutOfMemory, SwapFailed
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.runtime.instance import Instance
-from hotswap.store import SupportsLend, WeightStore, WrapperStore
+from hotswap.store import SupportsLend, SupportsReadInto, WeightStore, WrapperStore
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
 
@@ -169,6 +169,7 @@ class SwapJob:
         if name in ("load", "preload"):
             phase.set_attribute(tm.LOADED_BYTES, read_bytes)
             phase.set_attribute(tm.TIER, self._store.tier if read_bytes else "")
+            phase.set_attribute(tm.BUFFERED, self._store.buffered and read_bytes > 0)
         if name == "evict":
             phase.set_attribute(tm.EVICTED, self._num_evicted)
 
@@ -245,6 +246,7 @@ class _MeteredStore(WrapperStore):
         super().__init__(store)
         self.num_bytes = 0
         self.tier = ""
+        self.buffered = False
 
     @asynccontextmanager
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
@@ -262,11 +264,23 @@ class _MeteredStore(WrapperStore):
                 self.tier = buffer.tier or self.tier
             yield buffer
 
+    async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk | None:
+        if not isinstance(self.wrapped, SupportsReadInto):
+            return None
+        chunk = await self.wrapped.read_into(shard, destination)
+        if chunk is not None:
+            self._count(chunk)
+        return chunk
+
     async def _counted(self, chunks: AsyncIterator[HostChunk]) -> AsyncIterator[HostChunk]:
         async for chunk in chunks:
-            self.num_bytes += len(chunk.data)
-            self.tier = chunk.tier or self.tier
+            self._count(chunk)
             yield chunk
+
+    def _count(self, chunk: HostChunk) -> None:
+        self.num_bytes += len(chunk.data)
+        self.tier = chunk.tier or self.tier
+        self.buffered = self.buffered or chunk.buffered
 
 
 def _brief(error: BaseException) -> str:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotswap.backends.memory import aligned_buffer
 from hotswap.errors import ShardCorrupt
-from hotswap.model import HostChunk, Manifest
-from hotswap.store import WeightStore
+from hotswap.model import HostChunk, Manifest, Shard
+from hotswap.store import SupportsReadInto, WeightStore
 
 __all__ = ["FlatBuffers", "fetch", "in_place"]
 
@@ -43,7 +44,10 @@ class FlatBuffers:
                 self._idle = [buffer for buffer in self._idle if buffer is not chosen]
                 return chosen
             self._idle.clear()
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        if self._device.type != "cpu" or not size_bytes:
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        # On a huge page, where a store can read straight into it.
+        return torch.frombuffer(aligned_buffer(size_bytes), dtype=torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, and keep it if it may be kept; the largest are."""
@@ -59,27 +63,45 @@ class FlatBuffers:
 
 
 async def fetch(store: WeightStore, manifest: Manifest, flat: Tensor) -> None:
-    """Copy the shards of rank 0 into `flat`, each chunk in a worker thread.
+    """Bring the shards of rank 0 into `flat`: read in place on the CPU if the store can, else copied.
 
     Raises:
-        ShardCorrupt: a chunk lies outside the buffer, or a shard ended early.
+        ShardCorrupt: a shard or a chunk lies outside the buffer, or a shard ended early.
     """
     for shard in manifest.shards_of(0):
-        copied = 0
-        async with store.open(shard) as chunks:
-            async for chunk in chunks:
-                if not 0 <= chunk.offset_bytes <= len(flat) - chunk.data.nbytes:
-                    raise ShardCorrupt(
-                        f"A chunk of {shard.file!r} belongs at byte {chunk.offset_bytes} of a buffer of "
-                        f"{manifest.buffer_bytes}; convert the model again."
-                    )
-                await anyio.to_thread.run_sync(_copy, chunk, flat)
-                copied += chunk.data.nbytes
-        if copied != shard.size_bytes:
-            raise ShardCorrupt(
-                f"{shard.file!r} gave {copied} bytes where its index says {shard.size_bytes}; "
-                "convert the model again."
-            )
+        if not await _read_in_place(store, shard, flat):
+            await _copy_chunks(store, shard, flat)
+
+
+async def _read_in_place(store: WeightStore, shard: Shard, flat: Tensor) -> bool:
+    if flat.device.type != "cpu" or not isinstance(store, SupportsReadInto):
+        return False
+    _check_inside(shard.buffer_offset_bytes, shard.size_bytes, shard, flat)
+    place = flat[shard.buffer_offset_bytes : shard.buffer_offset_bytes + shard.size_bytes]
+    return await store.read_into(shard, place.numpy().data) is not None
+
+
+async def _copy_chunks(store: WeightStore, shard: Shard, flat: Tensor) -> None:
+    """Copy chunk after chunk in a worker thread; the store reads on meanwhile."""
+    copied = 0
+    async with store.open(shard) as chunks:
+        async for chunk in chunks:
+            _check_inside(chunk.offset_bytes, chunk.data.nbytes, shard, flat)
+            await anyio.to_thread.run_sync(_copy, chunk, flat)
+            copied += chunk.data.nbytes
+    if copied != shard.size_bytes:
+        raise ShardCorrupt(
+            f"{shard.file!r} gave {copied} bytes where its index says {shard.size_bytes}; "
+            "convert the model again."
+        )
+
+
+def _check_inside(offset_bytes: int, size_bytes: int, shard: Shard, flat: Tensor) -> None:
+    if not 0 <= offset_bytes <= len(flat) - size_bytes:
+        raise ShardCorrupt(
+            f"A chunk of {shard.file!r} belongs at byte {offset_bytes} of a buffer of {len(flat)}; "
+            "convert the model again."
+        )
 
 
 def in_place(data: memoryview) -> Tensor:
