@@ -24,8 +24,9 @@ from hotswap.model import Manifest
 from hotswap.request import ModelId
 
 if TYPE_CHECKING:
-    from hotswap.backends.stores.copying import Copy, Transform
+    from hotswap.backends.stores.copying import Copy
     from hotswap.backends.stores.streaming import Blueprint
+    from hotswap.backends.torch.quantize import Quantizer
 
 __all__ = ["Progress", "convert"]
 
@@ -37,7 +38,7 @@ def convert(
     model_id: str,
     dtype: str | None = None,
     world_size: int = 1,
-    transform: Transform | None = None,
+    quantize: str | None = None,
     max_file_bytes: int = 4 << 30,
     memory_bytes: int = 2 << 30,
     replace_existing: bool = False,
@@ -47,9 +48,10 @@ def convert(
     """Convert the checkpoint at `source` into the store at `root`, under `model_id`, and return its manifest.
 
     Blocking. `dtype` (for instance `"bfloat16"`) casts the weights, `None` keeps the checkpoint's own.
-    `world_size` cuts them for so many tensor-parallel ranks, by the model's own plan. `transform` makes each
-    tensor into one or several others, such as quantised values and their scales. `memory_bytes` limits what
-    is held beside mapped files; pieces are of some MiB, and few architectures need more.
+    `world_size` cuts them for so many tensor-parallel ranks, by the model's own plan. `quantize` names a
+    scheme, `"fp8-e4m3"` or `"fp8-e4m3-channel"`, in which linear layers and experts are stored; the others
+    stay as they are, see `hotswap.backends.torch.quantize`. `memory_bytes` limits what is held beside mapped
+    files; pieces are of some MiB, and few architectures need more.
 
     `admit` is told the bytes that will be written and may refuse them; what it or `progress` raises ends the
     conversion, which leaves nothing behind. Where the process is killed, the same call goes on after the last
@@ -57,13 +59,13 @@ def convert(
 
     Raises:
         ShardMissing: there is no checkpoint at the source, or a part of it is missing.
-        ShardCorrupt: a file of it is truncated or unreadable.
+        ShardCorrupt: a file of it is truncated or unreadable, or has weights that cannot be quantised.
         UnsafeFile: it holds pickled weights only.
         UnsupportedModel: transformers knows no causal language model of its kind, it is quantised, or it
             cannot be cut for `world_size` ranks.
         TierFull: the disk has no room; what was there before is untouched.
-        ConfigError: the model is there already and `replace_existing` is false, there is no such dtype, or
-            `memory_bytes` are too few for a model that cannot be streamed.
+        ConfigError: the model is there already and `replace_existing` is false, there is no such dtype or
+            scheme, or `memory_bytes` are too few for a model that cannot be streamed.
         BackendMissing: torch or transformers are not installed.
     """
     source, root = Path(source), Path(root)
@@ -74,15 +76,15 @@ def convert(
     if progress is not None:
         progress(Progress(phase="read", done_bytes=0, total_bytes=0))
     with _open(source, dtype, memory_bytes) as blueprint:
-        copy = _plan(blueprint, world_size, transform)
-        manifest = _manifest(ModelId(model_id), checkpoint, copy)
+        copy, quantizer = _plan(blueprint, world_size, quantize)
+        manifest = _manifest(ModelId(model_id), checkpoint, copy, quantizer)
         if admit is not None:
             admit(manifest.buffer_bytes * world_size)
         options = WriteOptions(
             max_file_bytes=max_file_bytes,
             replace_existing=replace_existing,
             progress=progress,
-            key=_key(source, manifest, max_file_bytes, transform),
+            key=_key(source, manifest, max_file_bytes, quantizer),
         )
         with writing(root, manifest, side_files=checkpoint.side_files, options=options) as writer:
             copy.run(writer.ranks)
@@ -104,13 +106,17 @@ def _open(source: Path, dtype: str | None, memory_bytes: int) -> AbstractContext
     return streaming.open_checkpoint(source, wanted, memory_bytes=memory_bytes)
 
 
-def _plan(blueprint: Blueprint, world_size: int, transform: Transform | None) -> Copy:
+def _plan(blueprint: Blueprint, world_size: int, quantize: str | None) -> tuple[Copy, Quantizer | None]:
     from hotswap.backends.stores.copying import Copy
+    from hotswap.backends.torch.quantize import Quantizer
 
-    return Copy(blueprint, world_size, transform)
+    quantizer = None if quantize is None else Quantizer(quantize, blueprint.module)
+    return Copy(blueprint, world_size, quantizer), quantizer
 
 
-def _manifest(model: ModelId, checkpoint: Checkpoint, copy: Copy) -> Manifest:
+def _manifest(model: ModelId, checkpoint: Checkpoint, copy: Copy, quantizer: Quantizer | None) -> Manifest:
+    # A model of which nothing is quantised is one that is not.
+    quantized = quantizer if quantizer is not None and quantizer.names else None
     return Manifest(
         model=model,
         shards=(),
@@ -122,10 +128,12 @@ def _manifest(model: ModelId, checkpoint: Checkpoint, copy: Copy) -> Manifest:
         eos_token_ids=checkpoint.eos_token_ids,
         max_context_tokens=checkpoint.max_context_tokens,
         kv_bytes_per_token=checkpoint.kv_bytes_per_token(copy.item_bytes),
+        quantization=quantized.scheme.name if quantized else "",
+        unquantized_dtype=str(quantized.dtype).removeprefix("torch.") if quantized else "",
     )
 
 
-def _key(source: Path, manifest: Manifest, max_file_bytes: int, transform: Transform | None) -> str:
+def _key(source: Path, manifest: Manifest, max_file_bytes: int, quantizer: Quantizer | None) -> str:
     """A digest of everything that decides which bytes are written where, but for the weights' own.
 
     Of those the sizes and times of their files must do: reading them would take as long as converting.
@@ -136,7 +144,7 @@ def _key(source: Path, manifest: Manifest, max_file_bytes: int, transform: Trans
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
         "manifest": asdict(manifest),
         "max_file_bytes": max_file_bytes,
-        "transform": None if transform is None else transform.key,
+        "transform": None if quantizer is None else quantizer.key,
         "libraries": _versions(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

@@ -41,7 +41,6 @@ class Quantizer:
         dtype: What the weights were, and become again where they are computed with.
         names: The tensors that are quantised.
         key: What distinguishes this from other transforms of a conversion.
-        rows: How many rows of the first dimension depend on each other.
     """
 
     def __init__(self, scheme: str, module: nn.Module) -> None:
@@ -50,7 +49,6 @@ class Quantizer:
         self.dtype = _main_dtype(tensors.values())
         self.names = frozenset(name for name in quantizable(module) if tensors[name].dtype is self.dtype)
         self.key = self.scheme.name
-        self.rows = 1
 
     def __call__(self, name: str, tensor: Tensor, /) -> tuple[tuple[str, Tensor], ...]:
         """Return what is stored in place of a tensor, or of rows of it.
@@ -58,7 +56,7 @@ class Quantizer:
         Raises:
             ShardCorrupt: a weight is infinite or not a number.
         """
-        if name not in self.names:
+        if name not in self.names or tensor.dtype is not self.dtype:
             return ((name, tensor),)
         codes, scales = encode(tensor, self.scheme)
         if not scales.is_meta and not bool(scales.isfinite().all()):
