@@ -2,7 +2,7 @@
 
     .<model>.<key>.partial/journal.jsonl    a line that says what is converted, then one for each whole file
 
-A line is appended once its file is on the disk. The key is a digest of the source, the options and the
+A line is a checksum and a JSON object, and is appended once its file is on the disk. The key is a digest of the source, the options and the
 layout: a conversion of anything else finds another directory, and the data of this one are never taken for
 its own. What a line says is checked against the file's bytes before it is believed.
 """
@@ -72,7 +72,7 @@ class Journal:
 
     def _append(self, line: object) -> None:
         with self._path.open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(_signed(json.dumps(line).encode()) + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -81,14 +81,17 @@ class Journal:
         lines = self._path.read_bytes().splitlines() if self._path.is_file() else []
         ends: dict[int, int] = {}
         for number, line in enumerate(lines):
+            text = line.partition(b" ")[2]
+            if line != _signed(text):  # it was being written when the machine stopped
+                return
             try:
-                fields = parse_object(line, self._path)
+                fields = parse_object(text, self._path)
                 if number == 0:
                     if fields.raw != self._head:
                         return
                     continue
                 file = _finished(fields, self._path)
-            except StoreError:  # a line that was being written when the machine stopped
+            except StoreError:
                 return
             if file.offset_bytes == ends.get(file.rank, 0) and _is_whole(self._path.parent, file):
                 ends[file.rank] = file.offset_bytes + file.size_bytes
@@ -110,6 +113,12 @@ def has_progress(directory: Path) -> bool:
             return sum(1 for _ in zip(file, range(2), strict=False)) == 2
     except OSError:
         return False
+
+
+def _signed(text: bytes) -> bytes:
+    checksum = Checksum()
+    checksum.update(text)
+    return str(checksum).encode() + b" " + text
 
 
 def _finished(fields: Fields, path: Path) -> FinishedFile:

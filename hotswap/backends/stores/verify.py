@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hotswap.backends.stores.fields import CONVERT_AGAIN
 from hotswap.backends.stores.files import BlockFile, aligned_buffer, read_small
-from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name, parse_index
-from hotswap.backends.stores.reading import check_shard
-from hotswap.errors import ShardMissing
-from hotswap.model import Manifest, Shard
+from hotswap.backends.stores.layout import (
+    ALIGNMENT_BYTES,
+    INDEX_NAME,
+    Checksum,
+    align,
+    check_file_name,
+    parse_index,
+)
+from hotswap.errors import ShardCorrupt, ShardMissing
+from hotswap.model import Manifest, Shard, TensorSpec
 from hotswap.request import ModelId
 
 __all__ = ["load_index", "models_in", "verify"]
@@ -61,23 +68,59 @@ def verify(root: Path, model: ModelId, *, progress: Callable[[int, int], None] |
     buffer = aligned_buffer(_PIECE_BYTES)
     done = 0
     for shard in manifest.shards:
-        for size in _verify_shard(root / model, shard, buffer):
-            done += size
+        checksum = Checksum()
+        for piece in _pieces(root / model, shard, buffer, 0, shard.size_bytes):
+            checksum.update(piece)
+            done += len(piece)
             if progress is not None:
                 progress(done, manifest.weight_bytes)
+        if str(checksum) != shard.checksum:
+            raise _damaged(root / model, manifest, shard, buffer)
     return manifest
 
 
-def _verify_shard(directory: Path, shard: Shard, buffer: memoryview) -> Iterator[int]:
-    file = BlockFile(directory / shard.file)
+def _damaged(directory: Path, manifest: Manifest, shard: Shard, buffer: memoryview) -> ShardCorrupt:
+    """Return the error that names the tensors in a shard whose bytes are not those that were written."""
+    begin, end = shard.buffer_offset_bytes, shard.buffer_offset_bytes + shard.size_bytes
+    inside = [
+        tensor
+        for tensor in manifest.tensors_of(shard.rank)
+        if tensor.offset_bytes < end and begin < tensor.offset_bytes + tensor.size_bytes
+    ]
+    names = [
+        tensor.name for tensor in inside if _checksum(directory, manifest, tensor, buffer) != tensor.checksum
+    ]
+    what = f"the tensor {names[0]!r}" if names else "the padding between tensors"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return ShardCorrupt(
+        f"The bytes of {shard.file!r} of model {shard.model!r} have changed: {what}{more} is damaged. "
+        f"{CONVERT_AGAIN}"
+    )
+
+
+def _checksum(directory: Path, manifest: Manifest, tensor: TensorSpec, buffer: memoryview) -> str:
+    """The checksum of a tensor's bytes, in however many files they are."""
     checksum = Checksum()
+    for shard in manifest.shards_of(tensor.rank):
+        start = max(0, tensor.offset_bytes - shard.buffer_offset_bytes)
+        stop = min(shard.size_bytes, tensor.offset_bytes + tensor.size_bytes - shard.buffer_offset_bytes)
+        for piece in _pieces(directory, shard, buffer, start, stop):
+            checksum.update(piece)
+    return str(checksum)
+
+
+def _pieces(directory: Path, shard: Shard, buffer: memoryview, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes of a shard from `start` to `stop`; each piece is the buffer's until the next."""
+    if start >= stop:
+        return
+    # Direct reads begin and end on blocks.
+    first, last = start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, min(align(stop), shard.size_bytes)
+    file = BlockFile(directory / shard.file)
     try:
         file.open()
-        for start in range(0, shard.size_bytes, len(buffer)):
-            piece = buffer[: shard.size_bytes - start]
-            file.read(piece, shard.file_offset_bytes + start)
-            checksum.update(piece)
-            yield len(piece)
+        for at in range(first, stop, len(buffer)):
+            size = min(len(buffer), last - at)
+            file.read(buffer[:size], shard.file_offset_bytes + at)
+            yield buffer[max(0, start - at) : min(size, stop - at)]
     finally:
         file.close()
-    check_shard(shard, checksum)
