@@ -120,12 +120,17 @@ class WaitingView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierView:
-    """One tier of a store, fastest first in `StoreView.tiers`; `capacity_bytes` is `None` when unbounded."""
+    """One tier of a store, fastest first in `StoreView.tiers`; `capacity_bytes` is `None` when unbounded.
+
+    `queued_bytes` are still to be read from it for models on their way up now; prefetches that wait for
+    their turn do not count, since a load overtakes them. `bytes_per_s` is learned from the reads so far.
+    """
 
     name: str
     used_bytes: int = 0
     capacity_bytes: int | None = None
     bytes_per_s: float = float("inf")
+    queued_bytes: int = 0
 
     @property
     def free_bytes(self) -> float:
@@ -144,23 +149,33 @@ class Residency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreView:
-    """Which model is resident on which tier, and how much room each tier has."""
+    """Which model is resident on which tier, how much room each tier has, and what is on its way up.
+
+    An entry of `rising` names the tier from which a model is being read, and the bytes of it to come.
+    """
 
     tiers: tuple[TierView, ...] = ()
     residency: tuple[Residency, ...] = ()
+    rising: tuple[Residency, ...] = ()
 
     def tier_of(self, model: ModelId) -> str | None:
         """The fastest tier that holds the whole model, `None` if none does."""
         held = {entry.tier for entry in self.residency if entry.model == model}
         return next((tier.name for tier in self.tiers if tier.name in held), None)
 
-    def load_s(self, model: ModelId) -> float:
-        """Seconds to read the model from its fastest tier at its bandwidth; infinite if it is nowhere."""
-        tier = self.tier_of(model)
-        if tier is None:
+    def load_s(self, model: ModelId, tier: str | None = None) -> float:
+        """Seconds to load the model from a tier, or else from its fastest; infinite if it is not there.
+
+        The bytes queued on the tier, then those of the model, over the tier's bandwidth (ServerlessLLM,
+        section 5.1: `q + n / b`). What is on its way up already is among those queued and counts once.
+        """
+        name = self.tier_of(model) if tier is None else tier
+        link = next((link for link in self.tiers if link.name == name), None)
+        size = _size(self.residency, model, name)
+        if link is None or size is None:
             return float("inf")
-        size = next(e.size_bytes for e in self.residency if e.model == model and e.tier == tier)
-        return size / next(t.bytes_per_s for t in self.tiers if t.name == tier)
+        own_bytes = size if _size(self.rising, model, name) is None else 0
+        return (link.queued_bytes + own_bytes) / link.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +205,10 @@ class FleetView:
     def serving(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Instances to which a request of the model may be sent now."""
         return tuple(i for i in self.instances if i.model == model and i.open)
+
+
+def _size(entries: tuple[Residency, ...], model: ModelId, tier: str | None) -> int | None:
+    return next((entry.size_bytes for entry in entries if (entry.model, entry.tier) == (model, tier)), None)
 
 
 _V = TypeVar("_V", InstanceView, ModelView)

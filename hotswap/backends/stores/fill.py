@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import anyio
 from anyio import CancelScope, to_thread
 from anyio.lowlevel import checkpoint
 
+from hotswap.backends.memory import copy
 from hotswap.backends.stores.pinned import Hold, PinnedStore
 from hotswap.backends.stores.reading import give_back
 from hotswap.errors import ShardMissing, StoreError
 from hotswap.model import HostChunk, Manifest, Shard
-from hotswap.store import WeightStore
+from hotswap.store import SupportsReadInto, WeightStore
 
 __all__ = ["Fill", "Follower", "telling"]
 
@@ -28,11 +30,20 @@ class Fill:
     """Reads one shard from the first of `sources` that has it into the host tier, once for all its followers.
 
     Followers read the buffer as far as it is filled. The shard is committed only when the source has verified
-    it to its end; a fill that fails, or that all followers have left, leaves the tier as it was.
+    it to its end; a fill that fails, or that all followers have left, leaves the tier as it was. With
+    `at_once` sources that can read straight into the buffer do, and followers get nothing before the end.
+    `reading` brackets the time in which a source is read.
     """
 
     def __init__(
-        self, shard: Shard, manifest: Manifest, sources: Sequence[WeightStore], host: PinnedStore
+        self,
+        shard: Shard,
+        manifest: Manifest,
+        sources: Sequence[WeightStore],
+        host: PinnedStore,
+        *,
+        at_once: bool = False,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.shard = shard
         self.num_followers = 0
@@ -51,6 +62,8 @@ class Fill:
         self._manifest = manifest
         self._sources = sources
         self._host = host
+        self._at_once = at_once
+        self._reading = reading
         self._scope = CancelScope()
         self._left = anyio.Event()
         self._changed = anyio.Event()
@@ -99,7 +112,8 @@ class Fill:
             self.tier, self.filled_bytes = self._host.name, self.shard.size_bytes
         else:
             self._notify()
-            await self._read()
+            with self._reading():
+                await self._read()
             hold.commit(self.shard)
         if self.wanted:
             hold.keep()
@@ -121,6 +135,18 @@ class Fill:
         )
 
     async def _read_from(self, tier: WeightStore) -> None:
+        if self._at_once and isinstance(tier, SupportsReadInto):
+            chunk = await tier.read_into(self.shard, self.data)
+            self.tier, self.filled_bytes = chunk.tier, len(chunk.data)
+        else:
+            await self._copy_from(tier)
+        if self.filled_bytes != self.shard.size_bytes:
+            raise StoreError(
+                f"{tier!r} gave {self.filled_bytes} of the {self.shard.size_bytes} bytes of "
+                f"{self.shard.file!r}. Check its implementation."
+            )
+
+    async def _copy_from(self, tier: WeightStore) -> None:
         async with tier.open(self.shard) as chunks:
             async for chunk in chunks:
                 start = chunk.offset_bytes - self.shard.buffer_offset_bytes
@@ -128,11 +154,6 @@ class Fill:
                 await to_thread.run_sync(_copy, target, chunk.data)
                 self.tier, self.filled_bytes = chunk.tier, start + len(chunk.data)
                 self._notify()
-        if self.filled_bytes != self.shard.size_bytes:
-            raise StoreError(
-                f"{tier!r} gave {self.filled_bytes} of the {self.shard.size_bytes} bytes of "
-                f"{self.shard.file!r}. Check its implementation."
-            )
 
     def _close(self) -> None:
         """Lend no more: those who still follow get an error, and the view of the buffer is let go."""
@@ -191,6 +212,9 @@ class Follower:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy in pieces, because one assignment holds the interpreter lock to its end."""
-    for start in range(0, len(source), _COPY_BYTES):
-        target[start : start + _COPY_BYTES] = source[start : start + _COPY_BYTES]
+    """Copy without holding the interpreter lock for long; memory that cannot be written goes in pieces."""
+    if source.readonly:
+        for start in range(0, len(source), _COPY_BYTES):
+            target[start : start + _COPY_BYTES] = source[start : start + _COPY_BYTES]
+    else:
+        copy(target, source)

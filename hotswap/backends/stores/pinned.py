@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import mmap
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from typing import Any, Self
+from contextlib import asynccontextmanager
+from typing import Self
 
 import anyio
 from anyio import CancelScope, to_thread
 from anyio.lowlevel import checkpoint
 
+from hotswap.backends.memory import aligned_buffer, pin, unpin
 from hotswap.backends.stores.bandwidth import Bandwidth
 from hotswap.backends.stores.budget import Shelf, Slot
 from hotswap.backends.stores.reading import give_back
@@ -25,8 +22,6 @@ from hotswap.store import WeightStore
 from hotswap.view import Residency, StoreView, TierView
 
 __all__ = ["Hold", "PinnedStore"]
-
-_log = logging.getLogger("hotswap.stores")
 
 
 class PinnedStore(WeightStore):
@@ -258,8 +253,7 @@ class _RankBuffer:
         self.pinned = False
         self.pinning = anyio.Lock()
         self._shards = set(manifest.shards_of(rank))
-        self._memory = mmap.mmap(-1, max(manifest.buffer_bytes, 1))
-        self._data = memoryview(self._memory)
+        self._data = aligned_buffer(manifest.buffer_bytes)
         self._asked = False
 
     @property
@@ -278,14 +272,13 @@ class _RankBuffer:
         """Lock the memory for the device, once; blocks while the pages are made."""
         if not self._asked:
             self._asked = True
-            self.pinned = _register(self._data)
+            self.pinned = pin(self._data)
 
     def close(self) -> None:
+        """Free the memory; if a reader kept a view of it, it goes when the view does."""
         if self.pinned:
-            _unregister(self._data)
+            unpin(self._data)
         self._data.release()
-        with suppress(BufferError):  # a reader kept a view: the memory goes when the view does
-            self._memory.close()
 
 
 class _Resident:
@@ -325,32 +318,3 @@ class _Resident:
             self._bandwidth.observe(len(self._lent), anyio.current_time() - self._lent_at_s)
         give_back(self._lent)
         self._lent = None
-
-
-def _cuda() -> Any | None:
-    """The CUDA runtime that torch has, if the process uses torch already and there is a device."""
-    torch: Any = sys.modules.get("torch")
-    return torch.cuda.cudart() if torch is not None and torch.cuda.is_available() else None
-
-
-def _address(data: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(data))
-
-
-def _register(data: memoryview) -> bool:
-    cuda = _cuda()
-    if cuda is None:
-        return False
-    portable = 1  # for every device, not the current one alone
-    status = int(cuda.cudaHostRegister(_address(data), len(data), portable))
-    if status:
-        _log.warning(
-            "%d bytes could not be pinned (CUDA error %d); copies will be slower.", len(data), status
-        )
-    return not status
-
-
-def _unregister(data: memoryview) -> None:
-    cuda = _cuda()
-    if cuda is not None:
-        cuda.cudaHostUnregister(_address(data))

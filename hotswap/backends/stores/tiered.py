@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
-from hotswap.backends.stores.descend import Descending, descending
 from hotswap.backends.stores.fill import Fill, Follower, telling
+from hotswap.backends.stores.link import Link
 from hotswap.backends.stores.pinned import PinnedStore
 from hotswap.backends.stores.reading import background
 from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
@@ -19,7 +21,7 @@ from hotswap.model import HostBuffer, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
 from hotswap.store import SupportsImport, SupportsTokenizer, WeightStore
 from hotswap.text import Tokenizer
-from hotswap.view import StoreView
+from hotswap.view import Residency, StoreView
 
 __all__ = ["TieredStore"]
 
@@ -30,20 +32,25 @@ class TieredStore(WeightStore):
     A shard is lent by the first tier that holds it. If the first tier is a `PinnedStore`, a shard read from
     below is written into it on the way, and lent from there: that is the only copy in host memory, made once
     however many engines ask at the same time. Where the budget does not allow it, the shard passes by. A tier
-    that fails before its first chunk is passed over for the next; one that fails later raises. What is read
-    from below a `NvmeStore` is written there on the way (see `descend`).
+    that fails before its first chunk is passed over for the next; one that fails later raises.
+
+    `prefetches` models are prefetched from a tier at a time, and none while a load reads from it.
     """
 
-    def __init__(self, *tiers: WeightStore) -> None:
+    def __init__(self, *tiers: WeightStore, prefetches: int = 1) -> None:
         names = [tier.name for store in tiers for tier in store.view().tiers]
         if not tiers or len(set(names)) != len(names):
             raise ConfigError(f"The tiers are {names}; give one or more, each with its own name.")
         if any(isinstance(tier, PinnedStore) for tier in tiers[1:]):
             raise ConfigError("A PinnedStore is the fastest tier; name it first.")
+        if prefetches < 1:
+            raise ConfigError(f"prefetches is {prefetches}; give 1 or more.")
         self.tiers = tiers
         self._host = tiers[0] if isinstance(tiers[0], PinnedStore) else None
-        self._below = descending(tiers if self._host is None else tiers[1:])
+        self._below = tiers if self._host is None else tiers[1:]
         self._manifests: dict[ModelId, Manifest] = {}
+        self._links: defaultdict[str, Link] = defaultdict(lambda: Link(prefetches))
+        self._due: list[Manifest] = []
         self._fills: dict[Shard, Fill] = {}
         self._tasks: TaskGroup | None = None
 
@@ -53,9 +60,6 @@ class TieredStore(WeightStore):
         async with AsyncExitStack() as stack:
             for tier in self.tiers:
                 await stack.enter_async_context(tier)
-            for tier in self._below:
-                if isinstance(tier, Descending):
-                    await stack.enter_async_context(tier)
             async with background() as self._tasks:
                 try:
                     yield self
@@ -78,27 +82,24 @@ class TieredStore(WeightStore):
         async with AsyncExitStack() as stack:
             yield None if self._host is None else await self._enter_lent(stack, self._host, manifest, rank)
 
-    async def prefetch(self, model: ModelId) -> None:
+    async def prefetch(self, model: ModelId, *, priority: int = 0) -> None:
+        """Bring the model to the host tier: see `SupportsPrefetch`.
+
+        Of several that wait, the one with the highest `priority` goes first; one whose model is being loaded
+        goes at once. While it waits it takes no room. Cancel it as any call.
+        """
         manifest = await self.manifest(model)
         if self._host is None:
-            await self._bring_to_disk(model)
             return
         self._host.keep(model)
         async with AsyncExitStack() as stack:
+            if not all(map(self._host.holds, manifest.shards)):
+                await stack.enter_async_context(self._link(model).turn(model, priority))
             ranks = range(manifest.world_size)
             holds = [await stack.enter_async_context(self._host.hold(manifest, rank)) for rank in ranks]
             await self._complete(self._host, manifest, manifest.shards)
             for hold in holds:
                 hold.keep()
-
-    async def _bring_to_disk(self, model: ModelId) -> None:
-        """Copy the model from below the `NvmeStore` to it, if there is one and it does not lie there."""
-        for tier in self._below:
-            with suppress(ShardMissing):
-                await tier.manifest(model)
-                if isinstance(tier, Descending):
-                    await tier.fetch(model)
-                return
 
     async def drop(self, model: ModelId) -> None:
         if self._host is not None:
@@ -128,9 +129,19 @@ class TieredStore(WeightStore):
 
     def view(self) -> StoreView:
         views = [tier.view() for tier in self.tiers]
+        due = {manifest.model: manifest for manifest in self._due}
+        rising = tuple(rise for manifest in due.values() if (rise := self._rise(manifest)).size_bytes)
+        queued: Counter[str] = Counter()
+        for entry in rising:
+            queued[entry.tier] += entry.size_bytes
         return StoreView(
-            tiers=tuple(tier for view in views for tier in view.tiers),
+            tiers=tuple(
+                replace(tier, queued_bytes=max(tier.queued_bytes, queued[tier.name]))
+                for view in views
+                for tier in view.tiers
+            ),
             residency=tuple(entry for view in views for entry in view.residency),
+            rising=rising,
         )
 
     @property
@@ -173,7 +184,8 @@ class TieredStore(WeightStore):
                 hold = await reserved.enter_async_context(host.hold(manifest, rank))
             except TierFull:
                 return None
-            tier = await self._complete(host, manifest, manifest.shards_of(rank))
+            with self._link(manifest.model).load(manifest.model):
+                tier = await self._complete(host, manifest, manifest.shards_of(rank))
             hold.keep()
             buffer = await stack.enter_async_context(host.lend(manifest, rank))
         return replace(buffer, tier=tier) if buffer is not None else None
@@ -222,17 +234,46 @@ class TieredStore(WeightStore):
     async def _complete(self, host: PinnedStore, manifest: Manifest, shards: Iterable[Shard]) -> str:
         """Bring up the shards that are missing, one after the other; return which tier gave the last."""
         tier = host.name
-        for shard in shards:
-            if not host.holds(shard):
-                async with self._following(host, shard, manifest) as fill:
-                    await fill.finished()
-                    tier = fill.tier
+        with self._on_its_way(manifest):
+            for shard in shards:
+                if not host.holds(shard):
+                    async with self._following(host, shard, manifest, at_once=True) as fill:
+                        await fill.finished()
+                        tier = fill.tier
         return tier
 
+    @contextmanager
+    def _on_its_way(self, manifest: Manifest) -> Generator[None]:
+        self._due.append(manifest)
+        try:
+            yield
+        finally:
+            self._due.remove(manifest)
+
+    def _rise(self, manifest: Manifest) -> Residency:
+        """From where a model on its way up comes, and how much of it is to come."""
+        missing_bytes = 0
+        for shard in manifest.shards:
+            if self._host is not None and not self._host.holds(shard):
+                fill = self._fills.get(shard)
+                missing_bytes += shard.size_bytes - (fill.filled_bytes if fill is not None else 0)
+        return Residency(model=manifest.model, tier=self._source(manifest.model), size_bytes=missing_bytes)
+
+    def _source(self, model: ModelId) -> str:
+        """The tier from which the model would be read into the host tier; the last if none says it has it."""
+        views = [tier.view() for tier in self._below]
+        held = (name for view in views if (name := view.tier_of(model)) is not None)
+        return next(held, views[-1].tiers[-1].name if views and views[-1].tiers else "")
+
+    def _link(self, model: ModelId) -> Link:
+        return self._links[self._source(model)]
+
     @asynccontextmanager
-    async def _following(self, host: PinnedStore, shard: Shard, manifest: Manifest) -> AsyncGenerator[Fill]:
+    async def _following(
+        self, host: PinnedStore, shard: Shard, manifest: Manifest, *, at_once: bool = False
+    ) -> AsyncGenerator[Fill]:
         """Take part in the one fill of a shard; the last to leave waits until its books are closed."""
-        fill = await self._join(host, shard, manifest)
+        fill = await self._join(host, shard, manifest, at_once=at_once)
         try:
             yield fill
         finally:
@@ -241,16 +282,24 @@ class TieredStore(WeightStore):
                 with CancelScope(shield=True):
                     await fill.ended.wait()
 
-    async def _join(self, host: PinnedStore, shard: Shard, manifest: Manifest) -> Fill:
+    async def _join(self, host: PinnedStore, shard: Shard, manifest: Manifest, *, at_once: bool) -> Fill:
         while (fill := self._fills.get(shard)) is not None and fill.closing:
             await fill.ended.wait()
         if fill is None:
             if self._tasks is None:
                 raise StoreError(f"{self!r} is not open; use it inside `async with`.")
-            fill = self._fills[shard] = Fill(shard, manifest, self._below, host)
+            reading = nullcontext if at_once else partial(self._loading, manifest)
+            fill = Fill(shard, manifest, self._below, host, at_once=at_once, reading=reading)
+            self._fills[shard] = fill
             self._tasks.start_soon(self._run, fill)
         fill.num_followers += 1
         return fill
+
+    @contextmanager
+    def _loading(self, manifest: Manifest) -> Generator[None]:
+        """A reader asked for a shard: what it waits for goes before prefetches."""
+        with self._link(manifest.model).load(manifest.model), self._on_its_way(manifest):
+            yield
 
     async def _run(self, fill: Fill) -> None:
         try:
