@@ -69,6 +69,13 @@ async def read_rank(store: WeightStore, manifest: Manifest, rank: int = 0) -> by
     return b"".join([await read(store, shard) for shard in manifest.shards_of(rank)])
 
 
+async def collect(store: WeightStore, shard: Shard, got: bytearray) -> None:
+    """Read a shard into `got`, which after an error holds what came before it."""
+    async with store.open(shard) as chunks:
+        async for chunk in chunks:
+            got += chunk.data
+
+
 async def exhaust(chunks: AsyncIterator[HostChunk]) -> None:
     """Ask for chunks until there are no more."""
     async for _ in chunks:
