@@ -1,66 +1,109 @@
-"""The command line: convert checkpoints into a store, list it, and verify it."""
+"""The command line: take checkpoints into a store, list it, verify it, remove from it, and time it.
+
+Results go to standard output, as a table or with `--json` as one object; progress and errors go to standard
+error, progress on a terminal only. The exit status is 0, 1 when damage was found, 2 after an error.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from hotswap.errors import HotswapError, StoreError
+from hotswap.errors import HotswapError, ShardMissing, StoreError
+from hotswap.hardware import parse_bytes
+from hotswap.request import ModelId
+
+if TYPE_CHECKING:
+    from hotswap.backends.stores.bench import Bench
+    from hotswap.backends.stores.disk_shelf import DiskShelf, Entry
+    from hotswap.backends.stores.writer import Progress
 
 __all__ = ["main"]
 
+OK, DAMAGED, FAILED, INTERRUPTED = 0, 1, 2, 130
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, or 2 after a message on standard error if it failed."""
+    """Run a command; return 0, 1 if it found damage, or 2 after a message on standard error if it failed."""
     arguments = _parser().parse_args(argv)
     command = cast("Callable[[argparse.Namespace], int]", arguments.command)
     try:
         return command(arguments)
     except HotswapError as exc:
         print(f"hotswap: {exc}", file=sys.stderr)
-        return 2
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+# --------------------------------------------------------------------------------------------- arguments
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hotswap", description="Serve many language models on few engines.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_convert(commands.add_parser("convert", help="convert a Hugging Face directory into a store"))
     store = commands.add_parser("store", help="look after a store").add_subparsers(
         required=True, metavar="COMMAND"
     )
+    _add_add(store.add_parser("add", help="convert a Hugging Face directory into a store"))
+    listing = store.add_parser("ls", help="list the models, the one used longest ago first")
+    _add_common(listing, _ls)
     verify = store.add_parser("verify", help="check every byte against its checksum")
-    verify.add_argument("root", type=Path, help="the directory of the store")
+    _add_common(verify, _verify)
     verify.add_argument("model", nargs="?", help="one model; all if left out")
-    verify.set_defaults(command=_verify)
-    listing = store.add_parser("list", help="list the models with their sizes")
-    listing.add_argument("root", type=Path, help="the directory of the store")
-    listing.set_defaults(command=_list)
+    remove = store.add_parser("rm", help="remove a model that nobody uses")
+    _add_common(remove, _rm)
+    remove.add_argument("model", help="its id in the store")
+    _add_bench(store.add_parser("bench", help="time loading beside a plain direct read of the same files"))
     return parser
 
 
-def _add_convert(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
+    parser.add_argument("root", type=Path, help="the directory of the store")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
+    parser.set_defaults(command=command)
+
+
+def _add_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="a directory with config.json and *.safetensors")
-    parser.add_argument("root", type=Path, help="the directory of the store; made if missing")
+    _add_common(parser, _add)
     parser.add_argument("--id", help="the model's id in the store; the source's name if left out")
     parser.add_argument("--dtype", help="cast the weights, for instance to bfloat16")
+    parser.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="cut for N tensor-parallel ranks"
+    )
     parser.add_argument(
         "--max-file-size", default="4 GiB", help="split data files at this size (default: %(default)s)"
     )
     parser.add_argument("--replace", action="store_true", help="replace the model if the store has it")
-    parser.set_defaults(command=_convert)
 
 
-def _convert(arguments: argparse.Namespace) -> int:
-    from hotswap.backends.stores.convert import Progress, convert
-    from hotswap.hardware import parse_bytes
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser, _bench)
+    parser.add_argument("model", help="its id in the store")
+    parser.add_argument("--chunk-size", default="4 MiB", help="bytes of one read (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=4, help="reads in flight (default: %(default)s)")
+    parser.add_argument("--depth", type=int, default=8, help="chunks read ahead (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, help="reads of each way (default: %(default)s)")
+
+
+# --------------------------------------------------------------------------------------------- commands
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    from hotswap.backends.stores.convert import convert
 
     source: Path = arguments.source
     model: str = arguments.id or source.resolve().name
-    with _bar(f"Converting {model}") as show:
+    with _bar(f"Adding {model}") as show:
 
         def tell(progress: Progress) -> None:
             show(progress.done_bytes, progress.total_bytes)
@@ -70,46 +113,168 @@ def _convert(arguments: argparse.Namespace) -> int:
             arguments.root,
             model_id=model,
             dtype=arguments.dtype,
+            world_size=arguments.world_size,
             max_file_bytes=parse_bytes(arguments.max_file_size),
             replace_existing=arguments.replace,
             progress=tell,
         )
-    print(
-        f"{model}: {_size(manifest.weight_bytes)} in {len(manifest.shards)} files at {arguments.root / model}"
-    )
-    return 0
+    files = len({shard.file for shard in manifest.shards})
+    added = {
+        "model": model,
+        "bytes": manifest.weight_bytes,
+        "files": files,
+        "world_size": manifest.world_size,
+    }
+    text = f"{model}: {_size(manifest.weight_bytes)} in {files} files at {arguments.root / model}"
+    _tell(arguments, {"root": str(arguments.root), **added}, text)
+    return OK
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    shelf = _shelf(arguments.root)
+    entries = shelf.entries()
+    models = [_look_at(shelf, entry) for entry in entries]
+    used_bytes = sum(entry.size_bytes for entry in entries)
+    rows = [
+        (
+            str(model["model"]),
+            _size(entry.size_bytes),
+            str(model["world_size"] or "-"),
+            f"{_time(entry):%Y-%m-%d %H:%M}",
+            "damaged" if model["error"] else "in use" if model["in_use"] else "idle",
+            str(model["architecture"] or "-"),
+        )
+        for entry, model in zip(entries, models, strict=True)
+    ]
+    table = _table(("MODEL", "SIZE", "RANKS", "LAST USED (UTC)", "STATE", "ARCHITECTURE"), rows)
+    text = f"{table}\n{len(rows)} models, {_size(used_bytes)}" if rows else "No models."
+    _tell(arguments, {"root": str(arguments.root), "used_bytes": used_bytes, "models": models}, text)
+    return _complain(models)
+
+
+def _look_at(shelf: DiskShelf, entry: Entry) -> dict[str, object]:
+    from hotswap.backends.stores.verify import load_index
+
+    looked: dict[str, object] = {
+        "model": entry.model,
+        "bytes": entry.size_bytes,
+        "last_used": _time(entry).isoformat(timespec="seconds"),
+        "in_use": shelf.in_use(entry.model),
+        "files": None,
+        "world_size": None,
+        "architecture": None,
+        "error": None,
+    }
+    try:
+        manifest = load_index(shelf.root, entry.model)
+    except StoreError as exc:
+        return {**looked, "error": str(exc)}
+    files = len({shard.file for shard in manifest.shards})
+    told = {"files": files, "world_size": manifest.world_size, "architecture": manifest.architecture}
+    return {**looked, **told}
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from hotswap.backends.stores.verify import models_in, verify
-    from hotswap.request import ModelId
-
-    models = [ModelId(arguments.model)] if arguments.model else models_in(arguments.root)
-    failed = 0
-    for model in models:
-        try:
-            with _bar(f"Verifying {model}") as show:
-                manifest = verify(arguments.root, model, progress=show)
-            print(f"{model}: {_size(manifest.weight_bytes)} whole")
-        except StoreError as exc:
-            failed = 2
-            print(f"hotswap: {model}: {exc}", file=sys.stderr)
-    return failed
+    shelf = _shelf(arguments.root)
+    entries = [entry for entry in shelf.entries() if arguments.model in (None, entry.model)]
+    if arguments.model and not entries:
+        raise ShardMissing(f"The store at {str(arguments.root)!r} holds no model {arguments.model!r}.")
+    models = [_check(arguments.root, entry) for entry in entries]
+    rows = [
+        (str(model["model"]), _size(entry.size_bytes), "damaged" if model["error"] else "whole")
+        for entry, model in zip(entries, models, strict=True)
+    ]
+    text = _table(("MODEL", "SIZE", "STATE"), rows) if rows else "No models."
+    _tell(arguments, {"root": str(arguments.root), "models": models}, text)
+    return _complain(models)
 
 
-def _list(arguments: argparse.Namespace) -> int:
-    from hotswap.backends.stores.verify import load_index, models_in
+def _check(root: Path, entry: Entry) -> dict[str, object]:
+    from hotswap.backends.stores.verify import verify
 
-    failed = 0
-    for model in models_in(arguments.root):
-        try:
-            manifest = load_index(arguments.root, model)
-        except StoreError as exc:
-            failed = 2
-            print(f"hotswap: {model}: {exc}", file=sys.stderr)
-        else:
-            print(f"{model}\t{_size(manifest.weight_bytes)}\t{manifest.architecture}")
-    return failed
+    error: str | None = None
+    try:
+        with _bar(f"Verifying {entry.model}") as show:
+            verify(root, entry.model, progress=show)
+    except StoreError as exc:
+        error = str(exc)
+    return {"model": entry.model, "bytes": entry.size_bytes, "whole": error is None, "error": error}
+
+
+def _rm(arguments: argparse.Namespace) -> int:
+    freed = _shelf(arguments.root).remove(ModelId(arguments.model))
+    removed = {"root": str(arguments.root), "model": arguments.model, "freed_bytes": freed}
+    _tell(arguments, removed, f"{arguments.model}: removed, {_size(freed)} freed")
+    return OK
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import anyio
+
+    from hotswap.backends.stores.bench import bench
+
+    with _bar(f"Timing {arguments.model}") as show:
+        result = anyio.run(
+            partial(
+                bench,
+                _shelf(arguments.root).root,
+                ModelId(arguments.model),
+                chunk_bytes=parse_bytes(arguments.chunk_size),
+                threads=arguments.threads,
+                depth=arguments.depth,
+                repeat=arguments.repeat,
+                progress=show,
+            )
+        )
+    _tell(arguments, asdict(result), _bench_text(result))
+    return OK
+
+
+def _bench_text(result: Bench) -> str:
+    rows = [
+        (way.name, f"{way.bytes_per_s / 1e9:.2f}", f"{way.ratio_to_raw:.2f}", f"{min(way.seconds):.3f}")
+        for way in result.ways
+    ]
+    heading = f"{result.model}: {_size(result.size_bytes)}, medians of {len(result.ways[0].seconds)} reads"
+    if not result.direct:
+        heading += "; the file system refuses direct reads, so all of them went through the page cache"
+    return f"{heading}\n{_table(('WAY', 'GB/S', 'OF RAW', 'BEST S'), rows)}"
+
+
+# ------------------------------------------------------------------------------------------------ output
+
+
+def _shelf(root: Path) -> DiskShelf:
+    from hotswap.backends.stores.disk_shelf import DiskShelf
+
+    if not root.is_dir():
+        raise ShardMissing(f"There is no store at {str(root)!r}. Add a model with `hotswap store add`.")
+    return DiskShelf(root, None)
+
+
+def _tell(arguments: argparse.Namespace, value: Mapping[str, object], text: str) -> None:
+    print(json.dumps(value, indent=2) if arguments.json else text)
+
+
+def _complain(models: Sequence[Mapping[str, object]]) -> int:
+    """Say what is wrong with the damaged ones, and return the exit status."""
+    damaged = [model for model in models if model["error"]]
+    for model in damaged:
+        print(f"hotswap: {model['error']}", file=sys.stderr)
+    return DAMAGED if damaged else OK
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (heads, *rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _time(entry: Entry) -> datetime:
+    return datetime.fromtimestamp(entry.used_ns / 1e9, UTC)
 
 
 class _Show(Protocol):
@@ -144,3 +309,7 @@ def _size(size_bytes: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

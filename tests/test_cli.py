@@ -2,64 +2,188 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hotswap import ModelId
+from hotswap.backends.stores import NvmeStore
 from hotswap.cli import main
-from tests.backends.stores.models import put
+from tests.backends.stores.models import UNIT, put, read
+
+ROOT = Path(__file__).parents[1]
 
 
-def test_list_tells_models_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put(tmp_path, "one", size=1 << 20)
-    put(tmp_path, "two")
-    assert main(["store", "list", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "one\t1 MiB\tTestForCausalLM",
-        "two\t20 KiB\tTestForCausalLM",
-    ]
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run the command as a shell does."""
+    command = [sys.executable, "-m", "hotswap.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
-def test_verify_finds_the_damaged_model_and_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest, _ = put(tmp_path, "bad")
-    put(tmp_path, "good")
-    assert main(["store", "verify", str(tmp_path)]) == 0
-    file = tmp_path / "bad" / manifest.shards[1].file
+def answer(*words: object, status: int = 0) -> dict[str, Any]:
+    """Run the command with `--json`; what it prints is one object."""
+    done = run(*words, "--json")
+    assert done.returncode == status, done.stderr
+    value = json.loads(done.stdout)
+    assert isinstance(value, dict)
+    return value
+
+
+def damage(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[7] ^= 1
     file.write_bytes(data)
-    capsys.readouterr()
-    assert main(["store", "verify", str(tmp_path)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "good: 20 KiB whole\n"
-    assert file.name in captured.err
-    assert main(["store", "verify", str(tmp_path), "good"]) == 0
+
+
+async def test_ls_tells_what_is_there_the_next_to_go_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, _ = put(tmp_path, "one", size=1 << 20, file_bytes=1 << 20)
+    put(tmp_path, "two", world_size=2)
+    async with NvmeStore(tmp_path) as store:
+        await read(store, one.shards[0])
+    assert main(["store", "ls", str(tmp_path)]) == 0
+    head, *rows, foot = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head[:2] == ["MODEL", "SIZE"]
+    assert [(row[:4], row[-2:]) for row in rows] == [
+        (["two", "40", "KiB", "2"], ["idle", "TestForCausalLM"]),
+        (["one", "1", "MiB", "1"], ["idle", "TestForCausalLM"]),
+    ]
+    assert foot[:2] == ["2", "models,"]
+
+
+async def test_ls_says_what_is_in_use_and_what_is_damaged(tmp_path: Path) -> None:
+    put(tmp_path, "bad")
+    put(tmp_path, "good")
+    index = tmp_path / "bad" / "index.json"
+    index.write_text("{")
+    async with NvmeStore(tmp_path) as store:
+        await store.pin(ModelId("good"))
+        told = answer("store", "ls", tmp_path, status=1)
+    assert set(told) == {"root", "used_bytes", "models"}
+    keys = {"model", "bytes", "files", "world_size", "architecture", "last_used", "in_use", "error"}
+    models = {model["model"]: model for model in told["models"]}
+    assert all(set(model) == keys for model in models.values())
+    assert str(index) in models["bad"]["error"]
+    assert models["good"]["error"] is None
+    assert (models["good"]["in_use"], models["bad"]["in_use"]) == (True, False)
+    assert told["used_bytes"] == 10 * UNIT
+
+
+def test_verify_finds_the_damaged_model_and_goes_on(tmp_path: Path) -> None:
+    manifest, _ = put(tmp_path, "bad")
+    put(tmp_path, "good")
+    assert run("store", "verify", tmp_path).returncode == 0
+    file = tmp_path / "bad" / manifest.shards[1].file
+    damage(file)
+    done = run("store", "verify", tmp_path)
+    assert done.returncode == 1
+    assert [line.split()[0::3] for line in done.stdout.splitlines()[1:]] == [
+        ["bad", "damaged"],
+        ["good", "whole"],
+    ]
+    assert file.name in done.stderr
+    told = answer("store", "verify", tmp_path, status=1)
+    assert [(model["model"], model["bytes"], model["whole"]) for model in told["models"]] == [
+        ("bad", 5 * UNIT, False),
+        ("good", 5 * UNIT, True),
+    ]
+    assert set(told["models"][0]) == {"model", "bytes", "whole", "error"}
+    assert run("store", "verify", tmp_path, "good").returncode == 0
+
+
+def test_rm_removes_one_model(tmp_path: Path) -> None:
+    put(tmp_path, "one")
+    put(tmp_path, "two")
+    assert answer("store", "rm", tmp_path, "one") == {
+        "root": str(tmp_path),
+        "model": "one",
+        "freed_bytes": 5 * UNIT,
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+
+
+async def test_rm_leaves_what_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, "one")
+    async with NvmeStore(tmp_path) as store:
+        await store.pin(ModelId("one"))
+        assert main(["store", "rm", str(tmp_path), "one"]) == 2
+        assert "in use" in capsys.readouterr().err
+        assert (await store.manifest(ModelId("one"))).weight_bytes == 5 * UNIT
+
+
+def test_bench_compares_the_ways_to_read(tmp_path: Path) -> None:
+    put(tmp_path, "one", size=64 * UNIT, world_size=2, file_bytes=16 * UNIT)
+    options = ("--chunk-size", "16 KiB", "--threads", 2, "--depth", 3, "--repeat", 2)
+    told = answer("store", "bench", tmp_path, "one", *options)
+    assert set(told) == {"model", "size_bytes", "chunk_bytes", "threads", "depth", "direct", "ways"}
+    assert (told["size_bytes"], told["chunk_bytes"], told["threads"], told["depth"]) == (
+        128 * UNIT,
+        16384,
+        2,
+        3,
+    )
+    assert [way["name"] for way in told["ways"]] == ["raw", "direct", "buffered", "host"]
+    for way in told["ways"]:
+        assert set(way) == {"name", "seconds", "bytes_per_s", "ratio_to_raw"}
+        assert len(way["seconds"]) == 2
+        assert way["bytes_per_s"] > 0
+    assert told["ways"][0]["ratio_to_raw"] == 1
+    text = run("store", "bench", tmp_path, "one", *options).stdout.splitlines()
+    assert [line.split()[0] for line in text[2:]] == ["raw", "direct", "buffered", "host"]
 
 
 @pytest.mark.parametrize(
-    "command", [["convert", "{}/nowhere", "{}/root"], ["store", "verify", "{}", "nowhere"]]
+    "words",
+    [
+        ("store", "add", "{}/nowhere", "{}/root"),
+        ("store", "ls", "{}/nowhere"),
+        ("store", "verify", "{}", "nowhere"),
+        ("store", "rm", "{}", "nowhere"),
+        ("store", "bench", "{}", "nowhere"),
+    ],
 )
-def test_an_error_is_one_line_and_returns_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    assert main([word.format(tmp_path) for word in command]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("hotswap: ")
-    assert "nowhere" in error
-    assert "Traceback" not in error
+def test_an_error_is_its_message_and_nothing_else(tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = run(*(word.format(tmp_path) for word in words), "--json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("hotswap: ")
+    assert done.stderr.count("\n") == 1
+    assert "nowhere" in done.stderr
 
 
-def test_convert_then_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    source, root = tmp_path / "tiny", tmp_path / "root"
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(source)
-    command = ["convert", str(source), str(root), "--dtype", "bfloat16", "--max-file-size", "4 KiB"]
-    assert main(command) == 0
+def test_add_then_verify(tmp_path: Path, checkpoint_directory: Path) -> None:
+    root = tmp_path / "root"
+    command = ["store", "add", checkpoint_directory, root, "--id", "tiny", "--dtype", "bfloat16"]
+    done = run(*command, "--world-size", 2, "--max-file-size", "4 KiB", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # no progress where nobody watches
+    told = json.loads(done.stdout)
+    assert set(told) == {"root", "model", "bytes", "files", "world_size"}
+    assert (told["model"], told["world_size"]) == ("tiny", 2)
+    assert told["bytes"] == sum(file.stat().st_size for file in (root / "tiny").glob("*.bin"))
     assert main(["store", "verify", str(root), "tiny"]) == 0
+
+
+def test_add_replaces_only_when_told(
+    tmp_path: Path, checkpoint_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["store", "add", str(checkpoint_directory), str(tmp_path / "root")]
+    assert main(command) == 0
     assert main(command) == 2
     assert "--replace" in capsys.readouterr().err
     assert main([*command, "--replace"]) == 0
+
+
+@pytest.fixture(scope="module")
+def checkpoint_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    source = tmp_path_factory.mktemp("sources") / "llama"
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(source)
+    return source

@@ -1,0 +1,211 @@
+"""How fast a model comes from a disk: through the store, beside a plain direct read of the same files."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from anyio import to_thread
+
+from hotswap.backends.memory import aligned_buffer, copy
+from hotswap.backends.stores.files import map_read_errors, open_regular
+from hotswap.backends.stores.nvme import NvmeStore
+from hotswap.backends.stores.pinned import PinnedStore
+from hotswap.backends.stores.tiered import TieredStore
+from hotswap.errors import ConfigError
+from hotswap.model import Manifest
+from hotswap.request import ModelId
+from hotswap.store import WeightStore
+
+__all__ = ["Bench", "Way", "bench"]
+
+_Read: TypeAlias = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to read a model: how long each of its reads took, and how that compares to `raw`."""
+
+    name: str
+    seconds: tuple[float, ...]
+    bytes_per_s: float
+    ratio_to_raw: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What `bench` measured; `direct` is false where the file system refuses direct reads."""
+
+    model: ModelId
+    size_bytes: int
+    chunk_bytes: int
+    threads: int
+    depth: int
+    direct: bool
+    ways: tuple[Way, ...]
+
+
+async def bench(
+    root: Path,
+    model: ModelId,
+    *,
+    chunk_bytes: int = 4 << 20,
+    threads: int = 4,
+    depth: int = 8,
+    repeat: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+) -> Bench:
+    """Read a model `repeat` times in each of several ways, turn by turn, and compare the medians.
+
+    `raw` reads its files directly with as many threads and lets the bytes go; `direct` and `buffered` read
+    through a `NvmeStore`, checksums compared, past the page cache and through it (dropped before); `host`
+    copies from host memory, once for each byte, and is left out where memory is short.
+
+    Raises:
+        ConfigError: `repeat` is under 1.
+        StoreError: the model is not there or damaged.
+    """
+    if repeat < 1:
+        raise ConfigError(f"repeat is {repeat}; give 1 or more.")
+    store = partial(NvmeStore, root, chunk_bytes=chunk_bytes, threads=threads, depth=depth)
+    async with AsyncExitStack() as stack:
+        disk = await stack.enter_async_context(store(direct=True))
+        cached = await stack.enter_async_context(store(direct=False))
+        manifest = await disk.manifest(model)
+        raw = stack.enter_context(_RawReader(root / model, manifest, chunk_bytes, threads))
+        ways: dict[str, _Read] = {
+            "raw": partial(to_thread.run_sync, raw.read),
+            "direct": partial(_read_all, disk, manifest),
+            "buffered": partial(_read_all, cached, manifest),
+        }
+        if manifest.weight_bytes < _free_memory_bytes() // 2:
+            host = await stack.enter_async_context(_in_host_memory(root, manifest))
+            ways["host"] = partial(_copy_all, host, manifest)
+        seconds = await _race(ways, raw, repeat, manifest.weight_bytes, progress)
+    return Bench(
+        model=model,
+        size_bytes=manifest.weight_bytes,
+        chunk_bytes=chunk_bytes,
+        threads=threads,
+        depth=depth,
+        direct=raw.direct,
+        ways=tuple(_way(name, seconds, manifest.weight_bytes) for name in ways),
+    )
+
+
+async def _race(
+    ways: dict[str, _Read],
+    raw: _RawReader,
+    repeat: int,
+    size_bytes: int,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, tuple[float, ...]]:
+    seconds: dict[str, tuple[float, ...]] = dict.fromkeys(ways, ())
+    total_bytes = repeat * len(ways) * size_bytes
+    for turn in range(repeat):
+        for number, (name, read) in enumerate(ways.items()):
+            await to_thread.run_sync(raw.drop_pages)
+            start_s = time.perf_counter()
+            await read()
+            seconds[name] += (time.perf_counter() - start_s,)
+            if progress is not None:
+                progress((turn * len(ways) + number + 1) * size_bytes, total_bytes)
+    return seconds
+
+
+def _way(name: str, seconds: dict[str, tuple[float, ...]], size_bytes: int) -> Way:
+    # Paired: what else the disk does in a turn slows all ways of that turn.
+    ratios = [raw_s / way_s for raw_s, way_s in zip(seconds["raw"], seconds[name], strict=True)]
+    return Way(
+        name=name,
+        seconds=seconds[name],
+        bytes_per_s=size_bytes / statistics.median(seconds[name]),
+        ratio_to_raw=statistics.median(ratios),
+    )
+
+
+async def _read_all(store: WeightStore, manifest: Manifest) -> None:
+    for shard in manifest.shards:
+        async with store.open(shard) as chunks:
+            async for _ in chunks:
+                pass
+
+
+async def _copy_all(store: WeightStore, manifest: Manifest) -> None:
+    target = aligned_buffer(16 << 20)
+    for shard in manifest.shards:
+        async with store.open(shard) as chunks:
+            async for chunk in chunks:
+                await to_thread.run_sync(copy, target[: len(chunk.data)], chunk.data)
+
+
+@asynccontextmanager
+async def _in_host_memory(root: Path, manifest: Manifest) -> AsyncGenerator[WeightStore]:
+    budget = manifest.buffer_bytes * manifest.world_size
+    async with TieredStore(PinnedStore(budget, chunk_bytes=16 << 20), NvmeStore(root)) as store:
+        await store.prefetch(manifest.model)
+        yield store
+
+
+def _free_memory_bytes() -> int:
+    """What the machine could still give, 0 if it does not say."""
+    with suppress(OSError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+class _RawReader:
+    """Reads the data files of a model directly, in pieces that several threads take by turns."""
+
+    def __init__(self, directory: Path, manifest: Manifest, chunk_bytes: int, threads: int) -> None:
+        self.direct = True
+        self._files = sorted({directory / shard.file for shard in manifest.shards})
+        self._buffers = [aligned_buffer(chunk_bytes) for _ in range(threads)]
+        self._threads = ThreadPoolExecutor(threads)
+
+    def __enter__(self) -> _RawReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._threads.shutdown()
+
+    def read(self) -> None:
+        """Read all files once. Blocking."""
+        for file in self._files:
+            with map_read_errors(file):
+                fd = self._open(file)
+                try:
+                    turns = iter(range(0, os.fstat(fd).st_size, len(self._buffers[0])))
+                    list(self._threads.map(partial(_read_pieces, fd, turns), self._buffers))
+                finally:
+                    os.close(fd)
+
+    def drop_pages(self) -> None:
+        """Let the page cache forget the files, as far as the kernel heeds it."""
+        for file in self._files:
+            fd = open_regular(file)
+            try:
+                with suppress(OSError, AttributeError):
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+    def _open(self, file: Path) -> int:
+        if self.direct:
+            with suppress(OSError, AttributeError):
+                return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            self.direct = False
+        return open_regular(file)
+
+
+def _read_pieces(fd: int, turns: Iterator[int], buffer: memoryview) -> None:
+    for offset in turns:
+        os.preadv(fd, [buffer], offset)
