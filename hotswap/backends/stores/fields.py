@@ -11,7 +11,7 @@ from hotswap.errors import ShardCorrupt
 
 __all__ = ["CONVERT_AGAIN", "Fields", "parse_object"]
 
-CONVERT_AGAIN = "Convert the model again with `hotswap convert --replace`."
+CONVERT_AGAIN = "Convert the model again with `hotswap store add --replace`."
 _LARGEST = 2**62
 
 

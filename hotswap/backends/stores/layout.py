@@ -99,7 +99,7 @@ def check_file_name(name: str, where: Path | str) -> None:
     if not _PLAIN_NAME.fullmatch(name):
         raise UnsafeFile(
             f"{str(where)!r} names the file {name[:200]!r}, which is not a plain name in its directory. "
-            "Do not use this directory; convert the model again with `hotswap convert --replace`."
+            "Do not use this directory; convert the model again with `hotswap store add --replace`."
         )
 
 

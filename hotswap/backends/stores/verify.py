@@ -42,7 +42,7 @@ def load_index(root: Path, model: ModelId) -> Manifest:
     if not directory.is_dir():
         raise ShardMissing(
             f"The store at {str(root)!r} holds no model {model!r}. "
-            "Convert it with `hotswap convert`, or register it with its source."
+            "Add it with `hotswap store add`, or register it with its source."
         )
     path = directory / INDEX_NAME
     manifest = parse_index(read_small(path), path=path, model=model)

@@ -73,7 +73,7 @@ BAD_NAMES = [
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_file_name_that_leads_elsewhere_is_unsafe(manifest: Manifest, name: str) -> None:
-    with pytest.raises(UnsafeFile, match=r"index\.json.*hotswap convert"):
+    with pytest.raises(UnsafeFile, match=r"index\.json.*hotswap store add"):
         parse(changed(manifest, "manifest", "shards", 0, "file", to=name))
 
 
@@ -118,7 +118,7 @@ def test_an_index_that_contradicts_itself_is_refused(
     with pytest.raises(ShardCorrupt, match=says) as caught:
         parse(changed(manifest, *path, to=to))
     assert str(PATH) in str(caught.value)
-    assert "hotswap convert" in str(caught.value)
+    assert "hotswap store add" in str(caught.value)
 
 
 def test_a_change_that_contradicts_nothing_shows_in_the_checksum(manifest: Manifest) -> None:

@@ -77,7 +77,7 @@ async def test_a_damaged_data_file_is_refused_by_name(tmp_path: Path, damage: Ca
     last = manifest.shards_of(0)[-1]
     damage(tmp_path / "m" / last.file)
     async with NvmeStore(tmp_path, chunk_bytes=UNIT) as store:
-        with pytest.raises(ShardCorrupt, match=f"{last.file}.*hotswap convert"):
+        with pytest.raises(ShardCorrupt, match=f"{last.file}.*hotswap store add"):
             await read(store, last)
         assert await read(store, manifest.shards[0]) == ranks[0][: 2 * UNIT]
         assert await read_rank(store, await store.manifest(ModelId("other")))
