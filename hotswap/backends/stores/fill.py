@@ -135,8 +135,10 @@ class Fill:
         )
 
     async def _read_from(self, tier: WeightStore) -> None:
+        chunk: HostChunk | None = None
         if self._at_once and isinstance(tier, SupportsReadInto):
             chunk = await tier.read_into(self.shard, self.data)
+        if chunk is not None:
             self.tier, self.filled_bytes = chunk.tier, len(chunk.data)
         else:
             await self._copy_from(tier)

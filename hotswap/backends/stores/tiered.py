@@ -12,6 +12,7 @@ from typing import Self
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
+from hotswap.backends.stores.descend import Descending, descending
 from hotswap.backends.stores.fill import Fill, Follower, telling
 from hotswap.backends.stores.link import Link
 from hotswap.backends.stores.pinned import PinnedStore
@@ -32,7 +33,8 @@ class TieredStore(WeightStore):
     A shard is lent by the first tier that holds it. If the first tier is a `PinnedStore`, a shard read from
     below is written into it on the way, and lent from there: that is the only copy in host memory, made once
     however many engines ask at the same time. Where the budget does not allow it, the shard passes by. A tier
-    that fails before its first chunk is passed over for the next; one that fails later raises.
+    that fails before its first chunk is passed over for the next; one that fails later raises. What is read
+    from below a `NvmeStore` is written there on the way (see `descend`).
 
     `prefetches` models are prefetched from a tier at a time, and none while a load reads from it.
     """
@@ -47,7 +49,7 @@ class TieredStore(WeightStore):
             raise ConfigError(f"prefetches is {prefetches}; give 1 or more.")
         self.tiers = tiers
         self._host = tiers[0] if isinstance(tiers[0], PinnedStore) else None
-        self._below = tiers if self._host is None else tiers[1:]
+        self._below = descending(tiers if self._host is None else tiers[1:])
         self._manifests: dict[ModelId, Manifest] = {}
         self._links: defaultdict[str, Link] = defaultdict(lambda: Link(prefetches))
         self._due: list[Manifest] = []
@@ -60,6 +62,9 @@ class TieredStore(WeightStore):
         async with AsyncExitStack() as stack:
             for tier in self.tiers:
                 await stack.enter_async_context(tier)
+            for tier in self._below:
+                if isinstance(tier, Descending):
+                    await stack.enter_async_context(tier)
             async with background() as self._tasks:
                 try:
                     yield self
@@ -83,13 +88,14 @@ class TieredStore(WeightStore):
             yield None if self._host is None else await self._enter_lent(stack, self._host, manifest, rank)
 
     async def prefetch(self, model: ModelId, *, priority: int = 0) -> None:
-        """Bring the model to the host tier: see `SupportsPrefetch`.
+        """Bring the model to the host tier, without one to the disk tier: see `SupportsPrefetch`.
 
         Of several that wait, the one with the highest `priority` goes first; one whose model is being loaded
         goes at once. While it waits it takes no room. Cancel it as any call.
         """
         manifest = await self.manifest(model)
         if self._host is None:
+            await self._bring_to_disk(model)
             return
         self._host.keep(model)
         async with AsyncExitStack() as stack:
@@ -100,6 +106,15 @@ class TieredStore(WeightStore):
             await self._complete(self._host, manifest, manifest.shards)
             for hold in holds:
                 hold.keep()
+
+    async def _bring_to_disk(self, model: ModelId) -> None:
+        """Copy the model from below the `NvmeStore` to it, if there is one and it does not lie there."""
+        for tier in self._below:
+            with suppress(ShardMissing):
+                await tier.manifest(model)
+                if isinstance(tier, Descending):
+                    await tier.fetch(model)
+                return
 
     async def drop(self, model: ModelId) -> None:
         if self._host is not None:
