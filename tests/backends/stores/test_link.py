@@ -66,7 +66,7 @@ async def test_as_many_prefetches_run_as_were_allowed(disk: Gated) -> None:
             tasks.start_soon(store.prefetch, model)
         await _until(lambda: len(disk.began) == 2)
         await _settle()
-        assert sorted(disk.began) == ["a", "b"]
+        assert len(set(disk.began)) == 2
         for gate in disk.gates.values():
             gate.set()
     with pytest.raises(ConfigError, match="prefetches"):
@@ -149,8 +149,9 @@ async def test_a_turn_cancelled_anywhere_is_given_back() -> None:
 async def test_the_view_says_what_is_queued(disk: Gated) -> None:
     async with tiered(disk) as store, anyio.create_task_group() as tasks:
         tasks.start_soon(store.prefetch, A)
-        tasks.start_soon(store.prefetch, B)
         await _until(lambda: disk.began == ["a"])
+        tasks.start_soon(store.prefetch, B)
+        await _settle()
         view = store.view()
         link = next(tier for tier in view.tiers if tier.name == "nvme")
         assert link.queued_bytes == 4 * UNIT, "a prefetch that waits does not count"
@@ -179,8 +180,8 @@ async def _hold(link: Link, model: ModelId) -> None:
 async def _until(condition: Callable[[], bool]) -> None:
     """Let others run until the condition holds."""
     with anyio.fail_after(10):
-        while not condition():
-            await checkpoint()
+        while not condition():  # noqa: ASYNC110 - the store tells nobody; and spinning would starve its threads
+            await anyio.sleep(0.001)
 
 
 async def _settle() -> None:
