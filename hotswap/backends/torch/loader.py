@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
+from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.preflight import preflight
@@ -84,6 +85,7 @@ class Loader:
 
     On a CPU, weights that the store can lend are used where they lie, however many engines do: loading copies
     nothing, and the budget, here as in `weight_bytes`, counts nothing for them, since they take the store's.
+    Quantised weights are made whole in memory of the engine, and count as what they become.
 
     Everything between two awaits is cheap; files, copies and modules are dealt with in worker threads. What
     an interrupted load held is given back before the interruption goes on.
@@ -157,7 +159,9 @@ class Loader:
             return KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
 
     async def _weights(self, manifest: Manifest, store: WeightStore, others_bytes: int) -> Weights:
-        """Borrow or read the weights, and convert them where another dtype is wanted."""
+        """Borrow or read the weights, and convert what is stored in another way than is wanted."""
+        if manifest.quantization:
+            return await self._dequantized(manifest, store, others_bytes)
         weights = await self._borrow(manifest, store) or await self._read(manifest, store, others_bytes)
         if self._dtype is None or main_dtype(manifest.tensors) is self._dtype:
             return weights
@@ -196,6 +200,26 @@ class Loader:
             await self._give(flat)
             raise
         return Weights(flat, specs)
+
+    async def _dequantized(self, manifest: Manifest, store: WeightStore, others_bytes: int) -> Weights:
+        """Make quantised weights whole, from the store's memory or within the buffer they are read into."""
+        dequantizer = Dequantizer(manifest, dtype=self._dtype)
+        loan = await self._borrow(manifest, store)
+        try:
+            size_bytes = dequantizer.size_bytes if loan else dequantizer.room_bytes
+            flat = await self._take(manifest.model, size_bytes, others_bytes)
+            try:
+                stored = loan.flat if loan else dequantizer.stored_part(flat)
+                if loan is None:
+                    await fetch(store, manifest, stored)
+                await anyio.to_thread.run_sync(dequantizer.run, stored, flat)
+            except BaseException:
+                await self._give(flat)
+                raise
+        finally:
+            if loan:
+                await self._free(loan)
+        return Weights(flat, dequantizer.specs)
 
     async def _free(self, weights: Weights) -> None:
         if weights.loan is None:
