@@ -4,8 +4,9 @@ The store is entered before the clock starts, as once in the life of a process (
 took); the manifest is read, the files are opened and the tensors are made under the clock. What happens to
 the chunks is the `sink`:
 
-    resident   copied into a flat buffer that exists, as an engine that reuses its memory does
-    fresh      copied into a flat buffer made under the clock, as every other loader makes its memory
+    resident   read into a flat buffer that exists, as an engine that reuses its memory does
+    fresh      read into a flat buffer made under the clock, as every other loader makes its memory
+    copy       as `resident`, but chunk by chunk, as an engine does whose memory a store cannot reach
     lend       let go: the chunks were in host memory, and the disk was the only cost
     view       host tier only: tensors that are views of what the tier lends, without a copy
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 from benchmarks.race import Peer, Place, Race, Rehearsal, Source, flat_buffer
 from hotswap import HostChunk, ModelId, TensorSpec, WeightStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.backends.torch.buffers import FlatBuffers, fetch
 
 DISTRIBUTIONS = ("anyio",)
 
@@ -66,15 +68,27 @@ class Contestant(Peer):
             await _view(store, model, race)
         elif self.options["sink"] == "lend":
             await _lend(store, model, race)
+        elif self.options["sink"] == "copy":
+            await _copy(store, model, race)
         else:
-            await _copy(store, model, race, fresh=self.options["sink"] == "fresh")
+            await _read(store, model, race, fresh=self.options["sink"] == "fresh")
 
 
-async def _copy(store: WeightStore, model: ModelId, race: Race, *, fresh: bool) -> None:
-    resident = None if fresh else flat_buffer((await store.manifest(model)).buffer_bytes).fill_(0)
+async def _read(store: WeightStore, model: ModelId, race: Race, *, fresh: bool) -> None:
+    """What a CPU engine does: the buffer is made as it makes it, the shards are fetched as it does."""
+    buffers = FlatBuffers(torch.device("cpu"), 0)
+    resident = None if fresh else buffers.take((await store.manifest(model)).buffer_bytes).fill_(0)
     race.start()
     manifest = await store.manifest(model)
-    flat = flat_buffer(manifest.buffer_bytes) if resident is None else resident
+    flat = await to_thread.run_sync(buffers.take, manifest.buffer_bytes) if resident is None else resident
+    await fetch(store, manifest, flat)
+    race.finish({spec.name: _place(spec).view(flat) for spec in manifest.tensors})
+
+
+async def _copy(store: WeightStore, model: ModelId, race: Race) -> None:
+    flat = flat_buffer((await store.manifest(model)).buffer_bytes).fill_(0)
+    race.start()
+    manifest = await store.manifest(model)
     target = flat.numpy()
 
     def copy(chunk: HostChunk) -> None:
