@@ -2,9 +2,10 @@
 
     .<model>.<key>.partial/journal.jsonl    a line that says what is converted, then one for each whole file
 
-A line is a checksum and a JSON object, and is appended once its file is on the disk. The key is a digest of the source, the options and the
-layout: a conversion of anything else finds another directory, and the data of this one are never taken for
-its own. What a line says is checked against the file's bytes before it is believed.
+A line is a checksum and a JSON object, appended once its file is on the disk. The key is a digest of the
+source, the options and the layout: a conversion of anything else finds another directory, and the data of
+this one are never taken for its own. What a line says is checked against the file's bytes before it is
+believed.
 """
 
 from __future__ import annotations

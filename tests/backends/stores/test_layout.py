@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,14 @@ CONTRADICTIONS: list[tuple[tuple[str | int, ...], object, str]] = [
     (("manifest", "tensors", 0, "offset_bytes"), 0, "overlap"),
     (("manifest", "tensors", 1, "offset_bytes"), 2, "multiple"),
     (("manifest", "tensors", 1, "name"), "head", "twice"),
+    (("manifest", "tensors", 1, "stride"), [8], "stride"),
+    (("manifest", "tensors", 1, "stride"), [8, 2], "stride"),
+    (("manifest", "tensors", 1, "stride"), [8, -1], "stride"),
+    (("manifest", "tensors", 1, "stride"), [2**61, 1], "stride"),
+    (("manifest", "tensors", 1, "checksum"), "", "checksum"),
+    (("manifest", "tensors", 1, "checksum"), "crc32:00000000", "different checksums"),
+    (("manifest", "tensors", 0, "rank"), 2, "rank 2"),
+    (("manifest", "tensors", 0, "rank"), -1, "rank"),
 ]
 
 
@@ -177,8 +186,25 @@ def test_what_is_no_index_is_refused(text: bytes) -> None:
         parse(text)
 
 
+def test_ranks_may_have_one_name_each(manifest: Manifest) -> None:
+    index: dict[str, Any] = json.loads(dump_index(manifest))
+    mine = index["manifest"]["tensors"]
+    index["manifest"]["tensors"] = [*mine, *({**tensor, "rank": 1} for tensor in mine)]
+    parsed = parse(signed(index))
+    assert [tensor.name for tensor in parsed.tensors_of(1)] == [tensor["name"] for tensor in mine]
+    assert parsed.tensors_of(0) == manifest.tensors
+
+
 def test_every_dtype_of_torch_that_holds_weights_is_known() -> None:
     import torch
 
     for name, size in layout.DTYPE_BYTES.items():
         assert getattr(torch, name).itemsize == size
+    dtypes = {
+        str(value).removeprefix("torch."): value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype)
+    }
+    # Those of less than a byte have no address, and quantised ones carry their scale outside of the tensor.
+    unstorable = re.compile(r"u?int[1-7]|bits\w+|q\w+|complex32")
+    assert {name for name in dtypes if not unstorable.fullmatch(name)} == set(layout.DTYPE_BYTES)
