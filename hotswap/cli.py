@@ -78,6 +78,11 @@ def _add_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--id", help="the model's id in the store; the source's name if left out")
     parser.add_argument("--dtype", help="cast the weights, for instance to bfloat16")
     parser.add_argument(
+        "--quantize",
+        metavar="SCHEME",
+        help="store linear layers in half the bytes: fp8-e4m3 (a scale for 128 weights) or fp8-e4m3-channel",
+    )
+    parser.add_argument(
         "--world-size", type=int, default=1, metavar="N", help="cut for N tensor-parallel ranks"
     )
     parser.add_argument(
@@ -113,6 +118,7 @@ def _add(arguments: argparse.Namespace) -> int:
             arguments.root,
             model_id=model,
             dtype=arguments.dtype,
+            quantize=arguments.quantize,
             world_size=arguments.world_size,
             max_file_bytes=parse_bytes(arguments.max_file_size),
             replace_existing=arguments.replace,
@@ -142,7 +148,7 @@ def _ls(arguments: argparse.Namespace) -> int:
             str(model["world_size"] or "-"),
             f"{_time(entry):%Y-%m-%d %H:%M}",
             "damaged" if model["error"] else "in use" if model["in_use"] else "idle",
-            str(model["architecture"] or "-"),
+            " ".join(str(model[key]) for key in ("architecture", "quantization") if model[key]) or "-",
         )
         for entry, model in zip(entries, models, strict=True)
     ]
@@ -163,6 +169,7 @@ def _look_at(shelf: DiskShelf, entry: Entry) -> dict[str, object]:
         "files": None,
         "world_size": None,
         "architecture": None,
+        "quantization": None,
         "error": None,
     }
     try:
@@ -170,8 +177,13 @@ def _look_at(shelf: DiskShelf, entry: Entry) -> dict[str, object]:
     except StoreError as exc:
         return {**looked, "error": str(exc)}
     files = len({shard.file for shard in manifest.shards})
-    told = {"files": files, "world_size": manifest.world_size, "architecture": manifest.architecture}
-    return {**looked, **told}
+    return {
+        **looked,
+        "files": files,
+        "world_size": manifest.world_size,
+        "architecture": manifest.architecture,
+        "quantization": manifest.quantization or None,
+    }
 
 
 def _verify(arguments: argparse.Namespace) -> int:

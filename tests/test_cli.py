@@ -65,7 +65,17 @@ async def test_ls_says_what_is_in_use_and_what_is_damaged(tmp_path: Path) -> Non
         await store.pin(ModelId("good"))
         told = answer("store", "ls", tmp_path, status=1)
     assert set(told) == {"root", "used_bytes", "models"}
-    keys = {"model", "bytes", "files", "world_size", "architecture", "last_used", "in_use", "error"}
+    keys = {
+        "model",
+        "bytes",
+        "files",
+        "world_size",
+        "architecture",
+        "quantization",
+        "last_used",
+        "in_use",
+        "error",
+    }
     models = {model["model"]: model for model in told["models"]}
     assert all(set(model) == keys for model in models.values())
     assert str(index) in models["bad"]["error"]
@@ -167,6 +177,18 @@ def test_add_then_verify(tmp_path: Path, checkpoint_directory: Path) -> None:
     assert (told["model"], told["world_size"]) == ("tiny", 2)
     assert told["bytes"] == sum(file.stat().st_size for file in (root / "tiny").glob("*.bin"))
     assert main(["store", "verify", str(root), "tiny"]) == 0
+
+
+def test_add_quantizes(tmp_path: Path, checkpoint_directory: Path) -> None:
+    answer("store", "add", checkpoint_directory, tmp_path, "--id", "small", "--quantize", "fp8-e4m3")
+    (told,) = answer("store", "ls", tmp_path)["models"]
+    assert told["quantization"] == "fp8-e4m3"
+    assert (
+        run(
+            "store", "add", checkpoint_directory, tmp_path, "--id", "x", "--quantize", "of-no-kind"
+        ).returncode
+        == 2
+    )
 
 
 def test_add_replaces_only_when_told(
