@@ -18,17 +18,18 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hotswap.backends.stores.files import map_read_errors
 from hotswap.backends.stores.layout import INDEX_NAME, align, check_file_name
+from hotswap.backends.stores.partial import sync_directory
 from hotswap.errors import ShardMissing, StoreError, TierFull
 from hotswap.request import ModelId
 
-__all__ = ["DiskShelf", "Entry", "Loan", "Room", "locked", "map_write_errors", "sync_directory"]
+__all__ = ["DiskShelf", "Entry", "Loan", "Room", "locked", "map_write_errors"]
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LEFTOVERS = (".coming", ".gone")
@@ -93,8 +94,9 @@ class Loan:
 class DiskShelf:
     """Models in the directories of one root. All methods block: use them in worker threads.
 
-    What counts against `capacity_bytes` are the data files of all models, whoever wrote them, and what was
-    promised by `reserve` to those who write now; indexes and tokenizers, a few megabytes, come on top.
+    What counts against `capacity_bytes` are the data files of all models, whoever wrote them, what was
+    promised by `reserve` to those who write now, and what a conversion that died can go on from. Indexes and
+    tokenizers, a few megabytes, come on top.
     Without a capacity nothing is ever removed for something else.
     """
 
@@ -169,7 +171,9 @@ class DiskShelf:
                     promised = self._promised()
                     if alone and model in promised:
                         raise StoreError(f"Another process is writing model {model!r} to {str(self.root)!r}.")
-                    evicted = self._make_room(sum(promised.values()) + align(size_bytes))
+                    others = set(promised) | {model}
+                    unfinished = sum(self._unfinished(others))
+                    evicted = self._make_room(sum(promised.values()) + unfinished + align(size_bytes))
                     stack.callback(file.unlink, missing_ok=True)
                     file.write_text(str(align(size_bytes)))
                     stack.enter_context(locked(file))
@@ -261,6 +265,13 @@ class DiskShelf:
                     promised[model] = promised.get(model, 0) + int(file.read_text())
         return promised
 
+    def _unfinished(self, others: set[str]) -> Iterator[int]:
+        """The bytes of what dead conversions have left to go on from, but for the models in `others`."""
+        for directory in self.root.glob(".*.partial"):
+            if directory.name[1:].rsplit(".", 2)[0] not in others:
+                with suppress(FileNotFoundError):
+                    yield _data_bytes(directory)
+
     @contextmanager
     def _mapped(self, needed_bytes: int) -> Generator[None]:
         with map_write_errors(self.root, needed_bytes):
@@ -299,22 +310,17 @@ def map_write_errors(root: Path, needed_bytes: int) -> Generator[None]:
         raise StoreError(f"Writing to {str(root)!r} failed: {exc.strerror or exc}. Check the disk.") from exc
 
 
-def sync_directory(directory: Path) -> None:
-    """Bring the names in a directory to the disk."""
-    fd = os.open(directory, _DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _entry(path: Path) -> Entry:
     """Look at a model; `FileNotFoundError` if there is none."""
     (path / INDEX_NAME).lstat()
-    with os.scandir(path) as files:
-        size = sum(file.stat(follow_symlinks=False).st_size for file in files if file.name.endswith(".bin"))
+    size = _data_bytes(path)
     used_ns = path.stat().st_mtime_ns
     return Entry(model=ModelId(path.name), path=path, size_bytes=size, used_ns=used_ns)
+
+
+def _data_bytes(directory: Path) -> int:
+    with os.scandir(directory) as files:
+        return sum(file.stat(follow_symlinks=False).st_size for file in files if file.name.endswith(".bin"))
 
 
 def _lock(fd: int, how: int) -> None:

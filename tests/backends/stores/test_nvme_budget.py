@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from hotswap import Manifest, Model, ModelId, ShardCorrupt, ShardMissing, StoreError, TierFull
 from hotswap.backends.stores import NvmeStore
+from hotswap.backends.stores.disk_shelf import DiskShelf
 from hotswap.backends.stores.verify import load_index
 from tests.backends.stores.models import UNIT, put, read, read_rank
 
@@ -364,3 +365,19 @@ async def test_the_budget_holds_and_what_is_lent_stays(
             assert held <= there(here)
             assert data_bytes(here) <= budget
     assert all(load_index(here, ModelId(model)) for model in there(here))
+
+
+async def test_what_a_dead_conversion_can_go_on_from_counts(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    elsewhere = Elsewhere(tmp_path / "elsewhere", "a", "b")
+    size = elsewhere.manifest("a").weight_bytes
+    left = here / ".c.0123456789abcdef.partial"
+    left.mkdir(parents=True)
+    (left / "rank-0-of-1.000.bin").write_bytes(bytes(UNIT))
+    shelf = DiskShelf(here, size + UNIT - 1)
+    with pytest.raises(TierFull), shelf.reserve(ModelId("a"), size):
+        pass
+    with shelf.reserve(ModelId("c"), size):  # it goes on from there
+        assert len(os.listdir(here)) == 2
+    with DiskShelf(here, size + UNIT).reserve(ModelId("a"), size):
+        assert len(os.listdir(here)) == 2
