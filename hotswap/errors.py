@@ -13,7 +13,7 @@ HotswapError
   InstanceError                try elsewhere
     OutOfMemory                  weights or KV blocks do not fit
     MemoryNotReclaimed           unload ended but the memory is still taken
-    SwapRefused                  another swap holds the instance, or the swap makes no sense
+    SwapRefused                  another swap holds the instance, or it serves the model already
     SwapFailed                   a phase of a swap failed or ran out of time
     MigrationAborted             a stage of a migration failed; the source still owns the request
     InstanceLost                 the engine is gone, its requests with it
@@ -128,7 +128,7 @@ class MemoryNotReclaimed(InstanceError):
 
 
 class SwapRefused(InstanceError):
-    """A swap that was not begun: the instance is busy with another, is lost, or already serves the model."""
+    """A swap that was not begun: the instance is busy with another, half way, or already serves the model."""
 
 
 class SwapFailed(InstanceError):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 
 from hotswap.action import Action, Prefetch, Swap, Unload
-from hotswap.errors import HotswapError, StoreError
+from hotswap.errors import HotswapError
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.swapper import Swapper
 from hotswap.scheduler import Scheduler
 from hotswap.store import SupportsPrefetch, WeightStore
-from hotswap.view import FleetView, InstanceId, InstanceState
+from hotswap.view import FleetView, InstanceId
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -74,14 +74,14 @@ class Control:
         retry_s = min((i.next_retry_s() for i in self._instances.values()), default=math.inf)
         return min(self._interval_s, retry_s - anyio.current_time())
 
-    def _plan(self) -> Iterable[Action]:
+    def _plan(self) -> Sequence[Action]:
         try:
-            return self._scheduler.plan(self._observe())
+            return tuple(self._scheduler.plan(self._observe()))
         except Exception:
             log.exception("Scheduler %r failed to plan; the fleet goes on as it is.", self._scheduler)
             return ()
 
-    def _apply(self, actions: Iterable[Action]) -> None:
+    def _apply(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case Swap() | Unload():
@@ -112,27 +112,31 @@ class Control:
         assert isinstance(self._store, SupportsPrefetch)
         try:
             await self._store.prefetch(model)
-        except StoreError as exc:
-            log.warning("Model %r was not prefetched: %s", model, exc)
+        except Exception as exc:  # a store's own faults as well
+            log.warning("Model %r was not prefetched: %s", model, exc, exc_info=_foreign(exc))
         finally:
             self._prefetching.discard(model)
 
     def _revive(self) -> None:
-        """Try to bring lost instances back to EMPTY, with a pause that doubles while it fails."""
+        """Try to bring broken instances back to EMPTY, with a pause that doubles while it fails."""
         for instance in self._instances.values():
-            view = instance.view()
-            if view.state is InstanceState.LOST and not view.swapping and instance.due(None):
+            if instance.broken and instance.due(None):
                 instance.claim(None)
                 self._tasks.start_soon(self._restart, instance, name=f"restart {instance.id}")
 
     async def _restart(self, instance: Instance) -> None:
         try:
             await instance.engine.unload()
-        except HotswapError as exc:
+        except Exception as exc:  # a library's fault as well: it is the instance's, not the fleet's
             instance.failed(None)
-            log.warning("Instance %r could not be restarted: %s", instance.id, exc)
+            log.warning("Instance %r could not be restarted: %s", instance.id, exc, exc_info=_foreign(exc))
         else:
             instance.succeeded(None)
         finally:
             instance.unclaim()
             self.ask()
+
+
+def _foreign(error: Exception) -> Exception | None:
+    """The error if hotswap did not raise it on purpose, so that its traceback is worth a log."""
+    return None if isinstance(error, HotswapError) else error

@@ -59,18 +59,26 @@ class Instance:
             resting=tuple(model for model in self._retries if model is not None and not self.due(model)),
         )
 
+    @property
+    def broken(self) -> bool:
+        """Whether it is LOST, or left half way by a verb that failed, so that only `unload` may help."""
+        settled = (InstanceState.SERVING, InstanceState.EMPTY)
+        return not self._swapping and self.engine.view().state not in settled
+
     def claim(self, target: ModelId | None) -> None:
         """Take the instance for a swap to `target`: synchronous, so two swaps can never interleave.
 
+        `None`, an unload, may claim an instance that was left half way as well.
+
         Raises:
-            SwapRefused: another swap has it, or it is turning to or from a model by itself.
+            SwapRefused: another swap has it, or it was left half way.
         """
         view = self.view()
         if view.swapping:
             raise SwapRefused(
                 f"Instance {self.id!r} is being swapped to {view.target!r}; wait for that swap to end."
             )
-        if view.state in (InstanceState.LOADING, InstanceState.DRAINING):
+        if target is not None and view.state in (InstanceState.LOADING, InstanceState.DRAINING):
             raise SwapRefused(f"Instance {self.id!r} is {view.state}; wait until it is SERVING or EMPTY.")
         self._swapping, self._target = True, target
 
@@ -91,7 +99,7 @@ class Instance:
     def failed(self, model: ModelId | None) -> None:
         """Leave the pair of instance and model alone for a while that doubles with every failure in a row.
 
-        `None` stands for a restart of a lost instance.
+        `None` stands for an unload, also one that restarts a lost instance.
         """
         failures = self._retries.get(model, Retry()).num_failures + 1
         delay_s = min(FIRST_BACKOFF_S * 2 ** (failures - 1), LONGEST_BACKOFF_S)

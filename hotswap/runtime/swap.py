@@ -9,6 +9,7 @@ that follows an eviction is shielded, so nothing ends in between.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,14 +20,17 @@ from opentelemetry.trace import Span, format_trace_id
 from hotswap import telemetry as tm
 from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
 from hotswap.engine import Engine, SupportsPreload
-from hotswap.errors import HotswapError, OutOfMemory, SwapFailed
+from hotswap.errors import HotswapError, InstanceError, OutOfMemory, SwapFailed
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
+from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
 from hotswap.store import SupportsLend, SupportsReadInto, WeightStore, WrapperStore
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
 
 __all__ = ["SwapJob", "SwapLimits"]
+
+log = logging.getLogger("hotswap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,7 @@ class SwapJob:
             await self._vacate(engine, span)
             async with self._timed("load", self.limits.load_s, span):
                 await engine.load(self.model, self._store)
+                self._expect(InstanceState.SERVING, self.model.id)
         except BaseException:
             await self._drop_preload(engine)
             raise
@@ -138,13 +143,27 @@ class SwapJob:
             with anyio.CancelScope(shield=True):
                 async with self._timed("unload", self.limits.unload_s, span):
                     await engine.unload()
+                    self._expect(InstanceState.EMPTY, None)
         self.instance.serving_since_s = None
         await anyio.lowlevel.checkpoint_if_cancelled()
 
+    def _expect(self, state: InstanceState, model: ModelId | None) -> None:
+        """Hold the engine to what its verb promised; without this a plan would repeat the swap for ever."""
+        view = self.instance.engine.view()
+        if view.state is not state or view.model != model:
+            raise InstanceError(
+                f"Engine {self.instance.id!r} ended its {self._phase} as {view.state} with model {view.model!r}; "
+                "the engine breaks its contract."
+            )
+
     async def _drop_preload(self, engine: Engine) -> None:
-        if isinstance(engine, SupportsPreload):
-            with anyio.move_on_after(self.limits.unload_s, shield=True):
+        if not isinstance(engine, SupportsPreload):
+            return
+        with anyio.move_on_after(self.limits.unload_s, shield=True):
+            try:
                 await engine.drop_preload()
+            except Exception:  # what broke the swap, or cancelled it, is what the caller must see
+                log.exception("Instance %r did not drop what it had preloaded.", self.instance.id)
 
     @asynccontextmanager
     async def _timed(self, name: str, limit_s: float, span: Span) -> AsyncGenerator[None]:
@@ -154,10 +173,10 @@ class SwapJob:
         try:
             with self.telemetry.span(tm.SPAN_PHASE.format(name), parent=span) as phase:
                 try:
-                    with anyio.fail_after(limit_s):
+                    with anyio.move_on_after(limit_s) as limit:
                         yield
-                except TimeoutError as exc:
-                    raise TimeoutError(f"{name} took longer than its limit of {limit_s:g} s") from exc
+                    if limit.cancelled_caught:
+                        raise TimeoutError(f"{name} took longer than its limit of {limit_s:g} s.")
                 finally:
                     phase.set_attribute(tm.SECONDS, anyio.current_time() - started_s)
                     self._describe(phase, name, self._store.num_bytes - read_bytes)
@@ -175,7 +194,7 @@ class SwapJob:
 
     def _failure(self, error: Exception) -> SwapFailed:
         now = self.instance.engine.view()
-        serves = f"serves {now.model!r}" if now.model else f"is {now.state}"
+        serves = f"serves {now.model!r}" if now.state is InstanceState.SERVING else f"is {now.state}"
         wanted = repr(self.model.id) if self.model else "nothing"
         return SwapFailed(
             f"The swap of instance {self.instance.id!r} to {wanted} failed in {self._phase}: {_brief(error)} "

@@ -68,6 +68,8 @@ class Swapper:
             await self.run(instance, target, deadline_s=deadline_s, reason=reason)
         except SwapFailed as exc:
             log.warning("%s", exc)
+        except Exception:  # not in a phase: a tracer's fault, say
+            log.exception("The swap of instance %r to %r broke off.", instance.id, target)
 
     async def run(
         self, instance: Instance, target: ModelId | None, *, deadline_s: float, reason: str
@@ -102,8 +104,12 @@ class Swapper:
 
     def _keep(self, record: SwapRecord) -> None:
         self.records.append(record)
-        if self._on_record is not None:
+        if self._on_record is None:
+            return
+        try:
             self._on_record(record)
+        except Exception:
+            log.exception("`on_swap` failed for a swap of instance %r; the swap stands.", record.instance)
 
     def _praise(self, instance: Instance, target: ModelId | None) -> None:
         instance.succeeded(target)

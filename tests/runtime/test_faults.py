@@ -1,0 +1,159 @@
+"""What breaks stays with what broke it: the fleet goes on, closes, and gives everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import pytest
+
+from hotswap import (
+    Action,
+    Engine,
+    FleetView,
+    InstanceId,
+    MemoryNotReclaimed,
+    ModelCard,
+    ModelId,
+    Prefetch,
+    Sampling,
+    Scheduler,
+    Swap,
+    SwapFailed,
+    SwapRecord,
+    WeightStore,
+    WrapperEngine,
+    WrapperStore,
+)
+from hotswap.testing.virtual_time import virtual_time
+from tests.runtime.support import Idle, engine_of, idle, read, sim_fleet, store_of, until
+
+SOME = Sampling(max_tokens=25, ignore_eos=True)
+E0 = InstanceId("e0")
+
+
+class Raising(WrapperEngine):
+    """Raises `error` the first `times` that `verb` is called, once the wrapped engine has done it."""
+
+    def __init__(self, engine: Engine, verb: str, error: Exception, *, times: int = 1) -> None:
+        super().__init__(engine)
+        self.verb, self.error, self.times = verb, error, times
+
+    def _raise(self, verb: str) -> None:
+        if verb == self.verb and self.times:
+            self.times -= 1
+            raise self.error
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        self._raise("load")
+        await super().load(model, store)
+
+    async def unload(self) -> None:
+        self._raise("unload")
+        await super().unload()
+
+    async def evict(self, *, deadline_s: float) -> int:
+        num_evicted = await super().evict(deadline_s=deadline_s)
+        self._raise("evict")
+        return num_evicted
+
+
+@virtual_time
+async def test_a_listener_that_raises_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def listen(record: SwapRecord) -> None:
+        raise ZeroDivisionError("a listener's own fault")
+
+    async with sim_fleet("a", on_swap=listen) as fleet:
+        await read(fleet, "a", (1,), SOME)
+        record = await fleet.unload(fleet.swaps[-1].instance)
+        assert record.outcome == "done"
+        idle(fleet)
+    assert "listener's own fault" in caplog.text
+
+
+@pytest.mark.parametrize("error", [MemoryNotReclaimed("still there"), RuntimeError("a library's own")])
+@pytest.mark.parametrize("verb", ["evict", "unload"])
+@virtual_time
+async def test_an_instance_that_broke_half_way_is_brought_back(verb: str, error: Exception) -> None:
+    engine = Raising(engine_of("e0"), verb, error, times=3)
+    async with sim_fleet("a", "b", engines=[engine]) as fleet:
+        await read(fleet, "a", (1,), SOME)
+        await read(fleet, "b", (1,), SOME)
+        assert "failed" in {record.outcome for record in fleet.swaps}
+        idle(fleet)
+
+
+@virtual_time
+async def test_a_lost_engine_whose_restart_fails_in_any_way_is_tried_again() -> None:
+    inner = engine_of("e0")
+    engine = Raising(inner, "unload", RuntimeError("a driver's own"), times=2)
+    async with sim_fleet("a", engines=[engine]) as fleet:
+        await read(fleet, "a", (1,), SOME)
+        inner.lose()
+        await read(fleet, "a", (2,), SOME)
+        assert engine.times == 0
+
+
+class Asking(Scheduler):
+    """Asks once for what it is told, as a generator, and then fails."""
+
+    def __init__(self, *actions: Action) -> None:
+        self.actions = list(actions)
+
+    def plan(self, fleet: FleetView) -> Iterator[Action]:  # type: ignore[override]  # a likely mistake
+        while self.actions:
+            yield self.actions.pop()
+        raise ZeroDivisionError("a scheduler's own fault")
+
+
+@virtual_time
+async def test_a_scheduler_that_raises_while_its_plan_is_read_does_not_end_the_fleet(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with sim_fleet("a", scheduler=Asking()) as fleet:
+        await fleet.swap("e0", to="a")
+        await read(fleet, "a", (1,), SOME)
+    assert "failed to plan" in caplog.text
+
+
+class NoDisk(WrapperStore):
+    """Prefetches, and fails as no store should."""
+
+    async def prefetch(self, model: ModelId) -> None:
+        raise OSError("no such disk")
+
+    async def drop(self, model: ModelId) -> None:
+        raise OSError("no such disk")
+
+
+@virtual_time
+async def test_a_prefetch_that_fails_in_any_way_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Early(Idle):
+        def plan(self, fleet: FleetView) -> list[Action]:
+            return [Prefetch(model=ModelId("a"))]
+
+    async with sim_fleet("a", store=NoDisk(store_of("a")), scheduler=Early()) as fleet:
+        await fleet.swap("e0", to="a")
+        await read(fleet, "a", (1,), SOME)
+    assert "no such disk" in caplog.text
+
+
+class Pretending(WrapperEngine):
+    """Says that it loaded, and did not."""
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        await anyio.lowlevel.checkpoint()
+
+
+@virtual_time
+async def test_an_engine_that_did_not_load_what_it_says_fails_its_swap() -> None:
+    class Always(Idle):
+        def plan(self, fleet: FleetView) -> list[Action]:
+            return [Swap(instance=E0, model=ModelId("a"))]
+
+    async with sim_fleet("a", engines=[Pretending(engine_of("e0"))], scheduler=Always()) as fleet:
+        await until(lambda: len(fleet.swaps) == 3)
+        assert {record.outcome for record in fleet.swaps} == {"failed"}
+        assert anyio.current_time() > 1
+        with pytest.raises(SwapFailed, match="EMPTY"):
+            await fleet.swap("e0", to="a")
