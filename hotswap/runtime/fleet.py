@@ -15,11 +15,7 @@ from anyio import AsyncContextManagerMixin
 from hotswap import telemetry as tm
 from hotswap.action import SwapRecord
 from hotswap.engine import Engine
-from hotswap.errors import (
-    ConfigError,
-    FleetClosed,
-    SwapRefused,
-)
+from hotswap.errors import ConfigError, FleetClosed, SwapRefused
 from hotswap.model import Model, ModelCard
 from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
@@ -97,7 +93,6 @@ class Fleet(AsyncContextManagerMixin):
         self._interval_s = interval_s
         self._telemetry = Telemetry(tracer_provider, meter_provider)
         self._instances = unique(map(Instance, engines), lambda instance: instance.id, "engine")
-        self._flights: dict[RequestId, Flight] = {}
         self._num_running: Counter[ModelId] = Counter()
         self._room = WaitingRoom(
             max_waiting=max_waiting, route=self._route, release=self._release, on_wait=self._ask_if_unserved
@@ -195,7 +190,6 @@ class Fleet(AsyncContextManagerMixin):
         flight = await self._prepare(
             ModelId(model), prompt, sampling or Sampling(), adapter, priority, deadline_s
         )
-        self._flights[flight.request.id] = flight
         tasks.start_soon(self._fly, flight, name=f"flight {flight.request.id}")
         try:
             yield FleetStream(flight)
@@ -249,16 +243,9 @@ class Fleet(AsyncContextManagerMixin):
         return Flight(request, span=span, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
 
     async def _fly(self, flight: Flight) -> None:
-        try:
-            await fly(
-                flight,
-                room=self._room,
-                release=self._release,
-                on_lost=self._lost,
-                telemetry=self._telemetry,
-            )
-        finally:
-            del self._flights[flight.request.id]
+        await fly(
+            flight, room=self._room, release=self._release, on_lost=self._changed, telemetry=self._telemetry
+        )
 
     # -- routing
 
@@ -287,10 +274,6 @@ class Fleet(AsyncContextManagerMixin):
         if any(not view.replicas(model) for model in {waiting.model for waiting in view.waiting}):
             self._control.ask()
 
-    def _lost(self, instance: Instance) -> None:
-        del instance
-        self._changed()
-
     def _changed(self) -> None:
         """An instance changed state: those who wait may go, and the scheduler may see it otherwise now."""
         self._change.set()
@@ -312,7 +295,9 @@ class Fleet(AsyncContextManagerMixin):
             UnknownModel, ConfigError: no such model, no such instance.
             SwapRefused: another swap has the instance, or it serves the model already.
             SwapFailed: a phase failed; the message says what the instance serves now.
+            FleetClosed: the fleet is not open, or closed meanwhile.
         """
+        self._open_tasks()
         model = self._registry.card(ModelId(to)).id
         chosen = self._instance(instance)
         if chosen.view().model == model and chosen.view().state is InstanceState.SERVING:
@@ -326,9 +311,18 @@ class Fleet(AsyncContextManagerMixin):
     async def _swap(
         self, instance: Instance, target: ModelId | None, deadline_s: float, reason: str
     ) -> SwapRecord:
-        self._open_tasks()
+        tasks = self._open_tasks()
         instance.claim(target)
-        return await self._swapper.run(instance, target, deadline_s=deadline_s, reason=reason)
+        ended = anyio.Event()
+        with anyio.CancelScope() as scope:
+            tasks.start_soon(_end_with_fleet, scope, ended, name=f"swap by hand {instance.id}")
+            try:
+                return await self._swapper.run(instance, target, deadline_s=deadline_s, reason=reason)
+            finally:
+                ended.set()
+        raise FleetClosed(
+            f"The fleet closed before the swap of instance {instance.id!r} ended; nothing is lost."
+        )
 
     async def ready(self) -> None:
         """Return once every model has its `min_replicas` serving; at once if none asks for any.
@@ -397,6 +391,16 @@ class Fleet(AsyncContextManagerMixin):
         instances = ", ".join(f"{count} {state}" for state, count in states.items())
         running = sum(self._num_running.values())
         return f"<Fleet [requests: {running} running, {len(self._room)} waiting | instances: {instances}]>"
+
+
+async def _end_with_fleet(scope: anyio.CancelScope, ended: anyio.Event) -> None:
+    """As a task of the fleet: cancel what runs outside of it when the fleet closes, and let it end first."""
+    try:
+        await ended.wait()
+    finally:
+        scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await ended.wait()
 
 
 def _describe(request: Request) -> tm.Attributes:

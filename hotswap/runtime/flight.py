@@ -190,7 +190,7 @@ async def fly(
     *,
     room: WaitingRoom,
     release: Callable[[Request, Instance], None],
-    on_lost: Callable[[Instance], None],
+    on_lost: Callable[[], None],
     telemetry: Telemetry,
 ) -> None:
     """Carry a flight until it lands: the one task of its request, in the fleet's task group.
@@ -212,7 +212,7 @@ async def fly(
                     flight.divert(instance.swap_context)
                 except InstanceLost:
                     flight.divert(None)
-                    on_lost(instance)
+                    on_lost()
                 except InstanceError as exc:
                     _blame(flight, exc)
                 finally:

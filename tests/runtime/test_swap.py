@@ -12,6 +12,8 @@ import pytest
 from hotswap import (
     ConfigError,
     Engine,
+    Fleet,
+    FleetClosed,
     HostChunk,
     InstanceId,
     InstanceState,
@@ -311,3 +313,29 @@ async def test_a_manual_swap_does_not_interleave_with_the_scheduler() -> None:
             mine = sorted((r.started_s, r.started_s + r.seconds) for r in fleet.swaps if r.instance == name)
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(mine))
         idle(fleet)
+
+
+@pytest.mark.parametrize("pause_s", [0.01, 0.09, 0.11])
+@pytest.mark.parametrize("preload", [True, False])
+@virtual_time
+async def test_a_fleet_closes_only_once_swaps_by_hand_have_ended(preload: bool, pause_s: float) -> None:
+    outcome: list[Exception] = []
+    engine = engine_of("e0") if preload else NoPreload(engine_of("e0"))
+
+    async def by_hand(fleet: Fleet) -> None:
+        try:
+            await fleet.swap("e0", to="b")
+        except FleetClosed as exc:
+            outcome.append(exc)
+
+    async with anyio.create_task_group() as operators:
+        async with sim_fleet("a", "b", engines=[engine], scheduler=Idle()) as fleet:
+            await fleet.swap("e0", to="a")
+            operators.start_soon(by_hand, fleet)
+            await anyio.sleep(pause_s)
+        view = engine.view()
+        assert view.state is InstanceState.EMPTY
+        assert view.weight_bytes == 0
+        assert fleet.swaps[-1].outcome == "cancelled"
+    assert len(outcome) == 1
+    assert engine.view().state is InstanceState.EMPTY
