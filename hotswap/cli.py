@@ -130,8 +130,11 @@ def _add(arguments: argparse.Namespace) -> int:
         "bytes": manifest.weight_bytes,
         "files": files,
         "world_size": manifest.world_size,
+        "quantization": manifest.quantization,
     }
     text = f"{model}: {_size(manifest.weight_bytes)} in {files} files at {arguments.root / model}"
+    if arguments.quantize:
+        text += f", as {manifest.quantization}" if manifest.quantization else ", with nothing to quantise"
     _tell(arguments, {"root": str(arguments.root), **added}, text)
     return OK
 
@@ -182,7 +185,7 @@ def _look_at(shelf: DiskShelf, entry: Entry) -> dict[str, object]:
         "files": files,
         "world_size": manifest.world_size,
         "architecture": manifest.architecture,
-        "quantization": manifest.quantization or None,
+        "quantization": manifest.quantization,
     }
 
 

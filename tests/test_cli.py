@@ -65,17 +65,8 @@ async def test_ls_says_what_is_in_use_and_what_is_damaged(tmp_path: Path) -> Non
         await store.pin(ModelId("good"))
         told = answer("store", "ls", tmp_path, status=1)
     assert set(told) == {"root", "used_bytes", "models"}
-    keys = {
-        "model",
-        "bytes",
-        "files",
-        "world_size",
-        "architecture",
-        "quantization",
-        "last_used",
-        "in_use",
-        "error",
-    }
+    keys = {"model", "bytes", "files", "world_size", "architecture", "quantization"}
+    keys |= {"last_used", "in_use", "error"}
     models = {model["model"]: model for model in told["models"]}
     assert all(set(model) == keys for model in models.values())
     assert str(index) in models["bad"]["error"]
@@ -173,22 +164,23 @@ def test_add_then_verify(tmp_path: Path, checkpoint_directory: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no progress where nobody watches
     told = json.loads(done.stdout)
-    assert set(told) == {"root", "model", "bytes", "files", "world_size"}
-    assert (told["model"], told["world_size"]) == ("tiny", 2)
+    assert set(told) == {"root", "model", "bytes", "files", "world_size", "quantization"}
+    assert (told["model"], told["world_size"], told["quantization"]) == ("tiny", 2, "")
     assert told["bytes"] == sum(file.stat().st_size for file in (root / "tiny").glob("*.bin"))
     assert main(["store", "verify", str(root), "tiny"]) == 0
 
 
-def test_add_quantizes(tmp_path: Path, checkpoint_directory: Path) -> None:
-    answer("store", "add", checkpoint_directory, tmp_path, "--id", "small", "--quantize", "fp8-e4m3")
+def test_add_quantises_in_a_scheme_there_is(
+    tmp_path: Path, checkpoint_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["store", "add", str(checkpoint_directory), str(tmp_path), "--id", "tiny", "--quantize"]
+    assert main([*command, "fp4"]) == 2
+    assert "fp8-e4m3-channel" in capsys.readouterr().err
+    assert main([*command, "fp8-e4m3"]) == 0
+    assert "as fp8-e4m3" in capsys.readouterr().out
+    assert main(["store", "verify", str(tmp_path), "tiny"]) == 0
     (told,) = answer("store", "ls", tmp_path)["models"]
     assert told["quantization"] == "fp8-e4m3"
-    assert (
-        run(
-            "store", "add", checkpoint_directory, tmp_path, "--id", "x", "--quantize", "of-no-kind"
-        ).returncode
-        == 2
-    )
 
 
 def test_add_replaces_only_when_told(
