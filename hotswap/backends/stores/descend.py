@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.stores.admission import Admission, ShardFile
+from hotswap.backends.stores.doubt import Doubting
 from hotswap.backends.stores.nvme import NvmeStore
 from hotswap.backends.stores.reading import background
 from hotswap.errors import StoreError
@@ -36,17 +37,13 @@ class SupportsSideFiles(Protocol):
         ...
 
 
-def descending(tiers: Iterable[WeightStore]) -> tuple[WeightStore, ...]:
-    """Return the tiers, each that lies below a `NvmeStore` as one that leaves a copy there."""
-    disk: NvmeStore | None = None
-    found: list[WeightStore] = []
-    for tier in tiers:
-        if isinstance(tier, NvmeStore):
-            disk = disk or tier
-            found.append(tier if disk is tier else Descending(tier, disk))
-        else:
-            found.append(tier if disk is None else Descending(tier, disk))
-    return tuple(found)
+def descending(tiers: Sequence[WeightStore]) -> tuple[WeightStore, ...]:
+    """Return the tiers so that those below a `NvmeStore` leave copies there and replace what is damaged."""
+    disk = next((tier for tier in tiers if isinstance(tier, NvmeStore)), None)
+    if disk is None or disk is tiers[-1]:
+        return tuple(tiers)
+    at = tiers.index(disk)
+    return (*tiers[:at], Doubting(disk), *(Descending(tier, disk) for tier in tiers[at + 1 :]))
 
 
 class Descending(WrapperStore):

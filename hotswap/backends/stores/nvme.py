@@ -59,7 +59,7 @@ class NvmeStore(WeightStore):
         depth: How many chunks may be read ahead; an open shard takes `depth * chunk_bytes` of host memory.
         threads: Reads in flight for one shard.
         direct: Whether to read past the page cache.
-        verify: `"load"` compares checksums while loading; `"never"` trusts the disk, and `hotswap store verify`.
+        verify: `"load"` compares checksums while loading; `"never"` trusts the disk and `store verify`.
         calls: How files are read; for tests.
     """
 

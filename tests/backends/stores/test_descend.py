@@ -11,7 +11,17 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hotswap import HostChunk, Manifest, ModelId, Shard, StoreError, TierFull, WeightStore, WrapperStore
+from hotswap import (
+    HostChunk,
+    Manifest,
+    ModelId,
+    Shard,
+    ShardCorrupt,
+    StoreError,
+    TierFull,
+    WeightStore,
+    WrapperStore,
+)
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.admission import ShardFile
 from hotswap.backends.stores.descend import Descending
@@ -201,6 +211,26 @@ async def test_a_model_that_does_not_fit_passes_by(
             await store.prefetch(M)
     assert names(near) == []
     assert "No copy of model 'm' is kept" in caplog.text
+
+
+async def test_damage_found_late_sends_the_next_load_to_the_next_tier(
+    model: tuple[Manifest, list[bytes]], slow: Slow, near: Path
+) -> None:
+    manifest, ranks = model
+    put(near, size=6 * UNIT, world_size=2, file_bytes=4 * UNIT)
+    shard = manifest.shards[0]
+    file = near / "m" / shard.file
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + b"!")
+    disk = NvmeStore(near, chunk_bytes=UNIT)
+    async with TieredStore(disk, slow) as store:
+        with pytest.raises(ShardCorrupt, match=shard.file):
+            await read(store, shard)
+        assert slow.opened == []
+        assert await read_rank(store, manifest) == ranks[0]
+        assert slow.opened == [shard.file]
+        file.write_bytes(whole)
+        assert await read(disk, shard) == whole
 
 
 async def test_a_damaged_copy_does_not_disturb_the_load_and_is_replaced(
