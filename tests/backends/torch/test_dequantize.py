@@ -33,7 +33,7 @@ from hotswap import (
 )
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
-from hotswap.backends.torch import TorchEngine
+from hotswap.backends.torch import TorchEngine, fp8
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.fp8 import SCHEMES, Scheme, decode, encode
 from hotswap.backends.torch.quantize import Quantizer, quantizable
@@ -109,7 +109,18 @@ shapes = st.lists(
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 
 
-@given(shapes, schemes, dtypes, st.none() | dtypes, st.none() | st.just([1]) | st.just([2]), st.booleans())
+blocks = st.sampled_from([1, 300, 1 << 18])
+
+
+@given(
+    shapes,
+    schemes,
+    dtypes,
+    st.none() | dtypes,
+    st.none() | st.lists(st.integers(0, 9)),
+    st.booleans(),
+    blocks,
+)
 def test_weights_are_whole_again_within_one_buffer(
     sizes: list[tuple[int, int]],
     scheme: str,
@@ -117,6 +128,7 @@ def test_weights_are_whole_again_within_one_buffer(
     wanted: torch.dtype | None,
     order: list[int] | None,
     in_one: bool,
+    block_weights: int,
 ) -> None:
     module = Odd(sizes, dtype)
     manifest, data = stored(module, scheme, order=order)
@@ -126,7 +138,9 @@ def test_weights_are_whole_again_within_one_buffer(
         source = dequantizer.stored_part(flat).copy_(data)
     else:
         flat, source = torch.full((dequantizer.size_bytes,), 255, dtype=torch.uint8), data.clone()
-    dequantizer.run(source, flat)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fp8._BLOCK_WEIGHTS, "cpu", block_weights)  # so that small tensors have many blocks
+        dequantizer.run(source, flat)
     if not in_one:
         assert torch.equal(source, data), "what is lent is not written to"
     found = {spec.name: tensor_at(flat, spec) for spec in dequantizer.specs}

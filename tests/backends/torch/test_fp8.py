@@ -175,6 +175,14 @@ def test_what_multiplies_is_coded_and_the_rest_is_kept(architecture: str) -> Non
     assert ("lm_head.weight" in chosen) is not tied
 
 
+def test_what_is_derived_from_a_linear_layer_is_kept() -> None:
+    class Router(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"plain": nn.Linear(16, 64), "router": Router(16, 64)})
+    assert quantizable(model) == {"plain.weight"}
+
+
 def test_linear_gates_beside_experts_are_kept() -> None:
     class Experts(nn.Module):
         is_transposed = False
@@ -220,7 +228,10 @@ def test_weights_kept_in_another_dtype_are_not_coded() -> None:
     model.lm_head.float()
     quantizer = Quantizer("fp8-e4m3", model)
     assert "lm_head.weight" not in quantizer.names
-    assert "model.layers.0.mlp.up_proj.weight" in quantizer.names
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert name in quantizer.names
+    wide = torch.zeros(2, 3)  # a checkpoint may have what the module does not say
+    assert quantizer(name, wide) == ((name, wide),)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
