@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from hotswap.action import SwapRecord
-from hotswap.errors import LoadsExhausted, SwapFailed
+from hotswap.errors import ConfigError, InstanceLost, LoadsExhausted, SwapFailed
 from hotswap.model import ModelCard
 from hotswap.request import ModelId
 from hotswap.runtime.admission import WaitingRoom
@@ -28,7 +28,8 @@ class Swapper:
     """Runs swaps on claimed instances and keeps their records.
 
     A model that failed to load `max_load_attempts` times in a row, and that no instance serves, has its
-    waiting requests refused by `LoadsExhausted`; later requests start new attempts, after the pause.
+    waiting requests refused by `LoadsExhausted`; later requests start new attempts, after the pause. A load
+    that ended because its instance was lost counts, and yet is no reason to refuse: the next may go well.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class Swapper:
         on_change: Callable[[], None],
         on_record: Callable[[SwapRecord], None] | None,
     ) -> None:
+        if max_load_attempts < 1:
+            raise ConfigError(f"max_load_attempts is {max_load_attempts!r}; give 1 or more.")
         self.records: deque[SwapRecord] = deque(maxlen=MAX_RECORDS)
         self.num_failed_loads: Counter[ModelId] = Counter()
         self._cards = cards
@@ -123,7 +126,9 @@ class Swapper:
             return
         self.num_failed_loads[target] += 1
         failures = self.num_failed_loads[target]
-        if failures >= self._max_load_attempts and not self._served(target, but=instance):
+        if isinstance(error.__cause__, InstanceLost) or self._served(target, but=instance):
+            return
+        if failures >= self._max_load_attempts:
             self._room.refuse(
                 target,
                 lambda: LoadsExhausted(

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import anyio
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
 from hotswap import (
     Action,
     Engine,
     FleetView,
     InstanceId,
+    InstanceState,
     MemoryNotReclaimed,
     ModelCard,
     ModelId,
@@ -157,3 +159,38 @@ async def test_an_engine_that_did_not_load_what_it_says_fails_its_swap() -> None
         assert anyio.current_time() > 1
         with pytest.raises(SwapFailed, match="EMPTY"):
             await fleet.swap("e0", to="a")
+
+
+class Unrecorded(SpanProcessor):
+    """Fails at the end of every span of one name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if span.name == self.name:
+            raise ZeroDivisionError("an exporter's own fault")
+
+
+@pytest.mark.parametrize("name", ["hotswap.request", "hotswap.swap"])
+@virtual_time
+async def test_a_tracer_that_raises_ends_neither_streams_nor_the_fleet(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider = TracerProvider()
+    provider.add_span_processor(Unrecorded(name))
+    async with sim_fleet("a", tracer_provider=provider) as fleet:
+        with anyio.fail_after(60):
+            await read(fleet, "a", (1,), SOME)
+        idle(fleet)
+    assert "an exporter's own fault" in caplog.text
+
+
+@virtual_time
+async def test_losing_an_instance_in_every_load_turns_no_client_away() -> None:
+    engine = engine_of("e0")
+    async with sim_fleet("a", engines=[engine]) as fleet, anyio.create_task_group() as clients:
+        clients.start_soon(read, fleet, "a", (1,), SOME)
+        for _ in range(5):
+            await until(lambda: engine.view().state is InstanceState.LOADING)
+            engine.lose("it has a bad day")
