@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import anyio
 
-from hotswap.errors import WaitingRoomFull
+from hotswap.errors import ConfigError, WaitingRoomFull
 from hotswap.request import AdapterId, ModelId, Request
 from hotswap.runtime.instance import Instance
-from hotswap.view import WaitingView
+from hotswap.view import FleetView, WaitingView
 
-__all__ = ["WaitingRoom"]
+__all__ = ["Seat", "WaitingRoom"]
 
 Lane: TypeAlias = tuple[ModelId, AdapterId | None]
 
@@ -39,19 +40,24 @@ class WaitingRoom:
     """Admits requests to instances: by priority, then by arrival, first come first served within a lane.
 
     A lane is a model with an adapter. Only the first of a lane is asked about, so a thousand requests that
-    wait for one model cost one question. `route` answers with an instance that has already been charged with
-    the request; who gets the answer gives it back by `release`.
+    wait for one model cost one question, and one look at the fleet serves all questions up to the next
+    answer. `route` answers with an instance that has already been charged with the request; who gets the
+    answer gives it back by `release`. `on_wait` is told of a model for which somebody begins to wait.
     """
 
     def __init__(
         self,
         *,
         max_waiting: int,
-        route: Callable[[Request], Instance | None],
+        observe: Callable[[], FleetView],
+        route: Callable[[Request, FleetView], Instance | None],
         release: Callable[[Request, Instance], None],
-        on_wait: Callable[[], None],
+        on_wait: Callable[[ModelId], None],
     ) -> None:
+        if max_waiting < 0:
+            raise ConfigError(f"max_waiting is {max_waiting!r}; give 0 (nobody may wait) or more requests.")
         self._max_waiting = max_waiting
+        self._observe = observe
         self._route = route
         self._release = release
         self._on_wait = on_wait
@@ -63,34 +69,41 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._seats)
 
-    def check(self) -> None:
-        """Refuse a new request while the room is full.
+    def enter(self, request: Request, *, refusable: bool = False) -> Seat:
+        """Seat a request and ask for it at once, if none of its lane is before it.
+
+        Whoever enters goes on to `answer`, which is what gives the seat back.
 
         Raises:
-            WaitingRoomFull: with the time a request has usually waited of late as `retry_after_s`.
+            WaitingRoomFull: it is refusable and would have to wait, and as many as may wait do; with the time
+                a request has usually waited of late as `retry_after_s`.
         """
-        if len(self._seats) >= self._max_waiting:
+        seat = self._sit(request)
+        if self._lanes[_lane(request)][0] is seat:
+            self._ask([seat])
+        if seat.answered.is_set():
+            return seat
+        if refusable and len(self._seats) > self._max_waiting:
+            self._rise(seat)
             raise WaitingRoomFull(
                 f"{len(self._seats)} requests wait already, the most this fleet lets wait; try again later.",
                 retry_after_s=self._usual_wait_s,
             )
+        self._on_wait(request.model)
+        return seat
 
-    async def admit(self, request: Request) -> Instance:
-        """Return the instance that `request` may go to, waiting for one if need be.
+    async def answer(self, seat: Seat) -> Instance:
+        """Return the instance that the request may go to, waiting for one if need be.
 
         Cancelling gives up the seat, and an instance already granted is released.
         """
-        seat = self._sit(request)
         try:
-            self.wake()
-            if not seat.answered.is_set():
-                self._on_wait()
             await seat.answered.wait()
             if seat.error is not None:
                 raise seat.error
         except BaseException:
             if seat.instance is not None:
-                self._release(request, seat.instance)
+                self._release(seat.request, seat.instance)
             raise
         finally:
             self._rise(seat)
@@ -100,14 +113,24 @@ class WaitingRoom:
 
     def wake(self) -> None:
         """Ask again for the first of every lane, in order, until nobody moves."""
-        heads = [lane[0] for lane in self._lanes.values()]
+        self._ask([lane[0] for lane in self._lanes.values()])
+
+    def _ask(self, heads: list[Seat]) -> None:
+        fleet: FleetView | None = None
         heapq.heapify(heads)
         while heads:
             seat = heapq.heappop(heads)
-            if not self._answer(seat):
+            try:
+                fleet = fleet or self._observe()
+                seat.instance = self._route(seat.request, fleet)
+            except Exception as exc:  # a router's fault belongs to the request it was asked about
+                seat.error = exc
+            if seat.instance is None and seat.error is None:
                 continue
-            lane = self._lanes.get(_lane(seat.request))
-            if lane:
+            fleet = None  # an instance was charged, and a seat is empty
+            self._rise(seat)
+            seat.answered.set()
+            if lane := self._lanes.get(_lane(seat.request)):
                 heapq.heappush(heads, lane[0])
 
     def refuse(self, model: ModelId, error: Callable[[], Exception]) -> int:
@@ -123,9 +146,12 @@ class WaitingRoom:
         """Everyone who waits, in order."""
         return tuple(seat.view for seat in self._seats)
 
-    def count(self, model: ModelId) -> int:
-        """How many wait for a model, whatever their adapter."""
-        return sum(len(seats) for lane, seats in self._lanes.items() if lane[0] == model)
+    def counts(self) -> Counter[ModelId]:
+        """How many wait for each model, whatever their adapter."""
+        counts: Counter[ModelId] = Counter()
+        for (model, _), seats in self._lanes.items():
+            counts[model] += len(seats)
+        return counts
 
     def _sit(self, request: Request) -> Seat:
         self._num_seats += 1
@@ -152,17 +178,6 @@ class WaitingRoom:
         self._seats.remove(seat)
         if not lane:
             del self._lanes[_lane(seat.request)]
-
-    def _answer(self, seat: Seat) -> bool:
-        try:
-            seat.instance = self._route(seat.request)
-        except Exception as exc:  # a router's fault belongs to the request it was asked about
-            seat.error = exc
-        if seat.instance is None and seat.error is None:
-            return False
-        self._rise(seat)
-        seat.answered.set()
-        return True
 
     def _learn(self, waited_s: float) -> None:
         self._usual_wait_s += 0.1 * (max(waited_s, 0.1) - self._usual_wait_s)

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Self
 import anyio
 from anyio import AsyncContextManagerMixin
 
-from hotswap import telemetry as tm
 from hotswap.action import SwapRecord
 from hotswap.engine import Engine
-from hotswap.errors import ConfigError, FleetClosed, SwapRefused
+from hotswap.errors import ConfigError, FleetClosed, HotswapError, SwapRefused
 from hotswap.model import Model, ModelCard
 from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
-from hotswap.runtime.admission import WaitingRoom
+from hotswap.runtime.admission import Seat, WaitingRoom
 from hotswap.runtime.control import Control
 from hotswap.runtime.flight import FleetStream, Flight, fly
 from hotswap.runtime.instance import Instance
@@ -62,7 +61,8 @@ class Fleet(AsyncContextManagerMixin):
         router: chooses an instance for each request.
         scheduler: chooses models for instances, every `interval_s` and when a request waits for an unserved
         model. interval_s: seconds between plans.
-        max_waiting: how many requests may wait at once before new ones are refused by `WaitingRoomFull`.
+        max_waiting: how many requests may wait at once before new ones that would have to are refused by
+        `WaitingRoomFull`.
         max_load_attempts: failed loads in a row after which a model's waiting requests are told so.
         limits: seconds that each phase of a swap may take.
         on_swap: called with every `SwapRecord`, synchronously.
@@ -86,6 +86,8 @@ class Fleet(AsyncContextManagerMixin):
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
     ) -> None:
+        if not interval_s > 0:
+            raise ConfigError(f"interval_s is {interval_s!r}; give seconds over 0.")
         self._registry = Registry(models, store)
         self._store = store
         self._router = router
@@ -95,7 +97,11 @@ class Fleet(AsyncContextManagerMixin):
         self._instances = unique(map(Instance, engines), lambda instance: instance.id, "engine")
         self._num_running: Counter[ModelId] = Counter()
         self._room = WaitingRoom(
-            max_waiting=max_waiting, route=self._route, release=self._release, on_wait=self._ask_if_unserved
+            max_waiting=max_waiting,
+            observe=self.view,
+            route=self._route,
+            release=self._release,
+            on_wait=self._ask_if_unserved,
         )
         self._swapper = Swapper(
             cards=self._registry.cards,
@@ -183,14 +189,21 @@ class Fleet(AsyncContextManagerMixin):
             InvalidRequest: the prompt is empty, or text without a tokenizer.
             PromptTooLong: the prompt leaves no room in the model's context.
             ModelTooLarge: no engine could ever hold the model.
-            WaitingRoomFull: too many requests wait; it says when to come back.
+            WaitingRoomFull: it would have to wait and too many do; it says when to come back.
             FleetClosed: the fleet is not open.
         """
-        tasks = self._open_tasks()
+        self._open_tasks()
         flight = await self._prepare(
             ModelId(model), prompt, sampling or Sampling(), adapter, priority, deadline_s
         )
-        tasks.start_soon(self._fly, flight, name=f"flight {flight.request.id}")
+        try:
+            tasks = self._open_tasks()  # it may have closed while a text was encoded
+            seat = self._room.enter(flight.request, refusable=True)
+        except HotswapError as exc:
+            flight.fail(exc)
+            flight.end()
+            raise
+        tasks.start_soon(self._fly, flight, seat, name=f"flight {flight.request.id}")
         try:
             yield FleetStream(flight)
         finally:
@@ -238,20 +251,23 @@ class Fleet(AsyncContextManagerMixin):
         )
         check_servable(request, card, [i.engine.view().memory_bytes for i in self._instances.values()])
         text = self._registry.text_stream(request)
-        self._room.check()
-        span = self._telemetry.start(tm.SPAN_REQUEST, _describe(request))
-        return Flight(request, span=span, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
+        return Flight(request, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
 
-    async def _fly(self, flight: Flight) -> None:
+    async def _fly(self, flight: Flight, seat: Seat) -> None:
         await fly(
-            flight, room=self._room, release=self._release, on_lost=self._changed, telemetry=self._telemetry
+            flight,
+            seat,
+            room=self._room,
+            release=self._release,
+            on_lost=self._changed,
+            telemetry=self._telemetry,
         )
 
     # -- routing
 
-    def _route(self, request: Request) -> Instance | None:
+    def _route(self, request: Request, fleet: FleetView) -> Instance | None:
         """Ask the router, and charge the instance it names with the request."""
-        chosen = self._router.route(request, self.view())
+        chosen = self._router.route(request, fleet)
         if chosen is None:
             return None
         instance = self._instances.get(chosen)
@@ -266,12 +282,9 @@ class Fleet(AsyncContextManagerMixin):
         self._num_running[request.model] -= 1
         self._room.wake()
 
-    def _ask_if_unserved(self) -> None:
+    def _ask_if_unserved(self, model: ModelId) -> None:
         """Wake the scheduler when somebody waits for a model that no instance serves or is turning to."""
-        if self._control is None:
-            return
-        view = self.view()
-        if any(not view.replicas(model) for model in {waiting.model for waiting in view.waiting}):
+        if self._control is not None and not self.view().replicas(model):
             self._control.ask()
 
     def _changed(self) -> None:
@@ -341,10 +354,11 @@ class Fleet(AsyncContextManagerMixin):
 
     def view(self) -> FleetView:
         """The fleet at this moment, as schedulers and routers see it."""
+        waiting = self._room.counts()
         return FleetView(
             now_s=anyio.current_time(),
             instances=tuple(instance.view() for instance in self._instances.values()),
-            models=tuple(self._view_model(card) for card in self._registry.cards.values()),
+            models=tuple(self._view_model(card, waiting[card.id]) for card in self._registry.cards.values()),
             waiting=self._room.views(),
             store=self._store.view(),
         )
@@ -362,14 +376,14 @@ class Fleet(AsyncContextManagerMixin):
         )
         return all(serving[card.id] >= card.min_replicas for card in self._registry.cards.values())
 
-    def _view_model(self, card: ModelCard) -> ModelView:
+    def _view_model(self, card: ModelCard, num_waiting: int) -> ModelView:
         return ModelView(
             id=card.id,
             weight_bytes=card.weight_bytes,
             min_replicas=card.min_replicas,
             slowness=card.slowness,
             num_running=self._num_running[card.id],
-            num_waiting=self._room.count(card.id),
+            num_waiting=num_waiting,
             num_failed_loads=self._swapper.num_failed_loads[card.id],
         )
 
@@ -401,17 +415,3 @@ async def _end_with_fleet(scope: anyio.CancelScope, ended: anyio.Event) -> None:
         scope.cancel()
         with anyio.CancelScope(shield=True):
             await ended.wait()
-
-
-def _describe(request: Request) -> tm.Attributes:
-    adapter = {tm.ADAPTER: request.adapter} if request.adapter else {}
-    return {
-        tm.OPERATION: "text_completion",
-        tm.MODEL: request.model,
-        tm.REQUEST_ID: request.id,
-        tm.INPUT_TOKENS: len(request.prompt),
-        tm.MAX_TOKENS: request.sampling.max_tokens,
-        tm.TEMPERATURE: request.sampling.temperature,
-        tm.PRIORITY: request.priority,
-        **adapter,
-    }

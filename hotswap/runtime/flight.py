@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from hotswap.errors import (
     RequestEvicted,
 )
 from hotswap.request import FinishReason, Request, Token
-from hotswap.runtime.admission import WaitingRoom
+from hotswap.runtime.admission import Seat, WaitingRoom
 from hotswap.runtime.instance import Instance
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.telemetry import Telemetry
@@ -25,9 +26,11 @@ from hotswap.text import TextStream
 from hotswap.view import InstanceId
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, SpanContext
+    from opentelemetry.trace import SpanContext
 
 __all__ = ["FleetStream", "Flight", "Hop", "fly"]
+
+log = logging.getLogger("hotswap")
 
 MAX_INSTANCE_ERRORS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
@@ -48,13 +51,12 @@ class Flight:
         self,
         request: Request,
         *,
-        span: Span,
         telemetry: Telemetry,
         text: TextStream | None,
         deadline_s: float | None,
     ) -> None:
         self.request = request
-        self.span = span
+        self.span = telemetry.start(tm.SPAN_REQUEST, _describe(request))
         self.tokens = TokenQueue()
         self.scope = anyio.CancelScope()
         self.ended = anyio.Event()
@@ -69,6 +71,7 @@ class Flight:
         self._text = text
         self._telemetry = telemetry
         self._first_token_s: float | None = None
+        self._error: BaseException | None = None
 
     @property
     def landed(self) -> bool:
@@ -123,18 +126,26 @@ class Flight:
 
     def fail(self, error: BaseException) -> None:
         """Give the client its error, unless it has all it asked for."""
+        if not self.landed:
+            self._error = error
         self.tokens.close(error)
 
     def end(self) -> None:
         """Close the books: metrics and the request's span."""
         self.tokens.close(FleetClosed("The fleet closed before the request finished; ask another fleet."))
-        self._measure()
+        self.ended.set()
+        try:
+            self._measure()
+            self._describe()
+            self._telemetry.finish(self.span, self._error)
+        except Exception:  # a telemetry provider's own fault
+            log.exception("The end of request %r was not recorded.", self.request.id)
+
+    def _describe(self) -> None:
         self.span.set_attribute(tm.OUTPUT_TOKENS, len(self._journal))
         self.span.set_attribute(tm.NUM_HOPS, self.num_hops)
         if self.finish_reason is not None:
             self.span.set_attribute(tm.FINISH_REASONS, (self.finish_reason,))
-        self._telemetry.finish(self.span)
-        self.ended.set()
 
     def _measure(self) -> None:
         if self._first_token_s is None:
@@ -187,13 +198,14 @@ class FleetStream(TokenStream):
 
 async def fly(
     flight: Flight,
+    seat: Seat | None,
     *,
     room: WaitingRoom,
     release: Callable[[Request, Instance], None],
     on_lost: Callable[[], None],
     telemetry: Telemetry,
 ) -> None:
-    """Carry a flight until it lands: the one task of its request, in the fleet's task group.
+    """Carry a flight from its first seat until it lands: the one task of its request, one of the fleet's.
 
     An eviction or a lost instance sends it round again with its journal as a longer prompt (Snowflake's
     eviction and ServerlessLLM's token migration are this one loop). Every other error is its client's, never
@@ -204,7 +216,8 @@ async def fly(
         with flight.scope:
             while not flight.landed:
                 await _pause(flight)
-                instance = await room.admit(flight.remaining)
+                instance = await room.answer(seat or room.enter(flight.remaining))
+                seat = None
                 try:
                     flight.instance = instance
                     await _hop(flight, instance, telemetry)
@@ -258,3 +271,17 @@ async def _pause(flight: Flight) -> None:
     """Wait a little, and longer each time, for a flight that was sent away again before it got a token."""
     if flight.num_stalls > 1:
         await anyio.sleep(min(FIRST_PAUSE_S * 2 ** (flight.num_stalls - 2), LONGEST_PAUSE_S))
+
+
+def _describe(request: Request) -> tm.Attributes:
+    adapter = {tm.ADAPTER: request.adapter} if request.adapter else {}
+    return {
+        tm.OPERATION: "text_completion",
+        tm.MODEL: request.model,
+        tm.REQUEST_ID: request.id,
+        tm.INPUT_TOKENS: len(request.prompt),
+        tm.MAX_TOKENS: request.sampling.max_tokens,
+        tm.TEMPERATURE: request.sampling.temperature,
+        tm.PRIORITY: request.priority,
+        **adapter,
+    }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import anyio
 from opentelemetry.trace import Span, format_trace_id
@@ -20,7 +20,7 @@ from opentelemetry.trace import Span, format_trace_id
 from hotswap import telemetry as tm
 from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
 from hotswap.engine import Engine, SupportsPreload
-from hotswap.errors import HotswapError, InstanceError, OutOfMemory, SwapFailed
+from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, SwapFailed
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
@@ -45,6 +45,11 @@ class SwapLimits:
     evict_s: float = 30.0
     unload_s: float = 120.0
     load_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not (limit_s := getattr(self, field.name)) > 0:
+                raise ConfigError(f"{field.name} is {limit_s!r}; give seconds over 0 (inf is no limit).")
 
 
 class SwapJob:
@@ -152,8 +157,8 @@ class SwapJob:
         view = self.instance.engine.view()
         if view.state is not state or view.model != model:
             raise InstanceError(
-                f"Engine {self.instance.id!r} ended its {self._phase} as {view.state} with model {view.model!r}; "
-                "the engine breaks its contract."
+                f"Engine {self.instance.id!r} ended its {self._phase} as {view.state} with model "
+                f"{view.model!r}; the engine breaks its contract."
             )
 
     async def _drop_preload(self, engine: Engine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import pytest
 
@@ -21,6 +23,7 @@ from hotswap import (
     Router,
     Sampling,
     ShardMissing,
+    SwapLimits,
     UnknownModel,
     WaitingRoomFull,
 )
@@ -328,3 +331,58 @@ async def test_ready_waits_for_the_floors_and_for_nothing_else() -> None:
         assert anyio.current_time() == before_s
     with pytest.raises(FleetClosed):
         await fleet.ready()
+
+
+@virtual_time
+async def test_the_waiting_room_takes_no_more_than_it_may_of_those_who_come_at_once() -> None:
+    refused: list[WaitingRoomFull] = []
+
+    async def client(fleet: Fleet) -> None:
+        try:
+            await fleet.generate("a", PROMPT)
+        except WaitingRoomFull as exc:
+            refused.append(exc)
+
+    async with sim_fleet("a", scheduler=Idle(), max_waiting=2) as fleet, anyio.create_task_group() as clients:
+        for _ in range(5):
+            clients.start_soon(client, fleet)
+        await anyio.sleep(1)
+        assert len(refused) == 3
+        assert len(fleet.view().waiting) == 2
+        clients.cancel_scope.cancel()
+    idle(fleet)
+
+
+@virtual_time
+async def test_a_full_waiting_room_lets_those_pass_who_need_not_wait() -> None:
+    async with (
+        sim_fleet("a", "b", scheduler=Idle(), max_waiting=1) as fleet,
+        anyio.create_task_group() as clients,
+    ):
+        await fleet.swap("e0", to="b")
+        clients.start_soon(fleet.generate, "a", PROMPT)
+        await until(lambda: len(fleet.view().waiting) == 1)
+        await read(fleet, "b", PROMPT, Sampling(max_tokens=5))
+        clients.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"interval_s": 0.0}, {"interval_s": -1.0}, {"max_waiting": -1}, {"max_load_attempts": 0}]
+)
+def test_settings_that_could_never_work_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        sim_fleet("a", **wrong)
+
+
+def test_a_swap_phase_without_time_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="load_s"):
+        SwapLimits(load_s=0)
+
+
+@virtual_time
+async def test_a_fleet_that_is_not_open_says_so_before_anything_else() -> None:
+    fleet = sim_fleet("a")
+    with pytest.raises(FleetClosed):
+        await fleet.swap("e0", to="a")
+    with pytest.raises(FleetClosed):
+        await fleet.generate("a", PROMPT)

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from hotswap import Sampling, SwapFailed
+from hotswap import DeadlineExceeded, Sampling, SwapFailed, WaitingRoomFull
 from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, sim_fleet, store_of
 from tests.runtime.test_swap import NoPreload, Unreadable
@@ -178,3 +178,16 @@ async def test_gauges_are_read_from_any_thread_until_the_fleet_closes() -> None:
         assert found["hotswap.queue.length"] == [0.0]
         assert len(found["hotswap.store.resident_bytes"]) == len(fleet.view().store.tiers)
     assert "hotswap.queue.length" not in metrics_of(reader.get_metrics_data())
+
+
+@virtual_time
+async def test_the_span_of_a_request_says_why_it_ended_early() -> None:
+    recorder = Recorder()
+    async with sim_fleet("a", scheduler=Idle(), max_waiting=0, tracer_provider=recorder.provider) as fleet:
+        with pytest.raises(WaitingRoomFull):
+            await fleet.generate("a", (1,))
+        await fleet.swap("e0", to="a")
+        with pytest.raises(DeadlineExceeded):
+            await fleet.generate("a", (1,), Sampling(max_tokens=4000, ignore_eos=True), deadline_s=1.0)
+    said = [span.status.description for span in recorder.spans("hotswap.request")]
+    assert [text.partition(":")[0] for text in said if text] == ["WaitingRoomFull", "DeadlineExceeded"]
