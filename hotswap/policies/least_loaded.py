@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hotswap.request import Request
 from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId, InstanceView
+from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView
 
 __all__ = ["LeastLoadedRouter", "candidates", "least_loaded"]
 
@@ -28,12 +28,13 @@ def candidates(request: Request, fleet: FleetView) -> Sequence[InstanceView]:
     """Return the open replicas of the request's model that are worth sending it to.
 
     Those that are about to turn to another model, from where it would be evicted, count only where no other
-    is open. Those that could never hold its tokens count only where none could: the engine then says so to
-    the client, who would otherwise wait for ever.
+    is open. Those that could never hold its tokens count only where no replica could, also none that is full
+    now: the engine then says so to the client, who would otherwise wait for ever.
     """
-    serving = fleet.serving(request.model)
-    roomy = [i for i in serving if _holds(i, request)] or serving
-    return [i for i in roomy if not i.swapping] or roomy
+    replicas = [i for i in fleet.instances if i.model == request.model and i.state is InstanceState.SERVING]
+    able = [i for i in replicas if _holds(i, request)] or replicas
+    serving = [i for i in able if i.open]
+    return [i for i in serving if not i.swapping] or serving
 
 
 def least_loaded(instances: Sequence[InstanceView]) -> InstanceView | None:

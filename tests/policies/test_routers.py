@@ -82,6 +82,15 @@ def test_an_instance_too_small_for_the_tokens_is_a_last_resort(router: Router) -
     assert route(router, small, large, tokens=64) == "e0"
 
 
+@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+def test_a_request_waits_for_the_full_replica_that_alone_can_hold_it(router: Router) -> None:
+    small, large = blocks(serving("e0", "a", 0), 2, 2), blocks(serving("e1", "a", 5), 4, 4)
+    full = replace(large, max_requests=5)
+    assert route(router, small, full, tokens=32) is None
+    assert route(router, small, full, tokens=31) == "e0"
+    assert route(router, small, full, tokens=64) == "e0"  # which says that it never fits
+
+
 # ------------------------------------------------------------------ affinity
 
 
