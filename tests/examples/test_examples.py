@@ -158,11 +158,11 @@ class TestZipStore(WeightStoreConformance):
 # ---------------------------------------------------------------- a service
 
 
-def _fleet(max_waiting: int = 1024) -> Fleet:
+def _fleet(*, max_waiting: int = 1024, min_replicas: int = 1) -> Fleet:
     return Fleet(
         engines=[SimEngine("e0")],
         store=SimStore({MODEL: "1 MB"}),
-        models=[Model(MODEL, min_replicas=1)],
+        models=[Model(MODEL, min_replicas=min_replicas)],
         router=LeastLoadedRouter(),
         scheduler=RestoreFloors(),
         max_waiting=max_waiting,
@@ -214,7 +214,7 @@ async def test_a_service_says_what_was_wrong_and_goes_on(body: str, says: str) -
 
 
 async def test_a_full_fleet_says_when_to_come_back() -> None:
-    async with _fleet(max_waiting=0) as fleet, anyio.create_task_group() as service:
+    async with _fleet(max_waiting=0, min_replicas=0) as fleet, anyio.create_task_group() as service:
         port = await service.start(embed_in_a_service.serve, fleet)
         answer = await to_thread.run_sync(_post, port, '{"model": "smollm-135m", "prompt": [1]}')
         service.cancel_scope.cancel()
