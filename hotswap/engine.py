@@ -54,9 +54,9 @@ class Engine(AsyncContextManagerMixin, ABC):
     async def unload(self) -> None:
         """Return once the device memory is really free and the engine is EMPTY; at once if it already is.
 
-        Requests still running are evicted first. Called on a LOST engine it restarts what can be restarted, on
-        one that an error left DRAINING it finishes; the fleet calls it on both. A cancellation is honoured
-        only once the engine is EMPTY.
+        Requests still running are evicted first. The fleet also calls it on a LOST engine, where it restarts
+        what can be restarted, and on one that an error left DRAINING. A cancellation is honoured only once the
+        engine is EMPTY.
 
         Raises:
             MemoryNotReclaimed: the device still holds what should have been freed.
