@@ -55,8 +55,8 @@ class Engine(AsyncContextManagerMixin, ABC):
         """Return once the device memory is really free and the engine is EMPTY; at once if it already is.
 
         Requests still running are evicted first. The fleet also calls it on a LOST engine, where it restarts
-        what can be restarted, and on one that an error left DRAINING. A cancellation is honoured only once the
-        engine is EMPTY.
+        what can be restarted, and on one that an error left DRAINING. A cancellation is honoured only once
+        the engine is EMPTY.
 
         Raises:
             MemoryNotReclaimed: the device still holds what should have been freed.
