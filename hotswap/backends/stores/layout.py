@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Final
 
+from hotswap.backends.stores.crc import crc32
 from hotswap.backends.stores.fields import Fields, parse_object
 from hotswap.errors import UnsafeFile
 from hotswap.model import Manifest, Shard, TensorSpec
@@ -64,9 +64,10 @@ _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
 class Checksum:
     """A running CRC-32 of the bytes fed so far; `so_far`, its text, goes on where another one was.
 
-    CRC-32 runs at memory speed with the standard library alone (several times faster than BLAKE2 or SHA on
-    the processors we measured), releases the interpreter lock, and finds what a disk does to bytes: flipped
-    bits, truncation, a file of another model. It is no defence against someone who can write the store.
+    CRC-32 runs at gigabytes a second with the standard library alone (several times faster than BLAKE2 or SHA
+    on the processors we measured) and near memory speed with `isal`, releases the interpreter lock, and finds
+    what a disk does to bytes: flipped bits, truncation, a file of another model. It is no defence against
+    someone who can write the store.
     """
 
     def __init__(self, so_far: str = "crc32:00000000") -> None:
@@ -74,7 +75,7 @@ class Checksum:
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         """Feed the next bytes."""
-        self._value = zlib.crc32(data, self._value)
+        self._value = crc32(data, self._value)
 
     def __str__(self) -> str:
         return f"crc32:{self._value:08x}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from typing import Literal, TypeAlias
 
 from hotswap.backends.stores.bandwidth import Meter
-from hotswap.backends.stores.crc import combine
+from hotswap.backends.stores.crc import combine, crc32
 from hotswap.backends.stores.fields import CONVERT_AGAIN
 from hotswap.backends.stores.files import BlockFile
 from hotswap.backends.stores.layout import Checksum
@@ -52,7 +51,7 @@ class Pieces:
         with self._meter.reading(len(data)):
             self._file.read(data, self.shard.file_offset_bytes + self.span(index).start)
         if self._sums is not None:
-            self._sums[index] = zlib.crc32(data)
+            self._sums[index] = crc32(data, 0)
         with self._counting:
             self._num_unread -= 1
             last = not self._num_unread

@@ -17,7 +17,7 @@ from hotswap import ShardCorrupt, StoreError
 from hotswap.backends.memory import address_of, aligned_buffer
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.bandwidth import Meter
-from hotswap.backends.stores.crc import combine
+from hotswap.backends.stores.crc import combine, crc32, fastest
 from hotswap.backends.stores.ring import BufferPool, Ring
 from tests.backends.stores.models import UNIT, collect, exhaust, first_chunk, put, read
 
@@ -33,6 +33,18 @@ def test_sums_of_pieces_make_the_sum_of_the_whole(pieces: list[bytes], zeros: in
     for piece in pieces:
         whole = combine(whole, zlib.crc32(piece), len(piece))
     assert whole == zlib.crc32(b"".join(pieces))
+
+
+@given(st.binary(max_size=10_000), st.integers(0, 3), st.integers(0, 2**32 - 1))
+def test_the_fast_sum_is_that_of_zlib(data: bytes, skip: int, before: int) -> None:
+    view = memoryview(bytearray(data))[skip:]  # off any alignment
+    assert crc32(view, before) == zlib.crc32(view, before)
+    assert crc32(data, 0) == zlib.crc32(data)
+
+
+def test_sums_need_nothing_but_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)  # as where it is not installed
+    assert fastest() is zlib.crc32
 
 
 @given(
