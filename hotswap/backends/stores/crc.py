@@ -1,8 +1,9 @@
 """CRC-32 as fast as the processor can, and of pieces summed apart as if they had been summed in order.
 
-`crc32` is that of ISA-L where `isal` is installed, which the `torch` extra brings: it multiplies polynomials in
-vector registers (V. Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction,
-Intel 2009) and was seven times as fast as the zlib that comes with Python where we measured. The sum is the same.
+`crc32` is that of ISA-L where `isal` is installed, which the `torch` extra brings: it multiplies polynomials
+in vector registers (V. Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
+Instruction, Intel 2009), and was several times as fast as the zlib of Python where we measured. The sum is
+the same.
 
 A CRC is linear over GF(2): the sum of `a` followed by `b` is that of `a` followed by zeros as long as `b`,
 XOR that of `b`. Following by zeros is a 32 x 32 matrix, a power of the one for a single zero (M. Adler's
