@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hotswap.backends.torch.forward import Piece
 from hotswap.backends.torch.kv import BlockPool, blocks_for
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.request import FinishReason
@@ -81,6 +82,11 @@ class Chunk:
     def end(self) -> int:
         """The position after the chunk's last token."""
         return self.sequence.num_computed + self.num_tokens
+
+    def piece(self) -> Piece:
+        """What the model is told of it; nothing of it changes when the request goes on."""
+        start, end = self.sequence.num_computed, self.end
+        return Piece(self.sequence.tokens[start:end], start, self.sequence.blocks, self.is_last)
 
 
 class Batcher:

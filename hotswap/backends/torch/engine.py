@@ -21,10 +21,11 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from hotswap.backends.torch.admission import check_servable, to_sequence
 from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.device import free_bytes, reclaimed, resolve, total_bytes, touch
+from hotswap.backends.torch.forward import LocalForward, least_rows
 from hotswap.backends.torch.kv import BlockPool, KVCache
 from hotswap.backends.torch.loader import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import SkeletonCache
-from hotswap.backends.torch.runner import Report, Runner, least_rows
+from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.streams import Streams
 from hotswap.backends.torch.worker import Worker
 from hotswap.engine import Engine
@@ -283,7 +284,7 @@ class TorchEngine(Engine):
             max_requests=self._max_requests,
         )
         min_rows = self._least_rows(loaded.skeleton.dtype)
-        runner = Runner(loaded.skeleton.module, cache, batcher, min_rows=min_rows)
+        runner = Runner(LocalForward(loaded.skeleton.module, cache, min_rows=min_rows), batcher)
         self._serving, self._num_blocks, self._cache_bytes = loaded, cache.num_blocks, cache.size_bytes
         self._books = runner.report()
         self._running_worker.attach(runner)

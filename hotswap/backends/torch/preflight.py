@@ -12,13 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hotswap.backends.torch.batcher import Chunk, Sequence
+from hotswap.backends.torch.forward import Piece, assemble
 from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for
 from hotswap.backends.torch.modeling import Skeleton
-from hotswap.backends.torch.runner import assemble
-from hotswap.backends.torch.sampling import Sampler
 from hotswap.errors import UnsupportedModel
-from hotswap.request import Sampling
 
 __all__ = ["preflight"]
 
@@ -67,16 +64,16 @@ def _prompt(length: int, vocabulary: int) -> list[int]:
 
 def _in_chunks(skeleton: Skeleton, prompts: Items[list[int]], cache: KVCache, min_rows: int) -> list[Tensor]:
     """The logits at the end of every chunk, in the order of the steps."""
-    sampler, free = Sampler(Sampling(), (), ()), iter(range(1, cache.num_blocks + 1))
-    sequences = [Sequence(ticket, [], 0, len(prompt), sampler) for ticket, prompt in enumerate(prompts)]
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        sequence.blocks = [next(free) for _ in range(blocks_for(len(prompt), cache.block_tokens))]
+    free = iter(range(1, cache.num_blocks + 1))
+    blocks = [[next(free) for _ in range(blocks_for(len(p), cache.block_tokens))] for p in prompts]
+    ends = [0] * len(prompts)
     logits: list[Tensor] = []
     for step in _STEPS:
-        chunks = [Chunk(sequences[request], count) for request, count in step]
-        for chunk in chunks:
-            chunk.sequence.tokens = prompts[chunk.sequence.ticket][: chunk.end]
-        batch = assemble(chunks, cache, min_rows=min_rows)
+        pieces: list[Piece] = []
+        for request, count in step:
+            start, ends[request] = ends[request], ends[request] + count
+            pieces.append(Piece(prompts[request][start : start + count], start, blocks[request], True))
+        batch = assemble(pieces, cache, min_rows=min_rows)
         logits += batch.logits(skeleton.module)
         if sorted(batch.step.layers) != list(range(skeleton.num_layers)):
             raise _unsupported(
@@ -84,8 +81,6 @@ def _in_chunks(skeleton: Skeleton, prompts: Items[list[int]], cache: KVCache, mi
                 f"has {skeleton.num_layers} layers, of which {len(set(batch.step.layers))} called attention "
                 f"{len(batch.step.layers)} times, where each should once",
             )
-        for chunk in chunks:
-            chunk.sequence.num_computed = chunk.end
     return logits
 
 

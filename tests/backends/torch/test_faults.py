@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotswap import Sampling, UnsupportedModel
-from hotswap.backends.torch import TorchEngine, admission, attention, batcher, engine, kv, runner
+from hotswap.backends.torch import TorchEngine, admission, attention, batcher, engine, forward, kv
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
@@ -85,17 +85,17 @@ def last_token_lost_on_resuming(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_by_chunk(patch: pytest.MonkeyPatch) -> None:
-    honest = runner.assemble
+    honest = forward.assemble
 
-    def assemble(chunks: Any, cache: Any, *, min_rows: int) -> Any:
-        batch = honest(chunks, cache, min_rows=min_rows)
+    def assemble(pieces: Any, cache: Any, *, min_rows: int) -> Any:
+        batch = honest(pieces, cache, min_rows=min_rows)
         for segment in batch.step.segments:
-            if segment.num_queries > 40:  # longer than the chunks of the preflight
+            if segment.num_queries > 40:  # longer than the pieces of the preflight
                 rows = slice(segment.start, segment.start + segment.num_rows)
                 batch.positions[0, rows] -= batch.positions[0, segment.start].clone()
         return batch
 
-    patch.setattr(runner, "assemble", assemble)
+    patch.setattr(forward, "assemble", assemble)
 
 
 def padding_of_a_batch_attended_to(patch: pytest.MonkeyPatch) -> None:

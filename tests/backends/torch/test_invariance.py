@@ -12,8 +12,8 @@ from torch import Tensor
 from hotswap import Sampling
 from hotswap.backends.torch import attention, experts
 from hotswap.backends.torch.batcher import Batcher, Chunk, Sequence
+from hotswap.backends.torch.forward import assemble, least_rows
 from hotswap.backends.torch.kv import BlockPool, KVCache
-from hotswap.backends.torch.runner import assemble, least_rows
 from hotswap.backends.torch.sampling import Sampler
 from tests.backends.torch.zoo import VOCABULARY, make_model
 
@@ -96,7 +96,8 @@ def _run(
 def _step(
     model: Any, cache: KVCache, batcher: Batcher, chunks: list[Chunk], min_rows: int, seen: Logits
 ) -> None:
-    logits = assemble(chunks, cache, min_rows=min_rows).logits(model)
+    pieces = [chunk.piece() for chunk in chunks]
+    logits = assemble(pieces, cache, min_rows=min_rows).logits(model)
     sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
     for chunk in chunks:
         chunk.sequence.num_computed = chunk.end

@@ -9,6 +9,7 @@ import torch
 from hotswap import Sampling
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.batcher import Batcher, Sequence
+from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import BlockPool, KVCache, LayerShape, bytes_per_token
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sampling import Sampler
@@ -27,7 +28,7 @@ def run(model: Any, cache: KVCache) -> list[list[int]]:
     ]
     for sequence in sequences:
         batcher.add(sequence)
-    runner = Runner(model, cache, batcher, min_rows=4)
+    runner = Runner(LocalForward(model, cache, min_rows=4), batcher)
     with torch.inference_mode():
         while not runner.idle:
             runner.step()

@@ -1,0 +1,192 @@
+"""The half of a step that needs the model: rows of tokens in, logits out.
+
+What is computed is told in plain values, so that the model may be in this process or in others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from hotswap.backends.torch.attention import Segment, Step, running
+from hotswap.backends.torch.kv import KVCache, blocks_for
+
+__all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble", "least_rows"]
+
+# Keys gathered at once for a batch of decodes, in tokens: bounds the scratch memory of the gather.
+_GATHERED_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Neighbouring tokens of one request.
+
+    Attributes:
+        tokens: Their ids.
+        start: The position of the first.
+        blocks: The request's KV blocks, from its first token to the last of these at least.
+        samples: Whether the logits of the last one are wanted.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What one step computes.
+
+    Attributes:
+        pieces: The tokens, of at most one piece for each request.
+        fresh: KV blocks that were handed out anew, to be cleared first.
+    """
+
+    pieces: tuple[Piece, ...]
+    fresh: Sequence[int] = ()
+
+
+class Forward(Protocol):
+    """A model with its KV cache, wherever they are. Called by one thread."""
+
+    def run(self, work: Work) -> Tensor:
+        """Return `[pieces that sample, vocabulary]`, in the order of the pieces.
+
+        Logits have the same bits in whatever order pieces come, where bits do not depend on the batch.
+        """
+        ...
+
+
+class LocalForward:
+    """A model in this process."""
+
+    def __init__(self, model: nn.Module, cache: KVCache, *, min_rows: int) -> None:
+        self._model, self._cache, self._min_rows = model, cache, min_rows
+
+    def run(self, work: Work) -> Tensor:
+        self._cache.clear(work.fresh)
+        return assemble(work.pieces, self._cache, min_rows=self._min_rows).logits(self._model)
+
+
+def least_rows(device: torch.device, threads: int, dtype: torch.dtype) -> int:
+    """The least number of rows at which a matrix product on the CPU no longer rounds by its number of rows.
+
+    Measured: fp32 takes another kernel below 4 rows, also for a part of the rows where several threads share
+    fewer than 12; bf16 for a single row. 0 on other devices, where no such number is known.
+    """
+    if device.type != "cpu":
+        return 0
+    return 4 if threads == 1 or dtype is torch.bfloat16 else 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The tensors of one forward pass over a row of pieces.
+
+    Attributes:
+        ids: `[1, T]`.
+        positions: `[1, T]`.
+        keep: The rows whose logits are wanted, padded to the least number of rows.
+        num_kept: How many of them are no padding.
+        step: What the layers need to know.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    keep: Tensor
+    num_kept: int
+    step: Step
+
+    def logits(self, model: nn.Module) -> Tensor:
+        """Run the model and return `[pieces that sample, vocabulary]`, in order."""
+        with running(self.step):
+            # The mask of ones keeps transformers from taking the row for packed sequences of its own.
+            out: Any = model(
+                input_ids=self.ids,
+                position_ids=self.positions,
+                attention_mask=torch.ones_like(self.ids),
+                use_cache=False,
+                logits_to_keep=self.keep,
+            )
+        return cast("Tensor", out.logits[0])[: self.num_kept]
+
+
+def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int) -> Batch:
+    """Lay the pieces out in one row of at least `min_rows` tokens.
+
+    Neighbouring pieces of one token are batched: sort them by length, so that little padding is gathered.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    keep: list[int] = []
+    segments: list[Segment] = []
+    for group in _groups(pieces, cache.block_tokens):
+        segments.append(_segment(len(ids), group, cache))
+        for piece in group:
+            span = range(piece.start, piece.end)
+            ids += piece.tokens
+            positions += span
+            blocks += [piece.blocks[at // cache.block_tokens] for at in span]
+            if piece.samples:
+                keep.append(len(ids) - 1)
+    num_kept, padding = len(keep), [0] * max(0, min_rows - len(ids))
+    keep += [0] * max(0, min_rows - num_kept)
+    on = cache.device
+    at = torch.tensor(positions + padding, device=on)
+    return Batch(
+        ids=torch.tensor([ids + padding], device=on),
+        positions=at[None],
+        keep=torch.tensor(keep, dtype=torch.long, device=on),
+        num_kept=num_kept,
+        step=Step(
+            cache=cache,
+            blocks=torch.tensor(blocks + padding, device=on),
+            offsets=at % cache.block_tokens,
+            segments=tuple(segments),
+            min_rows=min_rows,
+        ),
+    )
+
+
+def _groups(pieces: Sequence[Piece], block_tokens: int) -> list[list[Piece]]:
+    """Put decodes of similar length together, and each prefill by itself.
+
+    A batch is gathered as wide as its longest member; half that is the least a member may be.
+    """
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        group = groups[-1] if groups else []
+        joins = (
+            bool(group)
+            and len(group[0].tokens) == len(piece.tokens) == 1
+            and 2 * blocks_for(piece.end, block_tokens) >= blocks_for(group[0].end, block_tokens)
+            and (len(group) + 1) * group[0].end <= _GATHERED_TOKENS
+        )
+        if joins:
+            group.append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def _segment(start: int, group: list[Piece], cache: KVCache) -> Segment:
+    width = max(blocks_for(piece.end, cache.block_tokens) for piece in group)
+    table = [list(piece.blocks[:width]) for piece in group]
+    spans = [range(piece.start, piece.end) for piece in group]
+    return Segment(
+        start=start,
+        table=torch.tensor([row + [0] * (width - len(row)) for row in table], device=cache.device),
+        positions=torch.tensor([list(span) for span in spans], device=cache.device),
+        ends=tuple(max(ends) + 1 for ends in zip(*spans, strict=True)),
+    )
