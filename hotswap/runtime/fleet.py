@@ -60,9 +60,10 @@ class Fleet(AsyncContextManagerMixin):
         models: what may be asked for.
         router: chooses an instance for each request.
         scheduler: chooses models for instances, every `interval_s` and when a request waits for an unserved
-        model. interval_s: seconds between plans.
+            model.
+        interval_s: seconds between plans.
         max_waiting: how many requests may wait at once before new ones that would have to are refused by
-        `WaitingRoomFull`.
+            `WaitingRoomFull`.
         max_load_attempts: failed loads in a row after which a model's waiting requests are told so.
         limits: seconds that each phase of a swap may take.
         on_swap: called with every `SwapRecord`, synchronously.

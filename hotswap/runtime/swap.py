@@ -1,10 +1,11 @@
 """The swap state machine: preflight, preload, evict, unload, load, each once, each with a time limit.
 
-    SERVING old --preflight, preload--> SERVING old --evict--> DRAINING --unload--> EMPTY --load--> SERVING
-    new
+    SERVING old --preflight, preload--> SERVING old --evict--> DRAINING --unload--> EMPTY
+    EMPTY --load--> SERVING new
 
 A failure or a cancellation up to the eviction leaves the old model SERVING, afterwards EMPTY: the unload
-that follows an eviction is shielded, so nothing ends in between.
+that follows an eviction is shielded, so nothing ends in between. A preload that finds too little memory
+beside the old model is no failure: the load then comes after the unload.
 """
 
 from __future__ import annotations
@@ -134,8 +135,11 @@ class SwapJob:
                 )
         serving = engine.view().state is InstanceState.SERVING
         if serving and isinstance(engine, SupportsPreload) and engine.can_preload(model):
-            async with self._timed("preload", self.limits.preload_s, span):
-                await engine.preload(model, self._store)
+            try:
+                async with self._timed("preload", self.limits.preload_s, span):
+                    await engine.preload(model, self._store)
+            except OutOfMemory as exc:  # it may well fit once the old model is gone
+                log.info("Instance %r loads %r after the eviction instead: %s", engine.id, model.id, exc)
 
     async def _vacate(self, engine: Engine, span: Span) -> None:
         """Evict and unload; once requests are gone, a cancellation waits until the instance is EMPTY."""

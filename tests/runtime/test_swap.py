@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from hotswap import (
@@ -22,6 +23,7 @@ from hotswap import (
     Model,
     ModelCard,
     ModelId,
+    OutOfMemory,
     Sampling,
     Shard,
     ShardCorrupt,
@@ -65,6 +67,20 @@ class Unreadable(WrapperStore):
 
 class NoPreload(WrapperEngine):
     """An engine of the five verbs alone."""
+
+
+class Cramped(WrapperEngine):
+    """Thinks that there is room for two models, and finds out that there is not."""
+
+    def can_preload(self, model: ModelCard) -> bool:
+        return True
+
+    async def preload(self, model: ModelCard, store: WeightStore) -> None:
+        await anyio.lowlevel.checkpoint()
+        raise OutOfMemory(f"No room for {model.id!r} beside what is loaded.")
+
+    async def drop_preload(self) -> None:
+        await anyio.lowlevel.checkpoint()
 
 
 class Stuck(NoPreload):
@@ -172,6 +188,17 @@ async def test_a_failed_preload_leaves_the_old_model_serving() -> None:
             assert stream.num_hops == 1
         assert fleet.swaps[-1].outcome == "failed"
         assert fleet.swaps[-1].model_after == "a"
+        idle(fleet)
+
+
+@virtual_time
+async def test_a_model_that_does_not_fit_beside_the_old_one_is_loaded_after_it() -> None:
+    async with sim_fleet("a", "b", engines=[Cramped(engine_of("e0"))], scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        record = await fleet.swap("e0", to="b")
+        assert record.outcome == "done"
+        assert record.model_after == "b"
+        assert phases(record) == ["preflight", "preload", "evict", "unload", "load"]
         idle(fleet)
 
 

@@ -69,8 +69,7 @@ class EngineSuite(Suite):
     Attributes:
         models: two models or more that the store holds; checks load the first and swap to the second.
         long_tokens: a generation so long that it still runs when a check acts on it; three of them must fit
-        the
-            engine's KV pool side by side, and each the model's context with its prompt.
+            the engine's KV pool side by side, and each the model's context with its prompt.
         step_s: no step of the engine lasts longer, by the event loop's clock.
         can_lose: whether `lose` is written.
     """
