@@ -5,7 +5,7 @@ This package holds the values and the interfaces; backends and policies are impo
 """
 
 from hotswap.action import Action, PhaseRecord, Prefetch, Swap, SwapRecord, Unload
-from hotswap.engine import Engine, SupportsPreload, WrapperEngine
+from hotswap.engine import Engine, SupportsAdapters, SupportsPreload, WrapperEngine
 from hotswap.errors import (
     BackendMissing,
     ConfigError,
@@ -32,11 +32,12 @@ from hotswap.errors import (
     UnknownAdapter,
     UnknownModel,
     UnsafeFile,
+    UnsupportedAdapter,
     UnsupportedModel,
     WaitingRoomFull,
 )
 from hotswap.hardware import DeviceProfile, parse_bytes
-from hotswap.model import HostBuffer, HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
+from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
 from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
 from hotswap.runtime import Completion, Fleet, FleetStream, Hop, SwapLimits
@@ -66,6 +67,7 @@ from hotswap.view import (
 
 __all__ = [
     "Action",
+    "Adapter",
     "AdapterId",
     "BackendMissing",
     "Completion",
@@ -114,6 +116,7 @@ __all__ = [
     "ShardMissing",
     "StoreError",
     "StoreView",
+    "SupportsAdapters",
     "SupportsImport",
     "SupportsLend",
     "SupportsPrefetch",
@@ -137,6 +140,7 @@ __all__ = [
     "UnknownModel",
     "Unload",
     "UnsafeFile",
+    "UnsupportedAdapter",
     "UnsupportedModel",
     "WaitingRoomFull",
     "WaitingView",

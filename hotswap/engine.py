@@ -14,13 +14,13 @@ from typing import Protocol, Self, runtime_checkable
 
 from anyio import AsyncContextManagerMixin
 
-from hotswap.model import ModelCard
-from hotswap.request import Request
+from hotswap.model import Adapter, ModelCard
+from hotswap.request import AdapterId, Request
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
 from hotswap.view import InstanceId, InstanceView
 
-__all__ = ["Engine", "SupportsPreload", "WrapperEngine"]
+__all__ = ["Engine", "SupportsAdapters", "SupportsPreload", "WrapperEngine"]
 
 
 class Engine(AsyncContextManagerMixin, ABC):
@@ -119,6 +119,37 @@ class SupportsPreload(Protocol):
 
     async def drop_preload(self) -> None:
         """Free what is staged; at once if nothing is."""
+        ...
+
+
+@runtime_checkable
+class SupportsAdapters(Protocol):
+    """An engine that can hold low-rank adapters beside the model it serves; requests have one or none.
+
+    `view` says which it holds, and how many it may. It drops none by itself, save all of them on `unload`.
+    Serving goes on undisturbed by either verb, and both may be called concurrently.
+    """
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Hold an adapter of the model that is served; at once if it is held.
+
+        Failure or cancellation leaves what was held before, or that and the adapter.
+
+        Raises:
+            UnsupportedAdapter: it does not fit the model, or is of a kind that the engine does not know.
+            StoreError: its files are missing, damaged or unsafe.
+            OutOfMemory: there is no room beside those that are held; drop one.
+            InstanceLost: the engine is gone.
+            InstanceError: the engine does not serve the adapter's model.
+        """
+        ...
+
+    async def drop_adapter(self, adapter: AdapterId) -> None:
+        """Forget an adapter and free its room; at once if it is not held.
+
+        Raises:
+            InstanceError: a request uses it.
+        """
         ...
 
 

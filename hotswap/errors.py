@@ -1,7 +1,7 @@
 """Every error hotswap raises, arranged by what the caller does next.
 
 HotswapError
-  ConfigError(ValueError)      fix the set-up: UnknownModel, UnknownAdapter, UnsupportedModel
+  ConfigError(ValueError)      fix the set-up: UnknownModel, UnsupportedModel, and the same of adapters
   FleetClosed                  the fleet has ended or has not begun
   RequestError                 give up on this request
     InvalidRequest(ValueError)   a field of the request or its sampling is out of range
@@ -54,6 +54,7 @@ __all__ = [
     "UnknownAdapter",
     "UnknownModel",
     "UnsafeFile",
+    "UnsupportedAdapter",
     "UnsupportedModel",
     "WaitingRoomFull",
 ]
@@ -77,6 +78,10 @@ class UnknownAdapter(ConfigError):
 
 class UnsupportedModel(ConfigError):
     """An architecture that the engine cannot serve exactly; it refuses rather than give wrong tokens."""
+
+
+class UnsupportedAdapter(ConfigError):
+    """An adapter that does not fit its model, or that the engine cannot apply exactly."""
 
 
 class FleetClosed(HotswapError):

@@ -38,7 +38,7 @@ class DeviceProfile:
     A step over `n` tokens (decodes and prefill chunks together), `batch` requests and `context` cached
     tokens lasts `max(floor_s, base_s + n * token_s) + batch * request_s + context * context_token_s`: the
     shape that published simulators of serving engines agree on (weight-bound floor, then linear in tokens,
-    batch and context).
+    batch and context). An adapter is there after `adapter_s`.
     """
 
     name: str = "laptop"
@@ -50,6 +50,7 @@ class DeviceProfile:
     context_token_s: float = 40e-9
     load_bytes_per_s: float = 20e9
     unload_s: float = 0.05
+    adapter_s: float = 0.015
 
     def step_s(self, *, tokens: int, batch: int, context: int) -> float:
         """Seconds of one engine step; 0 for an empty one."""

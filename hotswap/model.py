@@ -8,7 +8,7 @@ from pathlib import Path
 from hotswap.errors import ConfigError
 from hotswap.request import ModelId
 
-__all__ = ["HostBuffer", "HostChunk", "Manifest", "Model", "ModelCard", "Shard", "TensorSpec"]
+__all__ = ["Adapter", "HostBuffer", "HostChunk", "Manifest", "Model", "ModelCard", "Shard", "TensorSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,23 @@ class Model:
             raise ConfigError(
                 f"max_context_tokens of {self.id!r} is {self.max_context_tokens}; give 1 or more."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter as the user registers it: a name, the model it was trained on, and where it lies.
+
+    Requests for `model` name it by `id`; another model may have one of the same name. `source` is a local
+    directory in PEFT's format (or whatever the engine understands).
+    """
+
+    id: str
+    model: str
+    source: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise ConfigError(f"An adapter of model {self.model!r} has an empty id; give it a name.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

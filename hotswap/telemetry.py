@@ -23,6 +23,7 @@ SPAN_SWAP = "hotswap.swap"
 SPAN_PHASE = "hotswap.{}"
 SPAN_FIRST_TOKEN = "hotswap.first_token"
 SPAN_PREFETCH = "hotswap.prefetch"
+SPAN_ADAPTER = "hotswap.adapter"
 
 MODEL = "gen_ai.request.model"
 OPERATION = "gen_ai.operation.name"
@@ -54,6 +55,8 @@ QUEUE_LENGTH = "hotswap.queue.length"
 SWAPS = "hotswap.swaps"
 SWAP_SECONDS = "hotswap.swap.duration"
 RESIDENT_BYTES = "hotswap.store.resident_bytes"
+ADAPTER_SECONDS = "hotswap.adapter.load.duration"
+ADAPTERS_HELD = "hotswap.adapters.held"
 
 Attributes = Mapping[str, AttributeValue]
 
@@ -75,6 +78,9 @@ class Telemetry:
         self.tpot = self.meter.create_histogram(TPOT, "s", "Mean time per output token after the first")
         self.swaps = self.meter.create_counter(SWAPS, "{swap}", "Swaps by outcome")
         self.swap_seconds = self.meter.create_histogram(SWAP_SECONDS, "s", "Duration of swaps")
+        self.adapter_seconds = self.meter.create_histogram(
+            ADAPTER_SECONDS, "s", "Duration of adapters' loads"
+        )
         self._wall_ns_at_zero: int | None = None
 
     def now_ns(self) -> int:

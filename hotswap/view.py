@@ -44,7 +44,8 @@ class InstanceView:
     The engine fills in what it knows; the fleet adds the last five fields. `num_requests` counts every
     request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
     `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
-    it is turning to. `serving_since_s` is the loop time at which the present model became ready, `None` if
+    it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
+    that can hold none. `serving_since_s` is the loop time at which the present model became ready, `None` if
     there is none.
     """
 
@@ -60,6 +61,7 @@ class InstanceView:
     memory_bytes: int = 0
     weight_bytes: int = 0
     adapters: tuple[AdapterId, ...] = ()
+    max_adapters: int = 0
     preloaded: ModelId | None = None
     num_requests: int = 0
     swapping: bool = False

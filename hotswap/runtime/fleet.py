@@ -15,9 +15,10 @@ from anyio import AsyncContextManagerMixin
 from hotswap.action import SwapRecord
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, FleetClosed, HotswapError, SwapRefused
-from hotswap.model import Model, ModelCard
-from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
+from hotswap.model import Adapter, Model, ModelCard
+from hotswap.request import FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
+from hotswap.runtime.adapters import Adapters, seen_by
 from hotswap.runtime.admission import Seat, WaitingRoom
 from hotswap.runtime.control import Control
 from hotswap.runtime.flight import FleetStream, Flight, fly
@@ -58,6 +59,7 @@ class Fleet(AsyncContextManagerMixin):
         engines: the instances, each with an id of its own.
         store: where weights lie.
         models: what may be asked for.
+        adapters: what requests for a model may name beside it; instances load them when they are asked for.
         router: chooses an instance for each request.
         scheduler: chooses models for instances, every `interval_s` and when a request waits for an unserved
             model.
@@ -77,6 +79,7 @@ class Fleet(AsyncContextManagerMixin):
         engines: Iterable[Engine],
         store: WeightStore,
         models: Iterable[Model],
+        adapters: Iterable[Adapter] = (),
         router: Router,
         scheduler: Scheduler,
         interval_s: float = 1.0,
@@ -96,6 +99,9 @@ class Fleet(AsyncContextManagerMixin):
         self._interval_s = interval_s
         self._telemetry = Telemetry(tracer_provider, meter_provider)
         self._instances = unique(map(Instance, engines), lambda instance: instance.id, "engine")
+        self._adapters = Adapters(adapters, self._telemetry)
+        self._adapters.check_models(self._registry.models)
+        self._adapters.check_able(self._instances.values())
         self._num_running: Counter[ModelId] = Counter()
         self._room = WaitingRoom(
             max_waiting=max_waiting,
@@ -187,6 +193,7 @@ class Fleet(AsyncContextManagerMixin):
 
         Raises:
             UnknownModel: the model is not registered.
+            UnknownAdapter: the model has no such adapter.
             InvalidRequest: the prompt is empty, or text without a tokenizer.
             PromptTooLong: the prompt leaves no room in the model's context.
             ModelTooLarge: no engine could ever hold the model.
@@ -241,12 +248,13 @@ class Fleet(AsyncContextManagerMixin):
         deadline_s: float | None,
     ) -> Flight:
         card = self._registry.card(model)
+        named = None if adapter is None else self._adapters.check(model, adapter)
         request = Request(
             id=RequestId(uuid.uuid4().hex[:12]),
             model=model,
             prompt=await self._registry.encode(model, prompt),
             sampling=sampling,
-            adapter=None if adapter is None else AdapterId(adapter),
+            adapter=named,
             priority=priority,
             arrived_s=anyio.current_time(),
         )
@@ -259,6 +267,7 @@ class Fleet(AsyncContextManagerMixin):
             flight,
             seat,
             room=self._room,
+            adapters=self._adapters,
             release=self._release,
             on_lost=self._changed,
             telemetry=self._telemetry,
@@ -268,11 +277,13 @@ class Fleet(AsyncContextManagerMixin):
 
     def _route(self, request: Request, fleet: FleetView) -> Instance | None:
         """Ask the router, and charge the instance it names with the request."""
-        chosen = self._router.route(request, fleet)
+        chosen = self._router.route(request, seen_by(request, fleet))
         if chosen is None:
             return None
         instance = self._instances.get(chosen)
         if instance is None or not instance.view().open or instance.view().model != request.model:
+            return None
+        if request.adapter is not None and not instance.view().max_adapters:
             return None
         instance.num_requests += 1
         self._num_running[request.model] += 1

@@ -18,6 +18,7 @@ from hotswap.errors import (
     RequestEvicted,
 )
 from hotswap.request import FinishReason, Request, Token
+from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Seat, WaitingRoom
 from hotswap.runtime.instance import Instance
 from hotswap.stream import TokenQueue, TokenStream
@@ -201,6 +202,7 @@ async def fly(
     seat: Seat | None,
     *,
     room: WaitingRoom,
+    adapters: Adapters,
     release: Callable[[Request, Instance], None],
     on_lost: Callable[[], None],
     telemetry: Telemetry,
@@ -220,7 +222,7 @@ async def fly(
                 seat = None
                 try:
                     flight.instance = instance
-                    await _hop(flight, instance, telemetry)
+                    await _hop(flight, instance, adapters, telemetry)
                 except RequestEvicted:
                     flight.divert(instance.swap_context)
                 except InstanceLost:
@@ -241,12 +243,15 @@ async def fly(
         flight.end()
 
 
-async def _hop(flight: Flight, instance: Instance, telemetry: Telemetry) -> None:
+async def _hop(flight: Flight, instance: Instance, adapters: Adapters, telemetry: Telemetry) -> None:
     links = [flight.evicted_by] if flight.evicted_by is not None else []
     attributes = {tm.INSTANCE: instance.id, tm.REQUEST_ID: flight.request.id}
     flight.hops.append(Hop(instance=instance.id, first_index=len(flight.journal)))
-    with telemetry.span(tm.SPAN_HOP, attributes, parent=flight.span, links=links):
-        async with instance.engine.stream(flight.remaining) as tokens:
+    with telemetry.span(tm.SPAN_HOP, attributes, parent=flight.span, links=links) as span:
+        async with (
+            adapters.held(flight.request, instance, span),
+            instance.engine.stream(flight.remaining) as tokens,
+        ):
             async for token in tokens:
                 instance.settle_first_token(telemetry)
                 flight.deliver(token)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from hotswap.engine import Engine
+from hotswap.engine import Engine, SupportsAdapters
 from hotswap.errors import SwapRefused
 from hotswap.request import ModelId
 from hotswap.telemetry import Telemetry
@@ -40,6 +40,7 @@ class Instance:
         self.engine = engine
         self.id: InstanceId = engine.id
         self.num_requests = 0
+        self._adapts = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the view
         self.serving_since_s: float | None = None
         self.swap_context: SpanContext | None = None
         self._first_token: Span | None = None
@@ -52,6 +53,7 @@ class Instance:
         view = self.engine.view()
         return replace(
             view,
+            max_adapters=view.max_adapters if self._adapts else 0,
             num_requests=self.num_requests,
             swapping=self._swapping,
             target=self._target,

@@ -44,7 +44,7 @@ class LastView:
 
 
 def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
-    """Register the gauges of one fleet: queue length by model, resident bytes by tier."""
+    """Register the gauges of one fleet: queue length by model, bytes by tier, adapters held by instance."""
 
     def queue(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(m.num_waiting, {tm.MODEL: m.id}) for view in fleet.seen() for m in view.models]
@@ -54,5 +54,14 @@ def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
             Observation(t.used_bytes, {tm.TIER: t.name}) for view in fleet.seen() for t in view.store.tiers
         ]
 
+    def adapters(_: CallbackOptions) -> Iterable[Observation]:
+        return [
+            Observation(len(i.adapters), {tm.INSTANCE: i.id})
+            for view in fleet.seen()
+            for i in view.instances
+            if i.max_adapters
+        ]
+
+    telemetry.meter.create_observable_gauge(tm.ADAPTERS_HELD, [adapters], "{adapter}", "Adapters held")
     telemetry.meter.create_observable_gauge(tm.QUEUE_LENGTH, [queue], "{request}", "Requests that wait")
     telemetry.meter.create_observable_gauge(tm.RESIDENT_BYTES, [resident], "By", "Bytes held by tier")

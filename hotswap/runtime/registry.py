@@ -41,6 +41,11 @@ class Registry:
                 if tokenizer is not None:
                     self._tokenizers[model_id] = tokenizer
 
+    @property
+    def models(self) -> Iterable[ModelId]:
+        """The ids of all models, also before `open`."""
+        return self._models.keys()
+
     def card(self, model: ModelId) -> ModelCard:
         """Return a model's card.
 

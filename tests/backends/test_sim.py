@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hotswap import DeviceProfile, Engine, Model, ModelCard, ModelId, Request, TierView
+from hotswap import Adapter, DeviceProfile, Engine, Model, ModelCard, ModelId, Request, TierView
 from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
 from hotswap.testing.conformance import EngineConformance, WeightStoreConformance
 
 PROFILE = DeviceProfile(memory_bytes=1 << 20)
-QUICK = DeviceProfile(memory_bytes=1 << 20, floor_s=0.0005, base_s=0.0001, unload_s=0.0)
+QUICK = DeviceProfile(memory_bytes=1 << 20, floor_s=0.0005, base_s=0.0001, unload_s=0.0, adapter_s=0.001)
 
 
 class TestSimEngineConforms(EngineConformance):
@@ -16,6 +16,7 @@ class TestSimEngineConforms(EngineConformance):
     step_s = 0.02
     can_lose = True
     models = (Model("a"), Model("b"))
+    adapters = (Adapter("x", "a"), Adapter("y", "a"))
 
     def make_engine(self) -> SimEngine:
         return self.make(SimEngine)

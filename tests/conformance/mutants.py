@@ -13,6 +13,8 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from hotswap import (
+    Adapter,
+    AdapterId,
     HostChunk,
     InstanceError,
     InstanceState,
@@ -387,6 +389,57 @@ class StaysHalfStaged(SimEngine):
         except Exception:
             self._reserved_bytes = model.weight_bytes
             raise
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+@engine_caught_by("test_requests_of_one_batch_each_run_with_their_own_adapter")
+class IgnoresAdapters(EditingEngine):
+    def rewrite(self, request: Request) -> Request:
+        return replace(request, adapter=None)
+
+
+@engine_caught_by("test_requests_of_one_batch_each_run_with_their_own_adapter")
+class HasOneAdapterForAll(EditingEngine):
+    def rewrite(self, request: Request) -> Request:
+        return replace(request, adapter=next(iter(self._adapters), None))
+
+
+@engine_caught_by("test_an_adapter_in_use_is_not_dropped")
+class DropsAnAdapterInUse(SimEngine):
+    async def drop_adapter(self, adapter: AdapterId) -> None:
+        await checkpoint()
+        self._adapters.pop(adapter, None)
+
+
+@engine_caught_by("test_an_unload_forgets_every_adapter")
+class KeepsAdaptersAcrossLoads(SimEngine):
+    async def unload(self) -> None:
+        kept = dict(self._adapters)
+        await super().unload()
+        self._adapters.update(kept)
+
+
+@engine_caught_by("test_what_does_not_fit_is_refused_and_disturbs_nobody")
+class MakesRoomByItself(SimEngine):
+    async def load_adapter(self, adapter: Adapter) -> None:
+        if len(self._adapters) >= self.max_adapters:
+            self._adapters.popitem()
+        await super().load_adapter(adapter)
+
+
+@engine_caught_by("test_an_adapter_needs_its_model")
+class TakesAdaptersOfOtherModels(SimEngine):
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await super().load_adapter(replace(adapter, model=self.view().model or adapter.model))
+
+
+@engine_caught_by("test_loading_an_adapter_lets_the_event_loop_go_on")
+class BlocksTheLoopWhileLoadingAnAdapter(SimEngine):
+    async def load_adapter(self, adapter: Adapter) -> None:
+        hog(0.3)
+        await super().load_adapter(adapter)
 
 
 # ---------------------------------------------------------------------- stores

@@ -6,6 +6,7 @@ import hotswap
 
 PUBLIC = [
     "Action",
+    "Adapter",
     "AdapterId",
     "BackendMissing",
     "Completion",
@@ -54,6 +55,7 @@ PUBLIC = [
     "ShardMissing",
     "StoreError",
     "StoreView",
+    "SupportsAdapters",
     "SupportsImport",
     "SupportsLend",
     "SupportsPrefetch",
@@ -77,6 +79,7 @@ PUBLIC = [
     "UnknownModel",
     "Unload",
     "UnsafeFile",
+    "UnsupportedAdapter",
     "UnsupportedModel",
     "WaitingRoomFull",
     "WaitingView",

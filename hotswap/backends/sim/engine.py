@@ -25,8 +25,8 @@ from hotswap.errors import (
     UnknownAdapter,
 )
 from hotswap.hardware import DeviceProfile
-from hotswap.model import ModelCard, Shard
-from hotswap.request import ModelId, Request
+from hotswap.model import Adapter, ModelCard, Shard
+from hotswap.request import AdapterId, ModelId, Request
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
 from hotswap.view import InstanceId, InstanceState, InstanceView
@@ -54,10 +54,10 @@ class _Weights:
 
 
 class SimEngine(Engine):
-    """Obeys the whole `Engine` contract, `SupportsPreload` included, and computes nothing.
+    """Obeys the whole `Engine` contract, its abilities included, and computes nothing.
 
     A step lasts what `profile` says of its tokens, batch and context; a load reads every chunk from the
-    store, then lasts `profile.load_s`. Tokens follow from model, prompt, seed and position
+    store, then lasts `profile.load_s`. Tokens follow from model, adapter, prompt, seed and position
     (`expected_tokens`), so any wrong order, loss or repetition downstream shows. `profile.memory_bytes`
     bounds weights, staged weights and the KV pool together.
 
@@ -69,6 +69,7 @@ class SimEngine(Engine):
         max_requests: sequences of a batch; more wait inside the engine.
         token_budget: tokens of a step, decodes and prefill chunks together.
         vocabulary: token ids lie below it.
+        max_adapters: how many adapters it holds at once; it takes any, and reads nothing.
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class SimEngine(Engine):
         max_requests: int = 256,
         token_budget: int = 512,
         vocabulary: int = VOCABULARY,
+        max_adapters: int = 8,
     ) -> None:
         self.id = InstanceId(id)
         self.profile = profile if profile is not None else DeviceProfile()
         self.vocabulary = vocabulary
         self.max_requests = max_requests
+        self.max_adapters = max_adapters
         self._batcher = Batcher(
             num_blocks=kv_blocks,
             block_tokens=kv_block_tokens,
@@ -96,6 +99,7 @@ class SimEngine(Engine):
         self._started = False
         self._serving: _Weights | None = None
         self._staged: _Weights | None = None
+        self._adapters: dict[AdapterId, Adapter] = {}
         self._reserved_bytes = 0
         self._lost_because = ""
         self._lost_for_good = False
@@ -114,6 +118,7 @@ class SimEngine(Engine):
                 self._started = False
                 self._evict_all("It was stopped")
                 self._serving = self._staged = None
+                self._adapters.clear()
                 self._state = _EMPTY
                 workers.cancel_scope.cancel()
 
@@ -140,6 +145,7 @@ class SimEngine(Engine):
                 if self._lost_for_good:
                     raise self._lost()
                 self._serving = None
+                self._adapters.clear()
                 self._state = _EMPTY
         await checkpoint_if_cancelled()
 
@@ -161,6 +167,39 @@ class SimEngine(Engine):
     async def drop_preload(self) -> None:
         await checkpoint()
         self._staged = None
+
+    # ------------------------------------------------------------------ adapters
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await self._unless_lost(self._read_adapter(adapter))
+
+    async def drop_adapter(self, adapter: AdapterId) -> None:
+        await checkpoint()
+        if any(sequence.request.adapter == adapter for sequence in self._batcher):
+            raise InstanceError(
+                f"A request of engine {self.id!r} uses adapter {adapter!r}; let it end first."
+            )
+        self._adapters.pop(adapter, None)
+
+    async def _read_adapter(self, adapter: Adapter) -> None:
+        await checkpoint()
+        self._require_adaptable(adapter)
+        if AdapterId(adapter.id) not in self._adapters:
+            await anyio.sleep(self.profile.adapter_s)
+            self._require_adaptable(adapter)
+            self._adapters[AdapterId(adapter.id)] = adapter
+
+    def _require_adaptable(self, adapter: Adapter) -> None:
+        self._require(_SERVING, "load an adapter")
+        if self._model != adapter.model:
+            raise InstanceError(
+                f"Engine {self.id!r} serves {self._model!r}, and adapter {adapter.id!r} is of "
+                f"{adapter.model!r}; ask an engine that serves that."
+            )
+        if AdapterId(adapter.id) not in self._adapters and len(self._adapters) >= self.max_adapters:
+            raise OutOfMemory(
+                f"Engine {self.id!r} holds {len(self._adapters)} adapters, which is all it can; drop one."
+            )
 
     # ------------------------------------------------------------------ requests
 
@@ -200,6 +239,7 @@ class SimEngine(Engine):
         self._batcher.clear(self._lost())
         self._note_drained()
         self._serving = self._staged = None
+        self._adapters.clear()
         self._state = _LOST
         if self._verb is not None:
             self._verb.cancel()
@@ -220,6 +260,8 @@ class SimEngine(Engine):
             kv_block_tokens=pool.block_tokens,
             memory_bytes=self.profile.memory_bytes,
             weight_bytes=self._weight_bytes,
+            adapters=tuple(self._adapters),
+            max_adapters=self.max_adapters,
             preloaded=self._staged.model.id if self._staged else None,
         )
 
@@ -247,10 +289,8 @@ class SimEngine(Engine):
                 f"{request.model!r}; ask another."
             )
         model = self._serving.model
-        if request.adapter is not None:
-            raise UnknownAdapter(
-                f"Engine {self.id!r} holds no adapter {request.adapter!r}; simulated engines have none."
-            )
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise UnknownAdapter(f"Engine {self.id!r} holds no adapter {request.adapter!r}; load it first.")
         if request.remaining_tokens < 1:
             raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
         if request.num_tokens >= model.max_context_tokens:

@@ -1,4 +1,4 @@
-"""The tokens of a simulated model: a pure function of model, prompt, seed and position."""
+"""The tokens of a simulated model: a pure function of model, adapter, prompt, seed and position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class SimGeneration:
 
     def __init__(self, request: Request, model: ModelCard, vocabulary: int = VOCABULARY) -> None:
         sampling = request.sampling
-        digest = hashlib.blake2b(array("q", request.prompt).tobytes(), digest_size=8, key=_key(model.id))
+        digest = hashlib.blake2b(
+            array("q", request.prompt).tobytes(), digest_size=8, key=_key(request, model)
+        )
         self._salt = int.from_bytes(digest.digest(), "little")
         if sampling.temperature > 0:
             self._salt = _mixed(self._salt, sampling.seed + 1)
@@ -61,8 +63,9 @@ def expected_tokens(request: Request, model: ModelCard, *, vocabulary: int = VOC
         position += 1
 
 
-def _key(model: str) -> bytes:
-    return hashlib.blake2b(model.encode(), digest_size=16).digest()
+def _key(request: Request, model: ModelCard) -> bytes:
+    name = model.id if request.adapter is None else f"{model.id}\0{request.adapter}"
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
 
 def _mixed(salt: int, number: int) -> int:

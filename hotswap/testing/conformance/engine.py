@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hotswap.testing.conformance.engine_adapters import AdapterChecks
 from hotswap.testing.conformance.engine_eviction import EvictionChecks
 from hotswap.testing.conformance.engine_loss import LossChecks
 from hotswap.testing.conformance.engine_preload import PreloadChecks
@@ -11,7 +12,7 @@ from hotswap.testing.conformance.engine_weights import WeightChecks
 __all__ = ["EngineConformance"]
 
 
-class EngineConformance(StreamChecks, WeightChecks, EvictionChecks, LossChecks, PreloadChecks):
+class EngineConformance(StreamChecks, WeightChecks, EvictionChecks, LossChecks, PreloadChecks, AdapterChecks):
     """Every sentence of `hotswap.engine.Engine` that can be tested, as a class to inherit from.
 
     ```python

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import anyio
 
-from hotswap.engine import Engine
+from hotswap.engine import Engine, SupportsAdapters
 from hotswap.errors import InstanceLost, RequestEvicted
-from hotswap.model import Model, ModelCard
+from hotswap.model import Adapter, Model, ModelCard
 from hotswap.request import ModelId, Request, RequestId, Sampling, Token
 from hotswap.store import WeightStore
 from hotswap.testing.conformance.suite import Suite, until
@@ -68,6 +68,9 @@ class EngineSuite(Suite):
 
     Attributes:
         models: two models or more that the store holds; checks load the first and swap to the second.
+        adapters: two adapters or more of the first model, all of which fit beside it; none where the engine
+            holds none.
+        bad_adapter: one of the first model that the engine must refuse; `None` if there is no such thing.
         long_tokens: a generation so long that it still runs when a check acts on it; three of them must fit
             the engine's KV pool side by side, and each the model's context with its prompt.
         step_s: no step of the engine lasts longer, by the event loop's clock.
@@ -75,6 +78,8 @@ class EngineSuite(Suite):
     """
 
     models: ClassVar[tuple[Model, ...]] = ()
+    adapters: ClassVar[tuple[Adapter, ...]] = ()
+    bad_adapter: ClassVar[Adapter | None] = None
     long_tokens: ClassVar[int] = 200
     step_s: ClassVar[float] = 2.0
     can_lose: ClassVar[bool] = False
@@ -99,6 +104,8 @@ class EngineSuite(Suite):
         """Return the tokens of an undisturbed run: those of a fresh engine, or by whatever else tells."""
         async with self.make_store() as store, self.make_engine() as engine:
             await engine.load(card, store)
+            if request.adapter is not None and isinstance(engine, SupportsAdapters):
+                await engine.load_adapter(next(a for a in self.adapters if a.id == request.adapter))
             return [token.id for token in await collect(engine, request)]
 
     def assert_books(self, engine: Engine) -> None:

@@ -1,0 +1,265 @@
+"""Adapters beside the model that is served, each request with its own or none."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import anyio
+import pytest
+
+from hotswap.engine import Engine, SupportsAdapters
+from hotswap.errors import (
+    InstanceError,
+    InstanceLost,
+    OutOfMemory,
+    StoreError,
+    UnknownAdapter,
+    UnsupportedAdapter,
+)
+from hotswap.model import Adapter
+from hotswap.request import AdapterId, Request
+from hotswap.testing.cancel import cancel_everywhere
+from hotswap.testing.conformance.engine_suite import Bench, EngineSuite, Reader, collect, no_requests
+from hotswap.testing.conformance.suite import Heartbeat, check, until
+from hotswap.view import InstanceState
+
+__all__ = ["AdapterChecks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterBench(Bench):
+    """A bench whose engine can hold adapters: `able` is the same engine."""
+
+    able: SupportsAdapters
+
+
+class AdapterChecks(EngineSuite):
+    """Checks of `SupportsAdapters`."""
+
+    @check
+    async def test_the_view_says_which_adapters_are_held(self) -> None:
+        async with self.adaptable() as bench:
+            one, two = self.adapters[:2]
+            assert bench.engine.view().adapters == ()
+            await bench.able.load_adapter(one)
+            assert held(bench.engine) == {one.id}
+            await bench.able.load_adapter(two)
+            await bench.able.load_adapter(one)
+            assert held(bench.engine) == {one.id, two.id}
+            await bench.able.drop_adapter(AdapterId(one.id))
+            await bench.able.drop_adapter(AdapterId(one.id))
+            assert held(bench.engine) == {two.id}
+
+    @check
+    async def test_requests_of_one_batch_each_run_with_their_own_adapter(self) -> None:
+        async with self.adaptable(*self.adapters) as bench:
+            requests = [
+                replace(self.request(bench.card, 1 + 9 * salt, salt=salt, max_tokens=20), adapter=adapter)
+                for salt, adapter in enumerate([*(AdapterId(a.id) for a in self.adapters), None] * 2)
+            ]
+            async with self.streaming(bench.engine, requests) as readers:
+                pass
+            for reader in readers:
+                await self.assert_whole(reader, bench.card)
+
+    @check
+    async def test_an_adapter_changes_the_tokens(self) -> None:
+        async with self.adaptable(*self.adapters) as bench:
+            request = self.request(bench.card)
+            seen = {tuple(t.id for t in await collect(bench.engine, request))}
+            for adapter in self.adapters:
+                adapted = replace(request, adapter=AdapterId(adapter.id))
+                seen.add(tuple(t.id for t in await collect(bench.engine, adapted)))
+            assert len(seen) == 1 + len(self.adapters), "adapters that change nothing would hide a mistake"
+
+    @check
+    async def test_a_continued_request_goes_on_with_its_adapter(self) -> None:
+        async with self.adaptable(*self.adapters) as bench:
+            request = self.with_adapter(bench, 0)
+            whole = await self.expected(request, bench.card)
+            tokens = await collect(bench.engine, request.continued(whole[:5]))
+            assert [token.id for token in tokens] == whole[5:]
+
+    @check
+    async def test_adapters_come_and_go_beside_running_streams(self) -> None:
+        async with self.adaptable(self.adapters[0]) as bench:
+            requests = self.long_requests(bench.card, 2)
+            requests[0] = replace(requests[0], adapter=AdapterId(self.adapters[0].id))
+            async with self.streaming(bench.engine, requests) as readers:
+                for _ in range(3):
+                    await bench.able.load_adapter(self.adapters[1])
+                    await bench.able.drop_adapter(AdapterId(self.adapters[1].id))
+            for reader in readers:
+                await self.assert_whole(reader, bench.card)
+
+    @check
+    async def test_an_adapter_in_use_is_not_dropped(self) -> None:
+        async with self.adaptable(self.adapters[0]) as bench:
+            request = replace(self.long_requests(bench.card)[0], adapter=AdapterId(self.adapters[0].id))
+            async with self.streaming(bench.engine, [request]) as readers:
+                with pytest.raises(InstanceError, match=self.adapters[0].id):
+                    await bench.able.drop_adapter(AdapterId(self.adapters[0].id))
+                assert held(bench.engine) == {self.adapters[0].id}
+            await self.assert_whole(readers[0], bench.card)
+            await bench.able.drop_adapter(AdapterId(self.adapters[0].id))
+            with pytest.raises(UnknownAdapter):
+                await collect(bench.engine, request)
+
+    @check
+    async def test_an_adapter_loaded_in_the_place_of_another_is_itself(self) -> None:
+        async with self.adaptable() as bench:
+            for adapter in (*self.adapters, *self.adapters):
+                await bench.able.load_adapter(adapter)
+                reader = Reader(replace(self.request(bench.card), adapter=AdapterId(adapter.id)))
+                await reader.read(bench.engine)
+                await self.assert_whole(reader, bench.card)
+                await bench.able.drop_adapter(AdapterId(adapter.id))
+
+    @check
+    async def test_an_unload_forgets_every_adapter(self) -> None:
+        async with self.adaptable(*self.adapters) as bench:
+            request = self.with_adapter(bench, 0)
+            await bench.engine.evict(deadline_s=0)
+            await bench.engine.unload()
+            assert bench.engine.view().adapters == ()
+            await bench.engine.load(bench.card, bench.store)
+            assert bench.engine.view().adapters == ()
+            with pytest.raises(UnknownAdapter):
+                await collect(bench.engine, request)
+            await bench.able.load_adapter(self.adapters[0])
+            reader = Reader(request)
+            await reader.read(bench.engine)
+            await self.assert_whole(reader, bench.card)
+
+    @check
+    async def test_an_adapter_needs_its_model(self) -> None:
+        async with self.adaptable() as bench:
+            with pytest.raises(InstanceError):
+                await bench.able.load_adapter(replace(self.adapters[0], model=bench.cards[1].id))
+            await bench.engine.evict(deadline_s=0)
+            await bench.engine.unload()
+            with pytest.raises(InstanceError):
+                await bench.able.load_adapter(self.adapters[0])
+            assert bench.engine.view().adapters == ()
+
+    @check
+    async def test_what_does_not_fit_is_refused_and_disturbs_nobody(self) -> None:
+        async with self.adaptable() as bench:
+            loaded: list[Adapter] = []
+
+            async def fill() -> None:
+                for number in range(1000):
+                    adapter = replace(self.adapters[number % len(self.adapters)], id=f"copy-{number}")
+                    await bench.able.load_adapter(adapter)
+                    loaded.append(adapter)
+
+            with pytest.raises(OutOfMemory):
+                await fill()
+            assert held(bench.engine) == {adapter.id for adapter in loaded}
+            assert len(loaded) <= bench.engine.view().max_adapters
+            await bench.able.drop_adapter(AdapterId(loaded[0].id))
+            await bench.able.load_adapter(self.adapters[0])
+            reader = Reader(self.with_adapter(bench, 0))
+            await reader.read(bench.engine)
+            await self.assert_whole(reader, bench.card)
+
+    @check
+    async def test_a_bad_adapter_is_refused_and_disturbs_nobody(self) -> None:
+        if self.bad_adapter is None:
+            pytest.skip("no adapter is bad here")
+        async with self.adaptable(self.adapters[0]) as bench:
+            requests = self.long_requests(bench.card, 2)
+            requests[0] = replace(requests[0], adapter=AdapterId(self.adapters[0].id))
+            async with self.streaming(bench.engine, requests) as readers:
+                with pytest.raises((UnsupportedAdapter, StoreError)):
+                    await bench.able.load_adapter(self.bad_adapter)
+                assert held(bench.engine) == {self.adapters[0].id}
+            for reader in readers:
+                await self.assert_whole(reader, bench.card)
+
+    @check
+    async def test_a_load_of_an_adapter_cancelled_anywhere_can_be_repeated(self) -> None:
+        async with self.adaptable() as bench:
+            adapter = self.adapters[0]
+
+            async def look() -> None:
+                assert held(bench.engine) <= {adapter.id}
+                await bench.able.drop_adapter(AdapterId(adapter.id))
+
+            await cancel_everywhere(lambda: bench.able.load_adapter(adapter), look)
+            await bench.able.load_adapter(adapter)
+            reader = Reader(self.with_adapter(bench, 0))
+            await reader.read(bench.engine)
+            await self.assert_whole(reader, bench.card)
+
+    @check
+    async def test_loading_an_adapter_lets_the_event_loop_go_on(self) -> None:
+        async with self.adaptable() as bench:
+            async with Heartbeat().beating() as heart:
+                for adapter in self.adapters:
+                    await bench.able.load_adapter(adapter)
+            assert not heart.stood_still, heart
+
+    @check
+    async def test_a_lost_engine_forgets_its_adapters(self) -> None:
+        if not self.can_lose:
+            pytest.skip("write lose(engine) and set can_lose")
+        async with self.adaptable(*self.adapters) as bench:
+            self.lose(bench.engine)
+            await until(lambda: bench.engine.view().state is InstanceState.LOST)
+            assert bench.engine.view().adapters == ()
+            with pytest.raises(InstanceLost):
+                await bench.able.load_adapter(self.adapters[0])
+
+    @check
+    async def test_a_stream_left_anywhere_lets_its_adapter_go(self) -> None:
+        async with self.adaptable(self.adapters[0]) as bench:
+            request = replace(self.long_requests(bench.card)[0], adapter=AdapterId(self.adapters[0].id))
+
+            async def read_a_little() -> None:
+                async with bench.engine.stream(request) as tokens:
+                    for _ in range(4):
+                        await anext(tokens)
+
+            async def look() -> None:
+                await until(lambda: no_requests(bench.engine))
+                await bench.able.drop_adapter(AdapterId(self.adapters[0].id))
+                await bench.able.load_adapter(self.adapters[0])
+
+            await cancel_everywhere(read_a_little, look)
+
+    @check
+    async def test_loads_of_one_adapter_side_by_side_end_as_one(self) -> None:
+        async with self.adaptable() as bench:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(4):
+                    tasks.start_soon(bench.able.load_adapter, self.adapters[0])
+            assert bench.engine.view().adapters == (self.adapters[0].id,)
+
+    # ------------------------------------------------------------------ for the checks
+
+    @asynccontextmanager
+    async def adaptable(self, *adapters: Adapter) -> AsyncGenerator[AdapterBench]:
+        """An engine that serves the first model and holds `adapters`; skips one that can hold none."""
+        if not self.adapters:
+            pytest.skip("there are no adapters to check with")
+        async with self.serving() as bench:
+            engine = bench.engine
+            if not isinstance(engine, SupportsAdapters) or not engine.view().max_adapters:
+                pytest.skip("the engine does not support adapters")
+            for adapter in adapters:
+                await engine.load_adapter(adapter)
+            yield AdapterBench(engine=engine, store=bench.store, cards=bench.cards, able=engine)
+
+    def with_adapter(self, bench: Bench, index: int) -> Request:
+        """A request with one of the adapters."""
+        return replace(self.request(bench.card), adapter=AdapterId(self.adapters[index].id))
+
+
+def held(engine: Engine) -> set[str]:
+    """The ids of the adapters that an engine says it holds, each once."""
+    adapters: Sequence[str] = engine.view().adapters
+    assert len(adapters) == len(set(adapters)), f"an adapter is held twice: {adapters}"
+    return set(adapters)
