@@ -162,7 +162,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _look_at(shelf: DiskShelf, entry: Entry) -> dict[str, object]:
-    from hotswap.backends.stores.verify import load_index
+    from hotswap.backends.stores.indexes import load_index
 
     looked: dict[str, object] = {
         "model": entry.model,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from hotswap.errors import ShardCorrupt
 
-__all__ = ["CONVERT_AGAIN", "Fields", "parse_object"]
+__all__ = ["CONVERT_AGAIN", "LARGEST", "Fields", "parse_object"]
 
 CONVERT_AGAIN = "Convert the model again with `hotswap store add --replace`."
-_LARGEST = 2**62
+LARGEST: Final = 2**62  # no number is as large
 
 
 class Fields:
@@ -72,7 +72,7 @@ class Fields:
 
     def _whole(self, value: object, name: str, least: int) -> int:
         # `type`, because a bool is an int to `isinstance`.
-        if type(value) is not int or not least <= value < _LARGEST:
+        if type(value) is not int or not least <= value < LARGEST:
             raise self.wrong(f"the field {name!r} is not a whole number of at least {least}")
         return value
 

@@ -17,11 +17,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hotswap.backends.stores.crc import crc32
-from hotswap.backends.stores.fields import Fields, parse_object
+from hotswap.backends.stores.fields import LARGEST, Fields, parse_object
 from hotswap.errors import UnsafeFile
 from hotswap.model import Manifest, Shard, TensorSpec
 from hotswap.request import ModelId
@@ -59,6 +60,9 @@ DTYPE_BYTES: Final = {
 _MOST_DIMENSIONS = 64
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
+_TENSOR_FIELDS = itemgetter(
+    "name", "dtype", "shape", "offset_bytes", "size_bytes", "stride", "checksum", "rank"
+)
 
 
 class Checksum:
@@ -154,7 +158,7 @@ def _manifest(body: Fields, path: Path | str, model: ModelId) -> Manifest:
         model=model,
         shards=tuple(_shard(entry, path, model) for entry in body.records("shards")),
         buffer_bytes=body.size("buffer_bytes"),
-        tensors=tuple(_tensor(entry) for entry in body.records("tensors")),
+        tensors=tuple(_usual_tensor(entry.raw) or _tensor(entry) for entry in body.records("tensors")),
         world_size=body.size("world_size", least=1),
         alignment_bytes=body.size("alignment_bytes", least=512),
         architecture=body.text("architecture"),
@@ -169,6 +173,45 @@ def _manifest(body: Fields, path: Path | str, model: ModelId) -> Manifest:
         if complaint := check(manifest):
             raise body.wrong(complaint)
     return manifest
+
+
+def _usual_tensor(raw: dict[str, Any]) -> TensorSpec | None:
+    """What nearly every tensor is, sound and row-major, read in a fraction of the time; `None` for `_tensor`.
+
+    Accepts nothing that `_tensor` would not, and leaves the rest, and every error, to it.
+    """
+    try:
+        name, dtype, shape, offset, size, stride, checksum, rank = _TENSOR_FIELDS(raw)
+        item_bytes = DTYPE_BYTES[dtype]
+    except (KeyError, TypeError):
+        return None
+    # `type`, because a bool is an int to `isinstance`.
+    if not (
+        type(name) is type(checksum) is str
+        and type(shape) is type(stride) is list
+        and type(offset) is type(size) is type(rank) is int
+        and len(shape) == len(stride) <= _MOST_DIMENSIONS
+    ):
+        return None
+    count = 1
+    for length, step in zip(reversed(shape), reversed(stride), strict=True):
+        if type(length) is not int or type(step) is not int or step != count or length < 1:
+            return None
+        count *= length
+    if not (count * item_bytes == size < LARGEST and 0 <= offset < LARGEST and 0 <= rank < LARGEST):
+        return None
+    if offset % item_bytes or not _CHECKSUM.fullmatch(checksum):
+        return None
+    return TensorSpec(
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        offset_bytes=offset,
+        size_bytes=size,
+        stride=tuple(stride),
+        checksum=checksum,
+        rank=rank,
+    )
 
 
 def _tensor(entry: Fields) -> TensorSpec:

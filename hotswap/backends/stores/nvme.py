@@ -17,11 +17,11 @@ from hotswap.backends.stores.convert import convert
 from hotswap.backends.stores.disk import DiskReader
 from hotswap.backends.stores.disk_shelf import DiskShelf, Loan
 from hotswap.backends.stores.files import FileCalls, read_small
+from hotswap.backends.stores.indexes import Indexes, models_in
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES, SIDE_FILES, check_file_name
 from hotswap.backends.stores.pieces import Verify
 from hotswap.backends.stores.reading import Lane, background
 from hotswap.backends.stores.ring import BufferPool
-from hotswap.backends.stores.verify import load_index, models_in
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
 from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError
 from hotswap.hardware import parse_bytes
@@ -80,6 +80,7 @@ class NvmeStore(WeightStore):
         self.name = name
         self._budget = None if budget is None else parse_bytes(budget)
         self._shelf = DiskShelf(self.root, self._budget)
+        self._indexes = Indexes(self.root)
         size = parse_bytes(chunk_bytes)
         if size <= 0 or size % ALIGNMENT_BYTES:
             raise ConfigError(
@@ -123,7 +124,7 @@ class NvmeStore(WeightStore):
 
     async def manifest(self, model: ModelId) -> Manifest:
         try:
-            manifest = await to_thread.run_sync(load_index, self.root, model, limiter=self._lane.limiter)
+            manifest = await to_thread.run_sync(self._indexes.load, model, limiter=self._lane.limiter)
         except StoreError:
             self._resident.pop(model, None)
             raise

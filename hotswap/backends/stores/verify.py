@@ -6,54 +6,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hotswap.backends.stores.fields import CONVERT_AGAIN
-from hotswap.backends.stores.files import BlockFile, aligned_buffer, read_small
+from hotswap.backends.stores.files import BlockFile, aligned_buffer
+from hotswap.backends.stores.indexes import load_index
 from hotswap.backends.stores.layout import (
     ALIGNMENT_BYTES,
-    INDEX_NAME,
     Checksum,
     align,
-    check_file_name,
-    parse_index,
 )
-from hotswap.errors import ShardCorrupt, ShardMissing
+from hotswap.errors import ShardCorrupt
 from hotswap.model import Manifest, Shard, TensorSpec
 from hotswap.request import ModelId
 
-__all__ = ["load_index", "models_in", "verify"]
+__all__ = ["verify"]
 
 _PIECE_BYTES = 16 << 20
-
-
-def models_in(root: Path) -> list[ModelId]:
-    """Return the ids of the models under `root`, in order; nothing is read of them."""
-    return [ModelId(path.parent.name) for path in sorted(root.glob(f"[!.]*/{INDEX_NAME}"))]
-
-
-def load_index(root: Path, model: ModelId) -> Manifest:
-    """Read a model's index, and see that its files are there and long enough. Blocking.
-
-    Raises:
-        ShardMissing: there is no such model, or a file of it is missing.
-        ShardCorrupt: the index cannot be used, or a file is truncated.
-        UnsafeFile: a name leads elsewhere, or a file is a link.
-    """
-    check_file_name(model, root)
-    directory = root / model
-    if not directory.is_dir():
-        raise ShardMissing(
-            f"The store at {str(root)!r} holds no model {model!r}. "
-            "Add it with `hotswap store add`, or register it with its source."
-        )
-    path = directory / INDEX_NAME
-    manifest = parse_index(read_small(path), path=path, model=model)
-    for shard in manifest.shards:
-        file = BlockFile(directory / shard.file, direct=False)
-        try:
-            file.open()
-            file.check_size(shard.file_offset_bytes + shard.size_bytes)
-        finally:
-            file.close()
-    return manifest
 
 
 def verify(root: Path, model: ModelId, *, progress: Callable[[int, int], None] | None = None) -> Manifest:

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention, experts
 from hotswap.backends.torch.kv import LayerShape
-from hotswap.backends.torch.weights import tensor_at
+from hotswap.backends.torch.weights import Views
 from hotswap.errors import ShardCorrupt, UnsupportedModel
 from hotswap.model import TensorSpec
 
@@ -77,7 +77,7 @@ class Skeleton:
         """
         self.dtype = self.config.dtype = main_dtype(specs)
         known = {spec.name: spec for spec in specs}
-        made: dict[int, Tensor] = {}
+        views, made = Views(flat), dict[int, Tensor]()
         for slot in self._slots:
             spec = known.get(slot.name)
             if spec is None or spec.shape != tuple(slot.original.shape):
@@ -87,7 +87,7 @@ class Skeleton:
                     "convert the model again."
                 )
             if spec.offset_bytes not in made:
-                view = tensor_at(flat, spec)
+                view = views.at(spec)
                 parameter = nn.Parameter(view, requires_grad=False) if slot.is_parameter else view
                 made[spec.offset_bytes] = parameter
             slot.holder[slot.key] = made[spec.offset_bytes]

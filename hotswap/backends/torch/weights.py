@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from operator import mul
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from hotswap.model import TensorSpec
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "Views",
     "check_complete",
     "check_files",
     "convert",
@@ -83,9 +85,10 @@ def fill(flat: Tensor, module: nn.Module, specs: tuple[TensorSpec, ...]) -> None
     The padding between tensors is left as it is: start from zeros where the bytes are checksummed.
     """
     where = {spec.name: spec for spec in specs}
+    views = Views(flat)
     with torch.no_grad():
         for name, tensor in named_tensors(module):
-            tensor_at(flat, where[name]).copy_(tensor)
+            views.at(where[name]).copy_(tensor)
 
 
 def recast(
@@ -108,30 +111,61 @@ def convert(
     source: Tensor, source_specs: Sequence[TensorSpec], target: Tensor, target_specs: Sequence[TensorSpec]
 ) -> None:
     """Copy every tensor of the flat buffer `source` to its place and dtype in `target`."""
+    here, there = Views(source), Views(target)
     for old, new in zip(source_specs, target_specs, strict=True):
-        tensor_at(target, new).copy_(tensor_at(source, old))
+        there.at(new).copy_(here.at(old))
+
+
+class Views:
+    """The tensors of a flat uint8 buffer, as views of it; nothing is copied.
+
+    The buffer is looked at as each dtype once, so that a tensor is one call of torch, a microsecond or two.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._bases: dict[str, tuple[Tensor, int, int]] = {}
+
+    def at(self, spec: TensorSpec) -> Tensor:
+        """Return the tensor that `spec` describes.
+
+        Raises:
+            ShardCorrupt: the spec contradicts itself or points outside the buffer.
+        """
+        base, item_bytes, first = self._bases.get(spec.dtype) or self._base(spec)
+        count = math.prod(spec.shape)
+        end = spec.offset_bytes + spec.size_bytes
+        inside = 0 <= spec.offset_bytes <= end <= len(self._flat) and not spec.offset_bytes % item_bytes
+        if spec.size_bytes != count * item_bytes or not inside:
+            raise ShardCorrupt(
+                f"Tensor {spec.name!r} ({spec.dtype} {list(spec.shape)}) claims bytes {spec.offset_bytes} to "
+                f"{end} of a buffer of {len(self._flat)}; convert the model again."
+            )
+        if count and not 0 <= _last_element(spec) < count:
+            raise ShardCorrupt(
+                f"The stride of tensor {spec.name!r} leads out of it; convert the model again."
+            )
+        return base.as_strided(spec.shape, spec.stride, first + spec.offset_bytes // item_bytes)
+
+    def _base(self, spec: TensorSpec) -> tuple[Tensor, int, int]:
+        """The whole buffer in the dtype of `spec`, its item size, and where it begins in its storage."""
+        dtype = dtype_of(spec)
+        whole = self._flat[: len(self._flat) // dtype.itemsize * dtype.itemsize].view(dtype)
+        self._bases[spec.dtype] = base = (whole, dtype.itemsize, int(whole.storage_offset()))
+        return base
 
 
 def tensor_at(flat: Tensor, spec: TensorSpec) -> Tensor:
-    """Return the tensor that `spec` describes as a view of the uint8 buffer `flat`; nothing is copied.
+    """Return one tensor of a flat buffer; see `Views.at`."""
+    return Views(flat).at(spec)
 
-    Raises:
-        ShardCorrupt: the spec contradicts itself or points outside the buffer.
-    """
-    dtype = dtype_of(spec)
-    end = spec.offset_bytes + spec.size_bytes
-    if spec.size_bytes != math.prod(spec.shape) * dtype.itemsize or not 0 <= spec.offset_bytes <= end <= len(
-        flat
-    ):
-        raise ShardCorrupt(
-            f"Tensor {spec.name!r} ({spec.dtype} {list(spec.shape)}) claims bytes {spec.offset_bytes} to "
-            f"{end} of a buffer of {len(flat)}; convert the model again."
-        )
-    values = flat[spec.offset_bytes : end].view(dtype)
-    last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
-    if spec.size_bytes and not 0 <= last < len(values):
-        raise ShardCorrupt(f"The stride of tensor {spec.name!r} leads out of it; convert the model again.")
-    return values.as_strided(spec.shape, spec.stride)
+
+def _last_element(spec: TensorSpec) -> int:
+    """How far from the first element the last one is."""
+    if len(spec.shape) != len(spec.stride):
+        return -1
+    steps: Iterable[int] = map(mul, spec.shape, spec.stride)
+    return sum(steps) - sum(spec.stride)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:

@@ -6,13 +6,15 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import Manifest, ModelId, ShardCorrupt, StoreError, UnsafeFile
+from hotswap import Manifest, ModelId, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from hotswap.backends.stores import layout
+from hotswap.backends.stores.indexes import Indexes
 from hotswap.backends.stores.layout import Checksum, dump_index, parse_index
 from tests.backends.stores.models import UNIT, put
 
@@ -169,6 +171,52 @@ def test_any_value_in_any_field_is_a_typed_error_or_a_sound_manifest(
         return
     assert {shard.file for shard in parsed.shards} == {shard.file for shard in manifest.shards}
     assert all(tensor.offset_bytes + tensor.size_bytes <= parsed.buffer_bytes for tensor in parsed.tensors)
+
+
+@given(st.data(), json_values | st.integers(-2, 70) | st.sampled_from([2**61, 2**62, "int8", [1], [4, 2]]))
+def test_the_quick_look_at_tensors_says_what_the_careful_one_says(
+    manifest: Manifest, data: st.DataObject, value: object
+) -> None:
+    index: dict[str, Any] = json.loads(dump_index(manifest))
+    inside = [path for path in _paths(index) if path[:2] == ("manifest", "tensors")]
+    text = changed(manifest, *data.draw(st.sampled_from(inside)), to=value)
+    quick = _outcome(text)
+    with patch.object(layout, "_usual_tensor", return_value=None):
+        assert _outcome(text) == quick
+
+
+def _outcome(text: bytes) -> Manifest | str:
+    try:
+        return parse(text)
+    except StoreError as exc:
+        return repr(exc)
+
+
+def test_an_index_is_parsed_again_only_when_its_bytes_have_changed(tmp_path: Path) -> None:
+    put(tmp_path, M)
+    path = tmp_path / M / layout.INDEX_NAME
+    text, indexes = path.read_bytes(), Indexes(tmp_path)
+    first = indexes.load(M)
+    assert indexes.load(M) is first
+    path.write_bytes(text.replace(b'"max_context_tokens"', b'"max_context_tokems"'))
+    with pytest.raises(ShardCorrupt):
+        indexes.load(M)
+    path.write_bytes(text)
+    assert indexes.load(M) == first
+    (tmp_path / first.shards[0].file).unlink(missing_ok=True)
+    next((tmp_path / M).glob("*.bin")).unlink()
+    with pytest.raises(ShardMissing):
+        indexes.load(M)
+
+
+def test_no_more_indexes_are_kept_than_asked_for(tmp_path: Path) -> None:
+    models = [ModelId(name) for name in "abc"]
+    num_tensors = [len(put(tmp_path, model)[0].tensors) for model in models]
+    indexes = Indexes(tmp_path, most_tensors=sum(num_tensors[:2]))
+    a, b, c = (indexes.load(model) for model in models)
+    assert indexes.load(models[1]) is b
+    assert indexes.load(models[2]) is c
+    assert indexes.load(models[0]) is not a
 
 
 def _paths(value: object, path: tuple[str | int, ...] = ()) -> Any:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hotswap import Manifest, Model, ModelId, ShardCorrupt, ShardMissing, StoreError, TierFull
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.disk_shelf import DiskShelf
-from hotswap.backends.stores.verify import load_index
+from hotswap.backends.stores.indexes import load_index
 from tests.backends.stores.models import UNIT, put, read, read_rank
 
 ROOT = Path(__file__).parents[3]
@@ -182,7 +182,7 @@ ADMIT = """
     from pathlib import Path
     from hotswap import StoreError
     from hotswap.backends.stores import NvmeStore
-    from hotswap.backends.stores.verify import load_index
+    from hotswap.backends.stores.indexes import load_index
 
     async def main(source, root, pause_at):
         manifest = load_index(source, "a")
