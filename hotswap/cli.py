@@ -1,7 +1,8 @@
-"""The command line: take checkpoints into a store, list it, verify it, remove from it, and time it.
+"""The command line: take checkpoints into a store, look after it, and say which models can be served.
 
 Results go to standard output, as a table or with `--json` as one object; progress and errors go to standard
-error, progress on a terminal only. The exit status is 0, 1 when damage was found, 2 after an error.
+error, progress on a terminal only. The exit status is 0, 1 when damage or a model that cannot be served was
+found, 2 after an error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from hotswap.errors import HotswapError, ShardMissing, StoreError
+from hotswap.errors import HotswapError, ShardMissing, StoreError, UnsupportedModel
 from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
 
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-OK, DAMAGED, FAILED, INTERRUPTED = 0, 1, 2, 130
+OK, DAMAGED, REFUSED, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, 1 if it found damage, or 2 after a message on standard error if it failed."""
+    """Run a command; return 0, 1 if what it looked at is no good, or 2 after a message if it failed."""
     arguments = _parser().parse_args(argv)
     command = cast("Callable[[argparse.Namespace], int]", arguments.command)
     try:
@@ -63,6 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(remove, _rm)
     remove.add_argument("model", help="its id in the store")
     _add_bench(store.add_parser("bench", help="time loading beside a plain direct read of the same files"))
+    models = commands.add_parser("models", help="ask about models").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    _add_check(models.add_parser("check", help="say whether a TorchEngine serves a model exactly"))
     return parser
 
 
@@ -89,6 +94,16 @@ def _add_add(parser: argparse.ArgumentParser) -> None:
         "--max-file-size", default="4 GiB", help="split data files at this size (default: %(default)s)"
     )
     parser.add_argument("--replace", action="store_true", help="replace the model if the store has it")
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="a Hugging Face directory, of which only config.json is read, or a model's in a store",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
+    parser.set_defaults(command=_models_check)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -221,6 +236,35 @@ def _rm(arguments: argparse.Namespace) -> int:
     removed = {"root": str(arguments.root), "model": arguments.model, "freed_bytes": freed}
     _tell(arguments, removed, f"{arguments.model}: removed, {_size(freed)} freed")
     return OK
+
+
+def _models_check(arguments: argparse.Namespace) -> int:
+    config = _config_of(arguments.source)
+    from hotswap.backends.torch.examine import Verdict, examine
+
+    served, why = "refused", ""
+    try:
+        served = str(examine(config))
+    except UnsupportedModel as exc:
+        why = str(exc)
+    words = {
+        Verdict.EXACT: "served exactly",
+        Verdict.UNKNOWN: "not known; its load decides, by comparing the model with its own attention",
+    }
+    text = f"{arguments.source}: {words[Verdict(served)] if not why else f'refused. {why}'}"
+    _tell(arguments, {"source": str(arguments.source), "served": served, "why": why}, text)
+    return REFUSED if why else OK
+
+
+def _config_of(source: Path) -> str:
+    """The config of a checkpoint's directory, or of a model's in a store."""
+    from hotswap.backends.stores.indexes import load_index
+
+    if (source / "config.json").is_file():
+        return (source / "config.json").read_text(encoding="utf-8")
+    if (source / "index.json").is_file():
+        return load_index(source.parent, ModelId(source.name)).config
+    raise ShardMissing(f"There is no model at {str(source)!r}: it has no config.json; give its directory.")
 
 
 def _bench(arguments: argparse.Namespace) -> int:

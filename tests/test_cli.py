@@ -146,6 +146,7 @@ def test_bench_compares_the_ways_to_read(tmp_path: Path) -> None:
         ("store", "verify", "{}", "nowhere"),
         ("store", "rm", "{}", "nowhere"),
         ("store", "bench", "{}", "nowhere"),
+        ("models", "check", "{}/nowhere"),
     ],
 )
 def test_an_error_is_its_message_and_nothing_else(tmp_path: Path, words: tuple[str, ...]) -> None:
@@ -181,6 +182,22 @@ def test_add_quantises_in_a_scheme_there_is(
     assert main(["store", "verify", str(tmp_path), "tiny"]) == 0
     (told,) = answer("store", "ls", tmp_path)["models"]
     assert told["quantization"] == "fp8-e4m3"
+
+
+def test_check_says_what_a_torch_engine_serves(tmp_path: Path, checkpoint_directory: Path) -> None:
+    from transformers import MambaConfig
+
+    assert answer("models", "check", checkpoint_directory) == {
+        "source": str(checkpoint_directory),
+        "served": "exact",
+        "why": "",
+    }
+    assert main(["store", "add", str(checkpoint_directory), str(tmp_path), "--id", "tiny"]) == 0
+    assert main(["models", "check", str(tmp_path / "tiny")]) == 0
+    MambaConfig().save_pretrained(tmp_path / "mamba")
+    done = run("models", "check", tmp_path / "mamba")
+    assert done.returncode == 1
+    assert "refused. The 'mamba' model" in done.stdout
 
 
 def test_add_replaces_only_when_told(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.dequantize import Dequantizer
+from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.preflight import preflight
@@ -120,7 +121,7 @@ class Loader:
         """
         manifest = await store.manifest(card.id)
         _check_single_rank(manifest)
-        skeleton = await anyio.to_thread.run_sync(self._skeletons.borrow, manifest.config, self._device)
+        skeleton = await anyio.to_thread.run_sync(self._borrow_skeleton, manifest.config)
         try:
             weights = await self._weights(manifest, store, others_bytes)
         except BaseException:
@@ -157,6 +158,11 @@ class Loader:
             )
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
             return KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
+
+    def _borrow_skeleton(self, config_text: str) -> Skeleton:
+        """Refuse what a look at the config tells cannot be served, before a byte of weights is read."""
+        examine(config_text)
+        return self._skeletons.borrow(config_text, self._device)
 
     async def _weights(self, manifest: Manifest, store: WeightStore, others_bytes: int) -> Weights:
         """Borrow or read the weights, and convert what is stored in another way than is wanted."""

@@ -20,7 +20,7 @@ from hotswap.backends.torch.weights import Views
 from hotswap.errors import ShardCorrupt, UnsupportedModel
 from hotswap.model import TensorSpec
 
-__all__ = ["Skeleton", "SkeletonCache", "main_dtype"]
+__all__ = ["Skeleton", "SkeletonCache", "canonical", "main_dtype", "parse_config"]
 
 # RoPE variants whose factors transformers picks by the longest position of a whole row: one long request
 # would change the others.
@@ -59,13 +59,13 @@ class Skeleton:
     """
 
     def __init__(self, config_text: str, device: torch.device) -> None:
-        self.key = _canonical(config_text)
-        self.config = _config(config_text)
+        self.key = canonical(config_text)
+        self.config = parse_config(config_text)
         self.module = _build(self.config, device)
         self.dtype = torch.float32
         self._slots = tuple(_slots(self.module))
         text_config = self.config.get_text_config()
-        self.num_layers = int(text_config.num_hidden_layers)
+        self.num_layers = int(getattr(text_config, "num_hidden_layers", 0))
         self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
 
@@ -135,7 +135,7 @@ class SkeletonCache:
             UnsupportedModel: transformers does not know the architecture, or it cannot be served exactly.
             ShardCorrupt: the config is no JSON object.
         """
-        wanted = (_canonical(config_text), str(device))
+        wanted = (canonical(config_text), str(device))
         with self._lock:
             for ident, (*key, skeleton) in self._idle.items():
                 if tuple(key) == wanted:
@@ -170,12 +170,24 @@ def _parse(config_text: str) -> dict[str, Any]:
     return cast("dict[str, Any]", parsed)
 
 
-def _canonical(config_text: str) -> str:
+def canonical(config_text: str) -> str:
+    """Return the same text for configs that have the same modules, which compute the same.
+
+    Raises:
+        ShardCorrupt: the config is no JSON object.
+    """
     parsed = _parse(config_text)
     return json.dumps({k: v for k, v in parsed.items() if k not in _IMMATERIAL}, sort_keys=True)
 
 
-def _config(config_text: str) -> Any:
+def parse_config(config_text: str) -> Any:
+    """Return transformers' config of a `config.json`.
+
+    Raises:
+        UnsupportedModel: transformers knows no such architecture or refuses the config, the weights are
+            quantised, or the RoPE would make requests of a batch depend on each other.
+        ShardCorrupt: the config is no JSON object.
+    """
     parsed = _parse(config_text)
     kind = parsed.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -186,7 +198,13 @@ def _config(config_text: str) -> Any:
     if "quantization_config" in parsed:
         raise UnsupportedModel(f"The {kind!r} checkpoint is quantised; convert the original weights.")
     configs: Any = CONFIG_MAPPING
-    config: Any = configs[kind].from_dict(parsed)
+    try:
+        config: Any = configs[kind].from_dict(parsed)
+    except Exception as exc:  # config classes check themselves with errors of their own
+        raise UnsupportedModel(
+            f"transformers refuses the config of the {kind!r} model ({exc}); fetch it again, or serve the "
+            "model with another engine."
+        ) from exc
     if ropes := _ropes(parsed) & _ROW_WISE_ROPE:
         raise UnsupportedModel(
             f"The {kind!r} model uses {sorted(ropes)[0]!r} RoPE, whose factors depend on the other requests "
