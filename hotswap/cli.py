@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     remove = store.add_parser("rm", help="remove a model that nobody uses")
     _add_common(remove, _rm)
     remove.add_argument("model", help="its id in the store")
+    clear = store.add_parser("clear", help="remove from shared host memory what no process uses")
+    _add_common(clear, _clear)
     _add_bench(store.add_parser("bench", help="time loading beside a plain direct read of the same files"))
     models = commands.add_parser("models", help="ask about models").add_subparsers(
         required=True, metavar="COMMAND"
@@ -235,6 +237,19 @@ def _rm(arguments: argparse.Namespace) -> int:
     freed = _shelf(arguments.root).remove(ModelId(arguments.model))
     removed = {"root": str(arguments.root), "model": arguments.model, "freed_bytes": freed}
     _tell(arguments, removed, f"{arguments.model}: removed, {_size(freed)} freed")
+    return OK
+
+
+def _clear(arguments: argparse.Namespace) -> int:
+    import anyio
+
+    from hotswap.backends.stores.shared import clear
+
+    if not arguments.root.is_dir():
+        raise ShardMissing(f"There is no shared memory at {str(arguments.root)!r}.")
+    freed, kept = anyio.run(clear, arguments.root)
+    cleared = {"root": str(arguments.root), "freed_bytes": freed, "kept_bytes": kept}
+    _tell(arguments, cleared, f"{_size(freed)} freed, {_size(kept)} in use")
     return OK
 
 

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["address_of", "aligned_buffer", "copy", "pin", "unpin"]
+__all__ = ["address_of", "aligned_buffer", "can_pin", "copy", "pin", "unpin"]
 
 _log = logging.getLogger("hotswap.memory")
 
@@ -51,6 +51,11 @@ def copy(target: memoryview, source: memoryview) -> None:
     assert len(target) == len(source), f"copying {len(source)} bytes to {len(target)}"
     if len(source):
         ctypes.memmove(address_of(target), address_of(source), len(source))
+
+
+def can_pin() -> bool:
+    """Whether `pin` would try to: memory to be pinned must be mapped for writing."""
+    return _cuda() is not None
 
 
 def pin(data: memoryview) -> bool:

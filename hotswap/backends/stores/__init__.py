@@ -1,4 +1,4 @@
-"""Stores of weights: a budgeted host tier, a local disk, a remote place, and the tiered store over them."""
+"""Stores of weights: host memory, shared or not, a local disk, a remote place, and the tiers together."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from hotswap.backends.stores.nvme import NvmeStore
 from hotswap.backends.stores.pinned import PinnedStore
+from hotswap.backends.stores.shared import SharedStore
 from hotswap.backends.stores.tiered import TieredStore
 
 if TYPE_CHECKING:
     from hotswap.backends.stores.remote import RemoteStore
 
-__all__ = ["NvmeStore", "PinnedStore", "RemoteStore", "TieredStore"]
+__all__ = ["NvmeStore", "PinnedStore", "RemoteStore", "SharedStore", "TieredStore"]
 
 
 def __getattr__(name: str) -> object:

@@ -45,27 +45,29 @@ class DiskReader:
 
     async def read_into(self, path: Path, shard: Shard, destination: memoryview) -> HostChunk:
         """Read a shard into place; see `SupportsReadInto`."""
-        whole = destination.cast("B")
-        if whole.readonly or len(whole) != shard.size_bytes:
-            raise ValueError(
-                f"The destination for {shard.file!r} has {len(whole)} bytes"
-                f"{', read-only' if whole.readonly else ''}; give {shard.size_bytes} writable ones."
-            )
-        if not is_aligned(whole):
-            return await self._copy_into(path, shard, whole)
-        with self._file(path) as file:
-            await read_into(file, shard, self._lane, whole)
-            return HostChunk(shard.buffer_offset_bytes, destination, self._lane.tier, buffered=file.buffered)
+        with destination.cast("B") as whole:  # let go of at the end, whoever keeps an error that knows of it
+            if whole.readonly or len(whole) != shard.size_bytes:
+                raise ValueError(
+                    f"The destination for {shard.file!r} has {len(whole)} bytes"
+                    f"{', read-only' if whole.readonly else ''}; give {shard.size_bytes} writable ones."
+                )
+            if not is_aligned(whole):
+                buffered = await self._copy_into(path, shard, whole)
+            else:
+                with self._file(path) as file:
+                    await read_into(file, shard, self._lane, whole)
+                    buffered = file.buffered
+        return HostChunk(shard.buffer_offset_bytes, destination, self._lane.tier, buffered=buffered)
 
-    async def _copy_into(self, path: Path, shard: Shard, destination: memoryview) -> HostChunk:
-        """By way of the ring, whose buffers are aligned."""
+    async def _copy_into(self, path: Path, shard: Shard, destination: memoryview) -> bool:
+        """By way of the ring, whose buffers are aligned; say whether the page cache was in between."""
         buffered = False
         async with self.open(path, shard) as chunks:
             async for chunk in chunks:
                 start = chunk.offset_bytes - shard.buffer_offset_bytes
                 await to_thread.run_sync(copy, destination[start : start + len(chunk.data)], chunk.data)
                 buffered = chunk.buffered
-        return HostChunk(shard.buffer_offset_bytes, destination, self._lane.tier, buffered=buffered)
+        return buffered
 
     @contextmanager
     def _file(self, path: Path) -> Generator[BlockFile]:

@@ -10,7 +10,7 @@ from anyio import CancelScope, to_thread
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import copy
-from hotswap.backends.stores.pinned import Hold, PinnedStore
+from hotswap.backends.stores.host_tier import Hold, HostTier
 from hotswap.backends.stores.reading import give_back
 from hotswap.errors import ShardMissing, StoreError
 from hotswap.model import HostChunk, Manifest, Shard
@@ -40,7 +40,7 @@ class Fill:
         shard: Shard,
         manifest: Manifest,
         sources: Sequence[WeightStore],
-        host: PinnedStore,
+        host: HostTier,
         *,
         at_once: bool = False,
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -108,17 +108,23 @@ class Fill:
 
     async def _fill(self, hold: Hold) -> None:
         self.admitted, self.pinned, self.data = True, hold.pinned, hold.place(self.shard)
-        if hold.has(self.shard):  # another fill came to its end while this one was on its way
+        self._notify()
+        if hold.has(self.shard) or not await self._bring(hold):
             self.tier, self.filled_bytes = self._host.name, self.shard.size_bytes
-        else:
-            self._notify()
-            with self._reading():
-                await self._read()
-            hold.commit(self.shard)
         if self.wanted:
             hold.keep()
         self.done = True
         self._notify()
+
+    async def _bring(self, hold: Hold) -> bool:
+        """Read the shard; false if another fill, here or in another process, has come to its end before."""
+        async with hold.filling():
+            if hold.has(self.shard):
+                return False
+            with self._reading():
+                await self._read()
+            hold.commit(self.shard)
+        return True
 
     async def _read(self) -> None:
         """Read from the first tier that can, beginning anew with each."""
@@ -152,8 +158,8 @@ class Fill:
         async with tier.open(self.shard) as chunks:
             async for chunk in chunks:
                 start = chunk.offset_bytes - self.shard.buffer_offset_bytes
-                target = self.data[start : start + len(chunk.data)]
-                await to_thread.run_sync(_copy, target, chunk.data)
+                with self.data[start : start + len(chunk.data)] as target:
+                    await to_thread.run_sync(_copy, target, chunk.data)
                 self.tier, self.filled_bytes = chunk.tier, start + len(chunk.data)
                 self._notify()
 

@@ -236,7 +236,8 @@ class _InPlace:
             if self._stopped:
                 return
             try:
-                self.pieces.read(index, self._destination[self.pieces.span(index)])
+                with self._destination[self.pieces.span(index)] as part:  # an error would keep it in use
+                    self.pieces.read(index, part)
             except StoreError as exc:
                 self.errors[index] = exc
                 self._stopped = True

@@ -14,8 +14,8 @@ from anyio.abc import TaskGroup
 
 from hotswap.backends.stores.descend import Descending, descending
 from hotswap.backends.stores.fill import Fill, Follower, telling
+from hotswap.backends.stores.host_tier import HostTier
 from hotswap.backends.stores.link import Link
-from hotswap.backends.stores.pinned import PinnedStore
 from hotswap.backends.stores.reading import background
 from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
 from hotswap.model import HostBuffer, HostChunk, Manifest, Model, Shard
@@ -30,11 +30,12 @@ __all__ = ["TieredStore"]
 class TieredStore(WeightStore):
     """Tiers, fastest first: `TieredStore(PinnedStore("200 GiB"), NvmeStore("/var/cache/hotswap"))`.
 
-    A shard is lent by the first tier that holds it. If the first tier is a `PinnedStore`, a shard read from
-    below is written into it on the way, and lent from there: that is the only copy in host memory, made once
-    however many engines ask at the same time. Where the budget does not allow it, the shard passes by. A tier
-    that fails before its first chunk is passed over for the next; one that fails later raises. What is read
-    from below a `NvmeStore` is written there on the way (see `descend`).
+    A shard is lent by the first tier that holds it. If the first tier is host memory (a `PinnedStore` or a
+    `SharedStore`), a shard read from below is written into it on the way, and lent from there: that is the
+    only copy in host memory, made once however many engines ask at the same time. Where the budget does not
+    allow it, the shard passes by. A tier that fails before its first chunk is passed over for the next; one
+    that fails later raises. What is read from below a `NvmeStore` is written there on the way (see
+    `descend`).
 
     `prefetches` models are prefetched from a tier at a time, and none while a load reads from it.
     """
@@ -43,12 +44,12 @@ class TieredStore(WeightStore):
         names = [tier.name for store in tiers for tier in store.view().tiers]
         if not tiers or len(set(names)) != len(names):
             raise ConfigError(f"The tiers are {names}; give one or more, each with its own name.")
-        if any(isinstance(tier, PinnedStore) for tier in tiers[1:]):
-            raise ConfigError("A PinnedStore is the fastest tier; name it first.")
+        if any(isinstance(tier, HostTier) for tier in tiers[1:]):
+            raise ConfigError("Host memory is the fastest tier; name it first, and once.")
         if prefetches < 1:
             raise ConfigError(f"prefetches is {prefetches}; give 1 or more.")
         self.tiers = tiers
-        self._host = tiers[0] if isinstance(tiers[0], PinnedStore) else None
+        self._host = tiers[0] if isinstance(tiers[0], HostTier) else None
         self._below = descending(tiers if self._host is None else tiers[1:])
         self._manifests: dict[ModelId, Manifest] = {}
         self._links: defaultdict[str, Link] = defaultdict(lambda: Link(prefetches))
@@ -74,6 +75,8 @@ class TieredStore(WeightStore):
     async def manifest(self, model: ModelId) -> Manifest:
         manifest = await self._manifest(self.tiers, model)
         self._manifests[model] = manifest
+        if self._host is not None:
+            await self._host.expect(manifest)
         return manifest
 
     @asynccontextmanager
@@ -189,7 +192,7 @@ class TieredStore(WeightStore):
         return await self._enter_below(stack, shard)
 
     async def _enter_lent(
-        self, stack: AsyncExitStack, host: PinnedStore, manifest: Manifest, rank: int
+        self, stack: AsyncExitStack, host: HostTier, manifest: Manifest, rank: int
     ) -> HostBuffer | None:
         buffer = await stack.enter_async_context(host.lend(manifest, rank))
         if buffer is not None:
@@ -232,7 +235,7 @@ class TieredStore(WeightStore):
 
     @asynccontextmanager
     async def _rising(
-        self, host: PinnedStore, shard: Shard, manifest: Manifest
+        self, host: HostTier, shard: Shard, manifest: Manifest
     ) -> AsyncGenerator[Follower | None]:
         """Follow the shard's way up; `None` if the host tier has no room for it."""
         async with self._following(host, shard, manifest) as fill:
@@ -246,7 +249,7 @@ class TieredStore(WeightStore):
                 if follower is not None:
                     follower.close()
 
-    async def _complete(self, host: PinnedStore, manifest: Manifest, shards: Iterable[Shard]) -> str:
+    async def _complete(self, host: HostTier, manifest: Manifest, shards: Iterable[Shard]) -> str:
         """Bring up the shards that are missing, one after the other; return which tier gave the last."""
         tier = host.name
         with self._on_its_way(manifest):
@@ -285,7 +288,7 @@ class TieredStore(WeightStore):
 
     @asynccontextmanager
     async def _following(
-        self, host: PinnedStore, shard: Shard, manifest: Manifest, *, at_once: bool = False
+        self, host: HostTier, shard: Shard, manifest: Manifest, *, at_once: bool = False
     ) -> AsyncGenerator[Fill]:
         """Take part in the one fill of a shard; the last to leave waits until its books are closed."""
         fill = await self._join(host, shard, manifest, at_once=at_once)
@@ -297,7 +300,7 @@ class TieredStore(WeightStore):
                 with CancelScope(shield=True):
                     await fill.ended.wait()
 
-    async def _join(self, host: PinnedStore, shard: Shard, manifest: Manifest, *, at_once: bool) -> Fill:
+    async def _join(self, host: HostTier, shard: Shard, manifest: Manifest, *, at_once: bool) -> Fill:
         while (fill := self._fills.get(shard)) is not None and fill.closing:
             await fill.ended.wait()
         if fill is None:

@@ -123,4 +123,4 @@ def _copy(chunk: HostChunk, flat: Tensor) -> None:
         # torch will not look at read-only memory, such as a mapped file, without a warning.
         np.copyto(target.numpy(), np.frombuffer(chunk.data, dtype=np.uint8))
     else:
-        target.copy_(torch.frombuffer(bytearray(chunk.data), dtype=torch.uint8))
+        target.copy_(in_place(chunk.data))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hotswap import ModelId
-from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.backends.stores import NvmeStore, PinnedStore, SharedStore, TieredStore
 from hotswap.testing.conformance import WeightStoreConformance
 from tests.backends.stores.models import UNIT, put
 
@@ -60,3 +60,31 @@ class TestPrefetchedTieredStore(OnDisk):
             for model in MODELS:
                 await store.prefetch(model)
             yield store
+
+
+class InSharedMemory(OnDisk):
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+
+class TestSharedTieredStore(InSharedMemory):
+    def make_store(self) -> TieredStore:
+        return TieredStore(SharedStore(self.directory, "1 MiB", chunk_bytes=UNIT), self.disk)
+
+
+class TestSharedTieredStoreWithRoomForOne(InSharedMemory):
+    def make_store(self) -> TieredStore:
+        return TieredStore(SharedStore(self.directory, 22 * UNIT, chunk_bytes=UNIT), self.disk)
+
+
+class TestTieredStoreBesideAnotherThatSharesItsMemory(InSharedMemory):
+    @asynccontextmanager
+    async def make_store(self) -> AsyncGenerator[TieredStore]:
+        mine, other = (
+            TieredStore(SharedStore(self.directory, "1 MiB", chunk_bytes=UNIT), disk)
+            for disk in (self.disk, NvmeStore(self.disk.root))
+        )
+        async with other, mine:
+            await other.prefetch(MODELS[0])
+            yield mine

@@ -30,6 +30,7 @@ def test_the_blocks_run_in_their_order(
     (tmp_path / "far").mkdir()
     places = {
         "/var/cache/hotswap": str(tmp_path / "near"),
+        "/dev/shm/hotswap": str(tmp_path / "shared"),
         "/models/llama": str(checkpoint),
         "/models/qwen": str(checkpoint),
         '"s3://weights", options={"region": "eu-central-1"}': f'"file://{tmp_path / "far"}"',
@@ -46,7 +47,9 @@ def test_the_blocks_run_in_their_order(
                 assert main(shlex.split(line)[1:]) == 0, line
     said = capsys.readouterr().out
     assert re.search(r"^pinned \d", said, re.MULTILINE)  # where the prefetched model lies
+    assert re.search(r"^<SharedStore .* shared$", said, re.MULTILINE)
     assert "qwen: removed" in said
+    assert [*(tmp_path / "shared").glob("[!.]*")] == []
     assert (tmp_path / "far" / "llama" / "index.json").is_file()
 
 
@@ -61,6 +64,7 @@ def test_the_keys_are_those_of_the_commands(
         "verify": ["verify", root],
         "bench": ["bench", root, "m", "--repeat", "1"],
         "rm": ["rm", root, "m"],
+        "clear": ["clear", root],
     }
     assert set(rows) == set(commands)
     for name, words in commands.items():
