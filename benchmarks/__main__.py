@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 
 BENCHMARKS = {
+    "coverage": "which architectures are served exactly: a miniature of each, token for token",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
     "load": "weights into host memory: this store, the raw disk, and the loaders people use today",
 }

@@ -162,12 +162,17 @@ def main_dtype(specs: Sequence[TensorSpec]) -> torch.dtype:
 
 def _parse(config_text: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(config_text)
+        parsed = json.loads(config_text, object_hook=_special_float)
     except ValueError as exc:
         raise ShardCorrupt(f"The manifest's config is not JSON ({exc}); convert the model again.") from exc
     if not isinstance(parsed, dict):
         raise ShardCorrupt("The manifest's config is not a JSON object; convert the model again.")
     return cast("dict[str, Any]", parsed)
+
+
+def _special_float(parsed: dict[str, Any]) -> Any:
+    """A float that JSON does not know, as transformers writes it."""
+    return float(parsed["__float__"]) if parsed.keys() == {"__float__"} else parsed
 
 
 def canonical(config_text: str) -> str:

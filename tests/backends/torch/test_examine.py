@@ -121,6 +121,12 @@ def test_a_config_whose_miniatures_do_not_run_is_unknown() -> None:
     assert examine.examine(config) is Verdict.UNKNOWN
 
 
+def test_floats_that_json_does_not_know_are_read_as_transformers_writes_them() -> None:
+    config = transformers.GraniteMoeHybridConfig(layer_types=["attention"] * 4, num_hidden_layers=4)
+    assert "__float__" in config.to_json_string()
+    assert examine.examine(config.to_json_string()) is Verdict.EXACT
+
+
 @pytest.mark.parametrize("config", ["", "[]"])
 def test_a_config_that_is_none_is_corrupt(config: str) -> None:
     with pytest.raises(ShardCorrupt):

@@ -1,0 +1,401 @@
+"""Which architectures are served exactly: every causal language model that transformers knows, tried out.
+
+    python -m benchmarks.coverage                      the slice that the tests run
+    python -m benchmarks.coverage --full               all of them, some minutes
+    python -m benchmarks.coverage --full --write       and write docs/models.md
+    python -m benchmarks.coverage --only llama gemma3  some
+
+An architecture's default config, with more of its features switched on, is examined as it is before it would
+be loaded. Then its miniature takes the whole way: a checkpoint with random weights is written, converted into
+a store, loaded by a `TorchEngine` and asked for tokens by several clients at once. A small token budget cuts
+prompts into chunks, few KV blocks let requests wait for each other, and clients leave and come back, so that
+what was computed is computed again. Every token must be the one that transformers' `generate` gives for the
+request alone, or, where `generate` departs from the model's own forward, the one that this gives. Any other
+ends the run with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import anyio
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.measure import write_json
+from benchmarks.table import show
+from hotswap import HotswapError, Model, ModelCard, ModelId, Request, RequestId, Sampling, UnsupportedModel
+from hotswap.backends.stores import NvmeStore
+from hotswap.backends.stores.convert import convert
+from hotswap.backends.torch import TorchEngine
+from hotswap.backends.torch.examine import Verdict, examine
+from hotswap.backends.torch.miniature import CONTEXT, enliven, shrink
+
+__all__ = ["PAGE", "SLICE", "VARIANTS", "Outcome", "Row", "Variant", "cover", "main", "render"]
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+# Tokens of the prompts, and how many follow: shorter and longer than every window of a miniature.
+_LENGTHS, _MORE = (3, 17, 30, 47), 20
+_DEPARTS = "as by its own forward, from which `generate` departs"
+_NUM_KV_TOKENS, _BUDGET, _BLOCK = 96, 24, 16
+
+
+class Outcome(StrEnum):
+    """What became of an architecture."""
+
+    EXACT = "exact"
+    REFUSED = "refused"
+    UNKNOWN = "unknown"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to configure an architecture: `changes` of its default config, and what is special about it."""
+
+    model_type: str
+    label: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        return f"{self.model_type} ({self.label})" if self.label else self.model_type
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of a variant, why, and what its miniature had."""
+
+    name: str
+    outcome: Outcome
+    why: str = ""
+    features: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        features = ", ".join(self.features) or "–"
+        last = self.why.replace("|", "/") if self.why else features
+        return f"| `{self.name}` | {self.outcome} | {last} |"
+
+
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+    "original_max_position_embeddings": 64,
+}
+
+# What defaults leave out or switch off, and what they switch on that need not be.
+_SPECIAL = (
+    Variant("granitemoehybrid", "attention layers only", {"layer_types": ["attention"] * 32}),
+    Variant("lfm2", "with convolutions", {"layer_types": ["conv", "full_attention"] * 16}),
+    Variant("lfm2_moe", "", {"layer_types": ["conv", "full_attention"] * 16, "num_hidden_layers": 32}),
+    Variant("llama", "dynamic RoPE", {"rope_parameters": _DYNAMIC}),
+    Variant("llama4_text", "no temperature tuning", {"attn_temperature_tuning": False}),
+    Variant("minimax_m3_vl_text", "sparse", {"layer_types": ["full_attention", "minimax_m3_sparse"] * 30}),
+    Variant("phi3", "longrope", {"rope_parameters": _LONG}),
+    Variant("reformer", "", {"is_decoder": True}),
+)
+# Switched on wherever a config has them.
+_FEATURES: dict[str, Any] = {
+    "attention_bias": True,
+    "sliding_window": 4096,
+    "use_sliding_window": True,
+    "attn_logit_softcapping": 50.0,
+    "qkv_bias": True,
+    "use_qk_norm": True,
+}
+VARIANTS: tuple[Variant, ...] = tuple(
+    sorted(
+        {
+            **{name: Variant(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES},
+            **{variant.name: variant for variant in _SPECIAL},
+        }.values(),
+        key=lambda variant: variant.name,
+    )
+)
+SLICE = (
+    *(
+        "bloom",
+        "cohere",
+        "deepseek_v3",
+        "deepseek_v32",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+    ),
+    *("granite", "lfm2 (with convolutions)", "llama", "llama (dynamic RoPE)", "llama4_text"),
+    *(
+        "llama4_text (no temperature tuning)",
+        "mamba",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "opt",
+        "phi",
+        "phi3",
+    ),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "stablelm", "starcoder2"),
+)
+
+
+# ------------------------------------------------------------------------------------------ one architecture
+
+
+def cover(variant: Variant) -> Row:
+    """Examine an architecture and serve its miniature; blocks for a second or two."""
+    config = _config(variant)
+    if config is None:
+        return Row(variant.name, Outcome.UNKNOWN, "its default config contradicts itself")
+    try:
+        verdict = examine(json.dumps(config.to_dict(), default=str))
+    except UnsupportedModel as exc:
+        return Row(variant.name, Outcome.REFUSED, _short(exc))
+    module = _miniature(config)
+    if module is None or verdict is Verdict.UNKNOWN:
+        return Row(variant.name, Outcome.UNKNOWN, "no miniature of its default config runs")
+    with tempfile.TemporaryDirectory(prefix="coverage-") as directory:
+        return anyio.run(_serve, variant.name, module, Path(directory))
+
+
+def _config(variant: Variant) -> Any:
+    """The config with its features on, else without them; `None` if transformers refuses both."""
+    configs: Any = CONFIG_MAPPING
+    made: Any = configs[variant.model_type]
+    with contextlib.suppress(Exception):
+        default = made(**variant.changes)
+        known = default.to_dict()
+        changes = {name: value for name, value in _FEATURES.items() if name in known} | dict(variant.changes)
+        heads = known.get("num_attention_heads")
+        if "kv_lora_rank" not in known and known.get("num_key_value_heads") == heads and type(heads) is int:
+            changes["num_key_value_heads"] = heads // 2
+        for choice in (changes, dict(variant.changes)):
+            with contextlib.suppress(Exception):
+                config = made(**choice)
+                if _miniature(config) is not None:
+                    return config
+        return default
+    return None
+
+
+def _miniature(config: Any) -> Any:
+    """The first of the config's miniatures that transformers itself can run, with weights; `None` if none."""
+    models: Any = AutoModelForCausalLM
+    configs: Any = CONFIG_MAPPING
+    for small in shrink(config.to_dict()):
+        with contextlib.suppress(Exception):
+            made = configs[config.model_type].from_dict(small)
+            module = models.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
+            enliven(module)
+            _generate(module, [5, 6, 7], 2)
+            return module
+    return None
+
+
+async def _serve(name: str, module: Any, directory: Path) -> Row:
+    random = Random(1)
+    prompts = [
+        [random.randrange(3, module.config.get_text_config().vocab_size) for _ in range(n)] for n in _LENGTHS
+    ]
+    expected = [_generate(module, prompt, _MORE) for prompt in prompts]
+    features = _features(module)
+    module.config.architectures = [type(module).__name__]
+    module.save_pretrained(directory / "checkpoint")
+    try:
+        convert(directory / "checkpoint", directory / "store", model_id="m")
+    except HotswapError:
+        return Row(name, Outcome.UNKNOWN, "its miniature cannot be read back as a checkpoint", features)
+    try:
+        received = await _tokens(directory, prompts)
+    except UnsupportedModel as exc:
+        return Row(name, Outcome.REFUSED, _short(exc), features)
+    except Exception as exc:  # a client's come in a group
+        first = exc.exceptions[0] if isinstance(exc, ExceptionGroup) else exc
+        return Row(name, Outcome.WRONG, f"fails with {first!r}", features)
+    if received != expected and received == [_recompute(module, prompt, _MORE) for prompt in prompts]:
+        return Row(name, Outcome.EXACT, "", (*features, _DEPARTS))
+    if received != expected:
+        wrong = sum(a != b for a, b in zip(received, expected, strict=True))
+        return Row(name, Outcome.WRONG, f"{wrong} of {len(prompts)} requests got other tokens", features)
+    return Row(name, Outcome.EXACT, "", features)
+
+
+async def _tokens(directory: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """What an engine gives several clients of the model in a store."""
+    engine = TorchEngine(
+        "e0",
+        kv_tokens=_NUM_KV_TOKENS,
+        kv_block_tokens=_BLOCK,
+        token_budget=_BUDGET,
+        max_requests=4,
+        threads=1,
+    )
+    received: list[list[int]] = [[] for _ in prompts]
+    async with NvmeStore(directory / "store") as store, engine:
+        card = ModelCard.of(Model("m", max_context_tokens=CONTEXT), await store.manifest(ModelId("m")))
+        await engine.load(card, store)
+        async with anyio.create_task_group() as clients:
+            for index, prompt in enumerate(prompts):
+                clients.start_soon(_client, engine, f"r{index}", prompt, received[index], index)
+        return received
+
+
+async def _client(
+    engine: TorchEngine, name: str, prompt: list[int], received: list[int], leaves: int
+) -> None:
+    """Take tokens, leaving after the first few to come back with what was received as part of the prompt."""
+    sampling = Sampling(max_tokens=_MORE, ignore_eos=True)
+    request = Request(id=RequestId(name), model=ModelId("m"), prompt=tuple(prompt), sampling=sampling)
+    for stay in (leaves, _MORE):
+        async with engine.stream(request.continued(received)) as tokens:
+            for _ in range(min(stay, _MORE - len(received))):
+                received += [(await anext(tokens)).id]
+
+
+def _generate(module: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers generates greedily for the prompt alone."""
+    ids = torch.tensor([list(prompt)])
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        out = module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def _recompute(module: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What the model's own forward says comes next, without a cache, the whole text each time."""
+    ids = torch.tensor([list(prompt)])
+    with torch.inference_mode():
+        for _ in range(count):
+            out = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
+    tokens: list[int] = ids[0, len(prompt) :].tolist()
+    return tokens
+
+
+def _features(module: Any) -> tuple[str, ...]:
+    """What about attention and experts a miniature has that a plain decoder has not."""
+    config = module.config.get_text_config().to_dict()
+    kinds = " ".join(map(str, config.get("layer_types") or ()))
+    names = [name for name, _ in module.named_parameters()]
+    windowed = "sliding" in kinds if kinds else config.get("sliding_window")
+    found = {
+        "sliding window": windowed or "local" in kinds or config.get("local_attention"),
+        "chunked attention": "chunked" in kinds,
+        "experts": any(".experts." in name or "router" in name for name in names),
+        "soft cap": config.get("attn_logit_softcapping"),
+        "sinks": any("sink" in name for name in names),
+        "MLA": config.get("kv_lora_rank"),
+        "shared KV": config.get("num_kv_shared_layers"),
+        "tied": config.get("tie_word_embeddings"),
+    }
+    return tuple(name for name, has in found.items() if has)
+
+
+def _short(error: Exception) -> str:
+    """The reason that a refusal gives, without the name and figures that change with the machine."""
+    text = re.sub(r" by \S+ of its largest logit(.*), where \S+ is allowed", r"\1", str(error))
+    text = re.sub(r"^The '[^']+' model ", "", text)
+    return " ".join(text.partition("; serve")[0].split()).removesuffix(".")
+
+
+# ----------------------------------------------------------------------------------------------------- table
+
+_HEAD = """# Models
+
+Which architectures `TorchEngine` serves, found by `python -m benchmarks.coverage --full --write` with
+transformers {version} and PyTorch {torch}; a test repeats a part of it.
+
+- **Exact**: in fp32 every greedy token was the one that transformers' `generate` gives for the request alone,
+  through a store and an engine, with prompts cut into chunks, requests batched, left and continued, on a
+  small random model of the architecture in which windows, soft caps, sinks and the like change the tokens.
+  For a few, `generate` departs from the model's own forward of the whole text; there the forward's count.
+- **Refused**: `UnsupportedModel` is raised, before any weight is read; the reason is its text.
+- **Unknown**: no small model of transformers' default config could be run, so nothing was tried. What is
+  loaded is then decided by the checks of the load, which compare the model itself with its own attention.
+
+Names are transformers' `model_type`, in brackets variants of an architecture. Default configs were tried,
+with biases, windows and grouped queries switched on where there are such switches. A checkpoint's own config
+may differ in what decides: `hotswap models check DIRECTORY` says what becomes of it.
+
+{exact} exact, {refused} refused, {unknown} unknown.
+"""
+_PARTS = {
+    Outcome.WRONG: ("Wrong", "why"),
+    Outcome.EXACT: ("Served exactly", "with"),
+    Outcome.REFUSED: ("Refused", "why"),
+    Outcome.UNKNOWN: ("Unknown", "why"),
+}
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The page about models."""
+    count = {str(outcome): sum(row.outcome is outcome for row in rows) for outcome in Outcome}
+    page = _HEAD.format(version=transformers.__version__, torch=torch.__version__.partition("+")[0], **count)
+    for outcome, (title, last) in _PARTS.items():
+        chosen = [str(row) for row in rows if row.outcome is outcome]
+        if chosen:
+            page += "\n".join(
+                ("", f"## {title}", "", f"| model type | | {last} |", "|---|---|---|", *chosen, "")
+            )
+    return page
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from commenting on every miniature."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        logging.getLogger("hotswap").setLevel(logging.ERROR)
+        yield
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the architectures, print what became of them, and return 1 if any gave wrong tokens."""
+    parser = argparse.ArgumentParser(description="Serve a miniature of every architecture.")
+    parser.add_argument("--full", action="store_true", help="all architectures")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    chosen = options.only or (None if options.full else SLICE)
+    rows: list[Row] = []
+    with _quiet():
+        for variant in VARIANTS:
+            if chosen is None or variant.name in chosen or variant.model_type in (options.only or ()):
+                rows.append(cover(variant))
+                print(rows[-1], flush=True)
+    counts = [[outcome, str(sum(row.outcome is outcome for row in rows))] for outcome in Outcome]
+    show(f"architectures, transformers {transformers.__version__}", ("", "count"), counts)
+    if options.write and options.full:
+        PAGE.write_text(render(rows), encoding="utf-8")
+    if options.json:
+        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        write_json(options.json, {"versions": versions, "rows": [asdict(row) for row in rows]})
+    return 1 if any(row.outcome is Outcome.WRONG for row in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
