@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hotswap.errors import UnsupportedModel
 
-__all__ = ["Cut", "Shape", "cuts"]
+__all__ = ["Cut", "Shape", "cuts", "generic_name"]
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -101,9 +101,14 @@ def cuts(module: Any, shapes: Mapping[str, Shape], world_size: int) -> dict[str,
     return found
 
 
+def generic_name(name: str) -> str:
+    """Return a name as plans write it: with `*` for the number of a layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    """The style of a parameter: its own, or its module's. Plans write `*` for the number of a layer."""
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    """The style of a parameter: its own, or its module's."""
+    generic = generic_name(name)
     return plan.get(generic) or plan.get(generic.rpartition(".")[0])
 
 

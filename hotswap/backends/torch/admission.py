@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hotswap.backends.torch.batcher import Sequence
-from hotswap.backends.torch.loader import LoadedModel
+from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.errors import InvalidRequest, PromptTooLong, UnknownAdapter
 from hotswap.request import Request
@@ -24,10 +24,10 @@ def check_servable(request: Request, model: LoadedModel, *, kv_tokens: int) -> N
     if request.remaining_tokens < 1:
         raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
     tokens = request.tokens
-    if min(tokens) < 0 or max(tokens) >= model.skeleton.vocabulary:
+    if min(tokens) < 0 or max(tokens) >= model.vocabulary:
         raise InvalidRequest(
             f"Request {request.id!r} has token {max(tokens) if min(tokens) >= 0 else min(tokens)}, but the "
-            f"vocabulary of {model.card.id!r} has {model.skeleton.vocabulary}; use the model's own tokenizer."
+            f"vocabulary of {model.card.id!r} has {model.vocabulary}; use the model's own tokenizer."
         )
     if len(tokens) >= model.context:
         raise PromptTooLong(

@@ -8,6 +8,7 @@ it gives its blocks back, waits at the head of the queue, and is computed again.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -95,12 +96,25 @@ class Batcher:
     `running` and `waiting` are in order of arrival, and whoever runs came before whoever waits. The oldest
     request never waits for blocks, so everything admitted ends; admitting one that needs more blocks than
     there are would break that, and is up to the caller.
+
+    With `num_batches`, as many are under way at once, and each takes its share of the decodes and of the
+    token budget: the stages of a pipeline are then equally long, and none waits for another. Requests that
+    wait for a token under way have nothing pending and are in no other batch.
     """
 
-    def __init__(self, blocks: BlockPool, *, block_tokens: int, token_budget: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        *,
+        block_tokens: int,
+        token_budget: int,
+        max_requests: int,
+        num_batches: int = 1,
+    ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.token_budget, self.max_requests = token_budget, max_requests
+        self.num_batches = num_batches
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.num_preempted = 0
@@ -121,18 +135,20 @@ class Batcher:
         """Return what the next step computes, and the blocks handed out for it."""
         before = [(sequence, len(sequence.blocks)) for sequence in self.running]
         chunks = [Chunk(sequence, 1) for sequence in self._decodes()]
-        chunks += self._prefills(self.token_budget - len(chunks))
+        chunks += self._prefills(-(-self.token_budget // self.num_batches) - len(chunks))
         held = dict(before)
         fresh = [block for c in chunks for block in c.sequence.blocks[held.get(c.sequence, 0) :]]
         return chunks, fresh
 
     def _decodes(self) -> list[Sequence]:
+        share = -(-len(self.running) // self.num_batches)
         # Asked again whether each runs: it may have been preempted for the sake of one before it.
-        return [
+        decodes = (
             sequence
             for sequence in tuple(self.running)
             if sequence in self.running and sequence.num_pending == 1 and self._grow(sequence)
-        ]
+        )
+        return list(itertools.islice(decodes, share))
 
     def _prefills(self, budget: int) -> Iterator[Chunk]:
         for sequence in tuple(self.running):

@@ -62,13 +62,13 @@ class FlatBuffers:
             self._idle.clear()
 
 
-async def fetch(store: WeightStore, manifest: Manifest, flat: Tensor) -> None:
-    """Bring the shards of rank 0 into `flat`: read in place on the CPU if the store can, else copied.
+async def fetch(store: WeightStore, manifest: Manifest, flat: Tensor, *, rank: int = 0) -> None:
+    """Bring the shards of a rank into `flat`: read in place on the CPU if the store can, else copied.
 
     Raises:
         ShardCorrupt: a shard or a chunk lies outside the buffer, or a shard ended early.
     """
-    for shard in manifest.shards_of(0):
+    for shard in manifest.shards_of(rank):
         if not await _read_in_place(store, shard, flat):
             await _copy_chunks(store, shard, flat)
 

@@ -5,9 +5,10 @@ What is computed is told in plain values, so that the model may be in this proce
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,26 +57,49 @@ class Work:
     fresh: Sequence[int] = ()
 
 
-class Forward(Protocol):
-    """A model with its KV cache, wherever they are. Called by one thread."""
+class Forward(ABC):
+    """A model with its KV cache, wherever they are. One thread calls `submit` and `result`.
 
-    def run(self, work: Work) -> Tensor:
-        """Return `[pieces that sample, vocabulary]`, in the order of the pieces.
+    Work is done in the order in which it was submitted. So a request may be cut into works that are under
+    way together, and blocks may be handed on while works that write to them still are.
 
-        Logits have the same bits in whatever order pieces come, where bits do not depend on the batch.
+    Attributes:
+        num_blocks: How many KV blocks there are.
+        size_bytes: The memory they take.
+        depth: How much work can be under way at once.
+    """
+
+    num_blocks: int
+    size_bytes: int
+    depth: int = 1
+
+    @abstractmethod
+    def submit(self, work: Work) -> None:
+        """Begin some work; at most `depth` are under way."""
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """Return the logits of the oldest work, `[pieces that sample, vocabulary]`, in the pieces' order.
+
+        Valid until the next `submit`. Logits have the same bits in whatever order pieces come, where bits do
+        not depend on the batch.
         """
-        ...
 
 
-class LocalForward:
+class LocalForward(Forward):
     """A model in this process."""
 
     def __init__(self, model: nn.Module, cache: KVCache, *, min_rows: int) -> None:
+        self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
         self._model, self._cache, self._min_rows = model, cache, min_rows
+        self._work = Work(())
 
-    def run(self, work: Work) -> Tensor:
-        self._cache.clear(work.fresh)
-        return assemble(work.pieces, self._cache, min_rows=self._min_rows).logits(self._model)
+    def submit(self, work: Work) -> None:
+        self._work = work
+
+    def result(self) -> Tensor:
+        self._cache.clear(self._work.fresh)
+        return assemble(self._work.pieces, self._cache, min_rows=self._min_rows).logits(self._model)
 
 
 def least_rows(device: torch.device, threads: int, dtype: torch.dtype) -> int:
@@ -107,12 +131,16 @@ class Batch:
     num_kept: int
     step: Step
 
-    def logits(self, model: nn.Module) -> Tensor:
-        """Run the model and return `[pieces that sample, vocabulary]`, in order."""
+    def logits(self, model: nn.Module, embeds: Tensor | None = None) -> Tensor:
+        """Run the model and return `[pieces that sample, vocabulary]`, in order.
+
+        With `embeds`, `[1, T, width]`, the model is given these in place of the ids.
+        """
+        start: dict[str, Tensor] = {"input_ids": self.ids} if embeds is None else {"inputs_embeds": embeds}
         with running(self.step):
             # The mask of ones keeps transformers from taking the row for packed sequences of its own.
             out: Any = model(
-                input_ids=self.ids,
+                **start,
                 position_ids=self.positions,
                 attention_mask=torch.ones_like(self.ids),
                 use_cache=False,

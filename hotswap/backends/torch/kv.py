@@ -76,12 +76,14 @@ class KVCache:
         block_tokens: int,
         device: torch.device,
         layers: Sequence[LayerShape] = (),
+        *,
+        first_layer: int = 0,
     ) -> None:
         self.num_blocks, self.block_tokens, self.device = num_blocks, block_tokens, device
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._scratch: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(layers, start=first_layer):
             # Not zeroed: blocks are cleared when handed out, and gigabytes of zeros would delay a swap.
             self._make(index, layer, torch.empty)
             self._values[index][0] = 0

@@ -13,37 +13,20 @@ from torch import Tensor
 
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.dequantize import Dequantizer
+from hotswap.backends.torch.device import free_bytes, reclaimed, touch
 from hotswap.backends.torch.examine import examine
-from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token
+from hotswap.backends.torch.forward import LocalForward
+from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
+from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.preflight import preflight
 from hotswap.backends.torch.weights import convert, recast
-from hotswap.errors import OutOfMemory, UnsupportedModel
+from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
 from hotswap.model import Manifest, ModelCard, TensorSpec
 from hotswap.request import ModelId
 from hotswap.store import SupportsLend, WeightStore
 
-__all__ = ["KVBudget", "LoadedModel", "Loader", "out_of_memory_mapped"]
-
-
-@dataclass(frozen=True, slots=True)
-class KVBudget:
-    """How much KV memory an engine may use: `size_bytes` if given, else `tokens`."""
-
-    tokens: int
-    size_bytes: int | None
-    block_tokens: int
-    max_requests: int
-
-    def num_blocks(self, layers: tuple[LayerShape, ...], context: int, room_bytes: int) -> int:
-        """Blocks that the budget and the room allow, and that requests could ever fill."""
-        block_bytes = self.block_tokens * bytes_per_token(layers)
-        wanted = (
-            self.tokens // self.block_tokens if self.size_bytes is None else self.size_bytes // block_bytes
-        )
-        useful = self.max_requests * blocks_for(context, self.block_tokens)
-        # One block is everyone's padding, and is paid for like the others.
-        return min(wanted, useful, room_bytes // block_bytes - 1)
+__all__ = ["LocalLoader", "LocalModel", "check_world_size", "out_of_memory_mapped"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,28 +44,42 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoadedModel:
+class LocalModel(LoadedModel):
     """A model whose weights are on the device and bound to its modules.
 
     Attributes:
+        loader: Who made it, and takes it back.
         card: What the fleet knows of it.
         skeleton: The modules, borrowed.
         weights: What their parameters are views of.
         layers: What each layer keeps of a token.
         context: The longest request, in tokens.
         eos_token_ids: Its end tokens.
+        vocabulary: Token ids are less than this.
     """
 
+    loader: LocalLoader
     card: ModelCard
     skeleton: Skeleton
     weights: Weights
     layers: tuple[LayerShape, ...]
     context: int
     eos_token_ids: frozenset[int]
+    vocabulary: int
+
+    @property
+    def own_bytes(self) -> int:
+        return self.weights.own_bytes
+
+    async def open(self, budget: KVBudget) -> LocalForward:
+        return await anyio.to_thread.run_sync(self.loader.open, self, budget)
+
+    async def release(self) -> None:
+        await self.loader.release(self)
 
 
-class Loader:
-    """Makes loaded models within a budget of memory, and takes them back.
+class LocalLoader(Loader):
+    """Makes models that this process computes, on one device, and takes them back.
 
     On a CPU, weights that the store can lend are used where they lie, however many engines do: loading copies
     nothing, and the budget, here as in `weight_bytes`, counts nothing for them, since they take the store's.
@@ -110,17 +107,15 @@ class Loader:
         self._skeletons = skeletons
         self._block_tokens, self._min_rows = block_tokens, min_rows
 
-    async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> LoadedModel:
-        """Bring a model's weights to the device, of which KV blocks hold `others_bytes`, and bind them.
+    async def start(self) -> None:
+        try:
+            await anyio.to_thread.run_sync(touch, self._device)
+        except RuntimeError as exc:
+            raise InstanceLost(f"{self._device} fails ({exc}); restart the process.") from exc
 
-        Raises:
-            OutOfMemory: there is no room for the weights.
-            UnsupportedModel: the architecture cannot be served exactly.
-            ShardCorrupt: the store's bytes do not fit the architecture.
-            StoreError: they could not be read.
-        """
+    async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> LocalModel:
         manifest = await store.manifest(card.id)
-        _check_single_rank(manifest)
+        check_world_size(manifest, 1)
         skeleton = await anyio.to_thread.run_sync(self._borrow_skeleton, manifest.config)
         try:
             weights = await self._weights(manifest, store, others_bytes)
@@ -134,17 +129,26 @@ class Loader:
             await self._free(weights)
             raise
 
-    async def release(self, model: LoadedModel) -> None:
+    async def release(self, model: LocalModel) -> None:
         """Free the weights of a model that nobody runs any more; not interrupted by a cancellation."""
         self._skeletons.give_back(model.skeleton, self._device)
         await self._free(model.weights)
 
-    def close(self) -> None:
+    def abandon(self) -> None:
+        pass
+
+    async def stop(self) -> None:
         """Free the buffers that are kept for the next load."""
         self._buffers.clear()
 
-    def make_cache(self, model: LoadedModel, budget: KVBudget) -> KVCache:
-        """Return the KV cache of a model about to serve.
+    def free_bytes(self) -> int:
+        return free_bytes(self._device)
+
+    async def reclaimed(self, free_before: int, expected_bytes: int) -> None:
+        await reclaimed(self._device, free_before, expected_bytes)
+
+    def open(self, model: LocalModel, budget: KVBudget) -> LocalForward:
+        """Return a model about to serve with its KV cache. Blocking.
 
         Raises:
             OutOfMemory: not one block would fit.
@@ -157,7 +161,9 @@ class Loader:
                 f"{budget.block_tokens * bytes_per_token(model.layers):,} bytes each; give the engine more."
             )
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
-            return KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
+            cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
+        min_rows = self._min_rows(model.skeleton.dtype)
+        return LocalForward(model.skeleton.module, cache, min_rows=min_rows)
 
     def _borrow_skeleton(self, config_text: str) -> Skeleton:
         """Refuse what a look at the config tells cannot be served, before a byte of weights is read."""
@@ -257,7 +263,7 @@ class Loader:
         manifest: Manifest,
         skeleton: Skeleton,
         weights: Weights,
-    ) -> LoadedModel:
+    ) -> LocalModel:
         skeleton.bind(weights.flat, weights.specs)
         key = (skeleton.key, f"{self._device} {skeleton.dtype}")
         layers = self._skeletons.verified.get(key)
@@ -271,13 +277,15 @@ class Loader:
                 )
             self._skeletons.verified[key] = layers
         positions = skeleton.max_positions or card.max_context_tokens
-        return LoadedModel(
+        return LocalModel(
+            loader=self,
             card=card,
             skeleton=skeleton,
             weights=weights,
             layers=layers,
             context=min(card.max_context_tokens, positions),
             eos_token_ids=frozenset(card.eos_token_ids or manifest.eos_token_ids),
+            vocabulary=skeleton.vocabulary,
         )
 
     def _check_room(self, model: ModelId, size_bytes: int, others_bytes: int) -> None:
@@ -289,11 +297,13 @@ class Loader:
             )
 
 
-def _check_single_rank(manifest: Manifest) -> None:
-    if manifest.world_size != 1:
+def check_world_size(manifest: Manifest, tp: int) -> None:
+    """Raise `UnsupportedModel` if a model is not cut for as many tensor-parallel ranks as an engine has."""
+    if manifest.world_size != tp:
         raise UnsupportedModel(
-            f"Model {manifest.model!r} is cut for {manifest.world_size} ranks and this engine has one; "
-            "convert it for one."
+            f"Model {manifest.model!r} is cut for {manifest.world_size} tensor-parallel ranks and this "
+            f"engine has {tp}; add it to the store with `hotswap store add --world-size {tp}`, or give the "
+            f"engine tp={manifest.world_size}."
         )
 
 

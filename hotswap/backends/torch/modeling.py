@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -68,6 +68,25 @@ class Skeleton:
         self.num_layers = int(getattr(text_config, "num_hidden_layers", 0))
         self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that `bind` wants, in the shapes that the architecture gives them."""
+        return {slot.name: tuple(slot.original.shape) for slot in self._slots}
+
+    @property
+    def num_logits(self) -> int:
+        """How many logits a token has; some models have more than tokens."""
+        head = self.module.get_output_embeddings()
+        return self.vocabulary if head is None else int(head.weight.shape[0])
+
+    def narrow(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Want the tensors named alone, in other shapes: those that one rank of several has."""
+        self._slots = tuple(
+            replace(slot, original=_placeholder(slot, shapes[slot.name]))
+            for slot in self._slots
+            if slot.name in shapes
+        )
 
     def bind(self, flat: Tensor, specs: Sequence[TensorSpec]) -> None:
         """Make every parameter and persistent buffer a view of `flat`.
@@ -293,6 +312,13 @@ def _slots(module: Any) -> Iterator[_Slot]:
         for key, buffer in buffers.items():
             if buffer is not None and key not in computed:
                 yield _Slot(lead + key, buffers, key, buffer)
+
+
+def _placeholder(slot: _Slot, shape: tuple[int, ...]) -> Tensor:
+    if tuple(slot.original.shape) == shape:
+        return slot.original
+    empty = torch.empty(shape, dtype=slot.original.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=False) if slot.is_parameter else empty
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from hotswap.backends.torch.batcher import Batcher, Chunk, Sequence
@@ -32,17 +33,29 @@ class Report:
     num_preempted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """Work under way: the requests that it samples for, and how many tokens each had when it began."""
+
+    sampling: tuple[tuple[Sequence, int], ...]
+
+
 class Runner:
-    """Runs the requests of one loaded model; belongs to one thread."""
+    """Runs the requests of one loaded model; belongs to one thread.
+
+    As many batches are under way as the model can work on at once. A request is in at most one that samples
+    for it, and may be preempted or leave meanwhile.
+    """
 
     def __init__(self, forward: Forward, batcher: Batcher) -> None:
         self._forward = forward
+        self._flights: deque[_Flight] = deque()
         self.batcher = batcher
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to step for."""
-        return not self.batcher.running and not self.batcher.waiting
+        return not (self._flights or self.batcher.running or self.batcher.waiting)
 
     def report(self, sampled: tuple[Sampled, ...] = ()) -> Report:
         """Return the books as they stand, with the tokens of a step."""
@@ -51,17 +64,32 @@ class Runner:
         )
 
     def step(self) -> Report:
-        """Compute one batch and return the tokens it brought forth."""
+        """Begin what can be begun, and return the tokens of the oldest batch under way."""
+        while len(self._flights) < self._forward.depth and self._begin():
+            pass
+        flight = self._flights.popleft()
+        logits = self._forward.result()
+        # One that was preempted and came back may have had its token from a later flight of the same tokens.
+        fresh = [row for row, (s, count) in enumerate(flight.sampling) if len(s.tokens) == count]
+        if not fresh:
+            return self.report()
+        sampling = [flight.sampling[row][0] for row in fresh]
+        rows = logits if len(fresh) == len(logits) else logits[fresh]
+        tokens = choose(rows, [s.sampler for s in sampling], [s.index for s in sampling])
+        return self.report(tuple(self._extend(s, token) for s, token in zip(sampling, tokens, strict=True)))
+
+    def _begin(self) -> bool:
+        """Submit the next batch; false if there is none, because all requests wait for tokens under way."""
         chunks, fresh = self.batcher.schedule()
+        if not chunks:
+            return False
         chunks = sorted(chunks, key=_length, reverse=True)
-        logits = self._forward.run(Work(tuple(chunk.piece() for chunk in chunks), fresh))
+        self._forward.submit(Work(tuple(chunk.piece() for chunk in chunks), fresh))
         sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.end
-        if not sampling:
-            return self.report()
-        tokens = choose(logits, [s.sampler for s in sampling], [s.index for s in sampling])
-        return self.report(tuple(self._extend(s, token) for s, token in zip(sampling, tokens, strict=True)))
+        self._flights.append(_Flight(tuple((sequence, len(sequence.tokens)) for sequence in sampling)))
+        return True
 
     def _extend(self, sequence: Sequence, token: int) -> Sampled:
         index = sequence.index

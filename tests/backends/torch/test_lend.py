@@ -28,6 +28,7 @@ from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.writer import write_model
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.buffers import in_place
+from hotswap.backends.torch.loader import LocalModel
 from hotswap.policies import FirstOf, LeastLoadedRouter
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.test_swaps import PROMPT, ask, tokens_of
@@ -70,8 +71,9 @@ async def card_of(store: TieredStore, model: ModelId) -> ModelCard:
 
 def places(engine: TorchEngine) -> set[int]:
     """Where the parameters of the model that is served begin."""
-    assert engine._serving is not None
-    return {parameter.data_ptr() for parameter in engine._serving.skeleton.module.parameters()}
+    model = engine._serving
+    assert isinstance(model, LocalModel)
+    return {parameter.data_ptr() for parameter in model.skeleton.module.parameters()}
 
 
 def span(buffer: HostBuffer | None) -> range:

@@ -1,0 +1,74 @@
+"""The state of an engine, and what its loss does to the verbs that are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import anyio
+
+from hotswap.errors import InstanceError, InstanceLost
+from hotswap.view import InstanceId, InstanceState
+
+__all__ = ["Life"]
+
+_T = TypeVar("_T")
+
+
+class Life:
+    """One engine's state, which only its event loop changes.
+
+    Attributes:
+        state: As the view tells it.
+        has_begun: Whether the engine was started by `async with`.
+    """
+
+    def __init__(self, id: InstanceId) -> None:
+        self.state = InstanceState.EMPTY
+        self.has_begun = False
+        self._id = id
+        self._because = ""
+        self._cause: Exception | None = None
+        self._verbs: set[anyio.CancelScope] = set()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine is LOST; may turn true during any await."""
+        return self.state is InstanceState.LOST
+
+    def require(self, state: InstanceState, verb: str) -> None:
+        """Raise `InstanceLost` or `InstanceError` if a verb is asked for in another state than it needs."""
+        self.refuse_if_lost()
+        if not self.has_begun:
+            raise InstanceError(f"Engine {self._id!r} cannot {verb} before `async with` has started it.")
+        if self.state is not state:
+            raise InstanceError(
+                f"Engine {self._id!r} is {self.state}; it can {verb} only while it is {state}."
+            )
+
+    def lose(self, because: str, cause: Exception | None) -> None:
+        """Be LOST from now on, and interrupt the verbs under way."""
+        self.state, self._because, self._cause = InstanceState.LOST, because, cause
+        for scope in self._verbs:
+            scope.cancel()
+
+    def lost(self) -> InstanceLost:
+        """Return a new error that says why the engine is lost."""
+        error = InstanceLost(f"Engine {self._id!r} is lost: {self._because}. Unload it to bring it back.")
+        error.__cause__ = self._cause
+        return error
+
+    def refuse_if_lost(self) -> None:
+        """Raise `InstanceLost` if the engine is."""
+        if self.is_lost:
+            raise self.lost()
+
+    async def unless_lost(self, work: Awaitable[_T]) -> _T:
+        """Return what `work` returns; interrupt it by `InstanceLost` when the engine is lost meanwhile."""
+        with anyio.CancelScope() as scope:
+            self._verbs.add(scope)
+            try:
+                return await work
+            finally:
+                self._verbs.discard(scope)
+        raise self.lost()

@@ -1,0 +1,182 @@
+"""From a store's shards to the memory of ranks: each byte is read once, and kept where a rank needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import anyio.to_thread
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotswap.backends.torch.buffers import fetch
+from hotswap.backends.torch.dequantize import Dequantizer
+from hotswap.backends.torch.fp8 import SCALE_SUFFIX
+from hotswap.backends.torch.modeling import main_dtype
+from hotswap.backends.torch.parallel.part import Part
+from hotswap.backends.torch.parallel.shared import SharedMemory
+from hotswap.backends.torch.weights import ALIGNMENT_BYTES, convert, recast
+from hotswap.errors import OutOfMemory, ShardCorrupt
+from hotswap.model import HostChunk, Manifest, Shard, TensorSpec
+from hotswap.store import WeightStore
+
+__all__ = ["PartWeights", "Reader"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartWeights:
+    """The weights of one rank: shared memory, and what lies in it."""
+
+    memory: SharedMemory
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring bytes of a shard's buffer, and where in a rank's memory they go."""
+
+    start: int
+    stop: int
+    target: int
+
+
+class Reader:
+    """Reads the parts that several ranks have of a model.
+
+    Ranks of one tensor part (one in each stage) have different tensors of one buffer of the store. Its shards
+    are read once, chunk by chunk, and each chunk is copied to whom it concerns.
+
+    Args:
+        manifest: Of the model, cut for as many ranks as a stage has.
+        parts: What every rank has.
+        dtype: What weights of the model's main dtype are to become; `None` leaves them as they are.
+    """
+
+    def __init__(self, manifest: Manifest, parts: Sequence[Part], dtype: torch.dtype | None) -> None:
+        self._manifest, self._dtype = manifest, dtype
+        self._manifests = tuple(_manifest_of(manifest, part) for part in parts)
+        self._runs = tuple(
+            _runs(manifest, part, own) for part, own in zip(parts, self._manifests, strict=True)
+        )
+        self._parts = tuple(parts)
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """What the weights of each rank take, as they are stored."""
+        return tuple(own.buffer_bytes for own in self._manifests)
+
+    async def read(self, store: WeightStore) -> tuple[PartWeights, ...]:
+        """Return the weights of every rank; interrupted, it leaves no memory behind.
+
+        Raises:
+            OutOfMemory: there is no room for them.
+            ShardCorrupt: a shard or a tensor does not fit the index.
+            StoreError: a shard could not be read.
+        """
+        made: list[PartWeights] = []
+        stored: list[SharedMemory] = []
+        try:
+            stored.extend(_make(own, own.buffer_bytes) for own in self._manifests)
+            targets = [memory.tensor for memory in stored]
+            for part in range(self._manifest.world_size):
+                if self._parts[0].place.grid.pp == 1:
+                    await fetch(store, self._manifest, targets[part], rank=part)
+                else:
+                    for shard in self._manifest.shards_of(part):
+                        await self._scatter(store, shard, targets)
+            for own, memory in zip(self._manifests, stored, strict=True):
+                made.append(await anyio.to_thread.run_sync(self._finish, own, memory))
+        except BaseException:
+            for weights in made:
+                weights.memory.close()
+            for memory in stored:
+                memory.close()
+            raise
+        return tuple(made)
+
+    async def _scatter(self, store: WeightStore, shard: Shard, targets: Sequence[Tensor]) -> None:
+        copied = 0
+        async with store.open(shard) as chunks:
+            async for chunk in chunks:
+                await anyio.to_thread.run_sync(self._copy, chunk, shard.rank, targets)
+                copied += chunk.data.nbytes
+        if copied != shard.size_bytes:
+            raise ShardCorrupt(
+                f"{shard.file!r} gave {copied} bytes where its index says {shard.size_bytes}; "
+                "convert the model again."
+            )
+
+    def _copy(self, chunk: HostChunk, part: int, targets: Sequence[Tensor]) -> None:
+        data = np.frombuffer(chunk.data, dtype=np.uint8)
+        first, last = chunk.offset_bytes, chunk.offset_bytes + len(data)
+        for mine, runs, target in zip(self._parts, self._runs, targets, strict=True):
+            for run in runs if mine.place.part == part else ():
+                start, stop = max(run.start, first), min(run.stop, last)
+                if start < stop:
+                    at = run.target + start - run.start
+                    np.copyto(target.numpy()[at : at + stop - start], data[start - first : stop - first])
+
+    def _finish(self, own: Manifest, stored: SharedMemory) -> PartWeights:
+        """Make whole what is quantised, and convert what is wanted in another dtype."""
+        if own.quantization:
+            dequantizer = Dequantizer(own, dtype=self._dtype)
+            with stored:
+                made = _make(own, dequantizer.size_bytes)
+                dequantizer.run(stored.tensor, made.tensor)
+            return PartWeights(made, dequantizer.specs)
+        if self._dtype is None or main_dtype(self._manifest.tensors) is self._dtype:
+            return PartWeights(stored, own.tensors)
+        specs, size_bytes = recast(own.tensors, main_dtype(self._manifest.tensors), self._dtype)
+        with stored:
+            made = _make(own, size_bytes)
+            convert(stored.tensor, own.tensors, made.tensor, specs)
+        return PartWeights(made, specs)
+
+
+def _make(manifest: Manifest, size_bytes: int) -> SharedMemory:
+    try:
+        return SharedMemory.make(size_bytes)
+    except MemoryError as exc:
+        raise OutOfMemory(
+            f"There is no memory for the weights of {manifest.model!r}; unload something."
+        ) from exc
+
+
+def _manifest_of(manifest: Manifest, part: Part) -> Manifest:
+    """The manifest of what one rank needs, as if it were all there is; tied tensors stay tied."""
+    wanted = part.shapes.keys() | {name + SCALE_SUFFIX for name in part.shapes}
+    specs = [spec for spec in manifest.tensors_of(part.place.part) if spec.name in wanted]
+    if part.place.grid.pp == 1:
+        return replace(manifest, tensors=tuple(replace(s, rank=0) for s in specs), shards=(), world_size=1)
+    places: dict[int, int] = {}
+    end = 0
+    # An empty tensor lies where the next one does, without being tied to it.
+    for spec in sorted(specs, key=lambda spec: (spec.offset_bytes, -spec.size_bytes)):
+        if not 0 <= spec.offset_bytes <= manifest.buffer_bytes - spec.size_bytes:
+            raise ShardCorrupt(
+                f"Tensor {spec.name!r} of {manifest.model!r} lies outside its buffer; convert it again."
+            )
+        if spec.offset_bytes not in places:
+            places[spec.offset_bytes] = end
+            end += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    own = tuple(replace(spec, offset_bytes=places[spec.offset_bytes], rank=0) for spec in specs)
+    return replace(manifest, tensors=own, shards=(), buffer_bytes=end, world_size=1)
+
+
+def _runs(manifest: Manifest, part: Part, own: Manifest) -> tuple[_Run, ...]:
+    """Where the bytes of a rank come from, those that lie side by side in both places as one."""
+    sources = {spec.name: spec for spec in manifest.tensors_of(part.place.part)}
+    pairs = sorted(
+        {(sources[spec.name].offset_bytes, spec.offset_bytes, spec.size_bytes) for spec in own.tensors}
+    )
+    runs: list[_Run] = []
+    for start, target, size in pairs:
+        run = _Run(start, start + size, target)
+        last = runs[-1] if runs else None
+        together = last is not None and run.start - run.target == last.start - last.target
+        if last is not None and together and run.start <= last.stop + ALIGNMENT_BYTES:
+            runs[-1] = replace(last, stop=max(last.stop, run.stop))
+        else:
+            runs.append(run)
+    return tuple(runs)

@@ -1,0 +1,56 @@
+"""Who holds an engine's models: this process, or ranks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hotswap.backends.torch.loader import LocalLoader
+from hotswap.backends.torch.loading import Loader
+from hotswap.backends.torch.modeling import SkeletonCache
+from hotswap.backends.torch.parallel.loader import RankedLoader
+from hotswap.backends.torch.parallel.places import Grid
+from hotswap.backends.torch.parallel.processes import Ranks
+from hotswap.backends.torch.settings import Settings
+from hotswap.hardware import parse_bytes
+from hotswap.view import InstanceId
+
+__all__ = ["make_loader"]
+
+
+def make_loader(
+    id: InstanceId,
+    settings: Settings,
+    skeletons: SkeletonCache,
+    died: Callable[[str, Exception | None], None],
+) -> Loader:
+    """Return what holds the models of an engine.
+
+    `died` is called by the event loop, with why and a cause, when a rank ended by itself.
+    """
+    if settings.num_ranks == 1:
+        return LocalLoader(
+            settings.first_device,
+            dtype=settings.dtype,
+            memory_bytes=settings.all_memory_bytes,
+            idle_bytes=parse_bytes(settings.idle_bytes),
+            skeletons=skeletons,
+            block_tokens=settings.kv_block_tokens,
+            min_rows=settings.min_rows,
+        )
+    ranks = Ranks(
+        engine=id,
+        grid=Grid(settings.tp, settings.pp),
+        devices=settings.rank_devices,
+        threads=settings.rank_threads,
+        invariant=settings.invariant,
+        timeout_s=settings.rank_timeout_s,
+    )
+    return RankedLoader(
+        ranks,
+        dtype=settings.dtype,
+        memory_bytes=settings.all_memory_bytes,
+        skeletons=skeletons,
+        block_tokens=settings.kv_block_tokens,
+        max_requests=settings.max_requests,
+        died=died,
+    )

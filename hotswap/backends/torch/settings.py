@@ -1,0 +1,97 @@
+"""What an engine is given to work with, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hotswap.backends.torch.device import resolve, total_bytes
+from hotswap.backends.torch.forward import least_rows
+from hotswap.backends.torch.loading import KVBudget
+from hotswap.errors import ConfigError
+from hotswap.hardware import parse_bytes
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of `TorchEngine`, as it documents them; sizes may still be text.
+
+    Raises:
+        ConfigError: one of them is out of range.
+    """
+
+    device: str | torch.device
+    dtype: torch.dtype | None
+    tp: int
+    pp: int
+    kv_tokens: int
+    kv_bytes: int | str | None
+    kv_block_tokens: int
+    token_budget: int
+    max_requests: int
+    memory_bytes: int | str | None
+    idle_bytes: int | str
+    threads: int | None
+    invariant: bool
+    rank_timeout_s: float
+
+    def __post_init__(self) -> None:
+        blocks = self.kv_block_tokens
+        _check(blocks >= 16 and blocks % 16 == 0, "kv_block_tokens", blocks, "16, 32 ...")
+        _check(self.max_requests >= 1, "max_requests", self.max_requests, "1 or more")
+        enough = self.token_budget >= self.max_requests
+        _check(enough, "token_budget", self.token_budget, "at least max_requests")
+        _check(self.kv_tokens >= blocks, "kv_tokens", self.kv_tokens, "at least one block")
+        _check(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
+        _check(self.tp >= 1, "tp", self.tp, "1 or more")
+        _check(self.pp >= 1, "pp", self.pp, "1 or more")
+        _check(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "over 0")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute a model together; 1 is the engine's own."""
+        return self.tp * self.pp
+
+    @property
+    def first_device(self) -> torch.device:
+        """Where a single process computes, and rank 0 of several."""
+        return resolve(self.device)
+
+    @property
+    def rank_devices(self) -> tuple[str, ...]:
+        """Where each rank computes: GPUs are counted on from the first."""
+        first = self.first_device
+        if first.type != "cuda":
+            return (str(first),) * self.num_ranks
+        return tuple(f"cuda:{(first.index or 0) + rank}" for rank in range(self.num_ranks))
+
+    @property
+    def rank_threads(self) -> int:
+        """CPU threads of each process: together they take what a single one would."""
+        return max(1, (self.threads or torch.get_num_threads()) // self.num_ranks)
+
+    @property
+    def all_memory_bytes(self) -> int:
+        """The budget of weights and KV blocks, on all ranks together."""
+        if self.memory_bytes is not None:
+            return parse_bytes(self.memory_bytes)
+        whole = total_bytes(self.first_device)
+        return whole * self.num_ranks if self.first_device.type == "cuda" else whole
+
+    @property
+    def kv(self) -> KVBudget:
+        """The budget of KV blocks alone."""
+        size = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
+        return KVBudget(self.kv_tokens, size, self.kv_block_tokens, self.max_requests)
+
+    def min_rows(self, dtype: torch.dtype) -> int:
+        """The least number of rows of a matrix product; 0 where bits may depend on the batch."""
+        return least_rows(self.first_device, self.rank_threads, dtype) if self.invariant else 0
+
+
+def _check(holds: bool, name: str, value: object, otherwise: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} is {value!r}, it must be {otherwise}.")

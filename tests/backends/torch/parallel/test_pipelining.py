@@ -1,0 +1,133 @@
+"""Several batches under way at once change no token, and share the work evenly."""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotswap import Sampling
+from hotswap.backends.torch import attention
+from hotswap.backends.torch.batcher import Batcher, Sequence
+from hotswap.backends.torch.forward import Forward, LocalForward, Work
+from hotswap.backends.torch.kv import BlockPool, KVCache
+from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.sampling import Sampler
+from tests.backends.torch.parallel.support import make_prompts
+from tests.backends.torch.zoo import generate, make_model
+
+BLOCK = 16
+NUM_TOKENS = 40
+
+
+class Pipeline(Forward):
+    """Computes the oldest work only when its result is asked for, as the last of several stages does."""
+
+    def __init__(self, forward: LocalForward, depth: int) -> None:
+        self.num_blocks, self.size_bytes, self.depth = forward.num_blocks, forward.size_bytes, depth
+        self.works: list[Work] = []
+        self.under_way: list[int] = []
+        self._forward = forward
+        self._queue: deque[Work] = deque()
+
+    def submit(self, work: Work) -> None:
+        self._queue.append(work)
+        self.works.append(work)
+        assert len(self._queue) <= self.depth
+
+    def result(self) -> Tensor:
+        self.under_way.append(len(self._queue))
+        self._forward.submit(self._queue.popleft())
+        return self._forward.result()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    attention.register()
+    return make_model("llama")
+
+
+def make_runner(model: Any, depth: int, *, num_blocks: int, budget: int = 32) -> tuple[Runner, Pipeline]:
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    cache = KVCache(num_blocks, BLOCK, torch.device("cpu"))
+    pipeline = Pipeline(LocalForward(model, cache, min_rows=4), depth)
+    batcher = Batcher(
+        BlockPool(num_blocks), block_tokens=BLOCK, token_budget=budget, max_requests=8, num_batches=depth
+    )
+    return Runner(pipeline, batcher), pipeline
+
+
+def expected(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    model.set_attn_implementation("eager")
+    return [generate(model, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("depth", "num_blocks"), [(1, 9), (2, 9), (4, 9), (2, 64)])
+@torch.inference_mode()
+def test_tokens_are_those_of_lone_runs(model: Any, depth: int, num_blocks: int) -> None:
+    prompts = make_prompts(depth, 3, 17, 40, 5, 90)
+    wanted = expected(model, prompts)
+    runner, _ = make_runner(model, depth, num_blocks=num_blocks)
+    waiting = [
+        Sequence(at, list(prompt), len(prompt), len(prompt) + NUM_TOKENS, Sampler(Sampling(), (), ()))
+        for at, prompt in enumerate(prompts)
+    ]
+    sequences, random = list(waiting), Random(depth)
+    told: dict[int, list[int]] = {at: [] for at in range(len(prompts))}
+    while waiting or not runner.idle:
+        if waiting and (runner.idle or random.random() < 0.5):
+            runner.batcher.add(waiting.pop(0))
+        for sampled in runner.step().sampled:
+            assert sampled.index == len(told[sampled.ticket]), "each position once, in order"
+            told[sampled.ticket].append(sampled.token)
+    assert list(told.values()) == wanted
+    assert runner.batcher.blocks.num_free == num_blocks
+    assert all(sequence.blocks == [] for sequence in sequences)
+    if num_blocks == 9:
+        assert runner.batcher.num_preempted, "or the test is about nothing"
+
+
+@torch.inference_mode()
+def test_one_that_leaves_while_its_token_is_under_way_disturbs_nobody(model: Any) -> None:
+    prompts = make_prompts(9, 20, 30, 40)
+    wanted = expected(model, prompts)
+    runner, _ = make_runner(model, 2, num_blocks=12)
+    sequences = [
+        Sequence(at, list(prompt), len(prompt), len(prompt) + NUM_TOKENS, Sampler(Sampling(), (), ()))
+        for at, prompt in enumerate(prompts)
+    ]
+    for sequence in sequences:
+        runner.batcher.add(sequence)
+    for _ in range(6):
+        runner.step()
+    runner.batcher.remove(sequences[1])
+    while not runner.idle:
+        runner.step()
+    for at in (0, 2):
+        assert sequences[at].tokens[len(prompts[at]) :] == wanted[at]
+    assert runner.batcher.blocks.num_free == 12
+
+
+@torch.inference_mode()
+def test_batches_under_way_are_equally_large(model: Any) -> None:
+    """While there is a backlog every batch fills its share of the budget, and all stages have one."""
+    runner, pipeline = make_runner(model, 2, num_blocks=64, budget=32)
+    for at, prompt in enumerate(make_prompts(1, *[60] * 8)):
+        length = len(prompt) + NUM_TOKENS
+        runner.batcher.add(Sequence(at, prompt, len(prompt), length, Sampler(Sampling(), (), ())))
+    while runner.batcher.waiting or any(s.num_computed < s.num_prompt for s in runner.batcher.running):
+        runner.step()
+    sizes = [sum(len(piece.tokens) for piece in work.pieces) for work in pipeline.works[:-2]]
+    assert set(sizes) == {16}
+    assert set(pipeline.under_way[:-1]) == {2}
+    begun = len(pipeline.works)
+    for _ in range(8):
+        runner.step()
+    decodes = [len(work.pieces) for work in pipeline.works[begun:]]
+    assert set(decodes) == {4}, "eight that decode are two batches of four"
+    while not runner.idle:
+        runner.step()

@@ -1,0 +1,271 @@
+"""Ranks compute what one process does: real processes, weights cut by the stores, every token compared."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from random import Random
+
+import anyio
+import pytest
+import pytest_asyncio
+
+from hotswap import (
+    InstanceError,
+    InstanceLost,
+    InstanceState,
+    Manifest,
+    ModelId,
+    OutOfMemory,
+    Sampling,
+    ShardCorrupt,
+    UnsupportedModel,
+    WeightStore,
+    WrapperStore,
+)
+from hotswap.backends.stores import NvmeStore
+from hotswap.backends.torch import TorchEngine
+from hotswap.backends.torch.parallel.processes import RemoteTraceback
+from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.parallel.support import (
+    add,
+    ask,
+    card_of,
+    loader_of,
+    make_engine,
+    make_prompts,
+    tokens_of,
+)
+from tests.backends.torch.zoo import generate, make_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_TOKENS = 20
+HIDDEN_SIZE = 64
+LENGTHS = (3, 17, 40, 90, 130, 8)
+TENSOR = ("llama", "qwen3", "gemma2", "mixtral", "phi3")
+PIPELINE = ("llama", "gemma2", "gemma3", "gpt2", "mixtral", "qwen2")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cut_store(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[NvmeStore]:
+    """Models cut for two tensor-parallel ranks."""
+    root = tmp_path_factory.mktemp("cut") / "store"
+    for name in TENSOR:
+        add(root, name, make_model(name), tp=2)
+    async with NvmeStore(root) as store:
+        yield store
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def whole_store(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[NvmeStore]:
+    """Models that are not cut."""
+    root = tmp_path_factory.mktemp("whole") / "store"
+    for name in PIPELINE:
+        add(root, name, make_model(name))
+    async with NvmeStore(root) as store:
+        yield store
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tensor_engine() -> AsyncGenerator[TorchEngine]:
+    async with make_engine(tp=2) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pipeline_engine() -> AsyncGenerator[TorchEngine]:
+    async with make_engine(pp=2) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def grid_engine() -> AsyncGenerator[TorchEngine]:
+    async with make_engine(tp=2, pp=2) as engine:
+        yield engine
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def serving(engine: TorchEngine, store: WeightStore, name: str) -> AsyncIterator[None]:
+    await engine.load(await card_of(store, name), store)
+    yield
+    view = engine.view()
+    assert (view.state, view.num_free_kv_blocks) == (InstanceState.SERVING, view.num_kv_blocks)
+    await engine.unload()
+    assert engine.view().weight_bytes == 0
+
+
+async def check_tokens(engine: TorchEngine, name: str, *, sampled: bool = False) -> None:
+    """Clients that come, leave and come back read what `generate` gives for each alone."""
+    model, prompts = make_model(name), make_prompts(1, *LENGTHS)
+    wishes = make_wishes(Random(2), name, prompts, [Sampling(max_tokens=NUM_TOKENS)] * len(prompts))
+    expected = [generate(model, prompt, NUM_TOKENS) for prompt in prompts]
+    assert await fulfil(engine, wishes) == expected
+
+
+@pytest.mark.parametrize("name", TENSOR)
+async def test_two_parts(tensor_engine: TorchEngine, cut_store: NvmeStore, name: str) -> None:
+    async with serving(tensor_engine, cut_store, name):
+        await check_tokens(tensor_engine, name)
+
+
+@pytest.mark.parametrize("name", PIPELINE)
+async def test_two_stages(pipeline_engine: TorchEngine, whole_store: NvmeStore, name: str) -> None:
+    async with serving(pipeline_engine, whole_store, name):
+        await check_tokens(pipeline_engine, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+async def test_two_stages_of_two_parts(grid_engine: TorchEngine, cut_store: NvmeStore, name: str) -> None:
+    async with serving(grid_engine, cut_store, name):
+        await check_tokens(grid_engine, name)
+
+
+async def test_a_slice_of_one_hidden_state_crosses_the_boundary(
+    grid_engine: TorchEngine, pipeline_engine: TorchEngine, cut_store: NvmeStore, whole_store: NvmeStore
+) -> None:
+    """Hidden size × tokens × item size / tp from each rank of the first stage, and nothing from the last."""
+    prompt = make_prompts(3, 75)[0]
+    num_computed = len(prompt) + NUM_TOKENS - 1  # the last token is sampled and never computed
+    for engine, store, tp in ((grid_engine, cut_store, 2), (pipeline_engine, whole_store, 1)):
+        async with serving(engine, store, "llama"):
+            before = await loader_of(engine).sent_bytes()
+            await tokens_of(engine, ask("llama", prompt, NUM_TOKENS))
+            after = await loader_of(engine).sent_bytes()
+            sent = [now - then for then, now in zip(before, after, strict=True)]
+            assert sent == [HIDDEN_SIZE * num_computed * 4 // tp] * tp + [0] * tp
+
+
+async def test_each_rank_holds_its_part_alone(
+    grid_engine: TorchEngine, cut_store: NvmeStore, whole_store: NvmeStore
+) -> None:
+    whole = (await whole_store.manifest(ModelId("llama"))).weight_bytes
+    async with serving(grid_engine, cut_store, "llama"):
+        assert grid_engine.view().weight_bytes < 1.05 * whole
+
+
+async def test_bits_do_not_depend_on_the_batch(tensor_engine: TorchEngine, cut_store: NvmeStore) -> None:
+    """Sampled tokens are those of a lone run: a bit of a logit would tip one of hundreds of close draws."""
+    prompts = make_prompts(5, *LENGTHS)
+    samplings = [Sampling(max_tokens=40, temperature=1.5, seed=at) for at in range(len(prompts))]
+    async with serving(tensor_engine, cut_store, "llama"):
+        wishes = make_wishes(Random(0), "llama", prompts, samplings)
+        lone = [await fulfil(tensor_engine, [replace(wish, after=None, leaves=())]) for wish in wishes]
+        assert await fulfil(tensor_engine, wishes) == [tokens for (tokens,) in lone]
+
+
+async def test_a_model_that_is_cut_for_another_number_of_ranks_is_refused(
+    tensor_engine: TorchEngine, whole_store: NvmeStore
+) -> None:
+    card = await card_of(whole_store, "llama")
+    with pytest.raises(UnsupportedModel, match="--world-size 2"):
+        await tensor_engine.load(card, whole_store)
+    assert tensor_engine.view().state is InstanceState.EMPTY
+
+
+async def test_a_model_without_a_plan_is_refused(tensor_engine: TorchEngine, whole_store: NvmeStore) -> None:
+    class Cut(WrapperStore):
+        async def manifest(self, model: ModelId) -> Manifest:
+            return replace(await super().manifest(model), world_size=2)
+
+    store = Cut(whole_store)
+    with pytest.raises(UnsupportedModel, match="no tensor-parallel plan"):
+        await tensor_engine.load(await card_of(store, "gpt2"), store)
+    assert tensor_engine.view().state is InstanceState.EMPTY
+
+
+async def test_all_ranks_load_or_none(tensor_engine: TorchEngine, cut_store: NvmeStore) -> None:
+    class OneRankCorrupt(WrapperStore):
+        async def manifest(self, model: ModelId) -> Manifest:
+            manifest = await super().manifest(model)
+            tensors = tuple(
+                replace(t, shape=t.shape[::-1], stride=())
+                if t.rank == 1 and t.name.endswith("layers.1.self_attn.k_proj.weight")
+                else t
+                for t in manifest.tensors
+            )
+            return replace(manifest, tensors=tensors)
+
+    card = await card_of(cut_store, "llama")
+    with pytest.raises(ShardCorrupt, match=r"rank 1 \(stage 0 of 1, part 1 of 2\)") as caught:
+        await tensor_engine.load(card, OneRankCorrupt(cut_store))
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "skeleton" in str(caught.value.__cause__), "the rank's own traceback"
+    assert tensor_engine.view().state is InstanceState.EMPTY
+    assert tensor_engine.view().weight_bytes == 0
+    async with serving(tensor_engine, cut_store, "llama"):
+        await check_tokens(tensor_engine, "llama")
+
+
+async def test_a_cancelled_load_leaves_no_rank_with_anything(
+    tensor_engine: TorchEngine, cut_store: NvmeStore
+) -> None:
+    card = await card_of(cut_store, "llama")
+    for turns in (1, 3, 6, 12, 20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tensor_engine.load, card, cut_store)
+            for _ in range(turns):
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+        if tensor_engine.view().state is InstanceState.SERVING:
+            await tensor_engine.unload()
+        assert tensor_engine.view().state is InstanceState.EMPTY
+        assert tensor_engine.view().weight_bytes == 0
+    async with serving(tensor_engine, cut_store, "llama"):
+        await check_tokens(tensor_engine, "llama")
+
+
+async def test_what_does_not_fit_a_rank_is_refused(cut_store: NvmeStore) -> None:
+    engine = make_engine(tp=2, memory_bytes="500 KiB")
+    loader = loader_of(engine)
+    with pytest.raises(OutOfMemory, match="of one rank"):
+        await loader.load(await card_of(cut_store, "llama"), cut_store, others_bytes=0)
+    assert loader.weight_bytes == 0
+
+
+async def test_ranks_hold_one_model(pipeline_engine: TorchEngine, whole_store: NvmeStore) -> None:
+    card = await card_of(whole_store, "qwen2")
+    async with serving(pipeline_engine, whole_store, "llama"):
+        assert not pipeline_engine.can_preload(card)
+        with pytest.raises(InstanceError, match="one model"):
+            await pipeline_engine.preload(card, whole_store)
+
+
+async def test_a_killed_rank_is_the_loss_of_the_instance(
+    grid_engine: TorchEngine, cut_store: NvmeStore
+) -> None:
+    """While it serves, and again while it is empty; each time it comes back with other processes."""
+    prompt = make_prompts(4, 30)[0]
+    expected = generate(make_model("llama"), prompt, 300)
+    await grid_engine.load(await card_of(cut_store, "llama"), cut_store)
+    before = loader_of(grid_engine).pids
+    received: list[int] = []
+
+    async def read() -> None:
+        async with grid_engine.stream(ask("llama", prompt, 300)) as tokens:
+            async for token in tokens:
+                received.append(token.id)
+                if len(received) == 5:
+                    os.kill(before[2], signal.SIGKILL)
+
+    with pytest.raises(InstanceLost):
+        await read()
+    assert received == expected[: len(received)]
+    assert grid_engine.view().state is InstanceState.LOST
+    await grid_engine.unload()
+    assert grid_engine.view().state is InstanceState.EMPTY
+    assert not set(before) & set(loader_of(grid_engine).pids)
+    assert not any(is_alive(pid) for pid in before)
+    async with serving(grid_engine, cut_store, "llama"):
+        assert await tokens_of(grid_engine, ask("llama", prompt, 20)) == expected[:20]
