@@ -49,7 +49,7 @@ def _run(contestant: Any, request: dict[str, Any], answers: TextIO) -> None:
     try:
         target = source(request["source"])
         peer = contestant.Contestant(request["options"])
-        race = Race(peer.files(target), request["cache"], check=request["check"])
+        race = Race(peer.files(target), request["cache"], check=request["check"], into=peer.into(target))
         peer.run(source(request["rehearsal"]), target, race)
         _say(answers, race.result)
     except Exception as exc:

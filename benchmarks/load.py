@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import shutil
 import statistics
 import sys
@@ -22,12 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoints, device, resident
+from benchmarks import checkpoints, device, ranks, resident
 from benchmarks.field import Field, Series
-from benchmarks.measure import Summary, machine, ratios, rounds, write_json
-from benchmarks.peers import CONTESTANTS, Contestant
+from benchmarks.load_report import show_report
+from benchmarks.measure import machine, ratios, rounds, write_json
+from benchmarks.peers import ABLATED, CONTESTANTS, LIMITS, Memory
 from benchmarks.race import Cache, Source
-from benchmarks.table import show
 from hotswap import parse_bytes
 from hotswap.backends.stores import NvmeStore
 
@@ -35,7 +36,9 @@ __all__ = ["Settings", "main", "measure"]
 
 _WORK = Path(".cache/benchmarks")
 _PEERS_PYTHON = Path(".cache/bench-env/bin/python")
-_SWEEP = tuple((threads, chunk << 20) for threads in (1, 2, 4) for chunk in (2, 4, 8, 16))
+# Beside the payload, while loading from the disk: what the store's ring takes, and some more.
+_EXTRA_BYTES = 6 * (4 << 20) + (64 << 20)
+_SWEEP = tuple((threads, chunk << 20) for threads in (2, 4) for chunk in (2, 4, 8, 16))
 _BULK_OFF_BYTES = 64 << 10
 
 # What an ablation switches off, the names that the store's constructor may have for it, and the value.
@@ -59,6 +62,8 @@ class Settings:
         directory: On the disk that is measured; the checkpoints take several times the largest size.
         peers_python: The interpreter of the environment that has the peers, `None` if there is none.
         rehearsal_bytes: Size of the checkpoint that every process loads before the clock starts.
+        only: Keys of the contestants that run, or what keys begin with; empty for all.
+        ablate: Whether to switch off what makes the store fast, one thing at a time, in the main case.
         swap_bytes: Sizes of the models that are swapped on an engine; empty leaves that part out.
         timeout_s: The longest that one run may take.
     """
@@ -69,7 +74,9 @@ class Settings:
     repeats: int = 5
     directory: Path = _WORK
     peers_python: Path | None = _PEERS_PYTHON
-    rehearsal_bytes: int = 128 << 20
+    rehearsal_bytes: int = 32 << 20
+    only: tuple[str, ...] = ()
+    ablate: bool = True
     swap_bytes: tuple[int, ...] = (250_000_000, 500_000_000, 1_000_000_000, 2_000_000_000)
     timeout_s: float = 300.0
 
@@ -78,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print tables, write the report; 1 if one of ours failed, or any delivered other bytes."""
     options = _parse(arguments)
     report = measure(_settings(options))
-    _print(report)
+    show_report(report)
     if options.json:
         write_json(options.json, report)
         print(f"The whole report is in {options.json}.")
@@ -90,7 +97,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     with _workspace(settings.directory) as work:
         rehearsal = _write(settings, work, "llama", settings.rehearsal_bytes, name="rehearsal")
         with Field(
-            CONTESTANTS,
+            [c for c in CONTESTANTS if not settings.only or c.key.startswith(settings.only)],
             python=Path(sys.executable),
             peers_python=_existing(settings.peers_python),
             rehearsal=rehearsal,
@@ -106,16 +113,17 @@ def _measure(settings: Settings, work: Path, field: Field) -> dict[str, Any]:
     sweep: list[dict[str, Any]] = []
     for shape, size in _order(settings, main_case):
         with _case(settings, work, shape, size) as source:
-            if not sweep:  # the first is the main case: the limit is as high as this disk allows
+            # The first is the main case: the limit is as high as this disk allows.
+            if not sweep and _runs(field, "raw_direct"):
                 sweep = _find_limit(field, source)
             cases.append(_measure_case(settings, field, shape, source))
-            if (shape, size) == main_case:
+            if settings.ablate and (shape, size) == main_case and _runs(field, "hotswap_store"):
                 ablation = _ablate(settings, field, source)
     first = cases[0]
     return {
         "machine": {**machine(work), "peers": field.versions},
         "settings": _plain(settings),
-        "raw_direct": {**field.defaults["raw_direct"], "sweep": sweep},
+        "raw_direct": {**field.defaults.get("raw_direct", {}), "sweep": sweep},
         "main": {"shape": first["shape"], "bytes": first["bytes"]},
         "cold": first["cold"],
         "warm": first["warm"],
@@ -124,6 +132,7 @@ def _measure(settings: Settings, work: Path, field: Field) -> dict[str, Any]:
         "cases": cases,
         "many_over_one": _many_over_one(cases),
         "peak_extra_bytes": first["peak_extra_bytes"],
+        "ranks": ranks.measure(work / "ranks"),
         "swap": resident.measure(work / "swap", settings.swap_bytes, settings.repeats),
         "device": device.measure(work / "device", settings.repeats),
         "unavailable": field.unavailable,
@@ -148,6 +157,9 @@ def _measure_case(settings: Settings, field: Field, shape: str, source: Source) 
         "cold": {},
         "warm": {},
         "ratios": {"cold": {}, "warm": {}},
+        "over_hotswap": {"cold": {}, "warm": {}},
+        "cpu_s": {},
+        "load_average": {},
         "cached_share": {},
         "enter_s": {},
         "peak_extra_bytes": {},
@@ -166,6 +178,9 @@ def _note(case: dict[str, Any], cache: Cache, results: dict[str, list[dict[str, 
     series = {key: [float(run["seconds"]) for run in runs] for key, runs in results.items()}
     case[cache] = {f"{key}_s": seconds for key, seconds in series.items()}
     case["ratios"][cache] = _ratios(series)
+    case["over_hotswap"][cache] = _over_hotswap(series)
+    case["load_average"][cache] = list(os.getloadavg())
+    case["cpu_s"][cache] = {key: [run["cpu_s"] for run in runs] for key, runs in results.items()}
     for key, runs in results.items():
         case["peak_extra_bytes"].setdefault(cache, {})[key] = [run["peak_extra_bytes"] for run in runs]
         if any("enter_s" in run for run in runs):
@@ -177,10 +192,20 @@ def _note(case: dict[str, Any], cache: Cache, results: dict[str, list[dict[str, 
 
 def _ratios(series: Series) -> dict[str, dict[str, float]]:
     """The median paired ratio of every contestant to the limits that were run beside it."""
-    limits = [key for key in ("raw_direct", "raw_direct_copy") if key in series]
+    limits = [key for key in LIMITS.values() if key in series]
     return {
         key: {limit: statistics.median(ratios(series[limit], seconds)) for limit in limits}
         for key, seconds in series.items()
+    }
+
+
+def _over_hotswap(series: Series) -> dict[str, float]:
+    """How many times as long as this store each peer took, into the same kind of memory; paired, medians."""
+    ours: dict[Memory, str] = {"fresh": "hotswap_fresh", "existing": "hotswap"}
+    return {
+        c.key: statistics.median(ratios(series[c.key], series[ours[c.memory]]))
+        for c in CONTESTANTS
+        if c.kind == "peer" and c.key in series and ours[c.memory] in series
     }
 
 
@@ -198,11 +223,13 @@ def _find_limit(field: Field, source: Source) -> list[dict[str, Any]]:
     return tries
 
 
+def _runs(field: Field, module: str) -> bool:
+    return any(contestant.module == module for contestant in field.ready)
+
+
 def _ablate(settings: Settings, field: Field, source: Source) -> dict[str, Any]:
     """Switch one thing off at a time in the store that reads from the disk, cold."""
-    # Chunk by chunk, because reading in place has no ring whose depth would matter.
-    chunks = next(contestant for contestant in CONTESTANTS if contestant.key == "hotswap_copy")
-    whole = replace(chunks, key="hotswap")
+    whole = ABLATED
     offered = inspect.signature(NvmeStore).parameters
     running, absent = [whole], dict[str, str]()
     for key, (names, value) in _ABLATION.items():
@@ -237,13 +264,17 @@ def _many_over_one(cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _faults(cases: list[dict[str, Any]], field: Field) -> list[str]:
-    """What must not be: a contestant of this project that did not run, and anyone whose bytes were others."""
+    """What must not be: one of ours that did not run or took much memory, anyone whose bytes were others."""
     ours = {contestant.key for contestant in CONTESTANTS if contestant.kind != "peer"}
     faults = [f"{key}: {why}" for key, why in field.unavailable.items() if key in ours]
     for case in cases:
         for key, why in case["failed"].items():
             if key in ours or "other bytes" in why:
                 faults.append(f"{key}, {case['shape']}, {case['bytes']} bytes: {why}")
+        for key in ("hotswap", "hotswap_gone"):
+            most = max(case["peak_extra_bytes"].get("cold", {}).get(key, [0]))
+            if most > _EXTRA_BYTES:
+                faults.append(f"{key}, {case['shape']}: {most} bytes of host memory beside the payload")
     return faults
 
 
@@ -286,69 +317,6 @@ def _existing(python: Path | None) -> Path | None:
     return python.absolute() if python is not None and python.exists() else None
 
 
-# ------------------------------------------------------------------------------------------------- printing
-
-
-def _print(report: dict[str, Any]) -> None:
-    for case in report["cases"]:
-        for cache in ("cold", "warm"):
-            if case[cache]:
-                _print_case(case, cache)
-    _print_rest(report)
-
-
-def _print_case(case: dict[str, Any], cache: Cache) -> None:
-    rows = []
-    for contestant in CONTESTANTS:
-        seconds = case[cache].get(f"{contestant.key}_s")
-        if seconds:
-            rows.append(_row(contestant, seconds, case, cache))
-    share = case["cached_share"][cache]
-    title = (
-        f"{checkpoints.SHAPES[case['shape']]}, {case['bytes'] / 1e9:g} GB, {cache} "
-        f"(page cache held {share['least']:.0%} to {share['most']:.0%} at the start)"
-    )
-    head = ("", "seconds [min-max]", "GB/s", "ratio to raw", "like for like", "extra MB")
-    show(title, head, rows)
-
-
-def _row(contestant: Contestant, seconds: list[float], case: dict[str, Any], cache: Cache) -> list[str]:
-    key = contestant.key
-    found = case["ratios"][cache][key]
-    alike = found.get(contestant.compare)
-    extra = statistics.median(case["peak_extra_bytes"][cache][key]) / 1e6
-    return [
-        contestant.what,
-        Summary.of(seconds).format(),
-        f"{case['bytes'] / statistics.median(seconds) / 1e9:.2f}",
-        f"{found['raw_direct']:.3f}" if "raw_direct" in found else "",
-        f"{alike:.3f}" if alike is not None else "",
-        f"{extra:,.0f}",
-    ]
-
-
-def _print_rest(report: dict[str, Any]) -> None:
-    ablation = report["ablation"]
-    names = {key: seconds for key, seconds in ablation.items() if key.endswith("_s")}
-    rows = [
-        [key.removesuffix("_s"), Summary.of(seconds).format(), f"{ablation['ratios'][key[:-2]]:.3f}"]
-        for key, seconds in names.items()
-    ]
-    show("ablation, cold", ("", "seconds [min-max]", "ratio to all on"), rows)
-    for size, by_key in report["many_over_one"].items():
-        many = [[key.removesuffix("_s"), f"{ratio:.2f}"] for key, ratio in by_key.items()]
-        show(f"ten thousand tensors over one, {int(size) / 1e9:g} GB, cold", ("", "times"), many)
-    resident.show_report(report["swap"])
-    device.show_report(report["device"])
-    for key, why in {**ablation["not_offered"], **report["unavailable"]}.items():
-        print(f"not measured: {key}: {why}")
-    for case in report["cases"]:
-        for key, why in case["failed"].items():
-            print(f"not measured: {key}, {checkpoints.SHAPES[case['shape']]}: {why}")
-    for fault in report["faults"]:
-        print(f"FAULT: {fault}", file=sys.stderr)
-
-
 def _say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
@@ -365,6 +333,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=default.repeats)
     parser.add_argument("--dir", type=Path, default=default.directory, help="on the disk to measure")
     parser.add_argument("--peers-python", type=Path, default=default.peers_python)
+    parser.add_argument("--only", nargs="+", metavar="KEY", default=[], help="contestants, by how keys begin")
+    parser.add_argument("--no-warm", action="store_true", help="leave the warm page cache out")
+    parser.add_argument("--no-ablation", action="store_true", help="leave the ablation out")
     parser.add_argument("--no-swap", action="store_true", help="leave the swaps on an engine out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(arguments)
@@ -376,12 +347,16 @@ def _settings(options: argparse.Namespace) -> Settings:
         repeats=options.repeats,
         directory=options.dir,
         peers_python=options.peers_python,
+        only=tuple(options.only),
+        ablate=not options.no_ablation,
     )
     if options.full:
         sizes = (500_000_000, 1_000_000_000, 2_000_000_000, 4_000_000_000)
         settings = replace(settings, sizes=sizes, warm_shapes=settings.shapes)
     if options.sizes:
         settings = replace(settings, sizes=tuple(map(parse_bytes, options.sizes)))
+    if options.no_warm:
+        settings = replace(settings, warm_shapes=())
     return replace(settings, swap_bytes=()) if options.no_swap else settings
 
 
@@ -390,6 +365,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
         "sizes": settings.sizes,
         "shapes": settings.shapes,
         "repeats": settings.repeats,
+        "only": settings.only,
         "rehearsal_bytes": settings.rehearsal_bytes,
         "swap_bytes": settings.swap_bytes,
     }

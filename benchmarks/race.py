@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -31,10 +33,12 @@ __all__ = [
     "digest_of",
     "flat_buffer",
     "raw_bytes",
-    "touch",
 ]
 
 Cache = Literal["cold", "warm"]
+Delivery: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+_HUGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,50 +107,83 @@ class Source:
 
 
 class Race:
-    """The clock of a run: a contestant calls `start`, opens its files, and gives its tensors to `finish`."""
+    """The clock of a run: a contestant calls `start`, opens its files, and gives its tensors to `finish`.
 
-    def __init__(self, files: list[Path], cache: Cache, *, check: bool) -> None:
+    With `into` the tensors must end in memory that exists, laid out as that source's flat buffer: for a
+    contestant that cannot read there they are copied there, each when it is given, under the clock.
+    """
+
+    def __init__(self, files: list[Path], cache: Cache, *, check: bool, into: Source | None = None) -> None:
         self._files = files
         self._cache = cache
+        self._into = into
+        self._targets: dict[str, Tensor] | None = None
         self.checks = check
-        self._began_s = 0.0
+        self._began_s = self._began_cpu_s = 0.0
         self._began_bytes = 0
         self.result: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Bring the page cache into its state, and start."""
+        """Make the memory that shall exist, bring the page cache into its state, and start."""
+        self._make_targets()
         files = self._files
         share = pagecache.empty(files) if self._cache == "cold" else pagecache.fill(files)
         self.note(cached_share=share)
         gc.collect()
         self._began_bytes = _reset_peak()
+        self._began_cpu_s = time.process_time()
         self._began_s = time.perf_counter()
 
-    def finish(self, tensors: Mapping[str, Tensor], *, size_bytes: int | None = None) -> None:
-        """Stop: all tensors are in host memory. `size_bytes` says how much it was where none were kept."""
+    def finish(self, tensors: Delivery, *, mapped: bool = False, size_bytes: int | None = None) -> None:
+        """Stop, once all tensors are in host memory.
+
+        Args:
+            tensors: They, or one after the other.
+            mapped: They are mapped files, of which a byte of every page is read before they count.
+            size_bytes: How much it was, where none were kept.
+        """
+        settled = self._settle(tensors, mapped=mapped)
         seconds = time.perf_counter() - self._began_s
+        cpu_s = time.process_time() - self._began_cpu_s
         peak = _peak_bytes()
-        size = sum(map(_size, tensors.values())) if size_bytes is None else size_bytes
-        self.note(seconds=seconds, bytes=size, peak_extra_bytes=max(peak - self._began_bytes, 0))
+        size = sum(map(_size, settled.values())) if size_bytes is None else size_bytes
+        extra = max(peak - self._began_bytes, 0)
+        self.note(seconds=seconds, cpu_s=cpu_s, bytes=size, peak_extra_bytes=extra)
         if self.checks:
-            self.note(digest=digest_of(tensors))
+            self.note(digest=digest_of(settled))
 
     def note(self, **facts: Any) -> None:
         """Add facts to the result."""
         self.result.update(facts)
 
+    def _make_targets(self) -> None:
+        if self._into is not None:
+            flat = flat_buffer(self._into.buffer_bytes).fill_(0)
+            self._targets = {name: place.view(flat) for name, place in self._into.places().items()}
+
+    def _settle(self, tensors: Delivery, *, mapped: bool) -> Mapping[str, Tensor]:
+        items = tensors.items() if isinstance(tensors, Mapping) else tensors
+        if self._targets is not None:
+            for name, tensor in items:
+                self._targets[name].copy_(tensor)
+            return self._targets
+        kept = dict(items)
+        if mapped:
+            _touch(kept)
+        return kept
+
 
 class Rehearsal(Race):
     """A run that nobody times: what a process makes once (threads, rings, lazy imports) is there after it."""
 
-    def __init__(self) -> None:
-        super().__init__([], "warm", check=False)
+    def __init__(self, into: Source | None = None) -> None:
+        super().__init__([], "warm", check=False, into=into)
 
     def start(self) -> None:
-        pass
+        self._make_targets()
 
-    def finish(self, tensors: Mapping[str, Tensor], *, size_bytes: int | None = None) -> None:
-        pass
+    def finish(self, tensors: Delivery, *, mapped: bool = False, size_bytes: int | None = None) -> None:
+        self._settle(tensors, mapped=mapped)
 
 
 class Peer(ABC):
@@ -157,8 +194,12 @@ class Peer(ABC):
 
     def run(self, rehearsal: Source, source: Source, race: Race) -> None:
         """Load a small checkpoint unseen, then the one that counts."""
-        self.load(rehearsal, Rehearsal())
+        self.load(rehearsal, Rehearsal(self.into(rehearsal)))
         self.load(source, race)
+
+    def into(self, source: Source) -> Source | None:
+        """The source whose flat buffer the race shall make; `None` for one that reads into memory itself."""
+        return source if self.options.get("memory") == "existing" else None
 
     @abstractmethod
     def files(self, source: Source) -> list[Path]:
@@ -179,8 +220,13 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def flat_buffer(size_bytes: int) -> Tensor:
-    """Memory for a flat buffer as an engine makes it, its pages not there yet."""
-    return torch.empty(size_bytes, dtype=torch.uint8)
+    """Memory for a flat buffer as an engine makes it: in huge pages where there are any, none there yet."""
+    memory = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_BYTES
+    return whole[start : start + size_bytes]
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -189,13 +235,12 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return cast("memoryview", array.data)
 
 
-def touch(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Read a byte of every page, so that mapped tensors are in memory, and return the tensors."""
+def _touch(tensors: Mapping[str, Tensor]) -> None:
+    """Read a byte of every page, so that mapped tensors are in memory."""
     for tensor in tensors.values():
         raw = tensor.view(torch.uint8).flatten().numpy()
         raw[::4096].max()
         raw[-1:].max()  # a tensor need not begin on a page
-    return tensors
 
 
 def _size(tensor: Tensor) -> int:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["CONTESTANTS", "Contestant"]
+__all__ = ["ABLATED", "CONTESTANTS", "LIMITS", "Contestant", "Memory"]
+
+Memory: TypeAlias = Literal["gone", "fresh", "existing"]
+
+# What a direct read of the same files into the same kind of memory is called.
+LIMITS: dict[Memory, str] = {
+    "gone": "raw_direct",
+    "fresh": "raw_direct_fresh",
+    "existing": "raw_direct_existing",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +27,9 @@ class Contestant:
         module: The file in this package that loads.
         what: What it does, for people.
         kind: Whether it is the limit, this project, or a peer.
+        memory: Where the bytes end: let go, in memory made under the clock, or in memory that exists.
         options: How the module does it.
         check_options: What differs in the run that only compares the bytes, for one that keeps none.
-        compare: The contestant under the same conditions, whose ratio says most.
         apart: Whether it is installed in the peers' environment.
         caches: The states of the page cache in which it means something.
     """
@@ -29,96 +38,84 @@ class Contestant:
     module: str
     what: str
     kind: Literal["limit", "hotswap", "peer"] = "peer"
+    memory: Memory
     options: Mapping[str, Any] = field(default_factory=dict)
     check_options: Mapping[str, Any] = field(default_factory=dict)
-    compare: str = ""
     apart: bool = False
     caches: tuple[Literal["cold", "warm"], ...] = ("cold", "warm")
 
 
+def _limit(memory: Memory, what: str, **more: Any) -> Contestant:
+    return Contestant(
+        key=LIMITS[memory],
+        module="raw_direct",
+        what=what,
+        kind="limit",
+        memory=memory,
+        options={"memory": memory},
+        **more,
+    )
+
+
+def _store(
+    key: str, what: str, memory: Memory, *, tier: str = "disk", sink: str = "", **more: Any
+) -> Contestant:
+    options = {"tier": tier, "sink": sink or memory, **more.pop("options", {})}
+    return Contestant(
+        key=key, module="hotswap_store", what=what, kind="hotswap", memory=memory, options=options, **more
+    )
+
+
+def _peer(key: str, module: str, what: str, *, mapped: bool = False, **more: Any) -> tuple[Contestant, ...]:
+    """A loader in memory that it makes, and copied into memory that exists, which none can read into."""
+    options = more.pop("options", {})
+    touched = ", a byte of every page read" if mapped else ""
+    return (
+        Contestant(key=key, module=module, what=what + touched, memory="fresh", options=options, **more),
+        Contestant(
+            key=f"{key}_into",
+            module=module,
+            what=f"{what}, copied",
+            memory="existing",
+            options={**options, "memory": "existing"},
+            **more,
+        ),
+    )
+
+
+_TRUSTING = {"store": {"verify": "never"}}
+
 CONTESTANTS: tuple[Contestant, ...] = (
-    Contestant(
-        key="raw_direct",
-        module="raw_direct",
-        what="the files read directly, bytes let go: the limit",
-        kind="limit",
-        options={"sink": "drop"},
-        check_options={"sink": "copy"},
-    ),
-    Contestant(
-        key="raw_direct_copy",
-        module="raw_direct",
-        what="the same, copied into memory that exists",
-        kind="limit",
-        options={"sink": "copy"},
-    ),
-    Contestant(
-        key="hotswap",
-        module="hotswap_store",
-        what="this store from disk, read into memory that exists",
-        kind="hotswap",
-        options={"tier": "disk", "sink": "resident"},
-        compare="raw_direct_copy",
-    ),
-    Contestant(
-        key="hotswap_lend",
-        module="hotswap_store",
-        what="this store from disk, chunks let go",
-        kind="hotswap",
-        options={"tier": "disk", "sink": "lend"},
-        check_options={"sink": "resident"},
-        compare="raw_direct",
-    ),
-    Contestant(
-        key="hotswap_copy",
-        module="hotswap_store",
-        what="this store from disk, copied into memory that exists",
-        kind="hotswap",
-        options={"tier": "disk", "sink": "copy"},
-        compare="raw_direct_copy",
-    ),
-    Contestant(
-        key="hotswap_trusting",
-        module="hotswap_store",
-        what="this store from disk, read into memory that exists, checksums not compared",
-        kind="hotswap",
-        options={"tier": "disk", "sink": "resident", "store": {"verify": "never"}},
-        compare="raw_direct_copy",
-    ),
-    Contestant(
-        key="hotswap_fresh",
-        module="hotswap_store",
-        what="this store from disk, read into fresh memory, as every peer",
-        kind="hotswap",
-        options={"tier": "disk", "sink": "fresh"},
-    ),
-    Contestant(
-        key="hotswap_host",
-        module="hotswap_store",
-        what="this store from the host tier, tensors as views",
-        kind="hotswap",
-        options={"tier": "host", "sink": "view"},
+    _limit("gone", "the files read directly", check_options={"memory": "existing"}),
+    _store("hotswap_gone", "this store from disk", "gone", check_options={"sink": "existing"}),
+    _limit("fresh", "the files read directly"),
+    _store("hotswap_fresh", "this store from disk, the index for the first time", "fresh"),
+    _store("hotswap_fresh_trusting", "the same, checksums not compared", "fresh", options=_TRUSTING),
+    _limit("existing", "the files read directly"),
+    _store("hotswap", "this store from disk", "existing"),
+    _store("hotswap_trusting", "the same, checksums not compared", "existing", options=_TRUSTING),
+    _store(
+        "hotswap_host",
+        "this store from the host tier, tensors as views",
+        "existing",
+        tier="host",
+        sink="view",
         caches=("warm",),
     ),
-    Contestant(
-        key="hotswap_host_copy",
-        module="hotswap_store",
-        what="this store from the host tier, copied",
-        kind="hotswap",
-        options={"tier": "host", "sink": "resident"},
+    _store(
+        "hotswap_host_copy",
+        "this store from the host tier, copied",
+        "existing",
+        tier="host",
         caches=("warm",),
     ),
-    Contestant(key="safetensors", module="safetensors_open", what="safetensors, every page touched"),
-    Contestant(key="torch_load", module="torch_load", what="torch.load", options={"mmap": False}),
-    Contestant(
-        key="torch_load_mmap",
-        module="torch_load",
-        what="torch.load(mmap=True), every page touched",
-        options={"mmap": True},
-    ),
-    Contestant(key="runai", module="runai", what="runai-model-streamer", apart=True),
-    Contestant(
-        key="fastsafetensors", module="fastsafetensors_loader", what="fastsafetensors (nogds)", apart=True
-    ),
-    Contestant(key="tensorizer", module="tensorizer_reader", what="tensorizer", apart=True),
+    *_peer("safetensors", "safetensors_open", "safetensors", mapped=True),
+    *_peer("torch_load", "torch_load", "torch.load", options={"mmap": False}),
+    *_peer("torch_load_mmap", "torch_load", "torch.load(mmap=True)", options={"mmap": True}, mapped=True),
+    *_peer("runai", "runai", "runai-model-streamer", apart=True),
+    *_peer("fastsafetensors", "fastsafetensors_loader", "fastsafetensors (nogds)", apart=True),
+    *_peer("tensorizer", "tensorizer_reader", "tensorizer", apart=True),
 )
+
+# Chunk by chunk, because reading in place has no ring whose depth would matter.
+ABLATED = _store("hotswap", "this store from disk, copied chunk by chunk", "existing", sink="copy")

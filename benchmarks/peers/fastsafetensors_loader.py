@@ -14,7 +14,7 @@ _library: Any = import_module("fastsafetensors")  # installed in an environment 
 
 
 class Contestant(Peer):
-    """No options."""
+    """Options: `memory`."""
 
     def files(self, source: Source) -> list[Path]:
         return [source.safetensors]

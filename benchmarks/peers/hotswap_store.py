@@ -1,21 +1,19 @@
 """This project's store: from the disk, and from the host tier, consumed as an engine would.
 
 The store is entered before the clock starts, as once in the life of a process (`enter_s` says what that
-took); the manifest is read, the files are opened and the tensors are made under the clock. What happens to
-the chunks is the `sink`:
+took); the manifest is asked for, the files are opened and the tensors are made under the clock. What happens
+to the bytes is the `sink`:
 
-    resident   read into a flat buffer that exists, as an engine that reuses its memory does
-    fresh      read into a flat buffer made under the clock, as every other loader makes its memory
-    copy       as `resident`, but chunk by chunk, as an engine does whose memory a store cannot reach
-    lend       let go: the chunks were in host memory, and the disk was the only cost
+    existing   read into a flat buffer that exists, as an engine that reuses its memory does
+    fresh      by a store that has not seen the index before, into a flat buffer made under the clock
+    copy       as `existing`, but chunk by chunk, as an engine does whose memory a store cannot reach
+    gone       let go: the chunks were in host memory, and the disk was the only cost
     view       host tier only: tensors that are views of what the tier lends, without a copy
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -24,10 +22,11 @@ import torch
 from anyio import to_thread
 from torch import Tensor
 
-from benchmarks.race import Peer, Place, Race, Rehearsal, Source, flat_buffer
-from hotswap import HostChunk, ModelId, TensorSpec, WeightStore
+from benchmarks.race import Peer, Race, Rehearsal, Source
+from hotswap import HostChunk, ModelId, WeightStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
-from hotswap.backends.torch.buffers import FlatBuffers, fetch
+from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
+from hotswap.backends.torch.weights import Views
 
 DISTRIBUTIONS = ("anyio",)
 
@@ -58,35 +57,47 @@ class Contestant(Peer):
         disk = NvmeStore(root, **self.options.get("store", {}))
         if self.options["tier"] == "disk":
             return disk
-        # One chunk a shard, so that tensors can be views of it.
-        return TieredStore(PinnedStore("1 TiB", chunk_bytes="1 TiB"), disk)
+        return TieredStore(PinnedStore("1 TiB"), disk)
 
     async def _load(self, store: WeightStore, model: ModelId, race: Race) -> None:
         if isinstance(store, TieredStore):
             await store.prefetch(model)
-        if self.options["sink"] == "view":
-            await _view(store, model, race)
-        elif self.options["sink"] == "lend":
-            await _lend(store, model, race)
-        elif self.options["sink"] == "copy":
+        sink = self.options["sink"]
+        if sink == "fresh":
+            # Not entered, so that the index is parsed under the clock; reads in place need nothing of it.
+            assert isinstance(store, NvmeStore)
+            await _read(self._store(store.root), model, race, existing=None)
+        elif sink == "existing":
+            await _read(store, model, race, existing=await _existing(store, model))
+        elif sink == "copy":
             await _copy(store, model, race)
+        elif sink == "view":
+            await _view(store, model, race)
         else:
-            await _read(store, model, race, fresh=self.options["sink"] == "fresh")
+            await _let_go(store, model, race)
 
 
-async def _read(store: WeightStore, model: ModelId, race: Race, *, fresh: bool) -> None:
+async def _existing(store: WeightStore, model: ModelId) -> Tensor:
+    """A flat buffer as a CPU engine makes it, its pages there."""
+    return _take((await store.manifest(model)).buffer_bytes).fill_(0)
+
+
+async def _read(store: WeightStore, model: ModelId, race: Race, *, existing: Tensor | None) -> None:
     """What a CPU engine does: the buffer is made as it makes it, the shards are fetched as it does."""
-    buffers = FlatBuffers(torch.device("cpu"), 0)
-    resident = None if fresh else buffers.take((await store.manifest(model)).buffer_bytes).fill_(0)
     race.start()
     manifest = await store.manifest(model)
-    flat = await to_thread.run_sync(buffers.take, manifest.buffer_bytes) if resident is None else resident
+    flat = await to_thread.run_sync(_take, manifest.buffer_bytes) if existing is None else existing
     await fetch(store, manifest, flat)
-    race.finish({spec.name: _place(spec).view(flat) for spec in manifest.tensors})
+    views = Views(flat)
+    race.finish({spec.name: views.at(spec) for spec in manifest.tensors})
+
+
+def _take(size_bytes: int) -> Tensor:
+    return FlatBuffers(torch.device("cpu"), 0).take(size_bytes)
 
 
 async def _copy(store: WeightStore, model: ModelId, race: Race) -> None:
-    flat = flat_buffer((await store.manifest(model)).buffer_bytes).fill_(0)
+    flat = await _existing(store, model)
     race.start()
     manifest = await store.manifest(model)
     target = flat.numpy()
@@ -99,10 +110,11 @@ async def _copy(store: WeightStore, model: ModelId, race: Race) -> None:
         async with store.open(shard) as chunks:
             async for chunk in chunks:
                 await to_thread.run_sync(copy, chunk)
-    race.finish({spec.name: _place(spec).view(flat) for spec in manifest.tensors})
+    views = Views(flat)
+    race.finish({spec.name: views.at(spec) for spec in manifest.tensors})
 
 
-async def _lend(store: WeightStore, model: ModelId, race: Race) -> None:
+async def _let_go(store: WeightStore, model: ModelId, race: Race) -> None:
     race.start()
     manifest = await store.manifest(model)
     size = 0
@@ -114,27 +126,11 @@ async def _lend(store: WeightStore, model: ModelId, race: Race) -> None:
 
 
 async def _view(store: WeightStore, model: ModelId, race: Race) -> None:
-    """Keep the one chunk of every shard lent until the clock was stopped and the tensors were looked at."""
+    """What a CPU engine does with a model that is on the host tier."""
+    assert isinstance(store, TieredStore)
     race.start()
     manifest = await store.manifest(model)
-    async with AsyncExitStack() as stack:
-        lent: list[tuple[int, Tensor]] = []
-        for shard in manifest.shards_of(0):
-            chunks = await stack.enter_async_context(store.open(shard))
-            chunk = await anext(chunks)
-            lent.append((chunk.offset_bytes, torch.frombuffer(chunk.data, dtype=torch.uint8)))
-        race.finish({spec.name: _lent_view(_place(spec), lent) for spec in manifest.tensors})
-        del lent
-
-
-def _lent_view(place: Place, lent: list[tuple[int, Tensor]]) -> Tensor:
-    """A view of the chunk that holds the tensor; a copy where a tensor lies in two files."""
-    first, last = place.offset_bytes, place.offset_bytes + place.size_bytes
-    parts = [
-        data[max(first - at, 0) : last - at] for at, data in lent if at < last and at + len(data) > first
-    ]
-    return replace(place, offset_bytes=0).view(parts[0] if len(parts) == 1 else torch.cat(parts))
-
-
-def _place(spec: TensorSpec) -> Place:
-    return Place(spec.dtype, spec.shape, spec.offset_bytes, spec.size_bytes)
+    async with store.lend(manifest) as buffer:
+        assert buffer is not None, "the model was prefetched"
+        views = Views(in_place(buffer.data))
+        race.finish({spec.name: views.at(spec) for spec in manifest.tensors})

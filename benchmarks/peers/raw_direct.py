@@ -1,19 +1,18 @@
-"""The limit: every byte of the files read directly by a few threads, into aligned buffers used over and over.
+"""The limit: every byte of the files read directly by a few threads, and nothing else done.
 
-The buffers lie in huge pages where the kernel gives them: a direct read into small pages is cut into requests
-of as many pages as the device takes segments, which made it three times slower on a disk we measured.
+Into which `memory`, in huge pages where the kernel gives them (a direct read into small pages is cut into
+requests of as many pages as the device takes segments, which made it three times slower where we measured):
 
-With `sink="drop"` the bytes are let go in the ring, which is all that a disk can do; with `"copy"` each piece
-is copied on into a resident flat buffer, which is the least that a loader has to do.
+    gone       a few aligned buffers, used over and over: what a disk can do
+    fresh      a flat buffer made under the clock, as every loader makes its memory
+    existing   a flat buffer whose pages are there, as that of an engine that reuses its memory
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,35 +24,40 @@ from benchmarks.race import Peer, Race, Source, flat_buffer
 
 DISTRIBUTIONS: tuple[str, ...] = ()
 
-_HUGE_BYTES = 2 << 20
 _Array: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Contestant(Peer):
-    """Options: `threads`, `chunk_bytes` (a multiple of 4096), `sink`."""
+    """Options: `threads`, `chunk_bytes` (a multiple of 4096), `memory`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
         self._chunk_bytes = int(options["chunk_bytes"])
         threads = int(options["threads"])
-        self._ring = [_huge_buffer(self._chunk_bytes) for _ in range(threads)]
+        kept = options["memory"] == "gone"
+        self._ring = [flat_buffer(self._chunk_bytes if kept else 0).fill_(0).numpy() for _ in range(threads)]
         self._threads = ThreadPoolExecutor(threads)
 
     def files(self, source: Source) -> list[Path]:
         return source.flat_files
 
+    def into(self, source: Source) -> None:
+        """Reads where it shall, without a copy."""
+
     def load(self, source: Source, race: Race) -> None:
-        copied = self.options["sink"] == "copy"
-        buffer = flat_buffer(source.buffer_bytes if copied else 0).fill_(0)
-        flat: _Array = buffer.numpy()
+        memory = self.options["memory"]
+        existing = flat_buffer(source.buffer_bytes).fill_(0) if memory == "existing" else None
         race.start()
+        fresh = flat_buffer(source.buffer_bytes) if memory == "fresh" else None
+        buffer = fresh if existing is None else existing
+        flat: _Array | None = None if buffer is None else buffer.numpy()
         size = 0
         for file in source.flat_files:
-            size += self._read_file(file, flat[size:] if copied else None, race)
-        if not copied:
+            size += self._read_file(file, None if flat is None else flat[size:], race)
+        if buffer is None or not race.checks:
             return race.finish({}, size_bytes=size)
-        places = source.places() if race.checks else {}
-        return race.finish({name: place.view(buffer) for name, place in places.items()}, size_bytes=size)
+        places = {name: place.view(buffer) for name, place in source.places().items()}
+        return race.finish(places, size_bytes=size)
 
     def _read_file(self, file: Path, flat: _Array | None, race: Race) -> int:
         fd = _open(file, race)
@@ -66,10 +70,8 @@ class Contestant(Peer):
                 for offset in mine:
                     if offset >= size:
                         return
-                    _read(fd, piece, offset, min(self._chunk_bytes, size - offset))
-                    if flat is not None:
-                        end = min(offset + self._chunk_bytes, size)
-                        np.copyto(flat[offset:end], piece[: end - offset])
+                    length = min(self._chunk_bytes, size - offset)
+                    _read(fd, piece if flat is None else flat[offset:], offset, length)
 
             list(self._threads.map(work, self._ring, offsets))
             return size
@@ -95,15 +97,3 @@ def _read(fd: int, piece: _Array, offset: int, size: int) -> None:
         if not got:
             raise EOFError(f"the file ended at byte {offset + done}")
         done += got
-
-
-def _huge_buffer(size: int) -> _Array:
-    """Memory that begins on a huge page, and is there."""
-    memory = mmap.mmap(-1, size + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % _HUGE_BYTES
-    buffer = whole[start : start + size]
-    buffer.fill(0)
-    return buffer

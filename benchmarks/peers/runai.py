@@ -14,7 +14,7 @@ _library: Any = import_module("runai_model_streamer")  # untyped, and installed 
 
 
 class Contestant(Peer):
-    """No options."""
+    """Options: `memory`."""
 
     def files(self, source: Source) -> list[Path]:
         return [source.safetensors]
@@ -23,4 +23,4 @@ class Contestant(Peer):
         race.start()
         with _library.SafetensorsStreamer() as streamer:
             streamer.stream_file(str(source.safetensors))
-            race.finish(dict(streamer.get_tensors()))
+            race.finish(streamer.get_tensors())  # one after the other, as they arrive

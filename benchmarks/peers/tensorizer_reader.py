@@ -17,7 +17,7 @@ _library: Any = import_module("tensorizer")  # installed in an environment of it
 
 
 class Contestant(Peer):
-    """No options."""
+    """Options: `memory`."""
 
     def files(self, source: Source) -> list[Path]:
         refusal = _refusal(source.tensorizer)

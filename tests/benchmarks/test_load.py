@@ -66,9 +66,18 @@ def test_the_report_has_every_round_of_everyone(report: dict[str, Any]) -> None:
         assert set(report[cache]) == keys
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in report[cache].values())
         assert report["ratios"][cache]["raw_direct"]["raw_direct"] == 1
+        over = report["cases"][0]["over_hotswap"][cache]
+        assert {"safetensors", "safetensors_into", "torch_load"} <= over.keys()
     assert {"hotswap_s", "no_bulk_s", "no_direct_s"} <= set(report["ablation"])
     assert report["many_over_one"].keys() == {str(SIZE // 128 * 128)}
     assert report["machine"]["libraries"]["torch"]
+
+
+def test_each_rank_reads_its_own_bytes_alone(report: dict[str, Any]) -> None:
+    """And the four together the checkpoint, and what every rank has whole by design."""
+    ranks = report["ranks"]
+    assert ranks["foreign_bytes"] == [0, 0, 0, 0]
+    assert 1 <= ranks["ratio"] <= 1.02
 
 
 def test_peers_that_are_not_installed_are_named_with_the_reason(report: dict[str, Any]) -> None:
