@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from hotswap.backends.torch.adapters.plan import RankRange
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.sampling import Sampler
-from hotswap.errors import InvalidRequest, PromptTooLong, UnknownAdapter
+from hotswap.errors import InvalidRequest, PromptTooLong
 from hotswap.request import Request
 
 __all__ = ["check_servable", "to_sequence"]
@@ -15,12 +16,9 @@ def check_servable(request: Request, model: LoadedModel, *, kv_tokens: int) -> N
     """Refuse what could not be served to its end, before it takes anything.
 
     Raises:
-        UnknownAdapter: it names an adapter.
         InvalidRequest: it has all its tokens already, or some that the model does not know.
         PromptTooLong: it fills the context, or would outgrow `kv_tokens`.
     """
-    if request.adapter is not None:
-        raise UnknownAdapter(f"Adapter {request.adapter!r} is not loaded: this engine has none; drop it.")
     if request.remaining_tokens < 1:
         raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
     tokens = request.tokens
@@ -42,7 +40,7 @@ def check_servable(request: Request, model: LoadedModel, *, kv_tokens: int) -> N
         )
 
 
-def to_sequence(request: Request, ticket: int, model: LoadedModel) -> Sequence:
+def to_sequence(request: Request, ticket: int, model: LoadedModel, adapter: RankRange | None) -> Sequence:
     """Return the request as the batcher sees it; it goes on after what it has generated."""
     eos = frozenset[int]() if request.sampling.ignore_eos else model.eos_token_ids
     stop_ids = eos | frozenset(request.sampling.stop_token_ids)
@@ -55,6 +53,7 @@ def to_sequence(request: Request, ticket: int, model: LoadedModel) -> Sequence:
         sampler=Sampler(request.sampling, sorted(stop_ids), tokens),
         stop_ids=stop_ids,
         min_tokens=request.sampling.min_tokens,
+        adapter=adapter,
     )
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hotswap.backends.torch.adapters.plan import Adaptation
 from hotswap.backends.torch.kv import KVCache
 from hotswap.errors import UnsupportedModel
 
@@ -123,6 +124,7 @@ class Step:
         offsets: `[T]`, the slot within that block.
         segments: The rows that attend; the others only pad.
         min_rows: The least number of rows of a matrix product; 0 where bits may depend on the batch.
+        adapters: Which rows have adapters; `None` if none has.
         layers: Which layers have called, in order.
     """
 
@@ -131,6 +133,7 @@ class Step:
     offsets: Tensor
     segments: tuple[Segment, ...]
     min_rows: int = 0
+    adapters: Adaptation | None = None
     layers: list[int] = field(default_factory=list[int])
 
 

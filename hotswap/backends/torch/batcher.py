@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hotswap.backends.torch.adapters.plan import RankRange
 from hotswap.backends.torch.forward import Piece
 from hotswap.backends.torch.kv import BlockPool, blocks_for
 from hotswap.backends.torch.sampling import Sampler
@@ -33,6 +34,7 @@ class Sequence:
         stop_ids: End tokens.
         min_tokens: No end token counts before the generation is this long.
         sampler: Chooses its tokens.
+        adapter: Where its adapter lies. Keys and values depend on it: `adapter.serial` tells adapters apart.
         blocks: The KV blocks it holds.
         num_computed: How many of `tokens` have their keys and values in `blocks`.
     """
@@ -44,6 +46,7 @@ class Sequence:
     sampler: Sampler
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    adapter: RankRange | None = None
     blocks: list[int] = field(default_factory=list[int])
     num_computed: int = 0
 
@@ -87,7 +90,8 @@ class Chunk:
     def piece(self) -> Piece:
         """What the model is told of it; nothing of it changes when the request goes on."""
         start, end = self.sequence.num_computed, self.end
-        return Piece(self.sequence.tokens[start:end], start, self.sequence.blocks, self.is_last)
+        sequence = self.sequence
+        return Piece(sequence.tokens[start:end], start, sequence.blocks, self.is_last, sequence.adapter)
 
 
 class Batcher:

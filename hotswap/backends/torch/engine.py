@@ -1,8 +1,8 @@
 """`TorchEngine`: an instance in this process, serving Hugging Face causal language models through PyTorch.
 
-Limits: no adapters, greedy and sampled decoding. Architectures that keep state outside attention, or mask
-keys in ways of their own, are refused when they are loaded. Bits do not depend on the batch on a CPU; on
-other devices they may.
+Limits: greedy and sampled decoding. Adapters for models of one rank. Architectures that keep state outside
+attention, or mask keys in ways of their own, are refused when they are loaded. Bits do not depend on the
+batch on a CPU; on other devices they may.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import anyio.to_thread
 import torch
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from hotswap.backends.torch.adapters.holder import AdapterHolder, Held
 from hotswap.backends.torch.admission import check_servable, to_sequence
 from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.forward import Forward
@@ -32,8 +33,9 @@ from hotswap.backends.torch.streams import Streams
 from hotswap.backends.torch.worker import Worker
 from hotswap.engine import Engine
 from hotswap.errors import InstanceError, InstanceLost, RequestEvicted
-from hotswap.model import ModelCard
-from hotswap.request import ModelId, Request
+from hotswap.hardware import parse_bytes
+from hotswap.model import Adapter, ModelCard
+from hotswap.request import AdapterId, ModelId, Request
 from hotswap.store import WeightStore
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.view import InstanceId, InstanceState, InstanceView
@@ -49,7 +51,7 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
 
 
 class TorchEngine(Engine):
-    """Serves one model from a slice of a device; can preload the next beside it.
+    """Serves one model from a slice of a device, with adapters; can preload the next beside it.
 
     Steps run on a thread of the engine's own, loads on others; the event loop (asyncio) waits for neither.
     In fp32 greedy tokens are those of transformers' `generate` for the request alone. With `invariant`, on a
@@ -71,6 +73,9 @@ class TorchEngine(Engine):
             nothing: they are in the store's budget.
         idle_bytes: On a CPU, how much freed weight memory is kept for the next load, which then writes to
             pages that exist; 0 gives all of it back at once.
+        max_adapters: How many adapters may be held at once; 0 for none.
+        adapter_bytes: What adapters may take of the device, beside `memory_bytes`, and again, for those that
+            were read once, of host memory. It is taken as adapters come.
         threads: CPU threads of a step; `None` is PyTorch's default.
         invariant: Whether bits may not depend on the batch; costs a few per cent. CPU only.
         skeletons: Modules kept between loads; may be shared by engines of a process.
@@ -95,6 +100,8 @@ class TorchEngine(Engine):
         max_requests: int = 64,
         memory_bytes: int | str | None = None,
         idle_bytes: int | str = "1 GiB",
+        max_adapters: int = 32,
+        adapter_bytes: int | str = "1 GiB",
         threads: int | None = None,
         invariant: bool = True,
         skeletons: SkeletonCache | None = None,
@@ -124,6 +131,10 @@ class TorchEngine(Engine):
         self._life = Life(self.id)
         cache = skeletons if skeletons is not None else SkeletonCache()
         self._loader = make_loader(self.id, settings, cache, died=self._lose)
+        self._max_adapters = max_adapters if settings.num_ranks == 1 else 0
+        self._adapters = AdapterHolder(
+            self.id, self.device, most=self._max_adapters, size_bytes=parse_bytes(adapter_bytes)
+        )
         self._worker: Worker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: LoadedModel | None = None
@@ -202,14 +213,25 @@ class TorchEngine(Engine):
         await checkpoint()
         await self._drop_staged()
 
+    # ------------------------------------------------------------------ adapters
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        self._life.require(_SERVING, "load an adapter")
+        await self._life.unless_lost(self._adapters.load(adapter))
+
+    async def drop_adapter(self, adapter: AdapterId) -> None:
+        await self._adapters.drop(adapter)
+
     # ------------------------------------------------------------------ requests
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        ticket, tokens = self._admit(request)
+        ticket, tokens, adapter = self._admit(request)
         try:
             yield tokens
         finally:
+            if adapter is not None:
+                adapter.num_users -= 1
             if self._streams.leave(ticket):
                 self._running_worker.remove(ticket)
 
@@ -250,6 +272,8 @@ class TorchEngine(Engine):
             kv_block_tokens=self._kv.block_tokens,
             memory_bytes=self._loader.memory_bytes,
             weight_bytes=self._loader.weight_bytes,
+            adapters=() if self._life.is_lost else self._adapters.names,
+            max_adapters=self._max_adapters,
             preloaded=self._staged.card.id if self._staged else None,
         )
 
@@ -294,6 +318,7 @@ class TorchEngine(Engine):
         runner = Runner(forward, batcher)
         self._serving, self._num_blocks, self._cache_bytes = loaded, forward.num_blocks, forward.size_bytes
         self._books = runner.report()
+        self._adapters.serve(loaded.card.id, loaded.targets())
         self._running_worker.attach(runner)
         self._life.state = _SERVING
 
@@ -341,6 +366,7 @@ class TorchEngine(Engine):
         await self._loader.stop()
 
     async def _release_serving(self) -> None:
+        self._adapters.forget()
         if self._serving is not None:
             await self._serving.release()
         self._serving, self._books = None, Report()
@@ -353,7 +379,7 @@ class TorchEngine(Engine):
 
     # ------------------------------------------------------------------ streams
 
-    def _admit(self, request: Request) -> tuple[int, TokenQueue]:
+    def _admit(self, request: Request) -> tuple[int, TokenQueue, Held | None]:
         self._life.refuse_if_lost()
         model = self._serving
         if model is None or self._life.state is not _SERVING or model.card.id != request.model:
@@ -362,9 +388,11 @@ class TorchEngine(Engine):
                 f"for {request.model!r}; ask another."
             )
         check_servable(request, model, kv_tokens=self._num_blocks * self._kv.block_tokens)
+        adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open()
-        self._running_worker.add(to_sequence(request, ticket, model))
-        return ticket, tokens
+        ranks = None if adapter is None else adapter.ranks
+        self._running_worker.add(to_sequence(request, ticket, model, ranks))
+        return ticket, tokens, adapter
 
     def _deliver(self, report: Report) -> None:
         self._books = report

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hotswap.backends.torch.adapters.plan import RankRange, adaptation
 from hotswap.backends.torch.attention import Segment, Step, running
 from hotswap.backends.torch.kv import KVCache, blocks_for
 
@@ -31,12 +32,14 @@ class Piece:
         start: The position of the first.
         blocks: The request's KV blocks, from its first token to the last of these at least.
         samples: Whether the logits of the last one are wanted.
+        adapter: Where its adapter lies; `None` without one.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     samples: bool
+    adapter: RankRange | None = None
 
     @property
     def end(self) -> int:
@@ -159,6 +162,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int) -> Batch
     blocks: list[int] = []
     keep: list[int] = []
     segments: list[Segment] = []
+    adapted: list[tuple[RankRange, range, int | None]] = []
     for group in _groups(pieces, cache.block_tokens):
         segments.append(_segment(len(ids), group, cache))
         for piece in group:
@@ -166,6 +170,9 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int) -> Batch
             ids += piece.tokens
             positions += span
             blocks += [piece.blocks[at // cache.block_tokens] for at in span]
+            if piece.adapter is not None:
+                rows = range(len(ids) - len(span), len(ids))
+                adapted.append((piece.adapter, rows, len(keep) if piece.samples else None))
             if piece.samples:
                 keep.append(len(ids) - 1)
     num_kept, padding = len(keep), [0] * max(0, min_rows - len(ids))
@@ -183,6 +190,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int) -> Batch
             offsets=at % cache.block_tokens,
             segments=tuple(segments),
             min_rows=min_rows,
+            adapters=adaptation(adapted, on),
         ),
     )
 

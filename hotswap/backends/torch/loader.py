@@ -11,6 +11,7 @@ import anyio.to_thread
 import torch
 from torch import Tensor
 
+from hotswap.backends.torch.adapters.targets import Target, observed, targets
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.device import free_bytes, reclaimed, touch
@@ -70,6 +71,9 @@ class LocalModel(LoadedModel):
     @property
     def own_bytes(self) -> int:
         return self.weights.own_bytes
+
+    def targets(self) -> dict[str, Target]:
+        return self.loader.targets(self)
 
     async def open(self, budget: KVBudget) -> LocalForward:
         return await anyio.to_thread.run_sync(self.loader.open, self, budget)
@@ -170,6 +174,12 @@ class LocalLoader(Loader):
         examine(config_text)
         return self._skeletons.borrow(config_text, self._device)
 
+    def targets(self, model: LocalModel) -> dict[str, Target]:
+        """The layers of a loaded model that adapters may change, by name."""
+        skeleton = model.skeleton
+        odd = self._skeletons.unadaptable[skeleton.key, f"{self._device} {skeleton.dtype}"]
+        return targets(skeleton.module, odd)
+
     async def _weights(self, manifest: Manifest, store: WeightStore, others_bytes: int) -> Weights:
         """Borrow or read the weights, and convert what is stored in another way than is wanted."""
         if manifest.quantization:
@@ -268,7 +278,10 @@ class LocalLoader(Loader):
         key = (skeleton.key, f"{self._device} {skeleton.dtype}")
         layers = self._skeletons.verified.get(key)
         if layers is None:
-            with out_of_memory_mapped(f"the first pass of {card.id!r}"):
+            with (
+                out_of_memory_mapped(f"the first pass of {card.id!r}"),
+                observed(skeleton.module) as self._skeletons.unadaptable[key],
+            ):
                 layers = preflight(
                     skeleton,
                     self._device,

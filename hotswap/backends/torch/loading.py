@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.kv import LayerShape, blocks_for, bytes_per_token
 from hotswap.model import ModelCard
@@ -52,6 +54,10 @@ class LoadedModel(ABC):
     @abstractmethod
     def own_bytes(self) -> int:
         """Memory of the engine that its weights take."""
+
+    def targets(self) -> Mapping[str, Target]:
+        """The layers that adapters may change, by name; none where other processes compute."""
+        return {}
 
     @abstractmethod
     async def open(self, budget: KVBudget) -> Forward:

@@ -136,12 +136,14 @@ class SkeletonCache:
     Attributes:
         max_idle: How many skeletons are kept for later; the longest unused goes first.
         verified: Per architecture and device, the layers that its preflight saw.
+        unadaptable: Likewise, its linear layers that no adapter can change.
     """
 
     max_idle: int = 8
     verified: dict[tuple[str, str], tuple[LayerShape, ...]] = field(
         default_factory=dict[tuple[str, str], tuple[LayerShape, ...]]
     )
+    unadaptable: dict[tuple[str, str], set[str]] = field(default_factory=dict[tuple[str, str], set[str]])
     _idle: OrderedDict[int, tuple[str, str, Skeleton]] = field(
         default_factory=OrderedDict[int, tuple[str, str, Skeleton]]
     )

@@ -6,9 +6,10 @@ from typing import ClassVar
 
 import pytest
 
-from hotswap import Engine, Model
+from hotswap import Adapter, Engine, Model
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.testing.conformance import EngineConformance
+from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 
@@ -21,10 +22,16 @@ class TestTorchEngine(EngineConformance):
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
-    def _models(cls) -> None:
+    def _models(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
         cls.skeletons = SkeletonCache()
         cls.store = DictStore()
-        cls.store.add("a", make_model("llama", seed=1))
+        model, root = make_model("llama", seed=1), tmp_path_factory.mktemp("adapters")
+        cls.store.add("a", model)
+        cls.adapters = (
+            Adapter("x", "a", write(root / "x", model, seed=1, r=4, names=("q_proj", "down_proj"), size=4.0)),
+            Adapter("y", "a", write(root / "y", model, seed=2, r=16, size=4.0)),
+        )
+        cls.bad_adapter = Adapter("z", "a", write(root / "z", make_model("gpt2"), names=("c_fc",)))
         cls.store.add("b", make_model("qwen3", seed=2))
 
     def make_engine(self) -> TorchEngine:

@@ -1,0 +1,230 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# The reader of safetensors has no types.
+"""Adapters in the format of PEFT: a directory with `adapter_config.json` and `adapter_model.safetensors`.
+
+Read are LoRA matrices of linear layers with alpha, rsLoRA (Kalajdzievski, arXiv:2312.03732) and patterns of
+ranks and alphas. Whatever else a config switches on is refused by its name: applied without it, an adapter
+would be another. Tested with adapters that PEFT 0.17 to 0.19 write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile, UnsupportedAdapter
+
+__all__ = ["AdapterWeights", "LowRank", "PeftCache", "read"]
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
+
+# Keys that say how an adapter was trained or named, and nothing of what it computes.
+_HARMLESS = frozenset(
+    {
+        "arrow_config",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "eva_config",
+        "exclude_modules",
+    }
+    | {"fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config"}
+    | {
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+    }
+    | {"revision", "runtime_config", "target_modules", "task_type", "ensure_weight_tying"}
+)
+_READ = frozenset(
+    {"alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern"}
+)
+_READ_TOO = frozenset({"use_rslora"})
+# Initialisations that leave the base model's weights alone.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """What an adapter adds to one layer: `x @ down.T @ up`, the scaling already in `up`.
+
+    Attributes:
+        down: `[rank, in]`, PEFT's `lora_A`.
+        up: `[rank, out]`, PEFT's `lora_B`, transposed.
+    """
+
+    down: Tensor
+    up: Tensor
+
+    @property
+    def rank(self) -> int:
+        """The inner dimension."""
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    """A whole adapter in host memory, by the names of the layers that it changes."""
+
+    layers: Mapping[str, LowRank]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers."""
+        return max(layer.rank for layer in self.layers.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(layer.down.nbytes + layer.up.nbytes for layer in self.layers.values())
+
+
+class PeftCache:
+    """Adapters that were read, kept in host memory; the longest unasked go first. Any thread may ask.
+
+    An adapter whose files have changed since is read again.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept: OrderedDict[tuple[object, ...], AdapterWeights] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, directory: Path, dtype: torch.dtype) -> AdapterWeights:
+        """Return the adapter in `directory`; raises as `read` does."""
+        key = (directory, dtype, *(_stamp(directory / name) for name in (_CONFIG, _WEIGHTS)))
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        weights = read(directory, dtype)
+        with self._lock:
+            self._kept[key] = weights
+            while self._kept and sum(kept.size_bytes for kept in self._kept.values()) > self._limit_bytes:
+                self._kept.popitem(last=False)
+        return weights
+
+
+def read(directory: Path, dtype: torch.dtype) -> AdapterWeights:
+    """Read an adapter and convert its matrices to `dtype`.
+
+    Raises:
+        ShardMissing: one of the two files is not there.
+        UnsafeFile: the weights are a pickle.
+        ShardCorrupt: a file cannot be parsed, or lacks a half of a pair.
+        UnsupportedAdapter: it is of a kind that is not known, or contains numbers that are not finite.
+    """
+    config = _config(directory)
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in _tensors(directory).items():
+        match = _TENSOR.fullmatch(key)
+        if match is None or tensor.ndim != 2:
+            raise _unsupported(
+                directory, f"has a tensor {key!r} {list(tensor.shape)}, which is no LoRA of a linear layer"
+            )
+        pairs.setdefault(match["layer"], {})[match["side"]] = tensor
+    if not pairs:
+        raise ShardCorrupt(f"{str(directory / _WEIGHTS)!r} has no tensors; save the adapter again.")
+    return AdapterWeights({name: _pair(directory, name, pair, config, dtype) for name, pair in pairs.items()})
+
+
+def _pair(
+    directory: Path, name: str, pair: dict[str, Tensor], config: dict[str, Any], dtype: torch.dtype
+) -> LowRank:
+    if len(pair) != 2 or pair["A"].shape[0] != pair["B"].shape[1] or not pair["A"].shape[0]:
+        shapes = {f"lora_{side}": list(tensor.shape) for side, tensor in pair.items()}
+        raise ShardCorrupt(
+            f"Layer {name!r} of {str(directory)!r} has {shapes}, which is no pair; save it again."
+        )
+    rank = pair["A"].shape[0]
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
+    if not isinstance(alpha, int | float):
+        raise _unsupported(directory, f"has an alpha of {alpha!r} for {name!r}")
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    down = pair["A"].to(dtype)
+    up = (pair["B"].T.to(torch.promote_types(dtype, torch.float32)) * scaling).to(dtype)
+    if not (bool(down.isfinite().all()) and bool(up.isfinite().all())):
+        raise _unsupported(directory, f"has numbers in {name!r} that are not finite in {dtype}")
+    return LowRank(down.contiguous(), up.contiguous())
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    path = directory / _CONFIG
+    if not path.is_file():
+        raise ShardMissing(
+            f"There is no {_CONFIG} in {str(directory)!r}; give the directory of a PEFT adapter."
+        )
+    try:
+        parsed: object = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ShardCorrupt(f"{str(path)!r} is not JSON ({exc}); save the adapter again.") from exc
+    if not isinstance(parsed, dict):
+        raise ShardCorrupt(f"{str(path)!r} is not a JSON object; save the adapter again.")
+    config = cast("dict[str, Any]", parsed)
+    if config.get("peft_type") != "LORA":
+        raise _unsupported(directory, f"is of type {config.get('peft_type')!r}, not LORA")
+    if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        raise _unsupported(
+            directory, f"began by {config['init_lora_weights']!r}, which changes the base model's weights too"
+        )
+    if config.get("bias", "none") != "none":
+        raise _unsupported(directory, f"trains biases ({config['bias']!r})")
+    others = config.keys() - _HARMLESS - _READ - _READ_TOO
+    if switched := sorted(key for key in others if config[key]):
+        raise _unsupported(directory, f"has {switched[0]!r} set")
+    return config
+
+
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    path = directory / _WEIGHTS
+    if not path.is_file():
+        pickle = directory / "adapter_model.bin"
+        if pickle.is_file():
+            raise UnsafeFile(
+                f"{str(pickle)!r} is a pickle, which could run code when read; convert it to safetensors "
+                "where you trust it."
+            )
+        raise ShardMissing(f"There is no {_WEIGHTS} in {str(directory)!r}; fetch it.")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as exc:
+        raise ShardCorrupt(f"{str(path)!r} cannot be read ({exc}); fetch it again.") from exc
+
+
+def _by_pattern(patterns: object, name: str, otherwise: object) -> object:
+    """The value of the first pattern, a regular expression, that the layer's name ends with."""
+    if isinstance(patterns, dict):
+        for pattern, value in cast("dict[str, object]", patterns).items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return value
+    return otherwise
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0)
+    return (found.st_mtime_ns, found.st_size)
+
+
+def _unsupported(directory: Path, why: str) -> UnsupportedAdapter:
+    return UnsupportedAdapter(
+        f"The adapter in {str(directory)!r} {why}; it cannot be applied exactly. Merge it into its model."
+    )

@@ -1,0 +1,81 @@
+"""In fp32 a request with an adapter gets the tokens of `generate` on the merged model, however disturbed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from hotswap import Adapter, AdapterId, Sampling
+from hotswap.backends.torch import TorchEngine
+from tests.backends.torch.adapters.files import ALL, ATTENTION, merged, write
+from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.zoo import VOCABULARY, generate, make_model
+
+KINDS: dict[str, dict[str, Any]] = {
+    "attention": {"names": ATTENTION, "r": 4, "lora_alpha": 8},
+    "all": {"names": ALL, "r": 16, "lora_alpha": 16},
+    "rslora": {"names": ("q_proj", "v_proj"), "r": 8, "lora_alpha": 4, "use_rslora": True},
+    "head": {"names": ("lm_head", "down_proj"), "r": 5, "lora_alpha": 3},
+    "patterns": {
+        "names": ALL,
+        "r": 8,
+        "rank_pattern": {"q_proj": 24, "layers.1.mlp.up_proj": 3},
+        "alpha_pattern": {r"layers\.2\..*": 5},
+        "dtype": torch.bfloat16,
+    },
+    "gpt2": {"names": ("c_attn", "c_fc", "c_proj"), "r": 8},
+    "phi3": {"names": ("qkv_proj", "o_proj", "gate_up_proj"), "r": 8},
+    "mixtral": {"names": ATTENTION, "r": 8},
+    "deepseek": {"names": ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"), "r": 8},
+}
+MIXES = {
+    "llama": ("attention", "all", "rslora", "head", "patterns"),
+    "qwen2": ("attention", "all", "head"),
+    "gemma3": ("attention", "all", "patterns"),
+    "gpt2": ("gpt2",),
+    "phi3": ("phi3",),
+    "mixtral": ("mixtral",),
+    "deepseek_v3": ("deepseek",),
+}
+
+
+@pytest.mark.parametrize("architecture", MIXES)
+async def test_tokens_equal_those_of_the_merged_model(architecture: str, tmp_path: Path) -> None:
+    random = Random(2)
+    model = make_model(architecture)
+    adapters = [
+        Adapter(kind, "m", write(tmp_path / kind, model, seed=seed, size=4.0, **KINDS[kind]))
+        for seed, kind in enumerate(MIXES[architecture])
+    ]
+    models = {None: model} | {a.id: merged(model, Path(str(a.source))) for a in adapters}
+    named = [random.choice(list(models)) for _ in range(max(8, 2 * len(models)))]
+    prompts = [[random.randrange(2, VOCABULARY) for _ in range(random.choice([1, 5, 40, 70]))] for _ in named]
+    counts = [random.choice([1, 12, 24]) for _ in named]
+    expected = [generate(models[a], p, n) for a, p, n in zip(named, prompts, counts, strict=True)]
+    assert all(
+        adapter is None or tokens != generate(model, prompt, len(tokens))
+        for adapter, prompt, tokens in zip(named, prompts, expected, strict=True)
+        if len(tokens) == 12
+    ), "an adapter that changes nothing would hide a mistake"
+
+    store = DictStore()
+    card = store.add("m", model)
+    wishes = make_wishes(random, "m", prompts, [Sampling(max_tokens=count) for count in counts])
+    wishes = [
+        replace(wish, request=replace(wish.request, adapter=None if a is None else AdapterId(a)))
+        for wish, a in zip(wishes, named, strict=True)
+    ]
+    # Few blocks and a small budget, so that requests are preempted and prompts are cut.
+    async with TorchEngine(
+        "e0", kv_tokens=96, kv_block_tokens=16, token_budget=48, max_requests=8, threads=1
+    ) as engine:
+        await engine.load(card, store)
+        for adapter in adapters:
+            await engine.load_adapter(adapter)
+        assert await fulfil(engine, wishes) == expected

@@ -1,0 +1,182 @@
+"""The bits of a request with an adapter depend neither on who shares its steps nor on where that lies."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hotswap.backends.torch import attention
+from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, read
+from hotswap.backends.torch.adapters.plan import RankRange, adaptation
+from hotswap.backends.torch.adapters.pool import AdapterPool
+from hotswap.backends.torch.adapters.targets import Target, targets
+from hotswap.backends.torch.attention import Step, running
+from hotswap.backends.torch.forward import LocalForward, Piece, Work, least_rows
+from hotswap.backends.torch.kv import KVCache
+from tests.backends.torch.adapters.files import write
+from tests.backends.torch.zoo import VOCABULARY, make_model
+
+CPU = torch.device("cpu")
+RANKS = (1, 4, 8, 8, 16, 24, 64)
+BLOCKS = 12
+# bf16 keeps 8 bits: of the product in between, of the result, and of neither in fp32.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_adapters_add_to_a_row_is_the_same_to_the_bit(dtype: torch.dtype, threads: int) -> None:
+    with using(threads):
+        for width_in, width_out in ((64, 128), (128, 64), (1024, 512)):
+            _compare_a_layer(Random(width_in), dtype, width_in, width_out)
+
+
+@torch.inference_mode()
+def _compare_a_layer(random: Random, dtype: torch.dtype, width_in: int, width_out: int) -> None:
+    layer = nn.Linear(width_in, width_out, bias=False, dtype=dtype)
+    nn.init.zeros_(layer.weight)
+    pool = AdapterPool({"l": Target(layer, width_in, width_out)}, num_ranks=400, dtype=dtype, device=CPU)
+    generator = torch.Generator().manual_seed(1)
+    weights = [
+        AdapterWeights({"l": LowRank(*(_random(generator, dtype, rank, w) for w in (width_in, width_out)))})
+        for rank in RANKS
+    ]
+    filler, other = _put(pool, weights[2]), _put(pool, weights[4])
+    alone = {n: _put(pool, weights[n]) for n in range(len(RANKS))}
+    hidden = _random(generator, dtype, 200, width_in)
+    for _ in range(5):
+        places = dict(alone)
+        for n in random.sample(range(len(RANKS)), 3):  # elsewhere
+            pool.give(alone[n])
+            places[n] = alone[n] = _put(pool, weights[n])
+        owner = {row: random.choice([None, *places]) for row in range(random.choice([1, 8, 30, 200]))}
+        together = _outputs(layer, hidden, {row: places[n] for row, n in owner.items() if n is not None})
+        for row in random.sample(list(owner), min(len(owner), 12)):
+            mine = owner[row]
+            lone = _outputs(layer, hidden[row : row + 1], {} if mine is None else {0: places[mine]})[0]
+            assert torch.equal(together[row], lone), f"row {row} of {len(owner)}, of adapter {mine}"
+            if mine is not None:
+                pair = weights[mine].layers["l"]
+                down, up = pair.down.double(), pair.up.double()
+                right = hidden[row].double() @ down.T @ up
+                assert torch.allclose(
+                    lone.double(), right, rtol=0, atol=TOLERANCE[dtype] * float(right.abs().max())
+                )
+    pool.give(filler)
+    pool.give(other)
+    pool.close()
+
+
+def _outputs(layer: nn.Linear, hidden: Tensor, places: dict[int, RankRange]) -> Tensor:
+    """The layer's output for a step in which some rows have adapters; the layer itself gives zeros."""
+    by_place: dict[RankRange, list[int]] = {}
+    for row, place in places.items():
+        by_place.setdefault(place, []).append(row)
+    pieces = [(place, range(row, row + 1), None) for place, rows in by_place.items() for row in rows]
+    step = Step(
+        cache=KVCache(1, 16, CPU),
+        blocks=torch.zeros(len(hidden), dtype=torch.long),
+        offsets=torch.zeros(len(hidden), dtype=torch.long),
+        segments=(),
+        adapters=adaptation(pieces, CPU),
+    )
+    with running(step):
+        out: Tensor = layer(hidden[None])
+    return out[0]
+
+
+def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@contextmanager
+def using(threads: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+def test_logits_are_those_of_a_lone_run_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    random = Random(1)
+    attention.register()
+    model: Any = make_model("llama", dtype=dtype)
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    names = [("q_proj", "v_proj"), ("lm_head", "down_proj"), ("q_proj", "k_proj", "up_proj", "o_proj")]
+    loaded = [
+        read(write(tmp_path / str(n), model, seed=n, r=rank, names=names[n % 3], size=3.0), dtype)
+        for n, rank in enumerate(RANKS)
+    ]
+    owners = [random.choice([None, *range(len(RANKS))]) for _ in range(24)]
+    prompts = [
+        [random.randrange(2, VOCABULARY) for _ in range(random.choice([1, 7, 30, 80]))] for _ in owners
+    ]
+    lone: list[list[Tensor]] = []
+    for owner, prompt in zip(owners, prompts, strict=True):
+        pool = _pool(model, dtype)
+        place = None if owner is None else _put(pool, loaded[owner])
+        lone += _run(model, [prompt], [place], Random(0), budget=1000)
+        pool.close()
+
+    pool = _pool(model, dtype)
+    filler = _put(pool, loaded[3])
+    places = {n: _put(pool, loaded[n]) for n in random.sample(range(len(RANKS)), len(RANKS))}
+    pool.give(filler)
+    mixed = _run(
+        model, prompts, [None if owner is None else places[owner] for owner in owners], random, budget=60
+    )
+    pool.close()
+    for number, (alone, together) in enumerate(zip(lone, mixed, strict=True)):
+        assert len(alone) == len(together) == 6
+        same = [torch.equal(a, b) for a, b in zip(alone, together, strict=True)]
+        assert all(same), f"request {number} of adapter {owners[number]}: {same}"
+
+
+def _pool(model: Any, dtype: torch.dtype) -> AdapterPool:
+    return AdapterPool(targets(model, frozenset()), num_ranks=256, dtype=dtype, device=CPU)
+
+
+def _put(pool: AdapterPool, weights: AdapterWeights) -> RankRange:
+    place = pool.take(weights.rank)
+    assert place is not None
+    pool.put(place, weights)
+    return place
+
+
+@torch.inference_mode()
+def _run(
+    model: Any, prompts: list[list[int]], places: list[RankRange | None], random: Random, *, budget: int
+) -> list[list[Tensor]]:
+    """The logits behind the prompt and five tokens of each request, in steps that chance composes."""
+    cache = KVCache(BLOCKS * len(prompts), 16, CPU)
+    forward = LocalForward(model, cache, min_rows=least_rows(CPU, torch.get_num_threads(), model.dtype))
+    tokens, starts = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+    while unfinished := [n for n in range(len(prompts)) if len(logits[n]) < 6]:
+        pieces: list[tuple[int, Piece]] = []
+        room = budget
+        for n in random.sample(unfinished, random.randint(1, len(unfinished))):
+            count = min(
+                len(tokens[n]) - starts[n], room, random.choice([1, 9, 1000]) if budget < 1000 else room
+            )
+            if count:
+                blocks = range(1 + n * BLOCKS, 1 + (n + 1) * BLOCKS)
+                part, last = tokens[n][starts[n] : starts[n] + count], starts[n] + count == len(tokens[n])
+                pieces.append((n, Piece(part, starts[n], blocks, last, places[n])))
+                starts[n], room = starts[n] + count, room - count
+        sampled = [n for n, piece in pieces if piece.samples]
+        forward.submit(Work(tuple(piece for _, piece in pieces)))
+        for n, row in zip(sampled, forward.result(), strict=True):
+            logits[n].append(row.clone())
+            tokens[n].append(int(row.argmax()))
+    return logits
