@@ -240,7 +240,7 @@ class Stubborn(Router):
         return serving[0].id if serving else None
 
 
-@pytest.mark.parametrize("router", [Stubborn(), LeastLoadedRouter(), AffinityRouter()], ids=repr)
+@pytest.mark.parametrize("router", [Stubborn(), LeastLoadedRouter(), AffinityRouter()])
 def test_engines_that_hold_no_adapters_are_not_routed_to(router: Router) -> None:
     @virtual_time
     async def scenario() -> None:
