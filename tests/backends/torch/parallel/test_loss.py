@@ -1,0 +1,121 @@
+"""A rank that dies takes its instance along, and nothing else; no rank outlives its engine's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from hotswap import Fleet, InstanceLost, InstanceState, Model, Sampling
+from hotswap.backends.stores import NvmeStore
+from hotswap.backends.torch.parallel import processes
+from hotswap.backends.torch.parallel.processes import RemoteTraceback
+from hotswap.policies import LeastLoadedRouter, RestoreFloors
+from tests.backends.torch.parallel.support import add, loader_of, make_engine, make_prompts
+from tests.backends.torch.zoo import generate, make_model
+
+NUM_TOKENS = 60
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs: a zombie, which its parent's reaper has yet to see, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_streams_of_a_killed_rank_finish_elsewhere_and_the_instance_comes_back(tmp_path: Path) -> None:
+    model = make_model("llama")
+    add(tmp_path / "store", "m", model)
+    prompts = make_prompts(6, 3, 17, 40, 90, 25, 60)
+    expected = [generate(model, prompt, NUM_TOKENS) for prompt in prompts]
+    received: list[list[int]] = [[] for _ in prompts]
+    hops: list[int] = [0] * len(prompts)
+    killed: list[int] = []
+    ranked, single = make_engine("ranked", pp=2), make_engine("single")
+    fleet = Fleet(
+        engines=[ranked, single],
+        store=NvmeStore(tmp_path / "store"),
+        models=[Model("m", min_replicas=2)],
+        router=LeastLoadedRouter(),
+        scheduler=RestoreFloors(),
+        interval_s=0.05,
+    )
+
+    async def read(at: int) -> None:
+        async with fleet.stream("m", tuple(prompts[at]), Sampling(max_tokens=NUM_TOKENS)) as tokens:
+            async for token in tokens:
+                received[at].append(token.id)
+                if not killed and ranked.view().num_running and sum(map(len, received)) > 30:
+                    killed.append(loader_of(ranked).pids[1])
+                    os.kill(killed[0], signal.SIGKILL)
+            hops[at] = tokens.num_hops
+
+    with anyio.fail_after(240):
+        async with fleet:
+            await fleet.ready()
+            first_pids = loader_of(ranked).pids
+            async with anyio.create_task_group() as tasks:
+                for at in range(len(prompts)):
+                    tasks.start_soon(read, at)
+            assert received == expected
+            assert max(hops) == 2, "some were on the instance that was lost"
+            while ranked.view().state is not InstanceState.SERVING:  # noqa: ASYNC110 - another process starts
+                await anyio.sleep(0.05)
+            last_pids = loader_of(ranked).pids
+            assert not set(first_pids) & set(last_pids)
+    assert not any(map(is_alive, (*first_pids, *last_pids)))
+
+
+async def test_a_rank_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_PROGRAM", "raise RuntimeError('no such device')")
+    with pytest.raises(InstanceLost, match=r"Engine 'e0' cannot start: .*ended \(exit code 1\)") as caught:
+        async with make_engine(tp=2):
+            pytest.fail("it started")
+    assert caught.value.__cause__ is not None
+    cause = caught.value.__cause__.__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert "no such device" in str(cause)
+
+
+async def test_a_rank_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_PROGRAM", "import signal; signal.pause()")
+    with pytest.raises(InstanceLost, match="said nothing for"):
+        async with make_engine(tp=2, rank_timeout_s=0.2):
+            pytest.fail("it started")
+
+
+_PARENT = """
+import anyio
+from tests.backends.torch.parallel.support import loader_of, make_engine
+
+async def main():
+    async with make_engine(pp=2) as engine:
+        print(*loader_of(engine).pids, flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+async def test_no_rank_outlives_a_process_that_was_killed() -> None:
+    path = os.pathsep.join(path for path in sys.path if path)
+    async with await anyio.open_process(
+        [sys.executable, "-c", _PARENT], env=os.environ | {"PYTHONPATH": path}, stderr=None
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in (await parent.stdout.receive()).split()]
+        assert len(pids) == 2
+        assert all(map(is_alive, pids))
+        parent.kill()
+        with anyio.fail_after(30):
+            while any(map(is_alive, pids)):  # noqa: ASYNC110 - nobody tells of processes that are not ours
+                await anyio.sleep(0.02)
