@@ -6,7 +6,9 @@ from tests.house.tree import PACKAGE, modules, name
 
 MAX_LINES = 450
 # A longer module needs a reason here. An entry that is no longer needed fails the test.
-LONGER: dict[str, str] = {}
+LONGER: dict[str, str] = {
+    "hotswap/backends/torch/engine.py": "the verbs of an engine, in order; the work is in modules beside it",
+}
 
 
 def test_the_package_is_typed() -> None:

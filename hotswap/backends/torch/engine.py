@@ -76,6 +76,10 @@ class TorchEngine(Engine):
         max_adapters: How many adapters may be held at once; 0 for none.
         adapter_bytes: What adapters may take of the device, beside `memory_bytes`, and again, for those that
             were read once, of host memory. It is taken as adapters come.
+        packed_bytes: On a CPU, how much memory copies of linear weights in a faster layout may take beside
+            the weights. They are made in a preload or between steps, change no bits, are kept across swaps,
+            and go when `memory_bytes` is needed for anything else. `None` is a quarter of that, 0 makes none.
+            Where the CPU has no bf16 instructions, the copies of bf16 weights are in fp32. Ranks make none.
         threads: CPU threads of a step; `None` is PyTorch's default.
         invariant: Whether bits may not depend on the batch; costs a few per cent. CPU only.
         skeletons: Modules kept between loads; may be shared by engines of a process.
@@ -102,6 +106,7 @@ class TorchEngine(Engine):
         idle_bytes: int | str = "1 GiB",
         max_adapters: int = 32,
         adapter_bytes: int | str = "1 GiB",
+        packed_bytes: int | str | None = None,
         threads: int | None = None,
         invariant: bool = True,
         skeletons: SkeletonCache | None = None,
@@ -121,6 +126,7 @@ class TorchEngine(Engine):
             max_requests=max_requests,
             memory_bytes=memory_bytes,
             idle_bytes=idle_bytes,
+            packed_bytes=packed_bytes,
             threads=threads,
             invariant=invariant,
             rank_timeout_s=rank_timeout_s,
@@ -203,7 +209,7 @@ class TorchEngine(Engine):
         await self._drop_staged()
         self._staging = True
         try:
-            staged = await self._life.unless_lost(self._load(model, store))
+            staged = await self._life.unless_lost(self._stage(model, store))
         finally:
             self._staging = False
         self._staged = staged
@@ -282,6 +288,14 @@ class TorchEngine(Engine):
         """How often a request gave up its KV blocks for an older one since the model was loaded."""
         return self._books.num_preempted
 
+    @property
+    def packed_bytes(self) -> int:
+        """What packed copies of weights take now, those kept for models that were served before included.
+
+        The view's `weight_bytes` leaves them out: they go whenever weights or KV blocks want their memory.
+        """
+        return self._loader.packed_bytes
+
     # ------------------------------------------------------------------ loading
 
     async def _bring(self, model: ModelCard, store: WeightStore) -> tuple[LoadedModel, Forward]:
@@ -305,6 +319,16 @@ class TorchEngine(Engine):
         if self._life.is_lost:
             await loaded.release()
         self._life.refuse_if_lost()
+        return loaded
+
+    async def _stage(self, model: ModelCard, store: WeightStore) -> LoadedModel:
+        loaded = await self._load(model, store)
+        try:
+            await loaded.pack()
+            self._life.refuse_if_lost()
+        except BaseException:
+            await loaded.release()
+            raise
         return loaded
 
     def _serve(self, loaded: LoadedModel, forward: Forward) -> None:

@@ -6,7 +6,7 @@ What is computed is told in plain values, so that the model may be in this proce
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -88,13 +88,26 @@ class Forward(ABC):
         not depend on the batch.
         """
 
+    def improve(self) -> bool:
+        """Do a small piece of what makes later work faster, between two steps; false if nothing is left."""
+        return False
+
 
 class LocalForward(Forward):
-    """A model in this process."""
+    """A model in this process; `chore` is what `improve` does, and a step has `min_tokens` rows at least."""
 
-    def __init__(self, model: nn.Module, cache: KVCache, *, min_rows: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        *,
+        min_rows: int,
+        min_tokens: int | None = None,
+        chore: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
-        self._model, self._cache, self._min_rows = model, cache, min_rows
+        self._model, self._cache, self._chore = model, cache, chore
+        self._min_rows, self._min_tokens = min_rows, min_tokens
         self._work = Work(())
 
     def submit(self, work: Work) -> None:
@@ -102,18 +115,26 @@ class LocalForward(Forward):
 
     def result(self) -> Tensor:
         self._cache.clear(self._work.fresh)
-        return assemble(self._work.pieces, self._cache, min_rows=self._min_rows).logits(self._model)
+        pieces = self._work.pieces
+        batch = assemble(pieces, self._cache, min_rows=self._min_rows, min_tokens=self._min_tokens)
+        return batch.logits(self._model)
+
+    def improve(self) -> bool:
+        return self._chore()
 
 
 def least_rows(device: torch.device, threads: int, dtype: torch.dtype) -> int:
     """The least number of rows at which a matrix product on the CPU no longer rounds by its number of rows.
 
-    Measured: fp32 takes another kernel below 4 rows, also for a part of the rows where several threads share
-    fewer than 12; bf16 for a single row. 0 on other devices, where no such number is known.
+    Measured: fp32 takes another kernel below 4 rows on some CPUs and below 6 on others, also for a part of
+    the rows where several threads share fewer than 12; bf16 for a single row. 0 on other devices, where no
+    such number is known.
     """
     if device.type != "cpu":
         return 0
-    return 4 if threads == 1 or dtype is torch.bfloat16 else 12
+    if dtype is torch.bfloat16:
+        return 4
+    return 8 if threads == 1 else 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,8 +173,10 @@ class Batch:
         return cast("Tensor", out.logits[0])[: self.num_kept]
 
 
-def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int) -> Batch:
-    """Lay the pieces out in one row of at least `min_rows` tokens.
+def assemble(
+    pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, min_tokens: int | None = None
+) -> Batch:
+    """Lay the pieces out in one row of at least `min_tokens` tokens; of `min_rows`, if that is `None`.
 
     Neighbouring pieces of one token are batched: sort them by length, so that little padding is gathered.
     """
@@ -175,8 +198,9 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int) -> Batch
                 adapted.append((piece.adapter, rows, len(keep) if piece.samples else None))
             if piece.samples:
                 keep.append(len(ids) - 1)
-    num_kept, padding = len(keep), [0] * max(0, min_rows - len(ids))
-    keep += [0] * max(0, min_rows - num_kept)
+    least = min_rows if min_tokens is None else min_tokens
+    num_kept, padding = len(keep), [0] * max(0, least - len(ids))
+    keep += [0] * max(0, least - num_kept)
     on = cache.device
     at = torch.tensor(positions + padding, device=on)
     return Batch(

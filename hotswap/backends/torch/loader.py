@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -18,6 +19,7 @@ from hotswap.backends.torch.device import free_bytes, reclaimed, touch
 from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
+from hotswap.backends.torch.linear import Packs, Shelf
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.preflight import preflight
@@ -53,6 +55,7 @@ class LocalModel(LoadedModel):
         card: What the fleet knows of it.
         skeleton: The modules, borrowed.
         weights: What their parameters are views of.
+        packs: The packed copies of their linear weights, as far as they are made.
         layers: What each layer keeps of a token.
         context: The longest request, in tokens.
         eos_token_ids: Its end tokens.
@@ -63,6 +66,7 @@ class LocalModel(LoadedModel):
     card: ModelCard
     skeleton: Skeleton
     weights: Weights
+    packs: Packs
     layers: tuple[LayerShape, ...]
     context: int
     eos_token_ids: frozenset[int]
@@ -74,6 +78,10 @@ class LocalModel(LoadedModel):
 
     def targets(self) -> dict[str, Target]:
         return self.loader.targets(self)
+
+    async def pack(self) -> None:
+        while await anyio.to_thread.run_sync(self.loader.pack_next, self):
+            pass
 
     async def open(self, budget: KVBudget) -> LocalForward:
         return await anyio.to_thread.run_sync(self.loader.open, self, budget)
@@ -100,6 +108,7 @@ class LocalLoader(Loader):
         dtype: torch.dtype | None,
         memory_bytes: int,
         idle_bytes: int,
+        packed_bytes: int,
         skeletons: SkeletonCache,
         block_tokens: int,
         min_rows: Callable[[torch.dtype], int],
@@ -108,6 +117,7 @@ class LocalLoader(Loader):
         self.weight_bytes = 0
         self._device, self._dtype = device, dtype
         self._buffers = FlatBuffers(device, idle_bytes)
+        self._shelf = Shelf(packed_bytes)
         self._skeletons = skeletons
         self._block_tokens, self._min_rows = block_tokens, min_rows
 
@@ -135,6 +145,7 @@ class LocalLoader(Loader):
 
     async def release(self, model: LocalModel) -> None:
         """Free the weights of a model that nobody runs any more; not interrupted by a cancellation."""
+        self._shelf.give(model.packs)
         self._skeletons.give_back(model.skeleton, self._device)
         await self._free(model.weights)
 
@@ -142,8 +153,17 @@ class LocalLoader(Loader):
         pass
 
     async def stop(self) -> None:
-        """Free the buffers that are kept for the next load."""
+        """Free the buffers and the packed weights that are kept for the next load."""
         self._buffers.clear()
+        self._shelf.clear()
+
+    @property
+    def packed_bytes(self) -> int:
+        return self._shelf.used_bytes
+
+    def pack_next(self, model: LocalModel) -> bool:
+        """Pack one more linear layer, on the thread that calls; false if there is none left to be packed."""
+        return self._shelf.pack_next(model.packs)
 
     def free_bytes(self) -> int:
         return free_bytes(self._device)
@@ -164,10 +184,17 @@ class LocalLoader(Loader):
                 f"Model {model.card.id!r} leaves {room:,} bytes for KV blocks of "
                 f"{budget.block_tokens * bytes_per_token(model.layers):,} bytes each; give the engine more."
             )
+        self._shelf.fit(room - (num_blocks + 1) * budget.block_tokens * bytes_per_token(model.layers))
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
             cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
         min_rows = self._min_rows(model.skeleton.dtype)
-        return LocalForward(model.skeleton.module, cache, min_rows=min_rows)
+        return LocalForward(
+            model.skeleton.module,
+            cache,
+            min_rows=min_rows,
+            min_tokens=min(min_rows, model.skeleton.least_tokens),
+            chore=partial(self.pack_next, model),
+        )
 
     def _borrow_skeleton(self, config_text: str) -> Skeleton:
         """Refuse what a look at the config tells cannot be served, before a byte of weights is read."""
@@ -253,6 +280,7 @@ class LocalLoader(Loader):
     async def _take(self, model: ModelId, size_bytes: int, others_bytes: int) -> Tensor:
         self._check_room(model, size_bytes, others_bytes)
         self.weight_bytes += size_bytes
+        self._shelf.fit(self.memory_bytes - self.weight_bytes - others_bytes)
         try:
             with out_of_memory_mapped(f"the weights of {model!r}"):
                 flat = await anyio.to_thread.run_sync(self._buffers.take, size_bytes)
@@ -275,6 +303,17 @@ class LocalLoader(Loader):
         weights: Weights,
     ) -> LocalModel:
         skeleton.bind(weights.flat, weights.specs)
+        packs = self._shelf.take(_identity(manifest), skeleton.linears)
+        try:
+            return self._known(card, manifest, skeleton, weights, packs)
+        except BaseException:
+            self._shelf.give(packs)
+            raise
+
+    def _known(
+        self, card: ModelCard, manifest: Manifest, skeleton: Skeleton, weights: Weights, packs: Packs
+    ) -> LocalModel:
+        """The model, whose architecture was found to be served exactly."""
         key = (skeleton.key, f"{self._device} {skeleton.dtype}")
         layers = self._skeletons.verified.get(key)
         if layers is None:
@@ -295,6 +334,7 @@ class LocalLoader(Loader):
             card=card,
             skeleton=skeleton,
             weights=weights,
+            packs=packs,
             layers=layers,
             context=min(card.max_context_tokens, positions),
             eos_token_ids=frozenset(card.eos_token_ids or manifest.eos_token_ids),
@@ -308,6 +348,11 @@ class LocalLoader(Loader):
                 f"The weights of {model!r} take {size_bytes:,} bytes of {self._device}, which has "
                 f"{max(0, room):,} left; unload a model or give the engine more memory."
             )
+
+
+def _identity(manifest: Manifest) -> Hashable | None:
+    """What distinguishes a model's bytes from any others; `None` if its store takes no checksums."""
+    return (manifest.model, manifest.shards) if all(shard.checksum for shard in manifest.shards) else None
 
 
 def check_world_size(manifest: Manifest, tp: int) -> None:

@@ -59,6 +59,9 @@ class LoadedModel(ABC):
         """The layers that adapters may change, by name; none where other processes compute."""
         return {}
 
+    async def pack(self) -> None:  # noqa: B027 - a place for what some can do
+        """Make it faster before it serves, as far as memory allows. Interrupted, it leaves what is done."""
+
     @abstractmethod
     async def open(self, budget: KVBudget) -> Forward:
         """Make KV blocks, and return what steps are computed with.
@@ -83,12 +86,17 @@ class Loader(ABC):
         weight_bytes: What weights take of it now.
         depth: How many batches may be under way at once.
         can_preload: Whether a second model may be loaded beside one that serves.
+        packed_bytes: What copies that make models faster take now; they go when the memory is wanted.
     """
 
     memory_bytes: int
     weight_bytes: int
     depth: int = 1
     can_preload: bool = True
+
+    @property
+    def packed_bytes(self) -> int:
+        return 0
 
     @abstractmethod
     async def start(self) -> None:

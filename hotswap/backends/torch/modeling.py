@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention, experts
 from hotswap.backends.torch.kv import LayerShape
+from hotswap.backends.torch.linear import LEAST_ROWS, LinearLayer, linear_layers
 from hotswap.backends.torch.weights import Views
 from hotswap.errors import ShardCorrupt, UnsupportedModel
 from hotswap.model import TensorSpec
@@ -64,6 +66,7 @@ class Skeleton:
         self.module = _build(self.config, device)
         self.dtype = torch.float32
         self._slots = tuple(_slots(self.module))
+        self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if device.type == "cpu" else ()
         text_config = self.config.get_text_config()
         self.num_layers = int(getattr(text_config, "num_hidden_layers", 0))
         self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
@@ -115,6 +118,23 @@ class Skeleton:
         """Let go of the flat buffer."""
         for slot in self._slots:
             slot.holder[slot.key] = slot.original
+
+    @property
+    def least_tokens(self) -> int:
+        """With how many tokens the bits of what is bound do not depend on their number, attention aside.
+
+        Two, where oneDNN computes all that multiplies by a matrix; more than any row has, where it does not.
+        """
+        packable = {id(layer.weight) for layer in self.linears if layer.packable}
+        holders = cast("Iterator[nn.Module]", self.module.modules())
+        matrices = (
+            parameter
+            for holder in holders
+            if not isinstance(holder, nn.Embedding)
+            for parameter in holder.parameters(recurse=False)
+            if parameter.ndim > 1
+        )
+        return LEAST_ROWS if all(id(matrix) in packable for matrix in matrices) else sys.maxsize
 
     @contextmanager
     def eager(self) -> Generator[None]:

@@ -33,6 +33,7 @@ def make_loader(
             dtype=settings.dtype,
             memory_bytes=settings.all_memory_bytes,
             idle_bytes=parse_bytes(settings.idle_bytes),
+            packed_bytes=settings.most_packed_bytes,
             skeletons=skeletons,
             block_tokens=settings.kv_block_tokens,
             min_rows=settings.min_rows,

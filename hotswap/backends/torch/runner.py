@@ -51,11 +51,16 @@ class Runner:
         self._forward = forward
         self._flights: deque[_Flight] = deque()
         self.batcher = batcher
+        self.tidy = False
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to step for."""
         return not (self._flights or self.batcher.running or self.batcher.waiting)
+
+    def tidy_up(self) -> None:
+        """Do a little of what makes later steps faster; `tidy` says whether all is done."""
+        self.tidy = self.tidy or not self._forward.improve()
 
     def report(self, sampled: tuple[Sampled, ...] = ()) -> Report:
         """Return the books as they stand, with the tokens of a step."""

@@ -34,6 +34,7 @@ class Settings:
     max_requests: int
     memory_bytes: int | str | None
     idle_bytes: int | str
+    packed_bytes: int | str | None
     threads: int | None
     invariant: bool
     rank_timeout_s: float
@@ -80,6 +81,11 @@ class Settings:
             return parse_bytes(self.memory_bytes)
         whole = total_bytes(self.first_device)
         return whole * self.num_ranks if self.first_device.type == "cuda" else whole
+
+    @property
+    def most_packed_bytes(self) -> int:
+        """The budget of packed weights: a quarter of all memory if it was not said."""
+        return self.all_memory_bytes // 4 if self.packed_bytes is None else parse_bytes(self.packed_bytes)
 
     @property
     def kv(self) -> KVBudget:

@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 
@@ -97,7 +98,7 @@ class Worker:
         try:
             with torch.inference_mode():
                 while self._obey():
-                    self._step()
+                    self._turn()
         except Exception as exc:
             # Its frames would keep the model alive for as long as a client keeps the error.
             traceback.clear_frames(exc.__traceback__)
@@ -126,12 +127,23 @@ class Worker:
         return True
 
     def _has_work(self) -> bool:
-        return self._runner is not None and not self._runner.idle
+        return self._runner is not None and not (self._runner.idle and self._runner.tidy)
 
-    def _step(self) -> None:
-        if self._runner is None or self._runner.idle:
+    def _turn(self) -> None:
+        """Step if there are requests, then do chores for about as long as that took: they halve the pace."""
+        runner, began = self._runner, perf_counter()
+        if runner is None:
             return
-        report = self._runner.step()
+        if not runner.idle:
+            self._step(runner)
+        until = 2 * perf_counter() - began
+        while not runner.tidy and not self._commands:
+            runner.tidy_up()
+            if perf_counter() >= until:
+                return
+
+    def _step(self, runner: Runner) -> None:
+        report = runner.step()
         for sampled in report.sampled:
             if sampled.finish_reason is not None:
                 self._sequences.pop(sampled.ticket, None)

@@ -87,8 +87,8 @@ def last_token_lost_on_resuming(patch: pytest.MonkeyPatch) -> None:
 def positions_by_chunk(patch: pytest.MonkeyPatch) -> None:
     honest = forward.assemble
 
-    def assemble(pieces: Any, cache: Any, *, min_rows: int) -> Any:
-        batch = honest(pieces, cache, min_rows=min_rows)
+    def assemble(pieces: Any, cache: Any, **least: Any) -> Any:
+        batch = honest(pieces, cache, **least)
         for segment in batch.step.segments:
             if segment.num_queries > 40:  # longer than the pieces of the preflight
                 rows = slice(segment.start, segment.start + segment.num_rows)

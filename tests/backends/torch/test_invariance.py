@@ -1,7 +1,11 @@
-"""On a CPU a request's logits have the same bits whatever shares its batch and however its prompt was cut."""
+"""On a CPU a request's logits have the same bits whatever shares its batch and however its prompt was cut.
+
+And whether its linear layers are packed yet: lone runs here use none that is, the mixed ones pack as they go.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -14,6 +18,7 @@ from hotswap.backends.torch import attention, experts
 from hotswap.backends.torch.batcher import Batcher, Chunk, Sequence
 from hotswap.backends.torch.forward import assemble, least_rows
 from hotswap.backends.torch.kv import BlockPool, KVCache
+from hotswap.backends.torch.linear import Shelf, linear_layers
 from hotswap.backends.torch.sampling import Sampler
 from tests.backends.torch.zoo import VOCABULARY, make_model
 
@@ -29,6 +34,8 @@ Logits = dict[tuple[int, int], Tensor]
 def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: torch.dtype) -> None:
     random = Random(3)
     model = _paged(make_model(architecture, dtype=dtype))
+    shelf = Shelf(1 << 30)
+    packs = shelf.take(None, linear_layers(model))
     # One is longer than a chunk of values, and longer than every window.
     lengths = (3, 20, 70, 130, 260, 600)
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
@@ -36,9 +43,17 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
     for ticket, prompt in enumerate(prompts):
         lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0)
     for budget in (24, 300):
-        mixed = _run(model, dict(enumerate(prompts)), budget=budget, random=random, p_preempt=0.1)
+        mixed = _run(
+            model,
+            dict(enumerate(prompts)),
+            budget=budget,
+            random=random,
+            p_preempt=0.1,
+            chore=lambda: shelf.pack_next(packs),
+        )
         differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
         assert differing == [], f"of {len(lone)}, with a budget of {budget}"
+    assert packs.complete
 
 
 def test_without_it_bits_do_depend_on_the_batch() -> None:
@@ -70,6 +85,7 @@ def _run(
     random: Random,
     p_preempt: float,
     min_rows: int | None = None,
+    chore: Callable[[], bool] = lambda: False,
 ) -> Logits:
     """The logits behind every token of every request, by ticket and position."""
     blocks = BlockPool(128)
@@ -89,6 +105,7 @@ def _run(
             batcher._preempt(batcher.running[-1])
         chunks, _ = batcher.schedule()
         _step(model, cache, batcher, chunks, min_rows, seen)
+        chore()
     assert blocks.num_free == blocks.num_blocks
     return seen
 

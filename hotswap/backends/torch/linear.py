@@ -1,0 +1,277 @@
+"""Linear layers on a CPU, by oneDNN, whose weights are packed into its own layout when there is time for it.
+
+oneDNN's inner product takes a weight as it lies in memory or reordered into blocks, and gives the same bits
+for both wherever an input has two rows or more: measured for fp32 and bf16, one and several threads. So a
+layer may be packed or unpacked at any moment, also in the middle of a stream; only the speed changes.
+
+On an x86 CPU that multiplies no bf16, oneDNN's bf16 products take up to four times as long as its fp32 ones.
+There a bf16 layer is *widened*: packed as fp32, its input and output converted. The products of bf16 numbers
+are exact in fp32 and were summed in it before, so nothing is less precise. Its bits are others than those of
+the bf16 kernel, so whether a model is widened depends on its size and the engine's settings alone.
+
+PyTorch offers these operators to its own compiler. Where they are missing, layers stay as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LEAST_ROWS", "LinearLayer", "Packs", "Shelf", "kernels", "linear_layers"]
+
+log = logging.getLogger("hotswap")
+
+# With a single row oneDNN takes other kernels.
+LEAST_ROWS = 2
+# Rows that the blocks are laid out for: those of a decode batch. Bits do not depend on it.
+_TYPICAL_ROWS = 32
+
+
+def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    operators: Any = torch.ops.mkldnn
+    return operators._linear_pointwise, operators._reorder_linear_weight
+
+
+@cache
+def kernels() -> frozenset[torch.dtype]:
+    """The dtypes whose linear layers oneDNN computes and packs on this machine; tried out once."""
+    return frozenset(dtype for dtype in (torch.float32, torch.bfloat16) if _works(dtype))
+
+
+def _works(dtype: torch.dtype) -> bool:
+    try:
+        product, pack = _operators()
+        weight = torch.ones(16, 16, dtype=dtype)
+        out = product(weight, pack(weight, _TYPICAL_ROWS), None, "none", [], "")
+        return bool((out == 16).all())
+    except (AttributeError, RuntimeError) as exc:
+        log.info("Linear layers in %s stay unpacked and slower: oneDNN has no kernel here (%s).", dtype, exc)
+        return False
+
+
+@cache
+def _widens() -> bool:
+    """Whether this CPU is better off with bf16 layers in fp32."""
+    known = torch.cpu.get_capabilities()
+    native = known.get("avx512_bf16") or known.get("amx_bf16")
+    return known.get("architecture") == "x86_64" and not native and torch.float32 in kernels()
+
+
+class LinearLayer:
+    """What computes a linear layer in place of its `forward`; hooks of the layer run as ever.
+
+    Attributes:
+        packed: The weight in oneDNN's layout; while it is `None` the layer's own is used.
+        wide: Whether it computes in fp32 what is stored in bf16.
+    """
+
+    __slots__ = ("_parameters", "packed", "wide")
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._parameters = cast("dict[str, Tensor | None]", layer._parameters)  # pyright: ignore[reportPrivateUsage]
+        self.packed: Tensor | None = None
+        self.wide = False
+
+    @property
+    def weight(self) -> Tensor:
+        """`[out, in]`, as the store has it."""
+        weight = self._parameters["weight"]
+        assert weight is not None, "nn.Linear always has one"
+        return weight
+
+    @property
+    def packable(self) -> bool:
+        """Whether there is a kernel for the weight that is bound."""
+        weight = self.weight
+        return (weight.dtype in kernels() or self.wide) and weight.device.type == "cpu" and weight.numel() > 0
+
+    @property
+    def packed_bytes(self) -> int:
+        """What the packed weight takes, or would take."""
+        return self.weight.numel() * (4 if self.wide else self.weight.dtype.itemsize)
+
+    def pack(self) -> Tensor:
+        """Return the weight in oneDNN's layout; the layer does not use it yet."""
+        _, pack = _operators()
+        return pack(self.weight.float() if self.wide else self.weight.detach(), _TYPICAL_ROWS)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return `hidden @ weight.T + bias` for `[..., in]`."""
+        weight, bias = self.packed, self._parameters["bias"]
+        if weight is None:
+            return self._unpacked(hidden, bias)
+        product, _ = _operators()
+        if not self.wide:
+            return product(hidden, weight, bias, "none", [], "")
+        wide_bias = None if bias is None else bias.float()
+        return product(hidden.float(), weight, wide_bias, "none", [], "").to(hidden.dtype)
+
+    def _unpacked(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        """The same bits from the layer's own weight."""
+        if not self.packable:
+            return nn.functional.linear(hidden, self.weight, bias)
+        product, _ = _operators()
+        if not self.wide:
+            return product(hidden, self.weight, bias, "none", [], "")
+        wide_bias = None if bias is None else bias.float()
+        return product(hidden.float(), self.weight.float(), wide_bias, "none", [], "").to(hidden.dtype)
+
+
+def linear_layers(module: nn.Module) -> tuple[LinearLayer, ...]:
+    """Have the linear layers of a module computed by `LinearLayer`s, and return these in order.
+
+    Only `nn.Linear` itself: what is derived from it computes something else.
+    """
+    made: list[LinearLayer] = []
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            made.append(LinearLayer(layer))
+            vars(layer)["forward"] = made[-1]  # what `nn.Module` calls, hooks before and after
+    return tuple(made)
+
+
+class Packs:
+    """The packed weights of one model, layer by layer; made and changed by its `Shelf` alone.
+
+    Attributes:
+        key: What the weights are, so that they are found again; `None` if nobody could tell.
+        wide: Whether bf16 layers are widened.
+        weights: One for each layer, `None` for what is not packed.
+        layers: Those that use them now; empty while nobody does.
+        complete: Whether there is no more to be packed, or no room for it.
+    """
+
+    def __init__(self, key: Hashable | None, wide: bool, layers: tuple[LinearLayer, ...]) -> None:
+        self.key, self.wide = key, wide
+        self.weights: list[Tensor | None] = [None] * len(layers)
+        self.layers = layers
+        self.complete = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that they take."""
+        return sum(weight.nbytes for weight in self.weights if weight is not None)
+
+
+class Shelf:
+    """Keeps packed weights, also of models that nobody runs, within a budget of memory.
+
+    They are copies that can be made again: whoever needs the memory lowers `fit`, and they go, those of idle
+    models first. All methods may be called from any thread.
+
+    Args:
+        limit_bytes: The most that they may take together.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._room_bytes = limit_bytes
+        self._used_bytes = 0
+        self._shelf: list[Packs] = []  # the one used last is last
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """What they take now."""
+        return self._used_bytes
+
+    def take(self, key: Hashable | None, layers: tuple[LinearLayer, ...]) -> Packs:
+        """Let bound layers use the packed weights that are kept for `key`, or new ones, as yet empty."""
+        wide = self._widens(layers)
+        for layer in layers:
+            layer.wide = wide and layer.weight.dtype is torch.bfloat16
+        with self._lock:
+            kept = [p for p in self._shelf if key is not None and p.key == key and not p.layers]
+            packs = kept[0] if kept else Packs(key, wide, layers)
+            self._shelf = [*(p for p in self._shelf if p is not packs), packs]
+            packs.layers = layers
+            for layer, weight in zip(layers, packs.weights, strict=True):
+                layer.packed = weight
+        return packs
+
+    def give(self, packs: Packs) -> None:
+        """Take packed weights back from layers that are about to be unbound, and keep them if that helps."""
+        with self._lock:
+            for layer in packs.layers:
+                layer.packed, layer.wide = None, False
+            packs.layers = ()
+            if packs.key is None:
+                self._drop(packs)
+
+    def pack_next(self, packs: Packs) -> bool:
+        """Pack one more layer; false if none is left or there is no room."""
+        index = self._reserve(packs)
+        if index is None:
+            return False
+        layer = packs.layers[index]
+        size_bytes = layer.packed_bytes
+        try:
+            weight = layer.pack()
+        except (RuntimeError, MemoryError) as exc:
+            log.warning("A layer stays unpacked and slower, for want of memory or a kernel (%s).", exc)
+            weight = None
+        with self._lock:
+            wanted = packs in self._shelf and packs.layers and self._used_bytes <= self._room_bytes
+            if weight is not None and wanted:
+                packs.weights[index] = layer.packed = weight
+                return True
+            self._used_bytes -= size_bytes
+            packs.complete = True
+        return False
+
+    def fit(self, room_bytes: int) -> None:
+        """Take no more than `room_bytes` from now on, whatever has to go for it."""
+        with self._lock:
+            self._room_bytes = max(0, min(self.limit_bytes, room_bytes))
+            for packs in self._shelf:
+                packs.complete = False
+            self._shrink(self._room_bytes)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._shrink(0)
+
+    def _widens(self, layers: Iterable[LinearLayer]) -> bool:
+        """Whether a model is widened: by its size and the limit, not by what is free, so always alike."""
+        narrow = [layer.weight for layer in layers if layer.weight.dtype is torch.bfloat16]
+        return _widens() and sum(4 * weight.numel() for weight in narrow) <= self.limit_bytes
+
+    def _reserve(self, packs: Packs) -> int | None:
+        """The first layer to be packed, whose bytes are now spoken for."""
+        with self._lock:
+            if packs.complete or not packs.layers:
+                return None
+            for index, layer in enumerate(packs.layers):
+                if packs.weights[index] is not None or not layer.packable:
+                    continue
+                size_bytes = layer.packed_bytes
+                self._shrink(self._room_bytes - size_bytes, spare=packs)
+                if self._used_bytes + size_bytes <= self._room_bytes:
+                    self._used_bytes += size_bytes
+                    return index
+            packs.complete = True
+            return None
+
+    def _shrink(self, target_bytes: int, spare: Packs | None = None) -> None:
+        """Drop idle packs, oldest first, then those in use unless `spare` says that they are dear."""
+        idle = [packs for packs in self._shelf if not packs.layers]
+        used = [packs for packs in self._shelf if packs.layers] if spare is None else []
+        for packs in (*idle, *used):
+            if self._used_bytes <= target_bytes:
+                return
+            self._drop(packs)
+
+    def _drop(self, packs: Packs) -> None:
+        self._used_bytes -= packs.size_bytes
+        packs.weights = [None] * len(packs.weights)
+        for layer in packs.layers:
+            layer.packed = None
+        if not packs.layers:
+            self._shelf.remove(packs)

@@ -1,0 +1,175 @@
+"""Packed weights change the speed of a linear layer and nothing else, and stay within their budget."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hotswap.backends.torch import TorchEngine, linear
+from hotswap.backends.torch.linear import Shelf, linear_layers
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.test_engine import ask, collect
+from tests.backends.torch.zoo import generate, make_model
+
+CHECKED = "crc32c:0"  # a store that takes checksums; nobody compares them here
+
+
+def made(outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(outputs * inputs)
+    module = nn.Sequential(nn.Linear(inputs, outputs, bias=bias), nn.Linear(outputs, inputs, bias=bias))
+    return module.to(dtype).requires_grad_(False)
+
+
+def pack_all(shelf: Shelf, module: nn.Module, key: str | None = None) -> linear.Packs:
+    packs = shelf.take(key, linear_layers(module))
+    while shelf.pack_next(packs):
+        pass
+    return packs
+
+
+@pytest.fixture(params=[False, True], ids=["as stored", "widened"])
+def widened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This CPU is taken for one without bf16, or for one with it."""
+    monkeypatch.setattr(linear, "_widens", lambda: request.param)
+
+
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_depend_neither_on_packing_nor_on_the_number_of_rows(dtype: torch.dtype) -> None:
+    @given(
+        outputs=st.integers(1, 300), inputs=st.integers(1, 700), rows=st.integers(2, 80), bias=st.booleans()
+    )
+    def check(outputs: int, inputs: int, rows: int, bias: bool) -> None:
+        module = made(outputs, inputs, dtype, bias=bias)
+        hidden = torch.randn(80, inputs).to(dtype)
+        shelf = Shelf(1 << 30)
+        packs = shelf.take(None, linear_layers(module))
+        unpacked = module(hidden)
+        assert shelf.pack_next(packs)
+        half = module(hidden[:rows])
+        assert shelf.pack_next(packs)
+        assert not shelf.pack_next(packs)
+        assert torch.equal(half, unpacked[:rows])
+        assert torch.equal(module(hidden[:rows]), unpacked[:rows])
+
+    check()
+
+
+def test_a_widened_layer_is_as_precise_as_one_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, hidden = made(96, 500, torch.bfloat16), torch.randn(8, 500).bfloat16()
+    exact = copy.deepcopy(module[0]).double()(hidden.double())
+    errors: list[float] = []
+    for widens in (False, True):
+        monkeypatch.setattr(linear, "_widens", lambda widens=widens: widens)
+        pack_all(Shelf(1 << 30), module)
+        errors.append(float((module[0](hidden).double() - exact).abs().max()))
+    assert errors[1] <= 1.01 * errors[0]
+
+
+def test_a_layers_hooks_run_and_its_relatives_are_left_alone() -> None:
+    class Router(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden) * 2
+
+    module, router = made(32, 16, torch.float32), Router(16, 4).requires_grad_(False)
+    seen: list[int] = []
+    module[0].register_forward_hook(lambda *_: seen.append(0))
+    hidden = torch.randn(3, 16)
+    expected, routed = module(hidden), router(hidden)
+    pack_all(Shelf(1 << 30), nn.Sequential(module, router))
+    assert torch.allclose(module(hidden), expected, atol=1e-5)
+    assert torch.equal(router(hidden), routed)
+    assert seen == [0, 0]
+
+
+def test_without_the_kernels_layers_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "kernels", frozenset)
+    monkeypatch.setattr(linear, "_widens", lambda: False)
+    module, hidden = made(32, 16, torch.float32), torch.randn(3, 16)
+    expected = module(hidden)
+    shelf = Shelf(1 << 30)
+    pack_all(shelf, module)
+    assert shelf.used_bytes == 0
+    assert torch.equal(module(hidden), expected)
+
+
+def test_a_shelf_stays_within_its_room_and_lets_idle_models_go_first() -> None:
+    modules = {name: made(64, 64, torch.float32) for name in "abc"}
+    one = 2 * 64 * 64 * 4
+    shelf = Shelf(2 * one)
+    first = pack_all(shelf, modules["a"], "a")
+    second = pack_all(shelf, modules["b"], "b")
+    assert shelf.used_bytes == 2 * one
+    shelf.give(first)
+    third = pack_all(shelf, modules["c"], "c")
+    assert shelf.used_bytes == second.size_bytes + third.size_bytes == 2 * one
+    assert shelf.take("b", linear_layers(modules["b"])) is not second, "somebody uses those"
+    shelf.fit(one)
+    assert shelf.used_bytes <= one
+    shelf.fit(0)
+    assert shelf.used_bytes == 0
+    assert torch.isfinite(modules["c"](torch.randn(3, 64))).all()
+
+
+def test_packed_weights_come_back_with_their_model_and_with_no_other() -> None:
+    shelf = Shelf(1 << 20)
+    module, other = made(64, 64, torch.float32), made(64, 64, torch.float32)
+    packs = pack_all(shelf, module, "a")
+    shelf.give(packs)
+    assert shelf.used_bytes == packs.size_bytes
+    assert shelf.take("b", linear_layers(other)).size_bytes == 0
+    assert shelf.take("a", linear_layers(module)) is packs
+    unknown = pack_all(shelf, made(64, 64, torch.float32))
+    before = shelf.used_bytes
+    shelf.give(unknown)
+    assert before - shelf.used_bytes == 2 * 64 * 64 * 4, "nobody could find them again"
+
+
+async def test_an_engine_packs_by_and_by_and_keeps_it_across_swaps() -> None:
+    store, names = DictStore(), ("llama", "qwen3")
+    models = {name: make_model(name) for name in names}
+    for name, model in models.items():
+        store.add(name, model)
+        manifest = store.manifests[name]
+        shards = tuple(replace(shard, checksum=CHECKED) for shard in manifest.shards)
+        store.manifests[name] = replace(manifest, shards=shards)
+    options: dict[str, Any] = {"kv_tokens": 512, "memory_bytes": "64 MiB", "threads": 1}
+    async with TorchEngine("e0", **options) as engine:
+
+        async def tokens(name: str) -> list[int]:
+            return [t.id for t in await collect(engine, ask([3, 1, 4], model=name, max_tokens=60))]
+
+        expected = {name: generate(models[name], [3, 1, 4], 60) for name in names}
+        await engine.load(store.card("llama"), store)
+        assert await tokens("llama") == expected["llama"]
+        one = engine.packed_bytes
+        assert one > 0
+        await engine.preload(store.card("qwen3"), store)
+        both = engine.packed_bytes
+        assert both > one, "what is preloaded is packed before it serves"
+        for name in ("qwen3", "llama", "qwen3"):
+            await engine.unload()
+            await engine.load(store.card(name), store)
+            assert await tokens(name) == expected[name]
+            assert engine.packed_bytes == both
+        await engine.unload()
+        assert engine.view().weight_bytes == 0
+    assert engine.packed_bytes == 0
+
+
+@pytest.mark.parametrize("packed_bytes", [0, "100 KiB"])
+async def test_an_engine_takes_no_more_than_it_was_given(packed_bytes: int | str) -> None:
+    model, store = make_model("llama"), DictStore()
+    card = store.add("m", model)
+    async with TorchEngine("e0", kv_tokens=512, packed_bytes=packed_bytes, threads=1) as engine:
+        await engine.load(card, store)
+        tokens = [t.id for t in await collect(engine, ask([3, 1, 4], max_tokens=40))]
+        assert tokens == generate(model, [3, 1, 4], 40)
+        assert engine.packed_bytes <= (100 << 10 if packed_bytes else 0)
