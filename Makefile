@@ -26,12 +26,13 @@ comma := ,
 # One stamp for each choice of CONSTRAINTS and EXTRAS: another choice is another environment.
 READY := .venv/.ready-$(subst /,_,$(CONSTRAINTS))-$(subst $(comma),_,$(EXTRAS))
 BENCH := .cache/bench-env
+VLLM := .cache/vllm-env
 PYTEST := $(BIN)/python -m pytest
 
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test gpu-test bench bench-env check public-types format wheel clean
+.PHONY: help demo test gpu-test bench bench-env vllm-env check public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -51,6 +52,8 @@ bench: $(READY) bench-env  ## run the benchmarks, each printing a ratio beside a
 
 # The peers have an environment of their own, since they may want other versions than we do.
 bench-env: $(BENCH)/.ready  ## install the loaders that the benchmarks compare with
+
+vllm-env: $(VLLM)/.ready  ## install vLLM for CPUs, which `benchmarks engine` compares with; over a gigabyte
 
 check: $(READY)  ## format, lint, types and floors
 	$(BIN)/ruff format --check .
@@ -81,6 +84,13 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	@echo "Installing hotswap[$(EXTRAS)] into .venv$(if $(CONSTRAINTS), by $(CONSTRAINTS)): minutes, but only once." >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[$(EXTRAS)]"
+	@touch $@
+
+# The three that it brings along are builds for CUDA, which clash with the torch for CPUs; text needs none of them.
+$(VLLM)/.ready: benchmarks/requirements-vllm.txt | $(READY)
+	@rm -rf $(VLLM) && $(BIN)/python -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # One after the other: a peer that cannot be installed here leaves the others, and the report says that it is missing.

@@ -13,8 +13,10 @@ from importlib import import_module
 
 BENCHMARKS = {
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
+    "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
     "load": "weights into host memory: this store, the raw disk, and the loaders people use today",
+    "overhead": "what a fleet adds to each token over the engine's own stream",
 }
 
 

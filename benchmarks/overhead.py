@@ -1,0 +1,217 @@
+"""What a fleet adds to each token, in processor time, over reading the engine's own stream.
+
+    python -m benchmarks.overhead                      32 requests at once
+    python -m benchmarks.overhead --json report.json
+
+The engine here computes nothing: in every step it gives each of its requests a token. The same requests are
+read once from the engine and once through a fleet, in turns; the difference is the fleet's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from benchmarks.measure import Summary, machine, rounds, write_json
+from benchmarks.table import show
+from hotswap import (
+    Action,
+    Engine,
+    Fleet,
+    FleetView,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    Model,
+    ModelCard,
+    ModelId,
+    Request,
+    RequestId,
+    Sampling,
+    Scheduler,
+    Token,
+    TokenStream,
+    WeightStore,
+)
+from hotswap.backends.sim import SimStore, sim_manifest
+from hotswap.policies import LeastLoadedRouter
+from hotswap.stream import TokenQueue
+
+__all__ = ["Settings", "main", "measure"]
+
+LIMIT_S = 25e-6
+_MODEL = ModelId("m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to measure: `batch` requests of `tokens` tokens, `repeats` times each way."""
+
+    batch: int = 32
+    tokens: int = 512
+    repeats: int = 9
+
+
+class StepEngine(Engine):
+    """Gives every request a token a step, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.id = InstanceId("e0")
+        self._state, self._model = InstanceState.EMPTY, ModelId("")
+        self._open: dict[TokenQueue, tuple[int, int]] = {}
+        self._asked = anyio.Event()
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._step_on)
+            yield self
+            tasks.cancel_scope.cancel()
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        await checkpoint()
+        self._state, self._model = InstanceState.SERVING, model.id
+
+    async def unload(self) -> None:
+        await checkpoint()
+        self._state = InstanceState.EMPTY
+
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
+        tokens = TokenQueue()
+        self._open[tokens] = len(request.generated), request.sampling.max_tokens
+        self._asked.set()
+        try:
+            yield tokens
+        finally:
+            self._open.pop(tokens, None)
+
+    async def evict(self, *, deadline_s: float) -> int:
+        await checkpoint()
+        self._state = InstanceState.DRAINING
+        return 0
+
+    def view(self) -> InstanceView:
+        return InstanceView(
+            id=self.id,
+            state=self._state,
+            model=self._model or None,
+            num_running=len(self._open),
+            memory_bytes=1 << 30,
+        )
+
+    async def _step_on(self) -> None:
+        while True:
+            if not self._open:
+                self._asked = anyio.Event()
+                await self._asked.wait()
+            for tokens, (index, most) in tuple(self._open.items()):
+                last = index + 1 == most
+                tokens.put(Token(id=7, index=index, finish_reason="length" if last else None))
+                if last:
+                    tokens.close()
+                    del self._open[tokens]
+                else:
+                    self._open[tokens] = index + 1, most
+            await checkpoint()
+
+
+class _Never(Scheduler):
+    """Plans nothing."""
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        return ()
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Carry the benchmark out and return its report."""
+    return {
+        "machine": machine(Path()),
+        "settings": asdict(settings),
+        "limit_s": LIMIT_S,
+        **anyio.run(_measure, settings),
+    }
+
+
+async def _measure(settings: Settings) -> dict[str, list[float]]:
+    engine, sampling = StepEngine(), Sampling(max_tokens=settings.tokens, ignore_eos=True)
+    store = SimStore([sim_manifest(_MODEL, "1 MiB")])
+    async with Fleet(
+        engines=[engine],
+        store=store,
+        models=[Model(_MODEL)],
+        router=LeastLoadedRouter(),
+        scheduler=_Never(),
+    ) as fleet:
+        await fleet.swap("e0", to=_MODEL)
+
+        async def from_engine() -> None:
+            request = Request(id=RequestId("r"), model=_MODEL, prompt=(1,), sampling=sampling)
+            async with engine.stream(request) as tokens:
+                await _read(tokens, settings.tokens)
+
+        async def through_fleet() -> None:
+            async with fleet.stream(_MODEL, [1], sampling) as tokens:
+                await _read(tokens, settings.tokens)
+
+        ways = {"engine": from_engine, "fleet": through_fleet}
+        series: dict[str, list[float]] = {way: [] for way in ways}
+        for way in ways.values():
+            await _cpu_s(way, settings)
+        for name in rounds(tuple(ways), settings.repeats):
+            series[name].append(await _cpu_s(ways[name], settings) / settings.batch / settings.tokens)
+    added = [fleet - engine for fleet, engine in zip(series["fleet"], series["engine"], strict=True)]
+    return {"engine_s": series["engine"], "fleet_s": series["fleet"], "added_s": added}
+
+
+async def _read(tokens: TokenStream, expected: int) -> None:
+    num_tokens = 0
+    async for _ in tokens:
+        num_tokens += 1
+    assert num_tokens == expected
+
+
+async def _cpu_s(way: Callable[[], Coroutine[Any, Any, None]], settings: Settings) -> float:
+    gc.collect()
+    began = time.process_time()
+    async with anyio.create_task_group() as tasks:
+        for _ in range(settings.batch):
+            tasks.start_soon(way)
+    return time.process_time() - began
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write the report; 1 if the fleet adds more than the limit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks overhead", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--batch", type=int, default=Settings().batch, help="requests at once")
+    parser.add_argument("--tokens", type=int, default=Settings().tokens, help="tokens of each")
+    parser.add_argument("--repeats", type=int, default=Settings().repeats, help="rounds")
+    parser.add_argument("--full", action="store_true", help="the default; said to all benchmarks at once")
+    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    options = parser.parse_args(arguments)
+    report = measure(Settings(batch=options.batch, tokens=options.tokens, repeats=options.repeats))
+    rows = [
+        [name, Summary.of([1e6 * seconds for seconds in report[f"{name}_s"]]).format(1)]
+        for name in ("engine", "fleet", "added")
+    ]
+    show(f"microseconds of processor time a token, batch {options.batch}", ["read from", "us"], rows)
+    if options.json:
+        write_json(options.json, report)
+        print(f"The whole report is in {options.json}.")
+    return 0 if Summary.of(report["added_s"]).median <= LIMIT_S else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The benchmarks of the engine and of the fleet's overhead run, and say what their readers expect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import engine, overhead
+
+
+@pytest.mark.slow
+def test_the_engine_report_has_every_figure_of_those_that_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings = engine.Settings(
+        contestants=("hotswap", "vllm_eager"),
+        dtypes=("fp32",),
+        batches=(1, 2),
+        prompt=8,
+        output=4,
+        repeats=1,
+        hidden=64,
+        layers=2,
+        mixed={"streams": 2, "prompt": 4, "output": 40, "long_prompts": 1, "long_prompt": 64, "budget": 64},
+        vllm_python=tmp_path / "missing",
+        directory=tmp_path,
+        timeout_s=120,
+    )
+    report = engine.measure(settings)
+    assert set(report["fp32"]) == {"hotswap"}
+    assert {batch: len(figures) for batch, figures in report["fp32"]["hotswap"].items()} == {"1": 1, "2": 1}
+    assert {policy: len(figures) for policy, figures in report["itl_p99_s"].items()} == {
+        "splitfuse": 1,
+        "prefill_first": 1,
+    }
+    assert set(report["unavailable"]) == {"vllm_eager fp32"}
+
+
+def test_vllm_is_the_better_of_its_modes_batch_by_batch() -> None:
+    tokens = {"vllm_eager": {"1": [1.0, 2.0], "8": [9.0]}, "vllm_compiled": {"1": [3.0, 3.0], "8": [5.0]}}
+    engine._choose_vllm(tokens)
+    assert tokens["vllm"] == {"1": [3.0, 3.0], "8": [9.0]}
+
+
+def test_the_overhead_is_the_difference_of_the_two_ways() -> None:
+    report = overhead.measure(overhead.Settings(batch=2, tokens=8, repeats=3))
+    for fleet, alone, added in zip(report["fleet_s"], report["engine_s"], report["added_s"], strict=True):
+        assert added == fleet - alone
+    assert len(report["added_s"]) == 3
