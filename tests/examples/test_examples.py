@@ -21,6 +21,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 import examples
 from examples import (
     embed_in_a_service,
+    serve_adapters,
     trace_a_swap,
     trace_to_otlp,
     write_a_router,
@@ -94,6 +95,17 @@ def test_only_the_conversations_of_a_lost_replica_move() -> None:
 def test_a_much_busier_replica_is_passed_over() -> None:
     assert set(_routes(_serving("e0", num_requests=17), _serving("e1"))) == {"e1"}
     assert _routes() == [None] * 100
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def test_every_adapter_answers_in_its_own_way(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = run(serve_adapters.main)
+    assert set(answers) == {None, "sql", "law", "poems"}
+    assert len(set(map(tuple, answers.values()))) == 4
+    assert "held now: " in (said := capsys.readouterr().out)
+    assert "has no adapter 'chess'" in said
 
 
 # ---------------------------------------------------------------- a scheduler

@@ -1,0 +1,47 @@
+"""Serve adapters of one model: each request names its own, or none, and they share the batch.
+
+    python -m examples.serve_adapters
+
+An instance holds what was asked for last and loads the rest when a request needs it. Put a `TorchEngine` and
+the directories that PEFT wrote in the place of what is simulated here.
+"""
+
+import anyio
+
+from hotswap import Adapter, Fleet, Model, Sampling, UnknownAdapter
+from hotswap.backends.sim import SimEngine, SimStore
+from hotswap.policies import AffinityRouter, WeightedLoadSwap
+
+ADAPTERS = [Adapter(name, "qwen-0.5b", f"/adapters/{name}") for name in ("sql", "law", "poems")]
+
+
+async def ask(fleet: Fleet, adapter: str | None, answers: dict[str | None, list[int]]) -> None:
+    sampling = Sampling(max_tokens=4, ignore_eos=True)
+    async with fleet.stream("qwen-0.5b", (1, 2, 3), sampling, adapter=adapter) as tokens:
+        answers[adapter] = [token.id async for token in tokens]
+
+
+async def main() -> dict[str | None, list[int]]:
+    answers: dict[str | None, list[int]] = {}
+    async with Fleet(
+        engines=[SimEngine("e0", max_adapters=2)],  # room for two of the three at a time
+        store=SimStore({"qwen-0.5b": "1 GB"}),
+        models=[Model("qwen-0.5b", min_replicas=1)],
+        adapters=ADAPTERS,
+        router=AffinityRouter(),
+        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
+    ) as fleet:
+        async with anyio.create_task_group() as clients:
+            for adapter in (None, *(adapter.id for adapter in ADAPTERS)):
+                clients.start_soon(ask, fleet, adapter, answers)
+        print(*(f"{adapter or 'plain'}: {tokens}" for adapter, tokens in answers.items()), sep="\n")
+        print("held now:", *fleet.view().instances[0].adapters)
+        try:
+            await ask(fleet, "chess", answers)
+        except UnknownAdapter as exc:
+            print(exc)
+    return answers
+
+
+if __name__ == "__main__":
+    anyio.run(main)
