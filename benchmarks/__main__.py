@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 
 BENCHMARKS = {
+    "adapters": "low-rank adapters: steps with up to 20 in a batch, loading, dropping, memory",
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
     "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",

@@ -4,7 +4,7 @@
 
 Read are LoRA matrices of linear layers with alpha, rsLoRA (Kalajdzievski, arXiv:2312.03732) and patterns of
 ranks and alphas. Whatever else a config switches on is refused by its name: applied without it, an adapter
-would be another. Tested with adapters that PEFT 0.17 to 0.19 write.
+would be another. Tested with what PEFT 0.21 writes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,193 @@
+"""What adapters cost: steps with 0 to 20 of them, loading and dropping one, memory in the long run.
+
+python -m benchmarks adapters --json adapters.json      a small model, seconds
+python -m benchmarks adapters --full                    hidden 1024, 12 layers
+
+A step decodes one token of each of 20 requests, or does so for 19 and prefills a part of a prompt beside.
+With *n* adapters the requests have them in turn; 0 is the same step without. Seconds are of the processor on
+one thread, contestants take turns, and ratios are of the steps of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from benchmarks.measure import Summary, machine, ratios, rounds, versions, write_json
+from benchmarks.table import show
+from hotswap import Adapter, AdapterId, InstanceId, ModelId
+from hotswap.backends.torch import attention
+from hotswap.backends.torch.adapters.holder import AdapterHolder
+from hotswap.backends.torch.adapters.plan import RankRange
+from hotswap.backends.torch.adapters.targets import targets
+from hotswap.backends.torch.forward import LocalForward, Piece, Work, least_rows
+from hotswap.backends.torch.kv import KVCache
+
+CPU = torch.device("cpu")
+NUM_REQUESTS = 20
+COUNTS = (0, 1, 4, 20)
+RANKS = (4, 8, 16, 32)
+TARGETS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "all linear layers": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
+CONTEXT, BLOCK_TOKENS, BUDGET, NUM_CYCLES = 128, 32, 256, 1000
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print and perhaps write the report."""
+    parser = argparse.ArgumentParser("adapters")
+    parser.add_argument("--full", action="store_true", help="hidden 1024, 12 layers, instead of 256 and 4")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", nargs="+", choices=("decode", "mixed"), default=["decode", "mixed"])
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    model = _model(*((1024, 12) if chosen.full else (256, 4)))
+    report: dict[str, Any] = {
+        "machine": machine(Path(tempfile.gettempdir())),
+        "versions": versions("torch", "transformers"),
+        "model": {"hidden": model.config.hidden_size, "layers": model.config.num_hidden_layers},
+        "settings": {
+            "requests": NUM_REQUESTS,
+            "context": CONTEXT,
+            "ranks": RANKS,
+            "threads": 1,
+            "dtype": "fp32",
+        },
+    }
+    with tempfile.TemporaryDirectory() as root:
+        for name, layers in TARGETS.items():
+            adapters = [
+                _write(Path(root) / f"{name}-{n}", model, layers, RANKS[n % len(RANKS)])
+                for n in range(max(COUNTS))
+            ]
+            report[name] = anyio.run(_measure, model, adapters, chosen.steps, chosen.repeats)
+    for name in TARGETS:
+        _show(name, report[name])
+    if chosen.json:
+        write_json(chosen.json, report)
+    return 0
+
+
+async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], repeats: int) -> dict[str, Any]:
+    holder = AdapterHolder(InstanceId("e0"), CPU, most=64, size_bytes=1 << 30)
+    holder.serve(ModelId("m"), targets(model, frozenset()))
+    first_s = [await _timed(lambda a=adapter: holder.load(a)) for adapter in adapters]  # type: ignore[misc]
+    drop_s, again_s = [], []
+    for adapter in adapters:
+        drop_s.append(await _timed(lambda a=adapter: holder.drop(AdapterId(a.id))))  # type: ignore[misc]
+        again_s.append(await _timed(lambda a=adapter: holder.load(a)))  # type: ignore[misc]
+    places: list[RankRange] = []
+    for adapter in adapters:
+        held = holder.use(AdapterId(adapter.id))
+        assert held is not None
+        places.append(held.ranks)
+        held.num_users -= 1
+    budgets = {"decode": 0, "mixed": BUDGET}
+    steps = {kind: _steps(model, places, repeats, budgets[kind]) for kind in kinds}
+    cycles = await _cycles(holder, adapters)
+    holder.forget()
+    return {"first_load_s": first_s, "load_s": again_s, "drop_s": drop_s, "step_s": steps, "cycles": cycles}
+
+
+def _steps(model: Any, places: list[RankRange], repeats: int, budget: int) -> dict[str, list[float]]:
+    """Seconds of steps by number of adapters."""
+    blocks_each = (CONTEXT + BUDGET) // BLOCK_TOKENS + 1
+    cache = KVCache(NUM_REQUESTS * blocks_each, BLOCK_TOKENS, CPU)
+    forward = LocalForward(model, cache, min_rows=least_rows(CPU, 1, torch.float32))
+    seconds: dict[str, list[float]] = {str(count): [] for count in COUNTS}
+    with torch.inference_mode():
+        for turn, count in enumerate(rounds(COUNTS, repeats + 1)):
+            work = Work(tuple(_pieces(places[:count], blocks_each, budget)))
+            began_s = time.process_time()
+            forward.submit(work)
+            forward.result()
+            if turn >= len(COUNTS):  # the first round warms up
+                seconds[str(count)].append(time.process_time() - began_s)
+    return seconds
+
+
+def _pieces(places: list[RankRange], blocks_each: int, budget: int) -> list[Piece]:
+    pieces: list[Piece] = []
+    for n in range(NUM_REQUESTS):
+        place = places[n % len(places)] if places else None
+        blocks = range(1 + n * blocks_each, 1 + (n + 1) * blocks_each)
+        last = n == NUM_REQUESTS - 1
+        length = max(1, budget - n) if last else 1
+        pieces.append(Piece([(7 * n + at) % 512 for at in range(length)], CONTEXT - 1, blocks, True, place))
+    return pieces
+
+
+async def _cycles(holder: AdapterHolder, adapters: list[Adapter]) -> dict[str, Any]:
+    """Resident memory before and after adapters took turns a thousand times."""
+    process = psutil.Process()
+    sizes: list[int] = []
+    for cycle in range(NUM_CYCLES):
+        adapter = adapters[cycle % len(adapters)]
+        await holder.drop(AdapterId(adapter.id))
+        await holder.load(adapter)
+        if cycle % (NUM_CYCLES // 10) == 0:
+            sizes.append(process.memory_info().rss)
+    return {"num": NUM_CYCLES, "resident_bytes": [*sizes, process.memory_info().rss]}
+
+
+async def _timed(act: Callable[[], Any]) -> float:
+    began_s = time.perf_counter()
+    await act()
+    return time.perf_counter() - began_s
+
+
+def _model(hidden: int, layers: int) -> Any:
+    config: Any = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=1024,
+    )
+    attention.register()
+    models: Any = transformers.AutoModelForCausalLM
+    return (
+        models.from_config(config, attn_implementation=attention.IMPLEMENTATION).eval().requires_grad_(False)
+    )
+
+
+def _write(directory: Path, model: Any, layers: tuple[str, ...], rank: int) -> Adapter:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[2] in layers:
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, layer.in_features) * 0.02
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(layer.out_features, rank) * 0.02
+    directory.mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(layers)}
+    (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return Adapter(directory.name, "m", directory)
+
+
+def _show(name: str, report: dict[str, Any]) -> None:
+    rows = []
+    for kind, steps in report["step_s"].items():
+        for count, seconds in steps.items():
+            ratio, shown = Summary.of(ratios(seconds, steps["0"])), Summary.of([1e3 * s for s in seconds])
+            rows += [[f"{kind}, {count} adapters", shown.format(1), ratio.format(2)]]
+    for what in ("first_load_s", "load_s", "drop_s"):
+        rows.append([what, Summary.of([1e3 * second for second in report[what]]).format(2), ""])
+    sizes = report["cycles"]["resident_bytes"]
+    grown = (sizes[-1] - sizes[1]) / 1e6
+    rows.append([f"resident MB after {NUM_CYCLES} cycles", f"{sizes[-1] / 1e6:.1f}", f"{grown:+.1f} MB"])
+    show(f"adapters on {name}", ("", "ms [min-max]", "ratio to none"), rows)
