@@ -73,7 +73,7 @@ def machine(directory: Path) -> dict[str, Any]:
         "filesystem": _filesystem(directory),
         "load_average": list(os.getloadavg()),
         "python": platform.python_version(),
-        "libraries": versions("hotswap", "torch", "numpy", "safetensors", "transformers", "anyio"),
+        "libraries": versions("hotswap", "torch", "numpy", "safetensors", "transformers", "anyio", "isal"),
     }
 
 
