@@ -64,6 +64,7 @@ class Settings:
         rehearsal_bytes: Size of the checkpoint that every process loads before the clock starts.
         only: Keys of the contestants that run, or what keys begin with; empty for all.
         ablate: Whether to switch off what makes the store fast, one thing at a time, in the main case.
+        rank_width: Hidden size of the model that is cut for four ranks.
         swap_bytes: Sizes of the models that are swapped on an engine; empty leaves that part out.
         timeout_s: The longest that one run may take.
     """
@@ -77,6 +78,7 @@ class Settings:
     rehearsal_bytes: int = 32 << 20
     only: tuple[str, ...] = ()
     ablate: bool = True
+    rank_width: int = 1024
     swap_bytes: tuple[int, ...] = (250_000_000, 500_000_000, 1_000_000_000, 2_000_000_000)
     timeout_s: float = 300.0
 
@@ -132,7 +134,7 @@ def _measure(settings: Settings, work: Path, field: Field) -> dict[str, Any]:
         "cases": cases,
         "many_over_one": _many_over_one(cases),
         "peak_extra_bytes": first["peak_extra_bytes"],
-        "ranks": ranks.measure(work / "ranks"),
+        "ranks": ranks.measure(work / "ranks", width=settings.rank_width),
         "swap": resident.measure(work / "swap", settings.swap_bytes, settings.repeats),
         "device": device.measure(work / "device", settings.repeats),
         "unavailable": field.unavailable,

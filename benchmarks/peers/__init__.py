@@ -110,7 +110,9 @@ CONTESTANTS: tuple[Contestant, ...] = (
         caches=("warm",),
     ),
     *_peer("safetensors", "safetensors_open", "safetensors", mapped=True),
-    *_peer("torch_load", "torch_load", "torch.load", options={"mmap": False}),
+    Contestant(
+        key="torch_load", module="torch_load", what="torch.load", memory="fresh", options={"mmap": False}
+    ),
     *_peer("torch_load_mmap", "torch_load", "torch.load(mmap=True)", options={"mmap": True}, mapped=True),
     *_peer("runai", "runai", "runai-model-streamer", apart=True),
     *_peer("fastsafetensors", "fastsafetensors_loader", "fastsafetensors (nogds)", apart=True),

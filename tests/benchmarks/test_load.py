@@ -31,6 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             directory=tmp_path_factory.mktemp("bench"),
             peers_python=None,
             rehearsal_bytes=1_000_000,
+            rank_width=128,
             swap_bytes=(),
         )
     )
