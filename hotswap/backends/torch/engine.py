@@ -80,8 +80,8 @@ class TorchEngine(Engine):
             the weights. They are made in a preload or between steps, change no bits, are kept across swaps,
             and go when `memory_bytes` is needed for anything else. `None` is a quarter of that, 0 makes none.
             Where the CPU has no bf16 instructions, the copies of bf16 weights are in fp32. Ranks make none.
-        threads: CPU threads of a step; `None` is PyTorch's default, mostly all cores. Each engine has its own,
-            so give engines that serve at the same time a part of the cores each.
+        threads: CPU threads of a step; `None` is PyTorch's default, mostly all cores. Each engine has its
+            own, so give engines that serve at the same time a part of the cores each.
         invariant: Whether bits may not depend on the batch; costs a few per cent. CPU only.
         skeletons: Modules kept between loads; may be shared by engines of a process.
         tp: Tensor-parallel ranks: in how many parts each layer's weights are cut. The store must hold models
