@@ -73,7 +73,8 @@ class Request:
     """One generation: a prompt, what was generated so far elsewhere, and how to go on.
 
     An engine treats `prompt + generated` as the tokens to prefill and continues with position
-    `len(generated)`; it need not know that the request has lived before.
+    `len(generated)`; it need not know that the request has lived before. A higher `priority` goes first, in
+    the waiting room as inside engines that have a queue.
     """
 
     id: RequestId

@@ -19,7 +19,13 @@ class TokenStream(ABC):
     Iterating raises what ended the stream early: `RequestEvicted` or `InstanceLost` from an engine, a
     `RequestError` or `InstanceError` from a fleet. Cancelling an iteration loses no token: the next call
     gets it.
+
+    Attributes:
+        num_reused_tokens: How many of the request's tokens the engine had computed for others before; 0 until
+            the first token is here, and from engines that cannot tell.
     """
+
+    num_reused_tokens: int = 0
 
     def __aiter__(self) -> TokenStream:
         return self

@@ -43,6 +43,8 @@ class InstanceView:
 
     The engine fills in what it knows; the fleet adds the last five fields. `num_requests` counts every
     request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
+    `num_free_kv_blocks` counts every block that a new request could be given, also those that are kept only
+    in case somebody begins with the same tokens.
     `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
     it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
     that can hold none. `serving_since_s` is the loop time at which the present model became ready, `None` if

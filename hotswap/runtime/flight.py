@@ -253,6 +253,8 @@ async def _hop(flight: Flight, instance: Instance, adapters: Adapters, telemetry
             instance.engine.stream(flight.remaining) as tokens,
         ):
             async for token in tokens:
+                if token.index == flight.hops[-1].first_index and tokens.num_reused_tokens:
+                    span.set_attribute(tm.REUSED_TOKENS, tokens.num_reused_tokens)
                 instance.settle_first_token(telemetry)
                 flight.deliver(token)
                 if flight.landed:

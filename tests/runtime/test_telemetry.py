@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
 import pytest
 from anyio import to_thread
 from opentelemetry.sdk.metrics import MeterProvider
@@ -11,7 +14,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from hotswap import DeadlineExceeded, Sampling, SwapFailed, WaitingRoomFull
+from hotswap import (
+    DeadlineExceeded,
+    Request,
+    Sampling,
+    SwapFailed,
+    TokenStream,
+    WaitingRoomFull,
+    WrapperEngine,
+)
 from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, sim_fleet, store_of
 from tests.runtime.test_swap import NoPreload, Unreadable
@@ -126,6 +137,26 @@ async def test_a_request_links_to_the_swap_that_evicted_it() -> None:
     assert request.attributes["gen_ai.usage.input_tokens"] == 2
     assert request.attributes["gen_ai.usage.output_tokens"] == 60
     assert request.attributes["gen_ai.response.finish_reasons"] == ("length",)
+
+
+class Remembering(WrapperEngine):
+    """An engine that had computed all but the last token before."""
+
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
+        async with self.wrapped.stream(request) as tokens:
+            tokens.num_reused_tokens = request.num_tokens - 1
+            yield tokens
+
+
+@virtual_time
+async def test_a_hop_says_how_many_tokens_were_not_computed_again() -> None:
+    recorder = Recorder()
+    engines = [Remembering(engine_of("e0"))]
+    async with sim_fleet("a", engines=engines, tracer_provider=recorder.provider) as fleet:
+        await fleet.generate("a", (1, 2, 3), MANY)
+    (hop,) = recorder.spans("hotswap.hop")
+    assert (hop.attributes or {})["gen_ai.usage.cache_read.input_tokens"] == 2
 
 
 @virtual_time

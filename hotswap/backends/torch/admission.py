@@ -5,6 +5,7 @@ from __future__ import annotations
 from hotswap.backends.torch.adapters.plan import RankRange
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.loading import LoadedModel
+from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.errors import InvalidRequest, PromptTooLong
 from hotswap.request import Request
@@ -40,8 +41,13 @@ def check_servable(request: Request, model: LoadedModel, *, kv_tokens: int) -> N
         )
 
 
-def to_sequence(request: Request, ticket: int, model: LoadedModel, adapter: RankRange | None) -> Sequence:
-    """Return the request as the batcher sees it; it goes on after what it has generated."""
+def to_sequence(
+    request: Request, ticket: int, model: LoadedModel, adapter: RankRange | None, *, epoch: int
+) -> Sequence:
+    """Return the request as the batcher sees it, to be computed by the weights of load `epoch`.
+
+    It goes on after what it has generated.
+    """
     eos = frozenset[int]() if request.sampling.ignore_eos else model.eos_token_ids
     stop_ids = eos | frozenset(request.sampling.stop_token_ids)
     tokens = list(request.tokens)
@@ -54,6 +60,8 @@ def to_sequence(request: Request, ticket: int, model: LoadedModel, adapter: Rank
         stop_ids=stop_ids,
         min_tokens=request.sampling.min_tokens,
         adapter=adapter,
+        priority=request.priority,
+        root=root_key(epoch, 0 if adapter is None else adapter.serial),
     )
 
 

@@ -1,25 +1,28 @@
 """Continuous batching: which tokens of which requests the next step computes.
 
-Every step carries all requests that decode, then prefill chunks, oldest first, until `token_budget` rows are
-full (Dynamic SplitFuse: Holmes et al., DeepSpeed-FastGen, arXiv:2401.08671, section 3), so that long prompts
-neither stall decodes nor leave a step half empty. When KV blocks run out the youngest request is preempted:
-it gives its blocks back, waits at the head of the queue, and is computed again.
+Every step carries all requests that decode, then prefill chunks until `token_budget` rows are full (Dynamic
+SplitFuse: Holmes et al., DeepSpeed-FastGen, arXiv:2401.08671, section 3), so that long prompts neither stall
+decodes nor leave a step half empty. Who comes first, everywhere, is a matter of *rank*: arrival, and
+priority worth so many places. When KV blocks run out the request of the last rank is preempted: it gives its
+blocks back, waits, and is computed again, but for what is still there.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from hotswap.backends.torch.adapters.plan import RankRange
+from hotswap.backends.torch.blocks import BlockPool, Copy
 from hotswap.backends.torch.forward import Piece
-from hotswap.backends.torch.kv import BlockPool, blocks_for
+from hotswap.backends.torch.kv import blocks_for
+from hotswap.backends.torch.prefix import Prefix, block_content, extend_keys, find_prefix
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.request import FinishReason
 
-__all__ = ["Batcher", "Chunk", "Sequence"]
+__all__ = ["Batcher", "Chunk", "Plan", "Sequence"]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,9 +37,13 @@ class Sequence:
         stop_ids: End tokens.
         min_tokens: No end token counts before the generation is this long.
         sampler: Chooses its tokens.
-        adapter: Where its adapter lies. Keys and values depend on it: `adapter.serial` tells adapters apart.
-        blocks: The KV blocks it holds.
+        adapter: Where its adapter lies.
+        priority: Lets it go ahead of requests that arrived before it.
+        root: Stands for the weights that compute it, adapter included: `prefix.root_key`.
+        blocks: The KV blocks it holds; only ever added to while it runs.
         num_computed: How many of `tokens` have their keys and values in `blocks`.
+        num_reused: How many of them it found computed when it was first admitted; `None` before that.
+        keys: Those of its full blocks, as far as they were needed.
     """
 
     ticket: int
@@ -47,8 +54,12 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     adapter: RankRange | None = None
+    priority: int = 0
+    root: bytes = b""
     blocks: list[int] = field(default_factory=list[int])
     num_computed: int = 0
+    num_reused: int | None = None
+    keys: list[bytes] = field(default_factory=list[bytes])
 
     @property
     def num_pending(self) -> int:
@@ -94,16 +105,47 @@ class Chunk:
         return Piece(sequence.tokens[start:end], start, sequence.blocks, self.is_last, sequence.adapter)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One step.
+
+    Attributes:
+        chunks: What it computes.
+        copies: What is copied before that, one after the other.
+        fresh: The other blocks that were handed out for it, to be cleared after the copies.
+    """
+
+    chunks: list[Chunk]
+    copies: tuple[Copy, ...] = ()
+    fresh: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
 class Batcher:
     """The queue of an engine, and the blocks of those that run.
 
-    `running` and `waiting` are in order of arrival, and whoever runs came before whoever waits. The oldest
-    request never waits for blocks, so everything admitted ends; admitting one that needs more blocks than
-    there are would break that, and is up to the caller.
+    `running` and `waiting` are in order of rank. A priority of *p* goes ahead of requests with none that came
+    at most *p* times `priority_places` before, and no request is overtaken by more arrivals than that. The
+    first in rank is never preempted and never waits for another's blocks for longer than that one runs, so
+    everything admitted ends; admitting one that needs more blocks than there are would break that, and is up
+    to the caller.
 
     With `num_batches`, as many are under way at once, and each takes its share of the decodes and of the
     token budget: the stages of a pipeline are then equally long, and none waits for another. Requests that
     wait for a token under way have nothing pending and are in no other batch.
+
+    Args:
+        blocks: The books, of which this is the one writer.
+        block_tokens: Tokens of a block.
+        token_budget: Most tokens of a step, at least `max_requests`; may be changed between two steps.
+        max_requests: Most requests that run at once.
+        num_batches: Steps under way at once; they are computed in the order in which they were scheduled.
+        prefix_reuse: Whether requests share the blocks of what they have in common, with those gone too.
+        priority_places: How many places one level of priority is worth.
     """
 
     def __init__(
@@ -114,18 +156,23 @@ class Batcher:
         token_budget: int,
         max_requests: int,
         num_batches: int = 1,
+        prefix_reuse: bool = True,
+        priority_places: int = 64,
     ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.token_budget, self.max_requests = token_budget, max_requests
         self.num_batches = num_batches
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
-        self.num_preempted = 0
+        self.waiting: list[Sequence] = []
+        self.num_preempted = self.num_reused_tokens = 0
+        self._prefix_reuse, self._priority_places = prefix_reuse, priority_places
+        self._fresh: set[int] = set()
+        self._copies: dict[int, Copy] = {}
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=self._rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a request wherever it is; its blocks are free. Unknown ones are ignored."""
@@ -135,24 +182,36 @@ class Batcher:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def schedule(self) -> tuple[list[Chunk], list[int]]:
-        """Return what the next step computes, and the blocks handed out for it."""
-        before = [(sequence, len(sequence.blocks)) for sequence in self.running]
-        chunks = [Chunk(sequence, 1) for sequence in self._decodes()]
+    def schedule(self) -> Plan:
+        """Return what the next step computes; tell `advance` once that is sure to come before the next."""
+        self._fresh.clear()
+        self._copies.clear()
+        self._admit_urgent()
+        chunks = self._decodes()
         chunks += self._prefills(-(-self.token_budget // self.num_batches) - len(chunks))
-        held = dict(before)
-        fresh = [block for c in chunks for block in c.sequence.blocks[held.get(c.sequence, 0) :]]
-        return chunks, fresh
+        return Plan(chunks, tuple(self._copies.values()), tuple(sorted(self._fresh - self._copies.keys())))
 
-    def _decodes(self) -> list[Sequence]:
+    def advance(self, chunks: Items[Chunk]) -> None:
+        """Note that the chunks of a step come first: whoever is next may use the blocks that they fill."""
+        for chunk in chunks:
+            sequence, first = chunk.sequence, chunk.sequence.num_computed // self.block_tokens
+            sequence.num_computed = chunk.end
+            for at in range(first, sequence.num_computed // self.block_tokens):
+                self._publish(sequence, at, self.block_tokens)
+
+    # ------------------------------------------------------------------ forming a step
+
+    def _decodes(self) -> list[Chunk]:
         share = -(-len(self.running) // self.num_batches)
-        # Asked again whether each runs: it may have been preempted for the sake of one before it.
-        decodes = (
-            sequence
-            for sequence in tuple(self.running)
-            if sequence in self.running and sequence.num_pending == 1 and self._grow(sequence)
-        )
-        return list(itertools.islice(decodes, share))
+        chunks: list[Chunk] = []
+        at = 0
+        # Those that run become fewer, from their end, for the sake of those before.
+        while at < len(self.running) and len(chunks) < share:
+            sequence = self.running[at]
+            if sequence.num_pending == 1 and self._grow(sequence):
+                chunks.append(Chunk(sequence, 1))
+            at += 1
+        return chunks
 
     def _prefills(self, budget: int) -> Iterator[Chunk]:
         for sequence in tuple(self.running):
@@ -163,35 +222,117 @@ class Batcher:
             yield (chunk := Chunk(admitted, min(admitted.num_pending, budget)))
             budget -= chunk.num_tokens
 
+    # ------------------------------------------------------------------ admission
+
+    def _rank(self, sequence: Sequence) -> tuple[int, int]:
+        return sequence.ticket - sequence.priority * self._priority_places, sequence.ticket
+
+    def _admit_urgent(self) -> None:
+        """Admit those that rank before some that run, if need be in the place of such of lower priority."""
+        while self.waiting and self.running and self._rank(self.waiting[0]) < self._rank(self.running[-1]):
+            if self._admit() is None and (not self._make_room(self.waiting[0]) or self._admit() is None):
+                return
+
     def _admit(self) -> Sequence | None:
-        if not self.waiting or len(self.running) >= self.max_requests:
+        if not self.waiting or len(self.running) >= self.max_requests or not self._seat(self.waiting[0]):
             return None
-        need = blocks_for(len(self.waiting[0].tokens), self.block_tokens)
-        # A spare block for each that runs: without it a newcomer would be preempted as soon as it came.
-        if need + len(self.running) > self.blocks.num_free:
-            return None
-        sequence = self.waiting.popleft()
-        sequence.blocks = self.blocks.take(need)
-        self.running.append(sequence)
+        sequence = self.waiting.pop(0)
+        insort(self.running, sequence, key=self._rank)
         return sequence
 
+    def _seat(self, sequence: Sequence) -> bool:
+        """Give a request blocks for all its tokens, some filled already; false if there are too few."""
+        pool, prefix = self.blocks, self._find_prefix(sequence)
+        num_new = blocks_for(len(sequence.tokens), self.block_tokens) - len(prefix.blocks)
+        # A spare block for each that runs: without it a newcomer would be preempted as soon as it came.
+        room = pool.num_free - sum(not pool.is_held(block) for block in prefix.blocks) - len(self.running)
+        if num_new > room:
+            return False
+        pool.hold(prefix.blocks)
+        sequence.num_computed = len(prefix.blocks) * self.block_tokens
+        source = prefix.source
+        if source is not None and (pool.is_held(source) or num_new < room):
+            pool.hold([source])  # lest it be handed out as new
+            new = self._take(num_new)
+            pool.give([source])
+            self._copies[new[0]] = Copy(source, new[0], prefix.num_copied)
+            sequence.num_computed += prefix.num_copied
+        else:
+            new = self._take(num_new)
+        sequence.blocks = [*prefix.blocks, *new]
+        self.num_reused_tokens += sequence.num_computed
+        if sequence.num_reused is None:
+            sequence.num_reused = sequence.num_computed
+        return True
+
+    def _make_room(self, newcomer: Sequence) -> bool:
+        """Preempt the last of those that run behind and below a newcomer, if that seats it."""
+        victims: list[Sequence] = []
+        while not self._would_fit(newcomer, victims):
+            if len(victims) == len(self.running):
+                return False
+            last = self.running[-1 - len(victims)]
+            if last.priority >= newcomer.priority or self._rank(last) < self._rank(newcomer):
+                return False
+            victims.append(last)
+        for victim in victims:
+            self._preempt(victim)
+        return True
+
+    def _would_fit(self, newcomer: Sequence, victims: Items[Sequence]) -> bool:
+        num_left = len(self.running) - len(victims)
+        room = self.blocks.num_free + self.blocks.num_freed_by([victim.blocks for victim in victims])
+        need = blocks_for(len(newcomer.tokens), self.block_tokens) + num_left
+        return num_left < self.max_requests and need <= room
+
+    # ------------------------------------------------------------------ blocks
+
     def _grow(self, sequence: Sequence) -> bool:
-        """Make room for the next token, at the cost of younger requests; false if it had to go itself."""
+        """Make room for the next token, at the cost of those behind; false if it had to go itself."""
         need = blocks_for(sequence.num_computed + 1, self.block_tokens) - len(sequence.blocks)
         while need > self.blocks.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks += self.blocks.take(max(0, need))
+        sequence.blocks += self._take(max(0, need))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        self.waiting.appendleft(sequence)
+        self.add(sequence)
         self.num_preempted += 1
 
+    def _take(self, count: int) -> list[int]:
+        blocks = self.blocks.take(count)
+        self._fresh.update(blocks)
+        return blocks
+
     def _release(self, sequence: Sequence) -> None:
+        # Never right after an admission, whose copy is still to be made: the spare blocks see to that.
+        at, num_tokens = divmod(sequence.num_computed, self.block_tokens)
+        if num_tokens:
+            self._publish(sequence, at, num_tokens)
         self.blocks.give(sequence.blocks)
         sequence.blocks, sequence.num_computed = [], 0
+
+    # ------------------------------------------------------------------ prefixes
+
+    def _find_prefix(self, sequence: Sequence) -> Prefix:
+        if not self._prefix_reuse:
+            return Prefix()
+        tokens, block_tokens = sequence.tokens, self.block_tokens
+        num_full = len(tokens) // block_tokens
+        extend_keys(sequence.keys, sequence.root, tokens, block_tokens, num_blocks=num_full)
+        return find_prefix(self.blocks, sequence.keys, sequence.root, tokens, block_tokens)
+
+    def _publish(self, sequence: Sequence, at: int, num_tokens: int) -> None:
+        """Let the first tokens of a request's block be found by others; those of a full one, all."""
+        if not self._prefix_reuse:
+            return
+        tokens, first = sequence.tokens, at * self.block_tokens
+        extend_keys(sequence.keys, sequence.root, tokens, self.block_tokens, num_blocks=at)
+        parent = sequence.keys[at - 1] if at else sequence.root
+        content = block_content(parent, tokens[first : first + num_tokens])
+        self.blocks.publish(sequence.blocks[at], content)

@@ -20,9 +20,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.torch.adapters.holder import AdapterHolder, Held
 from hotswap.backends.torch.admission import check_servable, to_sequence
-from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.forward import Forward
-from hotswap.backends.torch.kv import BlockPool
 from hotswap.backends.torch.life import Life
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.modeling import SkeletonCache
@@ -66,7 +64,10 @@ class TorchEngine(Engine):
         kv_tokens: How many tokens the KV blocks hold.
         kv_bytes: The same as a size, which then counts instead; `"2 GiB"` or a number.
         kv_block_tokens: Tokens of a KV block, a multiple of 16.
-        token_budget: Tokens of a step, decodes and prefill chunks together; at least `max_requests`.
+        token_budget: Most tokens of a step, decodes and prefill chunks together; at least `max_requests`.
+            `None` is 256, or 8,192 with an `itl_target_s`.
+        itl_target_s: The inter-token latency to keep to, by a lower budget that is found by measuring steps.
+        prefix_reuse: Whether requests share the KV blocks of what they begin with, also with ended ones.
         max_requests: Requests that run at once; more wait inside the engine.
         memory_bytes: What weights (preloaded ones included) and KV blocks may take together; `None` is the
             whole device, so say it where engines share one. Weights that a store lends to a CPU count for
@@ -101,7 +102,9 @@ class TorchEngine(Engine):
         kv_tokens: int = 16_384,
         kv_bytes: int | str | None = None,
         kv_block_tokens: int = 32,
-        token_budget: int = 256,
+        token_budget: int | None = None,
+        itl_target_s: float | None = None,
+        prefix_reuse: bool = True,
         max_requests: int = 64,
         memory_bytes: int | str | None = None,
         idle_bytes: int | str = "1 GiB",
@@ -124,6 +127,8 @@ class TorchEngine(Engine):
             kv_bytes=kv_bytes,
             kv_block_tokens=kv_block_tokens,
             token_budget=token_budget,
+            itl_target_s=itl_target_s,
+            prefix_reuse=prefix_reuse,
             max_requests=max_requests,
             memory_bytes=memory_bytes,
             idle_bytes=idle_bytes,
@@ -147,7 +152,7 @@ class TorchEngine(Engine):
         self._serving: LoadedModel | None = None
         self._staged: LoadedModel | None = None
         self._staging = False
-        self._num_blocks = self._cache_bytes = 0
+        self._num_blocks = self._cache_bytes = self._num_loads = 0
         self._streams = Streams()
         self._books = Report()
         self._detached = anyio.Event()
@@ -191,20 +196,15 @@ class TorchEngine(Engine):
         await checkpoint_if_cancelled()
 
     def can_preload(self, model: ModelCard) -> bool:
-        staged_bytes = self._staged.own_bytes if self._staged else 0
-        return (
-            self._loader.can_preload
-            and self._used_bytes - staged_bytes + model.weight_bytes <= self._loader.memory_bytes
-        )
+        used_bytes = self._used_bytes - (self._staged.own_bytes if self._staged else 0)
+        return self._loader.can_preload and used_bytes + model.weight_bytes <= self._loader.memory_bytes
 
     async def preload(self, model: ModelCard, store: WeightStore) -> None:
         if self._staged is not None and self._staged.card == model:
             return await checkpoint()
         self._life.require(_SERVING, "preload")
         if not self._loader.can_preload:
-            raise InstanceError(
-                f"Engine {self.id!r} has ranks, which hold one model; load it when it is empty."
-            )
+            raise InstanceError(f"Engine {self.id!r} has ranks, which hold one model; load it when empty.")
         if self._staging:
             raise InstanceError(f"Engine {self.id!r} is preloading already; cancel that first.")
         await self._drop_staged()
@@ -297,6 +297,20 @@ class TorchEngine(Engine):
         """
         return self._loader.packed_bytes
 
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens whose KV blocks were taken over instead of computed since the model was loaded."""
+        return self._books.num_reused_tokens
+
+    @property
+    def token_budget(self) -> int:
+        """Most tokens of the next step; with an `itl_target_s` it moves, as steps are measured."""
+        return self._books.token_budget or self._settings.most_tokens
+
+    def __repr__(self) -> str:
+        blocks = f"{self.view().num_free_kv_blocks} free, {self._books.num_cached_blocks} of them cached"
+        return f"{super().__repr__()[:-2]} | KV blocks: {blocks} | budget: {self.token_budget} tokens]>"
+
     # ------------------------------------------------------------------ loading
 
     async def _bring(self, model: ModelCard, store: WeightStore) -> tuple[LoadedModel, Forward]:
@@ -333,14 +347,8 @@ class TorchEngine(Engine):
         return loaded
 
     def _serve(self, loaded: LoadedModel, forward: Forward) -> None:
-        batcher = Batcher(
-            BlockPool(forward.num_blocks),
-            block_tokens=self._kv.block_tokens,
-            token_budget=self._settings.token_budget,
-            max_requests=self._settings.max_requests,
-            num_batches=forward.depth,
-        )
-        runner = Runner(forward, batcher)
+        self._num_loads += 1
+        runner = Runner(forward, self._settings.make_batcher(forward), self._settings.make_budget())
         self._serving, self._num_blocks, self._cache_bytes = loaded, forward.num_blocks, forward.size_bytes
         self._books = runner.report()
         self._adapters.serve(loaded.card.id, loaded.targets())
@@ -415,8 +423,8 @@ class TorchEngine(Engine):
         check_servable(request, model, kv_tokens=self._num_blocks * self._kv.block_tokens)
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open()
-        ranks = None if adapter is None else adapter.ranks
-        self._running_worker.add(to_sequence(request, ticket, model, ranks))
+        ranks = adapter.ranks if adapter else None
+        self._running_worker.add(to_sequence(request, ticket, model, ranks, epoch=self._num_loads))
         return ticket, tokens, adapter
 
     def _deliver(self, report: Report) -> None:
@@ -446,8 +454,6 @@ class TorchEngine(Engine):
         if self._worker is not None:
             self._worker.stop()
         self._loader.abandon()
-
-    # ------------------------------------------------------------------ private
 
     def _post(self, call: Callable[..., object], *arguments: object) -> None:
         """Have the event loop make a call, from any thread; calls are made in the order of asking."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hotswap.backends.torch.adapters.plan import RankRange, adaptation
 from hotswap.backends.torch.attention import Segment, Step, running
+from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.kv import KVCache, blocks_for
 
 __all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble", "least_rows"]
@@ -54,10 +55,12 @@ class Work:
     Attributes:
         pieces: The tokens, of at most one piece for each request.
         fresh: KV blocks that were handed out anew, to be cleared first.
+        copies: What is copied from KV block to KV block before that.
     """
 
     pieces: tuple[Piece, ...]
     fresh: Sequence[int] = ()
+    copies: Sequence[Copy] = ()
 
 
 class Forward(ABC):
@@ -114,6 +117,7 @@ class LocalForward(Forward):
         self._work = work
 
     def result(self) -> Tensor:
+        self._cache.copy(self._work.copies)
         self._cache.clear(self._work.fresh)
         pieces = self._work.pieces
         batch = assemble(pieces, self._cache, min_rows=self._min_rows, min_tokens=self._min_tokens)

@@ -1,19 +1,20 @@
-"""Paged KV memory: which blocks are free, and the tensors behind them.
+"""Paged KV memory: the tensors behind the blocks.
 
-Blocks are append-only: a slot is written once by the request that holds it, so a full block never changes.
-Block 0 belongs to nobody; rows that only pad a batch write there.
+Blocks are append-only: a slot is written once, by the request that was handed the block, so what others share
+of it never changes. Block 0 belongs to nobody; rows that only pad a batch write there.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["BlockPool", "KVCache", "LayerShape", "blocks_for", "bytes_per_token"]
+from hotswap.backends.torch.blocks import Copy
+
+__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +40,6 @@ def bytes_per_token(layers: Sequence[LayerShape]) -> int:
 def blocks_for(num_tokens: int, block_tokens: int) -> int:
     """How many blocks hold `num_tokens`."""
     return -(-num_tokens // block_tokens)
-
-
-class BlockPool:
-    """The ids of the blocks that nobody holds."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = deque(range(1, num_blocks + 1))
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `take` could hand out now."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks; the caller has checked `num_free`."""
-        return [self._free.popleft() for _ in range(count)]
-
-    def give(self, blocks: Sequence[int]) -> None:
-        """Take blocks back."""
-        self._free.extend(blocks)
 
 
 class KVCache:
@@ -111,6 +91,14 @@ class KVCache:
         index = torch.tensor(blocks, device=self.device)
         for values in self._values.values():
             values.index_fill_(0, index, 0)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy the first slots of blocks to others, one after the other, and clear those behind."""
+        for copy in copies:
+            num_tokens = copy.num_tokens
+            for pool in (*self._keys.values(), *self._values.values()):
+                pool[copy.target, :, :num_tokens] = pool[copy.source, :, :num_tokens]
+                pool[copy.target, :, num_tokens:] = 0
 
     def write(self, layer: int, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """Append keys and values `[1, kv_heads, T, dim]`: row *i* to slot `offsets[i]` of `blocks[i]`."""

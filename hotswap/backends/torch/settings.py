@@ -6,13 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
+from hotswap.backends.torch.batcher import Batcher
+from hotswap.backends.torch.blocks import BlockPool
+from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.device import resolve, total_bytes
-from hotswap.backends.torch.forward import least_rows
+from hotswap.backends.torch.forward import Forward, least_rows
 from hotswap.backends.torch.loading import KVBudget
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
 
 __all__ = ["Settings"]
+
+_DEFAULT_BUDGET, _LARGEST_BUDGET = 256, 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +35,9 @@ class Settings:
     kv_tokens: int
     kv_bytes: int | str | None
     kv_block_tokens: int
-    token_budget: int
+    token_budget: int | None
+    itl_target_s: float | None
+    prefix_reuse: bool
     max_requests: int
     memory_bytes: int | str | None
     idle_bytes: int | str
@@ -43,8 +50,10 @@ class Settings:
         blocks = self.kv_block_tokens
         _check(blocks >= 16 and blocks % 16 == 0, "kv_block_tokens", blocks, "16, 32 ...")
         _check(self.max_requests >= 1, "max_requests", self.max_requests, "1 or more")
-        enough = self.token_budget >= self.max_requests
+        enough = self.token_budget is None or self.token_budget >= self.max_requests
         _check(enough, "token_budget", self.token_budget, "at least max_requests")
+        is_time = self.itl_target_s is None or 0 < self.itl_target_s < float("inf")
+        _check(is_time, "itl_target_s", self.itl_target_s, "over 0 and finite")
         _check(self.kv_tokens >= blocks, "kv_tokens", self.kv_tokens, "at least one block")
         _check(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
         _check(self.tp >= 1, "tp", self.tp, "1 or more")
@@ -92,6 +101,33 @@ class Settings:
         """The budget of KV blocks alone."""
         size = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
         return KVBudget(self.kv_tokens, size, self.kv_block_tokens, self.max_requests)
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest token budget."""
+        usual = _DEFAULT_BUDGET if self.itl_target_s is None else _LARGEST_BUDGET
+        return max(usual, self.max_requests) if self.token_budget is None else self.token_budget
+
+    def make_batcher(self, forward: Forward) -> Batcher:
+        """Return the batcher of a model that has just been loaded."""
+        return Batcher(
+            BlockPool(forward.num_blocks),
+            block_tokens=self.kv_block_tokens,
+            token_budget=self.most_tokens,
+            max_requests=self.max_requests,
+            num_batches=forward.depth,
+            prefix_reuse=self.prefix_reuse,
+        )
+
+    def make_budget(self) -> TokenBudget | None:
+        """Return what finds its token budget; `None` where that is fixed.
+
+        However slow steps are, one has room for every request and for a block of somebody's prompt.
+        """
+        if self.itl_target_s is None:
+            return None
+        least = min(self.most_tokens, self.max_requests + self.kv_block_tokens)
+        return TokenBudget(self.itl_target_s, least=least, most=self.most_tokens)
 
     def min_rows(self, dtype: torch.dtype) -> int:
         """The least number of rows of a matrix product; 0 where bits may depend on the batch."""

@@ -43,6 +43,7 @@ class Streams:
             tokens = self._open.get(sampled.ticket)
             if tokens is None:
                 continue
+            tokens.num_reused_tokens = sampled.num_reused
             tokens.put(Token(id=sampled.token, index=sampled.index, finish_reason=sampled.finish_reason))
             if sampled.finish_reason is not None:
                 tokens.close()

@@ -1,94 +1,449 @@
-"""The batcher's books balance, nothing admitted starves, and every token is computed once."""
+"""The batcher fills its budget, starves nobody, and its books balance; what it shares is what was shared."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from hotswap import Sampling
-from hotswap.backends.torch.batcher import Batcher, Sequence
-from hotswap.backends.torch.kv import BlockPool, blocks_for
-from hotswap.backends.torch.sampling import Sampler
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from hotswap.backends.torch import batcher as batching
+from hotswap.backends.torch import prefix
+from hotswap.backends.torch.batcher import Batcher, Chunk, Plan, Sequence
+from hotswap.backends.torch.blocks import BlockPool
+from hotswap.backends.torch.prefix import root_key
+from tests.backends.torch.batches import Bench, make
 
 BLOCK = 16
-NUM_BLOCKS = 12
 
 
-def make(ticket: int, prompt: int, count: int) -> Sequence:
-    return Sequence(ticket, [0] * prompt, prompt, prompt + count, Sampler(Sampling(), (), ()))
+class Arrivals(RuleBasedStateMachine):
+    """Requests that have much in common come and go while the batcher steps; `Bench` checks everything."""
+
+    @initialize(
+        num_blocks=st.integers(6, 14),
+        budget=st.integers(4, 24),
+        max_requests=st.integers(1, 4),
+        reuse=st.booleans(),
+        places=st.integers(0, 3),
+    )
+    def start(self, num_blocks: int, budget: int, max_requests: int, reuse: bool, places: int) -> None:
+        self.bench = Bench(
+            num_blocks=num_blocks,
+            block_tokens=4,
+            budget=budget,
+            max_requests=max_requests,
+            prefix_reuse=reuse,
+            priority_places=places,
+        )
+        self.requests: list[Sequence] = []
+
+    @rule(
+        data=st.data(),
+        length=st.integers(1, 16),
+        count=st.integers(1, 9),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
+        root=st.sampled_from([b"a", b"a", b"b"]),
+    )
+    def add(self, data: st.DataObject, length: int, count: int, priority: int, root: bytes) -> None:
+        tokens = [0] * length
+        goes_on: bool = data.draw(st.booleans())
+        if self.requests and goes_on:  # goes on where another was, or turns away from it
+            other = data.draw(st.sampled_from(self.requests))
+            tokens = [*other.tokens[:length], *tokens[len(other.tokens) :]]
+            tokens[-1] = data.draw(st.integers(0, 1))
+        sequence = make(len(self.requests) + 1, tokens, count, priority=priority, root=root)
+        self.requests.append(sequence)
+        self.bench.add(sequence)
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.bench.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.bench.batcher.remove(data.draw(st.sampled_from(self.requests)))
+        self.bench.check_books()
+
+    @rule(extra=st.integers(0, 20))
+    def change_budget(self, extra: int) -> None:
+        self.bench.batcher.token_budget = self.bench.batcher.max_requests + extra
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        batcher, steps = self.bench.batcher, 0
+        while batcher.running or batcher.waiting:
+            self.bench.step()
+            steps += 1
+            assert steps < 3000, "somebody starves"
+        assert self.bench.pool.num_free == self.bench.pool.num_blocks
 
 
-@given(
-    wishes=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 90)), min_size=1, max_size=12),
-    budget=st.integers(4, 80),
-    aborts=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), max_size=3),
-)
-def test_everything_admitted_ends_and_gives_its_blocks_back(
-    wishes: list[tuple[int, int]], budget: int, aborts: list[tuple[int, int]]
-) -> None:
-    pool = BlockPool(NUM_BLOCKS)
-    batcher = Batcher(pool, block_tokens=BLOCK, token_budget=budget, max_requests=4)
-    sequences = [make(ticket, *wish) for ticket, wish in enumerate(wishes, start=1)]
-    for sequence in sequences:
-        batcher.add(sequence)
-    ended: set[int] = set()
-    steps = 0
-    while batcher.running or batcher.waiting:
-        for at, ticket in aborts:
-            if at == steps and ticket <= len(sequences):
-                batcher.remove(sequences[ticket - 1])
-                ended.add(ticket)
-        chunks, fresh = batcher.schedule()
-        held = [block for sequence in batcher.running for block in sequence.blocks]
-        assert len(held) == len(set(held)) == NUM_BLOCKS - pool.num_free, "a block has one holder"
-        assert set(fresh) <= set(held)
-        assert sum(chunk.num_tokens for chunk in chunks) <= budget
-        assert chunks or not (batcher.running or batcher.waiting), "no step is empty while there is work"
-        for chunk in chunks:
-            sequence = chunk.sequence
-            assert blocks_for(chunk.end, BLOCK) <= len(sequence.blocks)
-            is_last, sequence.num_computed = chunk.is_last, chunk.end
-            if is_last and sequence.append(0) is not None:
-                batcher.remove(sequence)
-                ended.add(sequence.ticket)
-        steps += 1
-        assert steps < 5000, "somebody starves"
-    assert ended == {sequence.ticket for sequence in sequences}
-    assert pool.num_free == NUM_BLOCKS
+TestArrivals = Arrivals.TestCase
+TestArrivals.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def steps_of(bench: Bench) -> Iterator[Plan]:
+    while bench.batcher.running or bench.batcher.waiting:
+        yield bench.step()
 
 
 def test_decodes_go_first_and_prompts_fill_the_rest() -> None:
-    batcher = Batcher(BlockPool(100), block_tokens=BLOCK, token_budget=20, max_requests=8)
+    bench = Bench(num_blocks=100, block_tokens=BLOCK, budget=20, max_requests=8)
     old, long, young = make(1, 5, 9), make(2, 50, 9), make(3, 30, 9)
-    batcher.add(old)
-    assert [(c.sequence, c.num_tokens) for c in batcher.schedule()[0]] == [(old, 5)]
-    old.num_computed = 5
-    old.append(0)
-    batcher.add(long)
-    batcher.add(young)
-    assert [(c.sequence, c.num_tokens) for c in batcher.schedule()[0]] == [(old, 1), (long, 19)]
-    old.num_computed, long.num_computed = 6, 45
-    old.append(0)
-    chunks, _ = batcher.schedule()
-    assert [(c.sequence, c.num_tokens) for c in chunks] == [(old, 1), (long, 5), (young, 14)]
+
+    def step() -> list[tuple[Sequence, int]]:
+        return [(chunk.sequence, chunk.num_tokens) for chunk in bench.step().chunks]
+
+    bench.add(old)
+    assert step() == [(old, 5)]
+    bench.add(long, young)
+    assert step() == [(old, 1), (long, 19)]
+    assert step() == [(old, 1), (long, 19)]
+    assert step() == [(old, 1), (long, 12), (young, 7)]
 
 
-def test_the_youngest_is_preempted_and_waits_at_the_head() -> None:
-    batcher = Batcher(BlockPool(4), block_tokens=BLOCK, token_budget=64, max_requests=8)
-    old, young, last = make(1, 16, 40), make(2, 15, 40), make(3, 1, 1)
-    for sequence in (old, young):
-        batcher.add(sequence)
-    batcher.schedule()
-    for sequence in (old, young):
-        sequence.num_computed = len(sequence.tokens)
-        sequence.append(0)
-    batcher.add(last)
-    young.tokens += [0] * 17  # it has decoded on, until the blocks ran out
-    young.blocks += batcher.blocks.take(2)
-    young.num_computed = len(young.tokens) - 1
-    chunks, fresh = batcher.schedule()
-    assert [chunk.sequence for chunk in chunks] == [old]
-    assert list(batcher.waiting) == [young, last]
-    assert (young.blocks, young.num_computed) == ([], 0)
-    assert fresh == old.blocks[1:]
-    assert batcher.num_preempted == 1
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=8), budget=st.integers(8, 100))
+@settings(max_examples=40, deadline=None)
+def test_a_backlog_takes_no_more_steps_than_it_must(lengths: list[int], budget: int) -> None:
+    """With every step full, prompts take the fewest steps there are."""
+    bench = Bench(num_blocks=400, block_tokens=BLOCK, budget=budget, max_requests=8)
+    bench.add(*(make(ticket, length, 1) for ticket, length in enumerate(lengths, start=1)))
+    assert len(list(steps_of(bench))) == -(-sum(lengths) // budget)
+
+
+def test_the_youngest_is_preempted_and_finds_what_is_still_there() -> None:
+    bench = Bench(num_blocks=7, block_tokens=BLOCK, budget=64, max_requests=8)
+    old, young, last = make(1, 30, 60), make(2, 30, 60), make(3, 1, 1)
+    bench.add(old, young)
+    while not bench.batcher.num_preempted:
+        if len(old.tokens) == 40:
+            bench.add(last)
+        plan = bench.step()
+    assert [chunk.sequence for chunk in plan.chunks] == [old]
+    assert bench.batcher.waiting[0] is young, "before those that came after it"
+    num_tokens, num_computed = len(young.tokens), bench.num_computed_tokens
+    list(steps_of(bench))
+    assert bench.ended == [old, last, young] or bench.ended == [old, young, last]
+    assert 0 < bench.batcher.num_reused_tokens < num_tokens
+    assert young.num_reused == 0, "when it first came there was nothing"
+    assert bench.num_computed_tokens > num_computed
+
+
+def test_of_lower_priorities_the_youngest_is_preempted_first() -> None:
+    bench = Bench(num_blocks=9, block_tokens=BLOCK, budget=64, max_requests=8)
+    low_old, high, low_young = make(1, 30, 60), make(2, 30, 60, priority=1), make(3, 30, 60)
+    bench.add(low_old, high, low_young)
+    for _ in steps_of(bench):
+        pass
+    assert bench.ended == [high, low_old, low_young]
+
+
+def test_a_higher_priority_takes_the_place_of_lower_ones_if_that_seats_it() -> None:
+    bench = Bench(num_blocks=8, block_tokens=BLOCK, budget=64, max_requests=8)
+    first, second = make(1, 40, 20), make(2, 40, 20)
+    bench.add(first, second)
+    bench.step()
+    bench.step()
+    urgent = make(3, 30, 10, priority=1)
+    bench.add(urgent)
+    bench.step()
+    assert bench.batcher.running == [urgent, first]
+    too_large = make(4, 128, 1, priority=2)
+    bench.batcher.remove(too_large)  # unknown so far
+    bench.add(make(5, 40, 1))
+    bench.step()
+    assert bench.batcher.num_preempted == 1, "equal ones wait for each other"
+
+
+def test_a_higher_priority_goes_before_long_prompts_that_run_already() -> None:
+    bench = Bench(num_blocks=100, block_tokens=BLOCK, budget=16, max_requests=8)
+    bench.add(make(1, 1000, 1))
+    bench.step()
+    urgent = make(2, 16, 1, priority=1)
+    bench.add(urgent)
+    assert [chunk.sequence for chunk in bench.step().chunks] == [urgent]
+
+
+@given(places=st.integers(0, 20), priority=st.integers(0, 3), crowded=st.booleans())
+@settings(max_examples=12, deadline=None)
+def test_nobody_is_overtaken_by_more_than_so_many(places: int, priority: int, crowded: bool) -> None:
+    """Whatever keeps arriving with a higher priority, a request ends before what came later."""
+    bench = Bench(
+        num_blocks=8, block_tokens=BLOCK, budget=32, max_requests=2 if crowded else 4, priority_places=places
+    )
+    poor = make(1, 40, 20)
+    bench.add(poor)
+    for ticket in range(2, 100):
+        bench.add(make(ticket, 40, 5, priority=priority))
+        bench.step()
+        if poor in bench.ended:
+            break
+    # Those that it may not overtake, and those that ran beside it.
+    num_before = bench.ended.index(poor) if poor in bench.ended else len(bench.ended)
+    for _ in steps_of(bench):
+        pass
+    assert poor in bench.ended
+    assert num_before <= places * priority + 4 + 4
+
+
+# ---------------------------------------------------------------------- prefixes
+
+
+def run(bench: Bench, *sequences: Sequence) -> None:
+    bench.add(*sequences)
+    for _ in steps_of(bench):
+        pass
+
+
+def bench_of(num_blocks: int = 40, **options: int) -> Bench:
+    return Bench(num_blocks=num_blocks, block_tokens=BLOCK, budget=64, max_requests=8, **options)
+
+
+PROMPT = list(range(100, 140))
+
+
+def test_a_prompt_seen_before_is_computed_from_where_it_differs() -> None:
+    bench = bench_of()
+    run(bench, make(1, PROMPT, 5))
+    again, longer, other = make(2, PROMPT, 5), make(3, PROMPT + [7] * 9, 5), make(4, [*PROMPT[:20], 9], 5)
+    run(bench, again)
+    run(bench, longer)
+    run(bench, other)
+    assert (again.num_reused, longer.num_reused, other.num_reused) == (39, 40, 20)
+
+
+def test_a_conversation_goes_on_from_its_last_token() -> None:
+    bench = bench_of()
+    first = make(1, PROMPT, 9)
+    run(bench, first)
+    second = make(2, [*first.tokens, 5, 5, 5], 9)
+    run(bench, second)
+    assert second.num_reused == len(first.tokens) - 1, "the last token was sampled and never computed"
+
+
+def test_requests_side_by_side_share_blocks() -> None:
+    bench = bench_of()
+    bench.add(make(1, PROMPT, 20))
+    bench.step()
+    used = bench.pool.num_blocks - bench.pool.num_free
+    bench.add(make(2, PROMPT, 20), make(3, PROMPT, 20))
+    bench.step()
+    assert bench.pool.num_blocks - bench.pool.num_free == used + 2, "one each for what they write themselves"
+
+
+def test_other_weights_and_other_adapters_share_nothing() -> None:
+    bench = bench_of()
+    for ticket, root in enumerate((root_key(1), root_key(2), root_key(2, 1), root_key(2, 2)), start=1):
+        sequence = make(ticket, PROMPT, 5, root=root)
+        run(bench, sequence)
+        assert sequence.num_reused == 0
+
+
+def test_it_can_be_switched_off() -> None:
+    bench = bench_of(prefix_reuse=False)
+    run(bench, make(1, PROMPT, 5))
+    again = make(2, PROMPT, 5)
+    run(bench, again)
+    assert (again.num_reused, bench.pool.num_cached) == (0, 0)
+
+
+def test_what_was_used_longest_ago_makes_room_first() -> None:
+    bench = bench_of(num_blocks=10)
+    for ticket, first in enumerate((1, 2, 3, 1), start=1):  # three blocks each
+        run(bench, make(ticket, [first] * 40, 5))
+    run(bench, make(5, [4] * 50, 5))  # one more than are free and belong to one of them
+    found = [bench.pool.find_start(b"m", [first]) is not None for first in (1, 2, 3, 4)]
+    assert found == [True, False, True, True]
+
+
+# ---------------------------------------------------------------------- mistakes that it must notice
+
+
+def shared_blocks_freed_by_the_first_to_go(patch: pytest.MonkeyPatch) -> None:
+    def give(self: Any, blocks: list[int]) -> None:
+        for block in blocks:
+            self._holders.pop(block, None)
+            if block not in self._free:
+                self._free.append(block)
+
+    patch.setattr(BlockPool, "give", give)
+
+
+def blocks_leaked_by_sharing(patch: pytest.MonkeyPatch) -> None:
+    honest = BlockPool.hold
+
+    def hold(self: Any, blocks: Any) -> None:
+        honest(self, blocks)
+        honest(self, list(blocks)[:1])
+
+    patch.setattr(BlockPool, "hold", hold)
+
+
+def blocks_found_after_they_were_handed_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "_forget", lambda self, block: self._contents.pop(block))
+
+
+def held_blocks_still_cached(patch: pytest.MonkeyPatch) -> None:
+    def hold(self: Any, blocks: Any) -> None:
+        for block in blocks:
+            self._holders[block] = self._holders.get(block, 0) + 1
+
+    patch.setattr(BlockPool, "hold", hold)
+
+
+def weights_left_out_of_the_keys(patch: pytest.MonkeyPatch) -> None:
+    honest = Batcher.add
+
+    def add(self: Any, sequence: Sequence) -> None:
+        sequence.root = b"one for all"
+        honest(self, sequence)
+
+    patch.setattr(Batcher, "add", add)
+
+
+def blocks_known_by_their_tokens_alone(patch: pytest.MonkeyPatch) -> None:
+    honest = prefix.block_content
+
+    def content(parent: bytes, tokens: Any) -> Any:
+        return honest(b"", tokens)
+
+    patch.setattr(prefix, "block_content", content)
+    patch.setattr(batching, "block_content", content)
+
+
+def nothing_left_to_compute(patch: pytest.MonkeyPatch) -> None:
+    honest = prefix.find_prefix
+
+    def find(pool: Any, keys: Any, root: bytes, tokens: list[int], block_tokens: int) -> Any:
+        return honest(pool, keys, root, [*tokens, 0], block_tokens)
+
+    patch.setattr(batching, "find_prefix", find)
+
+
+def one_token_too_many_copied(patch: pytest.MonkeyPatch) -> None:
+    honest = BlockPool.find_start
+
+    def find_start(self: Any, parent: bytes, tokens: Any) -> tuple[int, int] | None:
+        found = honest(self, parent, tokens)
+        return found and (found[0], min(found[1] + 1, len(tokens)))
+
+    patch.setattr(BlockPool, "find_start", find_start)
+
+
+def copies_not_made(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Bench, "_compute", _computing(lambda plan: Plan(plan.chunks, (), plan.fresh)))
+
+
+def copied_blocks_cleared(patch: pytest.MonkeyPatch) -> None:
+    def cleared(plan: Plan) -> Plan:
+        targets = tuple(copy.target for copy in plan.copies)
+        return Plan(plan.chunks, plan.copies, plan.fresh + targets)
+
+    patch.setattr(Bench, "_compute", _computing(cleared))
+
+
+def the_source_of_a_copy_handed_out_as_its_target(patch: pytest.MonkeyPatch) -> None:
+    honest_hold, honest_give = BlockPool.hold, BlockPool.give
+    # A source is held as a list, a prefix as a tuple.
+    patch.setattr(BlockPool, "hold", lambda self, b: None if isinstance(b, list) else honest_hold(self, b))
+
+    def give(self: Any, blocks: list[int]) -> None:
+        if len(blocks) != 1 or blocks[0] in self._holders:
+            honest_give(self, blocks)
+
+    patch.setattr(BlockPool, "give", give)
+
+
+def tails_found_with_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    honest = Batcher._publish
+
+    def publish(self: Any, sequence: Sequence, at: int, num_tokens: int) -> None:
+        honest(self, sequence, at, min(num_tokens + 1, self.block_tokens))
+
+    patch.setattr(Batcher, "_publish", publish)
+
+
+def blocks_found_before_they_are_full(patch: pytest.MonkeyPatch) -> None:
+    def advance(self: Any, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            sequence = chunk.sequence
+            first, sequence.num_computed = sequence.num_computed // self.block_tokens, chunk.end
+            for at in range(first, -(-chunk.end // self.block_tokens)):
+                self._publish(sequence, at, self.block_tokens)
+
+    patch.setattr(Batcher, "advance", advance)
+
+
+def a_row_left_empty(patch: pytest.MonkeyPatch) -> None:
+    honest = Batcher._prefills
+    patch.setattr(Batcher, "_prefills", lambda self, budget: honest(self, budget - 1))
+
+
+def the_first_preempted(patch: pytest.MonkeyPatch) -> None:
+    honest = Batcher._preempt
+    patch.setattr(Batcher, "_preempt", lambda self, _: honest(self, self.running[0]))
+
+
+def a_decode_skipped_for_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    honest = Batcher._decodes
+    patch.setattr(Batcher, "_decodes", lambda self: honest(self)[: max(1, self.token_budget // 3)])
+
+
+def _computing(plan_of: Callable[[Plan], Plan]) -> Any:
+    honest = Bench._compute
+    return lambda self, plan: honest(self, plan_of(plan))
+
+
+MISTAKES = [
+    shared_blocks_freed_by_the_first_to_go,
+    blocks_leaked_by_sharing,
+    blocks_found_after_they_were_handed_out,
+    held_blocks_still_cached,
+    weights_left_out_of_the_keys,
+    blocks_known_by_their_tokens_alone,
+    nothing_left_to_compute,
+    one_token_too_many_copied,
+    copies_not_made,
+    copied_blocks_cleared,
+    the_source_of_a_copy_handed_out_as_its_target,
+    tails_found_with_a_token_too_many,
+    blocks_found_before_they_are_full,
+    a_row_left_empty,
+    the_first_preempted,
+    a_decode_skipped_for_a_prompt,
+]
+SEARCH = settings(
+    max_examples=400,
+    stateful_step_count=30,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_nothing_is_noticed_where_nothing_was_planted() -> None:
+    run_state_machine_as_test(Arrivals, settings=settings(SEARCH, max_examples=40))
+
+
+@pytest.mark.parametrize("plant", MISTAKES, ids=lambda plant: plant.__name__)
+def test_a_planted_mistake_is_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - a mistake may trip over itself before it is checked
+        run_state_machine_as_test(Arrivals, settings=SEARCH)

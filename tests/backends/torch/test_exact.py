@@ -37,3 +37,4 @@ async def test_tokens_equal_generate(architecture: str) -> None:
         received = await fulfil(engine, make_wishes(random, architecture, prompts, samplings))
         assert received == expected
         assert engine.num_preempted > 0, "more blocks than that would test less"
+        assert engine.num_reused_tokens > 0

@@ -1,4 +1,4 @@
-"""On a CPU a request's logits have the same bits whatever shares its batch and however its prompt was cut.
+"""On a CPU a request's logits have the same bits whatever shares its batch or blocks, however it is cut.
 
 And whether its linear layers are packed yet: lone runs here use none that is, the mixed ones pack as they go.
 """
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hotswap import Sampling
 from hotswap.backends.torch import attention, experts
-from hotswap.backends.torch.batcher import Batcher, Chunk, Sequence
-from hotswap.backends.torch.forward import assemble, least_rows
-from hotswap.backends.torch.kv import BlockPool, KVCache
+from hotswap.backends.torch.batcher import Batcher, Sequence
+from hotswap.backends.torch.blocks import BlockPool
+from hotswap.backends.torch.forward import LocalForward, Work, least_rows
+from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import Shelf, linear_layers
 from hotswap.backends.torch.sampling import Sampler
 from tests.backends.torch.zoo import VOCABULARY, make_model
@@ -39,6 +40,9 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
     # One is longer than a chunk of values, and longer than every window.
     lengths = (3, 20, 70, 130, 260, 600)
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
+    for prompt in prompts[:-1]:  # which share their beginnings, some amid a block
+        shared = random.randrange(len(prompt))
+        prompt[:shared] = prompts[-1][:shared]
     lone: Logits = {}
     for ticket, prompt in enumerate(prompts):
         lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0)
@@ -49,6 +53,7 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
             budget=budget,
             random=random,
             p_preempt=0.1,
+            reuse=True,
             chore=lambda: shelf.pack_next(packs),
         )
         differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
@@ -84,40 +89,42 @@ def _run(
     budget: int,
     random: Random,
     p_preempt: float,
+    reuse: bool = False,
     min_rows: int | None = None,
     chore: Callable[[], bool] = lambda: False,
 ) -> Logits:
     """The logits behind every token of every request, by ticket and position."""
     blocks = BlockPool(128)
     cache = KVCache(128, BLOCK_TOKENS, CPU)
-    batcher = Batcher(blocks, block_tokens=BLOCK_TOKENS, token_budget=budget, max_requests=6)
+    batcher = Batcher(
+        blocks, block_tokens=BLOCK_TOKENS, token_budget=budget, max_requests=6, prefix_reuse=reuse
+    )
     waiting = [
         Sequence(ticket, list(prompt), len(prompt), len(prompt) + NUM_TOKENS, Sampler(Sampling(), (), ()))
         for ticket, prompt in prompts.items()
     ]
     if min_rows is None:
         min_rows = least_rows(CPU, torch.get_num_threads(), model.dtype)
+    forward = LocalForward(model, cache, min_rows=min_rows)
     seen: Logits = {}
     while waiting or batcher.running or batcher.waiting:
         if waiting and (random.random() < 0.5 or not batcher.running):
             batcher.add(waiting.pop(0))
         if batcher.running and random.random() < p_preempt:
             batcher._preempt(batcher.running[-1])
-        chunks, _ = batcher.schedule()
-        _step(model, cache, batcher, chunks, min_rows, seen)
+        _step(forward, batcher, seen)
         chore()
     assert blocks.num_free == blocks.num_blocks
+    assert reuse == (batcher.num_reused_tokens > 0)
     return seen
 
 
-def _step(
-    model: Any, cache: KVCache, batcher: Batcher, chunks: list[Chunk], min_rows: int, seen: Logits
-) -> None:
-    pieces = [chunk.piece() for chunk in chunks]
-    logits = assemble(pieces, cache, min_rows=min_rows).logits(model)
-    sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
-    for chunk in chunks:
-        chunk.sequence.num_computed = chunk.end
+def _step(forward: LocalForward, batcher: Batcher, seen: Logits) -> None:
+    plan = batcher.schedule()
+    forward.submit(Work(tuple(chunk.piece() for chunk in plan.chunks), plan.fresh, plan.copies))
+    logits = forward.result()
+    sampling = [chunk.sequence for chunk in plan.chunks if chunk.is_last]
+    batcher.advance(plan.chunks)
     for sequence, row in zip(sampling, logits, strict=True):
         key = (sequence.ticket, sequence.index)
         assert key not in seen

@@ -9,8 +9,9 @@ import torch
 from hotswap import Sampling
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.batcher import Batcher, Sequence
+from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import LocalForward
-from hotswap.backends.torch.kv import BlockPool, KVCache, LayerShape, bytes_per_token
+from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sampling import Sampler
 from tests.backends.torch.zoo import generate, make_model

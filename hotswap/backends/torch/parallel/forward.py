@@ -38,7 +38,7 @@ class RankedForward(Forward):
 
     def submit(self, work: Work) -> None:
         pieces = tuple(self._plain(piece) for piece in work.pieces)
-        number = self._ranks.submit(Step(Work(pieces, tuple(work.fresh)), self._slot))
+        number = self._ranks.submit(Step(Work(pieces, tuple(work.fresh), tuple(work.copies)), self._slot))
         num_rows = sum(piece.samples for piece in pieces)
         self._under_way.append((number, self._logits[self._slot, :num_rows]))
         self._slot = (self._slot + 1) % self.depth

@@ -85,6 +85,7 @@ class Stage:
     def step(self, command: Step) -> tuple[int, ...]:
         """Do this stage's share of a step, and return the layers that called attention, in order."""
         assert self._cache is not None, "the engine opens a cache before it steps"
+        self._cache.copy(command.work.copies)
         self._cache.clear(command.work.fresh)
         batch = assemble(command.work.pieces, self._cache, min_rows=self._min_rows)
         num_tokens = sum(len(piece.tokens) for piece in command.work.pieces)

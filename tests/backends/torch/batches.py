@@ -1,0 +1,153 @@
+"""An engine without a model: it steps a batcher, and remembers what every slot of every block holds.
+
+A slot's content is written down as what its keys and values depend on: the weights, and all tokens up to its
+own. Whoever reads a slot that holds anything else has read another's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hotswap import Sampling
+from hotswap.backends.torch.batcher import Batcher, Plan, Sequence
+from hotswap.backends.torch.blocks import BlockPool
+from hotswap.backends.torch.kv import blocks_for
+from hotswap.backends.torch.sampling import Sampler
+
+Slot = tuple[bytes, tuple[int, ...]]
+
+
+def make(
+    ticket: int, prompt: int | list[int], count: int, *, priority: int = 0, root: bytes = b"m"
+) -> Sequence:
+    """A request; a number instead of a prompt is its length."""
+    tokens = [ticket * 1000 + at for at in range(prompt)] if isinstance(prompt, int) else list(prompt)
+    sampler = Sampler(Sampling(), (), ())
+    return Sequence(ticket, tokens, len(tokens), len(tokens) + count, sampler, priority=priority, root=root)
+
+
+class Bench:
+    """Steps a batcher and checks, at each step, whatever must hold."""
+
+    def __init__(self, *, num_blocks: int, block_tokens: int, budget: int, max_requests: int, **options: int):
+        self.pool = BlockPool(num_blocks)
+        self.batcher = Batcher(
+            self.pool,
+            block_tokens=block_tokens,
+            token_budget=budget,
+            max_requests=max_requests,
+            prefix_reuse=bool(options.pop("prefix_reuse", True)),
+            **options,
+        )
+        self.memory: dict[tuple[int, int], Slot] = {}
+        self.weights: dict[int, bytes] = {}
+        self.ended: list[Sequence] = []
+        self.num_computed_tokens = 0
+
+    def add(self, *sequences: Sequence) -> None:
+        """Queue requests."""
+        for sequence in sequences:
+            self.weights[sequence.ticket] = sequence.root
+            self.batcher.add(sequence)
+
+    def step(self) -> Plan:
+        """Compute one step, as a model would, and sample."""
+        decoding = [s for s in self.batcher.running if s.num_pending == 1]
+        plan = self.batcher.schedule()
+        self._check(plan, decoding)
+        self._compute(plan)
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.is_last]
+        self.batcher.advance(plan.chunks)
+        for sequence in sampling:
+            # The same weights and tokens go on in the same way, so that requests meet again.
+            if sequence.append(_sampled(sequence)) is not None:
+                self.batcher.remove(sequence)
+                self.ended.append(sequence)
+        self.check_books()
+        return plan
+
+    def check_books(self) -> None:
+        """Every block is free, cached or held, by as many as there are; cached ones can be found."""
+        pool = self.pool
+        held = Counter(block for s in self.batcher.running for block in s.blocks)
+        assert pool._holders == held, "held blocks have as many holders as requests have them"
+        free, cached, everything = list(pool._free), list(pool._cached), range(1, pool.num_blocks + 1)
+        assert sorted([*free, *cached, *held]) == list(everything), "each block is in one state"
+        assert pool.num_free == pool.num_blocks - len(held)
+        assert set(pool._contents) >= set(cached)
+        assert not set(pool._contents) & set(free)
+        assert {block: content.key for block, content in pool._contents.items()} == {
+            block: key for key, block in pool._by_key.items()
+        }
+        assert set(pool._by_start.values()) <= set(pool._contents)
+        assert all(not s.blocks and not s.num_computed for s in self.batcher.waiting)
+        for block, content in pool._contents.items():
+            for at, token in enumerate(content.tokens):
+                assert self.memory[block, at][1][-1] == token, "a block holds what it is found by"
+        for sequence in self.batcher.running:
+            self._check_slots(sequence, sequence.num_computed)
+
+    def _check(self, plan: Plan, decoding: list[Sequence]) -> None:
+        batcher, chunks = self.batcher, plan.chunks
+        assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks), "one chunk for each request"
+        assert all(chunk.sequence in batcher.running for chunk in chunks)
+        assert all(1 <= chunk.num_tokens <= chunk.sequence.num_pending for chunk in chunks)
+        assert chunks or not (batcher.running or batcher.waiting), "no step is empty while there is work"
+        assert len(batcher.running) <= batcher.max_requests
+        assert batcher.running == sorted(batcher.running, key=batcher._rank)
+        assert batcher.waiting == sorted(batcher.waiting, key=batcher._rank)
+        scheduled = {id(chunk.sequence) for chunk in chunks}
+        for sequence in decoding:
+            assert id(sequence) in scheduled or sequence in batcher.waiting, "no decode is skipped"
+        backlog = sum(s.num_pending for s in batcher.running)
+        assert plan.num_tokens == min(batcher.token_budget, backlog), "the budget is filled exactly"
+        for sequence in batcher.running:
+            room = len(sequence.blocks) * batcher.block_tokens
+            assert room >= len(sequence.tokens) - (
+                sequence.num_pending == 1 and id(sequence) not in scheduled
+            )
+        if plan.num_tokens < batcher.token_budget and len(batcher.running) < batcher.max_requests:
+            assert not batcher.waiting or not self._fits_without_reuse(batcher.waiting[0])
+
+    def _fits_without_reuse(self, sequence: Sequence) -> bool:
+        need = blocks_for(len(sequence.tokens), self.batcher.block_tokens) + len(self.batcher.running)
+        return need <= self.pool.num_free
+
+    def _compute(self, plan: Plan) -> None:
+        block_tokens = self.batcher.block_tokens
+        for copy in plan.copies:
+            for at in range(block_tokens):
+                slot = self.memory.get((copy.source, at)) if at < copy.num_tokens else None
+                self._write(copy.target, at, slot)
+        for block in plan.fresh:
+            for at in range(block_tokens):
+                self._write(block, at, None)
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            for at in range(sequence.num_computed, chunk.end):
+                slot = self._slot(sequence, at)
+                self._write(sequence.blocks[at // block_tokens], at % block_tokens, slot)
+            self._check_slots(sequence, chunk.end)
+            # What is masked must be clear: it is multiplied by zero, which a NaN outlives.
+            for at in range(chunk.end, len(sequence.blocks) * block_tokens):
+                assert (sequence.blocks[at // block_tokens], at % block_tokens) not in self.memory
+            self.num_computed_tokens += chunk.num_tokens
+
+    def _slot(self, sequence: Sequence, at: int) -> Slot:
+        return self.weights[sequence.ticket], tuple(sequence.tokens[: at + 1])
+
+    def _write(self, block: int, at: int, slot: Slot | None) -> None:
+        if slot is None:
+            self.memory.pop((block, at), None)
+        else:
+            self.memory[block, at] = slot
+
+    def _check_slots(self, sequence: Sequence, end: int) -> None:
+        for at in range(end):
+            block, offset = divmod(at, self.batcher.block_tokens)
+            slot = self.memory.get((sequence.blocks[block], offset))
+            assert slot == self._slot(sequence, at), "everyone reads its own"
+
+
+def _sampled(sequence: Sequence) -> int:
+    return (sequence.root[0] + sum(sequence.tokens[-3:])) % 2
