@@ -15,7 +15,7 @@ from benchmarks.contestants import prompts
 from hotswap import Engine, Model, ModelCard, ModelId, Request, RequestId, Sampling
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
-from hotswap.backends.torch import engine as engine_module
+from hotswap.backends.torch import settings as settings_module
 from hotswap.backends.torch.batcher import Batcher
 
 __all__ = ["generate", "serve"]
@@ -35,7 +35,7 @@ class PrefillFirst(Batcher):
 @contextmanager
 def _batcher(kind: type[Batcher]) -> Any:
     """Let engines that load a model form batches in another way."""
-    module: Any = engine_module
+    module: Any = settings_module
     original, module.Batcher = module.Batcher, kind
     try:
         yield
@@ -57,6 +57,7 @@ async def serve(settings: dict[str, Any], answer: Callable[..., Awaitable[None]]
             dtype=None if dtype is stored else dtype,
             kv_tokens=_KV_TOKENS,
             packed_bytes=4 * size_bytes,
+            prefix_reuse=False,  # prompts repeat, and vLLM does without it too
             **options,
         )
 
