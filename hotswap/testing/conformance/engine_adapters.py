@@ -84,7 +84,7 @@ class AdapterChecks(EngineSuite):
 
     @check
     async def test_adapters_come_and_go_beside_running_streams(self) -> None:
-        async with self.adaptable(self.adapters[0]) as bench:
+        async with self.adaptable(*self.adapters[:1]) as bench:
             requests = self.long_requests(bench.card, 2)
             requests[0] = replace(requests[0], adapter=AdapterId(self.adapters[0].id))
             async with self.streaming(bench.engine, requests) as readers:
@@ -96,7 +96,7 @@ class AdapterChecks(EngineSuite):
 
     @check
     async def test_an_adapter_in_use_is_not_dropped(self) -> None:
-        async with self.adaptable(self.adapters[0]) as bench:
+        async with self.adaptable(*self.adapters[:1]) as bench:
             request = replace(self.long_requests(bench.card)[0], adapter=AdapterId(self.adapters[0].id))
             async with self.streaming(bench.engine, [request]) as readers:
                 with pytest.raises(InstanceError, match=self.adapters[0].id):
@@ -169,7 +169,7 @@ class AdapterChecks(EngineSuite):
     async def test_a_bad_adapter_is_refused_and_disturbs_nobody(self) -> None:
         if self.bad_adapter is None:
             pytest.skip("no adapter is bad here")
-        async with self.adaptable(self.adapters[0]) as bench:
+        async with self.adaptable(*self.adapters[:1]) as bench:
             requests = self.long_requests(bench.card, 2)
             requests[0] = replace(requests[0], adapter=AdapterId(self.adapters[0].id))
             async with self.streaming(bench.engine, requests) as readers:
@@ -215,7 +215,7 @@ class AdapterChecks(EngineSuite):
 
     @check
     async def test_a_stream_left_anywhere_lets_its_adapter_go(self) -> None:
-        async with self.adaptable(self.adapters[0]) as bench:
+        async with self.adaptable(*self.adapters[:1]) as bench:
             request = replace(self.long_requests(bench.card)[0], adapter=AdapterId(self.adapters[0].id))
 
             async def read_a_little() -> None:
