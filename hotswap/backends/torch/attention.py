@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hotswap.backends.torch.adapters.plan import Adaptation
+from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.backends.torch.kv import KVCache
 from hotswap.errors import UnsupportedModel
 
@@ -32,8 +33,9 @@ __all__ = ["IMPLEMENTATION", "MaskPattern", "Segment", "Step", "current", "regis
 IMPLEMENTATION = "hotswap_paged"
 
 # Longer sums are cut by the CPU's matrix libraries in ways that depend on their length: measured beyond 192
-# terms in fp32 (MKL), and beyond about 768 in bf16 (oneDNN).
-_VALUE_CHUNK = {torch.float32: 128, torch.bfloat16: 512}
+# terms in fp32 (MKL), and in bf16 beyond about 768 (oneDNN, with bf16 instructions) or already below 512
+# (without them).
+_SHORT_CHUNK, _LONG_CHUNK = 128, 512
 # Floats of the CPU's widest vector.
 _LANES = 16
 # Scores of one tile of queries, in elements: 16 MiB of fp32.
@@ -280,7 +282,8 @@ class _Heads:
         return torch.softmax(torch.cat([columns, scores], -1), -1)[..., _LANES:]
 
     def _weigh(self, weights: Tensor, values: Tensor) -> Tensor:
-        num_keys, chunk = weights.shape[-1], _VALUE_CHUNK.get(values.dtype, 128)
+        native = values.dtype is torch.bfloat16 and multiplies_bf16()
+        num_keys, chunk = weights.shape[-1], _LONG_CHUNK if native else _SHORT_CHUNK
         if not self.min_rows or num_keys <= chunk:
             return self._product(weights, values)
         total: Tensor | None = None

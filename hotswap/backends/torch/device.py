@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import cache
 
 import anyio
 import torch
 
 from hotswap.errors import MemoryNotReclaimed
 
-__all__ = ["free_bytes", "reclaimed", "resolve", "total_bytes", "touch"]
+__all__ = ["free_bytes", "multiplies_bf16", "reclaimed", "resolve", "total_bytes", "touch"]
 
 _RECLAIM_S = 5.0
 # What the allocator's rounding, and the few buffers that a skeleton keeps, may hold on to.
@@ -34,6 +35,13 @@ def total_bytes(device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """Bytes of the device that nobody holds; 0 on the CPU, where nobody asks."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether the CPU has instructions for bf16 products; without them libraries go by way of fp32."""
+    known = torch.cpu.get_capabilities()
+    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
 def touch(device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Mixtures of experts whose bits do not depend on how many tokens chose the same expert.
 
 An expert that a single token chose multiplies a matrix of one row, which the CPU's matrix library rounds
-another way. Experts with few tokens are therefore given more, whose results are thrown away.
+another way, and so are odd numbers of rows by some. Experts are therefore given as many tokens as no library
+rounds apart, and the results of those that were added are thrown away.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from hotswap.backends.torch.attention import current
+from hotswap.backends.torch.forward import row_multiple
 
 __all__ = ["IMPLEMENTATION", "register"]
 
@@ -41,7 +43,9 @@ def padded_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: 
     num_tokens, top_k = chosen.shape
     pairs, flat = chosen.reshape(-1, 1), hidden.repeat_interleave(top_k, 0)
     counts = torch.bincount(pairs.view(-1), minlength=1)
-    lacking = torch.where(counts > 0, (step.min_rows - counts).clamp(min=0), 0)
+    wanted = counts.clamp(min=step.min_rows)
+    wanted += -wanted % row_multiple()
+    lacking = torch.where(counts > 0, wanted - counts, 0)
     extra = torch.repeat_interleave(torch.arange(len(counts), device=hidden.device), lacking)[:, None]
     out: Tensor = grouped_mm_experts_forward(
         experts,

@@ -18,10 +18,11 @@ from hotswap.backends.torch.attention import Segment, Step, running
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.kv import KVCache, blocks_for
 
-__all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble", "least_rows"]
+__all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble", "least_rows", "row_multiple"]
 
 # Keys gathered at once for a batch of decodes, in tokens: bounds the scratch memory of the gather.
 _GATHERED_TOKENS = 1 << 16
+_WHOLE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +142,15 @@ def least_rows(device: torch.device, threads: int, dtype: torch.dtype) -> int:
     return 8 if threads == 1 else 12
 
 
+def row_multiple() -> int:
+    """Whole multiples of how many rows a matrix product on this thread rounds alike, beyond the least number.
+
+    Measured: where several threads share a product, a CPU without bf16 instructions rounds most odd numbers
+    of bf16 rows in other ways, and no multiple of sixteen. oneDNN's own linear layers need none of this.
+    """
+    return 1 if torch.get_num_threads() == 1 else _WHOLE_ROWS
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The tensors of one forward pass over a row of pieces.
@@ -180,8 +190,9 @@ class Batch:
 def assemble(
     pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, min_tokens: int | None = None
 ) -> Batch:
-    """Lay the pieces out in one row of at least `min_tokens` tokens; of `min_rows`, if that is `None`.
+    """Lay the pieces out in one row of at least `min_tokens` tokens.
 
+    If that is `None`, or `min_rows`, not all products are oneDNN's, and the row has whole sixteens of tokens.
     Neighbouring pieces of one token are batched: sort them by length, so that little padding is gathered.
     """
     ids: list[int] = []
@@ -203,7 +214,10 @@ def assemble(
             if piece.samples:
                 keep.append(len(ids) - 1)
     least = min_rows if min_tokens is None else min_tokens
-    num_kept, padding = len(keep), [0] * max(0, least - len(ids))
+    num_rows = max(least, len(ids))
+    if min_rows and least >= min_rows:
+        num_rows += -num_rows % row_multiple()
+    num_kept, padding = len(keep), [0] * (num_rows - len(ids))
     keep += [0] * max(0, least - num_kept)
     on = cache.device
     at = torch.tensor(positions + padding, device=on)

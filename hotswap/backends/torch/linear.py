@@ -23,6 +23,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hotswap.backends.torch.device import multiplies_bf16
+
 __all__ = ["LEAST_ROWS", "LinearLayer", "Packs", "Shelf", "kernels", "linear_layers"]
 
 log = logging.getLogger("hotswap")
@@ -58,9 +60,8 @@ def _works(dtype: torch.dtype) -> bool:
 @cache
 def _widens() -> bool:
     """Whether this CPU is better off with bf16 layers in fp32."""
-    known = torch.cpu.get_capabilities()
-    native = known.get("avx512_bf16") or known.get("amx_bf16")
-    return known.get("architecture") == "x86_64" and not native and torch.float32 in kernels()
+    x86 = torch.cpu.get_capabilities().get("architecture") == "x86_64"
+    return x86 and not multiplies_bf16() and torch.float32 in kernels()
 
 
 class LinearLayer:

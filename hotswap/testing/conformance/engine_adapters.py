@@ -198,8 +198,7 @@ class AdapterChecks(EngineSuite):
     async def test_loading_an_adapter_lets_the_event_loop_go_on(self) -> None:
         async with self.adaptable() as bench:
             async with Heartbeat().beating() as heart:
-                for adapter in self.adapters:
-                    await bench.able.load_adapter(adapter)
+                await bench.able.load_adapter(self.adapters[0])  # one: several would share the pause out
             assert not heart.stood_still, heart
 
     @check
