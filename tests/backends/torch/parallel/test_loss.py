@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from hotswap import Fleet, InstanceLost, InstanceState, Model, Sampling
 from hotswap.backends.stores import NvmeStore
@@ -112,7 +113,9 @@ async def test_no_rank_outlives_a_process_that_was_killed() -> None:
         [sys.executable, "-c", _PARENT], env=os.environ | {"PYTHONPATH": path}, stderr=None
     ) as parent:
         assert parent.stdout is not None
-        pids = [int(pid) for pid in (await parent.stdout.receive()).split()]
+        # A pipe gives what has come so far, which may be half a line.
+        line = await BufferedByteReceiveStream(parent.stdout).receive_until(b"\n", 1024)
+        pids = [int(pid) for pid in line.split()]
         assert len(pids) == 2
         assert all(map(is_alive, pids))
         parent.kill()
