@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import transformers
 
 from hotswap import InstanceState, ShardCorrupt, UnsupportedModel
-from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.backends.torch import SkeletonCache, TorchEngine, attention, examine
 from hotswap.backends.torch.kv import LayerShape
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import CONFIGS, make_model
@@ -115,9 +116,17 @@ async def test_an_architecture_is_examined_once() -> None:
     assert len(skeletons.verified) == 1
 
 
-async def test_a_soft_cap_that_is_ignored_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotswap.backends.torch import attention
+@pytest.fixture
+def verdicts_forgotten() -> Iterator[None]:
+    """A process remembers what it found of an architecture; what a mutant was found to do must not stay."""
+    remembered = examine._examined  # pyright: ignore[reportPrivateUsage]
+    remembered.cache_clear()
+    yield
+    remembered.cache_clear()
 
+
+@pytest.mark.usefixtures("verdicts_forgotten")
+async def test_a_soft_cap_that_is_ignored_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = attention.paged_attention
 
     def deaf(*args: Any, softcap: float | None = None, **others: Any) -> Any:
