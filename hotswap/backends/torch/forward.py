@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,12 +18,12 @@ from hotswap.backends.torch.adapters.plan import RankRange, adaptation
 from hotswap.backends.torch.attention import Segment, Step, running
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.kv import KVCache, blocks_for
+from hotswap.backends.torch.products import RowInvariant
 
-__all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble", "least_rows", "row_multiple"]
+__all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble", "least_rows"]
 
 # Keys gathered at once for a batch of decodes, in tokens: bounds the scratch memory of the gather.
 _GATHERED_TOKENS = 1 << 16
-_WHOLE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,15 +143,6 @@ def least_rows(device: torch.device, threads: int, dtype: torch.dtype) -> int:
     return 8 if threads == 1 else 12
 
 
-def row_multiple() -> int:
-    """Whole multiples of how many rows a matrix product on this thread rounds alike, beyond the least number.
-
-    Measured: where several threads share a product, a CPU without bf16 instructions rounds most odd numbers
-    of bf16 rows in other ways, and no multiple of sixteen. oneDNN's own linear layers need none of this.
-    """
-    return 1 if torch.get_num_threads() == 1 else _WHOLE_ROWS
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The tensors of one forward pass over a row of pieces.
@@ -161,6 +153,7 @@ class Batch:
         keep: The rows whose logits are wanted, padded to the least number of rows.
         num_kept: How many of them are no padding.
         step: What the layers need to know.
+        mixed: Whether others than linear layers multiply by weights, and bits must not depend on the batch.
     """
 
     ids: Tensor
@@ -168,6 +161,7 @@ class Batch:
     keep: Tensor
     num_kept: int
     step: Step
+    mixed: bool = False
 
     def logits(self, model: nn.Module, embeds: Tensor | None = None) -> Tensor:
         """Run the model and return `[pieces that sample, vocabulary]`, in order.
@@ -175,7 +169,7 @@ class Batch:
         With `embeds`, `[1, T, width]`, the model is given these in place of the ids.
         """
         start: dict[str, Tensor] = {"input_ids": self.ids} if embeds is None else {"inputs_embeds": embeds}
-        with running(self.step):
+        with running(self.step), RowInvariant() if self.mixed else nullcontext():
             # The mask of ones keeps transformers from taking the row for packed sequences of its own.
             out: Any = model(
                 **start,
@@ -192,7 +186,7 @@ def assemble(
 ) -> Batch:
     """Lay the pieces out in one row of at least `min_tokens` tokens.
 
-    If that is `None`, or `min_rows`, not all products are oneDNN's, and the row has whole sixteens of tokens.
+    If that is `None`, or `min_rows`, others than linear layers multiply by weights, and are watched over.
     Neighbouring pieces of one token are batched: sort them by length, so that little padding is gathered.
     """
     ids: list[int] = []
@@ -214,10 +208,7 @@ def assemble(
             if piece.samples:
                 keep.append(len(ids) - 1)
     least = min_rows if min_tokens is None else min_tokens
-    num_rows = max(least, len(ids))
-    if min_rows and least >= min_rows:
-        num_rows += -num_rows % row_multiple()
-    num_kept, padding = len(keep), [0] * (num_rows - len(ids))
+    num_kept, padding = len(keep), [0] * (least - len(ids))
     keep += [0] * max(0, least - num_kept)
     on = cache.device
     at = torch.tensor(positions + padding, device=on)
@@ -234,6 +225,7 @@ def assemble(
             min_rows=min_rows,
             adapters=adaptation(adapted, on),
         ),
+        mixed=0 < min_rows <= least,
     )
 
 

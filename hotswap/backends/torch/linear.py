@@ -1,8 +1,11 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# Of transformers, whose Conv1D has no types.
 """Linear layers on a CPU, by oneDNN, whose weights are packed into its own layout when there is time for it.
 
-oneDNN's inner product takes a weight as it lies in memory or reordered into blocks, and gives the same bits
-for both wherever an input has two rows or more: measured for fp32 and bf16, one and several threads. So a
-layer may be packed or unpacked at any moment, also in the middle of a stream; only the speed changes.
+oneDNN's inner product takes a weight as it lies in memory, transposed or not, or reordered into blocks, and
+gives the same bits for all wherever an input has two rows or more: measured for fp32 and bf16, one and
+several threads. So a layer may be packed or unpacked at any moment, also in the middle of a stream; only the
+speed changes.
 
 On an x86 CPU that multiplies no bf16, oneDNN's bf16 products take up to four times as long as its fp32 ones.
 There a bf16 layer is *widened*: packed as fp32, its input and output converted. The products of bf16 numbers
@@ -22,10 +25,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hotswap.backends.torch.device import multiplies_bf16
 
-__all__ = ["LEAST_ROWS", "LinearLayer", "Packs", "Shelf", "kernels", "linear_layers"]
+__all__ = ["LEAST_ROWS", "LinearLayer", "Packs", "Shelf", "kernels", "linear_layers", "product"]
 
 log = logging.getLogger("hotswap")
 
@@ -48,13 +52,19 @@ def kernels() -> frozenset[torch.dtype]:
 
 def _works(dtype: torch.dtype) -> bool:
     try:
-        product, pack = _operators()
+        _, pack = _operators()
         weight = torch.ones(16, 16, dtype=dtype)
-        out = product(weight, pack(weight, _TYPICAL_ROWS), None, "none", [], "")
+        out = product(weight, pack(weight, _TYPICAL_ROWS))
         return bool((out == 16).all())
     except (AttributeError, RuntimeError) as exc:
         log.info("Linear layers in %s stay unpacked and slower: oneDNN has no kernel here (%s).", dtype, exc)
         return False
+
+
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `hidden @ weight.T + bias` by oneDNN, for `[..., in]` and a weight `[out, in]` or packed."""
+    multiply, _ = _operators()
+    return multiply(hidden, weight, bias, "none", [], "")
 
 
 @cache
@@ -72,30 +82,36 @@ class LinearLayer:
         wide: Whether it computes in fp32 what is stored in bf16.
     """
 
-    __slots__ = ("_parameters", "packed", "wide")
+    __slots__ = ("_parameters", "_transposed", "packed", "wide")
 
     def __init__(self, layer: nn.Module) -> None:
         self._parameters = cast("dict[str, Tensor | None]", layer._parameters)  # pyright: ignore[reportPrivateUsage]
+        self._transposed = isinstance(layer, Conv1D)
         self.packed: Tensor | None = None
         self.wide = False
 
     @property
-    def weight(self) -> Tensor:
-        """`[out, in]`, as the store has it."""
+    def stored(self) -> Tensor:
+        """The weight as the store has it."""
         weight = self._parameters["weight"]
-        assert weight is not None, "nn.Linear always has one"
+        assert weight is not None, "these layers always have one"
         return weight
+
+    @property
+    def weight(self) -> Tensor:
+        """`[out, in]`, a view of what is stored."""
+        return self.stored.t() if self._transposed else self.stored
 
     @property
     def packable(self) -> bool:
         """Whether there is a kernel for the weight that is bound."""
-        weight = self.weight
+        weight = self.stored
         return (weight.dtype in kernels() or self.wide) and weight.device.type == "cpu" and weight.numel() > 0
 
     @property
     def packed_bytes(self) -> int:
         """What the packed weight takes, or would take."""
-        return self.weight.numel() * (4 if self.wide else self.weight.dtype.itemsize)
+        return self.stored.numel() * (4 if self.wide else self.stored.dtype.itemsize)
 
     def pack(self) -> Tensor:
         """Return the weight in oneDNN's layout; the layer does not use it yet."""
@@ -106,32 +122,24 @@ class LinearLayer:
         """Return `hidden @ weight.T + bias` for `[..., in]`."""
         weight, bias = self.packed, self._parameters["bias"]
         if weight is None:
-            return self._unpacked(hidden, bias)
-        product, _ = _operators()
+            weight = self.weight
+            if not self.packable:
+                return nn.functional.linear(hidden, weight, bias)
+            if self.wide:
+                weight = weight.float()
         if not self.wide:
-            return product(hidden, weight, bias, "none", [], "")
-        wide_bias = None if bias is None else bias.float()
-        return product(hidden.float(), weight, wide_bias, "none", [], "").to(hidden.dtype)
-
-    def _unpacked(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        """The same bits from the layer's own weight."""
-        if not self.packable:
-            return nn.functional.linear(hidden, self.weight, bias)
-        product, _ = _operators()
-        if not self.wide:
-            return product(hidden, self.weight, bias, "none", [], "")
-        wide_bias = None if bias is None else bias.float()
-        return product(hidden.float(), self.weight.float(), wide_bias, "none", [], "").to(hidden.dtype)
+            return product(hidden, weight, bias)
+        return product(hidden.float(), weight, None if bias is None else bias.float()).to(hidden.dtype)
 
 
 def linear_layers(module: nn.Module) -> tuple[LinearLayer, ...]:
     """Have the linear layers of a module computed by `LinearLayer`s, and return these in order.
 
-    Only `nn.Linear` itself: what is derived from it computes something else.
+    Only `nn.Linear` and GPT-2's `Conv1D` themselves: what is derived from them computes something else.
     """
     made: list[LinearLayer] = []
     for layer in module.modules():
-        if type(layer) is nn.Linear:
+        if type(layer) in (nn.Linear, Conv1D):
             made.append(LinearLayer(layer))
             vars(layer)["forward"] = made[-1]  # what `nn.Module` calls, hooks before and after
     return tuple(made)

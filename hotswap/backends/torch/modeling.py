@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hotswap.backends.torch import attention, experts
+from hotswap.backends.torch import attention
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LEAST_ROWS, LinearLayer, linear_layers
 from hotswap.backends.torch.weights import Views
@@ -123,9 +123,10 @@ class Skeleton:
     def least_tokens(self) -> int:
         """With how many tokens the bits of what is bound do not depend on their number, attention aside.
 
-        Two, where oneDNN computes all that multiplies by a matrix; more than any row has, where it does not.
+        Two, where linear layers of oneDNN's are all that multiplies by a matrix; more than any row has, where
+        other matrices are, of which nobody knows by what they are multiplied.
         """
-        packable = {id(layer.weight) for layer in self.linears if layer.packable}
+        packable = {id(layer.stored) for layer in self.linears if layer.packable}
         holders = cast("Iterator[nn.Module]", self.module.modules())
         matrices = (
             parameter
@@ -272,7 +273,6 @@ def _ropes(node: object) -> set[str]:
 
 def _build(config: Any, device: torch.device) -> Any:
     attention.register()
-    experts.register()
     models: Any = AutoModelForCausalLM
     try:
         with _meta_parameters():
@@ -282,7 +282,6 @@ def _build(config: Any, device: torch.device) -> Any:
                 config,
                 dtype=torch.float32,
                 attn_implementation=attention.IMPLEMENTATION,
-                experts_implementation=experts.IMPLEMENTATION,
                 trust_remote_code=False,
             )
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError, ImportError) as exc:

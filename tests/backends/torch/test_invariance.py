@@ -5,22 +5,24 @@ And whether its linear layers are packed yet: lone runs here use none that is, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from hotswap import Sampling
-from hotswap.backends.torch import attention, experts
+from hotswap.backends.torch import attention
 from hotswap.backends.torch.batcher import Batcher, Sequence
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import LocalForward, Work, least_rows
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import Shelf, linear_layers
 from hotswap.backends.torch.sampling import Sampler
+from tests.backends.torch import zoo
 from tests.backends.torch.zoo import VOCABULARY, make_model
 
 CPU = torch.device("cpu")
@@ -61,6 +63,46 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
     assert packs.complete
 
 
+_WIDE: dict[str, Any] = {
+    "gpt2": transformers.GPT2Config(
+        n_embd=1024, n_layer=1, n_head=16, n_positions=256, vocab_size=VOCABULARY
+    ),
+    "mixtral": transformers.MixtralConfig(
+        **zoo.COMMON | {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1},
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", _WIDE)
+def test_so_are_those_of_wide_layers_that_no_linear_layer_computes(
+    architecture: str, dtype: torch.dtype, num_threads: int, threads: Callable[[int], None]
+) -> None:
+    """Whose products PyTorch itself rounds by the number of rows, here and there up to 128 of them."""
+    threads(num_threads)
+    random = Random(5)
+    model = _paged(make_model(_WIDE[architecture], dtype=dtype, sharpness=2.0))
+    linear_layers(model)
+    prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in (1, 7, 33, 130)]
+    lone: Logits = {}
+    for ticket, prompt in enumerate(prompts):
+        lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0)
+    mixed = _run(model, dict(enumerate(prompts)), budget=40, random=random, p_preempt=0.0)
+    differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
+    assert differing == [], f"of {len(lone)}"
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets PyTorch's number of threads until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 def test_without_it_bits_do_depend_on_the_batch() -> None:
     """Which is why the mode exists; if this fails, it has become needless."""
     random = Random(3)
@@ -75,9 +117,7 @@ def test_without_it_bits_do_depend_on_the_batch() -> None:
 
 def _paged(model: Any) -> Any:
     attention.register()
-    experts.register()
     model.set_attn_implementation(attention.IMPLEMENTATION)
-    model.set_experts_implementation(experts.IMPLEMENTATION)
     return model
 
 

@@ -11,7 +11,7 @@ import transformers
 
 VOCABULARY = 512
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -41,15 +41,15 @@ _CLASSIC: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**_COMMON),
-    "qwen2": lambda: transformers.Qwen2Config(**_COMMON, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, head_dim=32),
-    "mistral": lambda: transformers.MistralConfig(**_COMMON, sliding_window=24),
+    "llama": lambda: transformers.LlamaConfig(**COMMON),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=32),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=24),
     # A soft cap that bites: with the default of 50 a model without it would pass for right.
-    "gemma2": lambda: transformers.Gemma2Config(**_COMMON, **_GEMMA, attn_logit_softcapping=2.0),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**_COMMON, **_GEMMA),
-    "phi": lambda: transformers.PhiConfig(**_COMMON),
-    "phi3": lambda: transformers.Phi3Config(**_COMMON),
+    "gemma2": lambda: transformers.Gemma2Config(**COMMON, **_GEMMA, attn_logit_softcapping=2.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**COMMON, **_GEMMA),
+    "phi": lambda: transformers.PhiConfig(**COMMON),
+    "phi3": lambda: transformers.Phi3Config(**COMMON),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=64,
@@ -61,10 +61,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**_CLASSIC, intermediate_size=128),
     "opt": lambda: transformers.OPTConfig(**_CLASSIC, ffn_dim=128, word_embed_proj_dim=64, pad_token_id=0),
-    "mixtral": lambda: transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_COMMON, **_MIXED, head_dim=32, num_experts=4),
+    "mixtral": lambda: transformers.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**COMMON, **_MIXED, head_dim=32, num_experts=4),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **_COMMON,
+        **COMMON,
         head_dim=32,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -78,7 +78,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         },
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{**_COMMON, "num_key_value_heads": 4},
+        **{**COMMON, "num_key_value_heads": 4},
         **_MIXED,
         n_routed_experts=4,
         n_group=1,

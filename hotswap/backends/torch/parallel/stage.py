@@ -87,7 +87,8 @@ class Stage:
         assert self._cache is not None, "the engine opens a cache before it steps"
         self._cache.copy(command.work.copies)
         self._cache.clear(command.work.fresh)
-        batch = assemble(command.work.pieces, self._cache, min_rows=self._min_rows)
+        least = min(self._min_rows, self._skeleton.least_tokens)
+        batch = assemble(command.work.pieces, self._cache, min_rows=self._min_rows, min_tokens=least)
         num_tokens = sum(len(piece.tokens) for piece in command.work.pieces)
         embeds = self._enter(num_tokens, num_tokens if command.eager else batch.ids.shape[1])
         try:
