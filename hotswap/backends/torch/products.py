@@ -84,7 +84,8 @@ def _grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor | None = None, **ot
     if not _multiplies(left, right, None):
         return None
     out = left.new_zeros(len(left), right.shape[2])
-    ends: list[int] = offs.tolist()
+    untyped: Any = offs
+    ends: list[int] = untyped.tolist()
     first = 0
     for weight, last in zip(right, ends, strict=True):
         if last > first:
