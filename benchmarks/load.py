@@ -37,8 +37,8 @@ __all__ = ["Settings", "main", "measure"]
 _WORK = Path(".cache/benchmarks")
 _PEERS_PYTHON = Path(".cache/bench-env/bin/python")
 # Beside the payload, while loading from the disk: what the store's ring takes, and some more.
-_EXTRA_BYTES = 6 * (4 << 20) + (64 << 20)
-_SWEEP = tuple((threads, chunk << 20) for threads in (2, 4) for chunk in (2, 4, 8, 16))
+_EXTRA_BYTES = 8 * (4 << 20) + (64 << 20)
+_SWEEP = tuple((threads, chunk << 10) for threads in (2, 4, 8) for chunk in (512, 1024, 2048, 4096))
 _BULK_OFF_BYTES = 64 << 10
 
 # What an ablation switches off, the names that the store's constructor may have for it, and the value.

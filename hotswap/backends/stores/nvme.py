@@ -55,7 +55,7 @@ class NvmeStore(WeightStore):
         root: The directory.
         name: The tier's name.
         budget: Bytes that all models may take together; `None` for whatever the disk has.
-        chunk_bytes: One read, a multiple of 4096. Larger ones cost less, smaller ones begin sooner.
+        chunk_bytes: What is lent at a time, a multiple of 4096. Larger ones cost less, smaller begin sooner.
         depth: How many chunks may be read ahead; an open shard takes `depth * chunk_bytes` of host memory.
         threads: Reads in flight for one shard.
         direct: Whether to read past the page cache.
@@ -70,8 +70,8 @@ class NvmeStore(WeightStore):
         name: str = "nvme",
         budget: int | str | None = None,
         chunk_bytes: int | str = "4 MiB",
-        depth: int = 6,
-        threads: int = 4,
+        depth: int = 8,
+        threads: int = 8,
         direct: bool = True,
         verify: Verify = "load",
         calls: FileCalls | None = None,

@@ -18,6 +18,12 @@ __all__ = ["Pieces", "Verify", "check_shard"]
 Verify: TypeAlias = Literal["load", "never"]
 
 
+# One read of the disk. Several threads' requests of this size keep it busier than longer ones, each of which
+# the kernel cuts up and waits for as a whole: by 7 to 10 % where we measured. And what was just read is in
+# the processor's cache when it is summed.
+_REQUEST_BYTES = 512 << 10
+
+
 class Pieces:
     """The pieces of a shard: `read` each once, from any thread; the last one read compares the whole."""
 
@@ -48,10 +54,15 @@ class Pieces:
                 other bytes than its index says.
             StoreError: the read failed.
         """
+        offset, value = self.shard.file_offset_bytes + self.span(index).start, 0
         with self._meter.reading(len(data)):
-            self._file.read(data, self.shard.file_offset_bytes + self.span(index).start)
+            for start in range(0, len(data), _REQUEST_BYTES):
+                with data[start : start + _REQUEST_BYTES] as part:
+                    self._file.read(part, offset + start)
+                    if self._sums is not None:
+                        value = crc32(part, value)
         if self._sums is not None:
-            self._sums[index] = crc32(data, 0)
+            self._sums[index] = value
         with self._counting:
             self._num_unread -= 1
             last = not self._num_unread
