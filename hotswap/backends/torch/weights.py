@@ -123,7 +123,7 @@ class Views:
     """
 
     def __init__(self, flat: Tensor) -> None:
-        self._flat = flat
+        self._flat, self._size_bytes = flat, len(flat)
         self._bases: dict[str, tuple[Tensor, int, int]] = {}
 
     def at(self, spec: TensorSpec) -> Tensor:
@@ -133,19 +133,20 @@ class Views:
             ShardCorrupt: the spec contradicts itself or points outside the buffer.
         """
         base, item_bytes, first = self._bases.get(spec.dtype) or self._base(spec)
-        count = math.prod(spec.shape)
-        end = spec.offset_bytes + spec.size_bytes
-        inside = 0 <= spec.offset_bytes <= end <= len(self._flat) and not spec.offset_bytes % item_bytes
+        shape, stride, start = spec.shape, spec.stride, spec.offset_bytes
+        count = math.prod(shape)
+        end = start + spec.size_bytes
+        inside = 0 <= start <= end <= self._size_bytes and not start % item_bytes
         if spec.size_bytes != count * item_bytes or not inside:
             raise ShardCorrupt(
-                f"Tensor {spec.name!r} ({spec.dtype} {list(spec.shape)}) claims bytes {spec.offset_bytes} to "
-                f"{end} of a buffer of {len(self._flat)}; convert the model again."
+                f"Tensor {spec.name!r} ({spec.dtype} {list(shape)}) claims bytes {start} to "
+                f"{end} of a buffer of {self._size_bytes}; convert the model again."
             )
-        if count and not 0 <= _last_element(spec) < count:
+        if count and not 0 <= _last_element(shape, stride) < count:
             raise ShardCorrupt(
                 f"The stride of tensor {spec.name!r} leads out of it; convert the model again."
             )
-        return base.as_strided(spec.shape, spec.stride, first + spec.offset_bytes // item_bytes)
+        return base.as_strided(shape, stride, first + start // item_bytes)
 
     def _base(self, spec: TensorSpec) -> tuple[Tensor, int, int]:
         """The whole buffer in the dtype of `spec`, its item size, and where it begins in its storage."""
@@ -160,12 +161,14 @@ def tensor_at(flat: Tensor, spec: TensorSpec) -> Tensor:
     return Views(flat).at(spec)
 
 
-def _last_element(spec: TensorSpec) -> int:
-    """How far from the first element the last one is."""
-    if len(spec.shape) != len(spec.stride):
+def _last_element(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How far from the first element the last one is; -1 if they do not fit together."""
+    if len(shape) != len(stride):
         return -1
-    steps: Iterable[int] = map(mul, spec.shape, spec.stride)
-    return sum(steps) - sum(spec.stride)
+    if len(shape) == 1:
+        return (shape[0] - 1) * stride[0]
+    steps: Iterable[int] = map(mul, shape, stride)
+    return sum(steps) - sum(stride)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
