@@ -14,9 +14,10 @@ import os
 import struct
 import sys
 
-__all__ = ["is_locked", "lock", "supported", "unlock"]
+__all__ = ["is_locked", "lock", "release", "supported", "unlock"]
 
 _FLOCK = "hhqqi4x"  # struct flock where off_t has 64 bits: type, whence, start, length, pid
+_ALL = 0  # the length that means all bytes from the first one on
 
 
 def supported() -> bool:
@@ -43,11 +44,22 @@ def unlock(fd: int, byte: int) -> None:
     _fcntl(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
 
+def release(fd: int) -> None:
+    """End all locks that are held by what the descriptor has open, and close it.
+
+    To close it would not be enough where a process was forked meanwhile: that one has it open too.
+    """
+    try:
+        _fcntl(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _ALL)
+    finally:
+        os.close(fd)
+
+
 def is_locked(fd: int, byte: int) -> bool:
     """Whether somebody else has a lock on the byte, of either kind."""
     found = struct.unpack(_FLOCK, _fcntl(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte))
     return bool(found[0] != fcntl.F_UNLCK)
 
 
-def _fcntl(fd: int, command: int, kind: int, byte: int) -> bytes:
-    return fcntl.fcntl(fd, command, struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0))
+def _fcntl(fd: int, command: int, kind: int, byte: int, size: int = 1) -> bytes:
+    return fcntl.fcntl(fd, command, struct.pack(_FLOCK, kind, os.SEEK_SET, byte, size, 0))

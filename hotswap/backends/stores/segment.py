@@ -18,6 +18,7 @@ good. Everything here blocks, though for no longer than memory takes.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
@@ -36,7 +37,7 @@ from hotswap.errors import ShardCorrupt
 from hotswap.model import Manifest
 from hotswap.request import ModelId
 
-__all__ = ["Label", "Segment", "digest_of", "parse_name", "removable"]
+__all__ = ["Label", "Segment", "digest_of", "parse_name", "removable", "whole_path"]
 
 FORMAT: Final = "hotswap-segment"
 VERSION: Final = 1
@@ -45,6 +46,7 @@ _USED, _FILLING = 0, 1  # the bytes that are locked
 _TEXT_BYTES = 1024
 _RESERVE_BYTES = 256 << 20
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # whatever lies there, opening it waits for nobody
+_NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})  # a link, a directory, a socket
 _NAME = re.compile(
     r"(?P<dot>\.?)(?P<model>[A-Za-z0-9_][A-Za-z0-9._-]{0,199})\.(?P<rank>\d+)-of-(?P<world>\d+)"
     r"\.(?P<digest>[0-9a-f]{16})(?P<coming>(\.coming)?)"
@@ -120,7 +122,7 @@ class Label:
         try:
             text = parse_object(os.pread(fd, _TEXT_BYTES, 0).rstrip(b"\0"), path, remedy=_REMEDY)
             label = cls._parse(text)
-            if path.name != label.name:
+            if parse_name(path.name) != (label.model, label.digest, True) or path.name != label.name:
                 raise text.wrong("it has another segment's name")
             if complaint := _complaint(fd, label, whole=True):
                 raise text.wrong(complaint)
@@ -149,6 +151,11 @@ def parse_name(name: str) -> tuple[ModelId, str, bool] | None:
     if match is None or bool(match["dot"]) != bool(match["coming"]):
         return None
     return ModelId(match["model"]), match["digest"], not match["coming"]
+
+
+def whole_path(coming: Path) -> Path:
+    """Where a segment lies once it has its name."""
+    return coming.with_name(coming.name.removeprefix(".").removesuffix(".coming"))
 
 
 class Segment:
@@ -193,7 +200,9 @@ class Segment:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _FLAGS)
         except FileNotFoundError:
             return None
-        except OSError as exc:  # a link, a directory, a socket
+        except OSError as exc:
+            if exc.errno not in _NO_FILE:
+                raise
             raise ShardCorrupt(f"{str(path)!r} is no segment: {exc.strerror}. {_REMEDY}") from exc
         try:
             regular = stat.S_ISREG(os.fstat(fd).st_mode)
@@ -281,15 +290,25 @@ class Segment:
 
 
 def removable(path: Path) -> int | None:
-    """Lock what lies at `path` against use, and return the descriptor to close; `None` if it is in use."""
+    """Lock what lies at `path` against use, and return the descriptor to `release`; `None` if it is in use.
+
+    Raises:
+        FileNotFoundError: it is not there, or not any more.
+    """
     try:
         fd = os.open(path, os.O_RDWR | _FLAGS)
+    except FileNotFoundError:
+        raise
     except OSError:
         return None
-    if locks.lock(fd, _USED, shared=False):
-        return fd
-    os.close(fd)
-    return None
+    try:
+        if locks.lock(fd, _USED, shared=False) and os.path.samestat(os.fstat(fd), path.lstat()):
+            kept, fd = fd, -1
+            return kept
+        return None
+    finally:
+        if fd >= 0:
+            locks.release(fd)
 
 
 def _complaint(fd: int, label: Label, *, whole: bool) -> str | None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotswap.backends.stores import locks
-from hotswap.backends.stores.segment import Label, Segment, parse_name, removable
+from hotswap.backends.stores.segment import Label, Segment, parse_name, removable, whole_path
 from hotswap.errors import ConfigError, ShardCorrupt, StoreError, TierFull, UnsafeFile
 from hotswap.request import ModelId
 
@@ -92,7 +92,7 @@ class SegmentShelf:
         """End the pins; may be called twice."""
         fd, self._books = self._books, -1
         if fd >= 0:
-            os.close(fd)
+            locks.release(fd)
 
     def attach(self, label: Label, *, writable: bool) -> Segment | None:
         """Map a whole segment; `None` if it is not there, or what is there cannot be used."""
@@ -121,6 +121,8 @@ class SegmentShelf:
                     if coming:  # whoever had filled it may have died before it had its name
                         segment.publish()
                     return segment
+                if os.path.lexists(self.directory / name):  # somebody is just removing it
+                    raise Busy
             self._make_room(label.size_bytes, label)
             return Segment.create(self.directory, label)
 
@@ -205,6 +207,8 @@ class SegmentShelf:
                 raise Busy from exc
             yield
         finally:
+            with suppress(OSError):  # a process forked meanwhile has it open too, and would keep it locked
+                fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def _agree(self) -> None:
@@ -239,19 +243,17 @@ class SegmentShelf:
         return False
 
     def _entries(self) -> list[_Entry]:
-        found: list[_Entry] = []
-        with os.scandir(self.directory) as files:
-            for file in files:
-                name = parse_name(file.name)
-                if name is not None and file.is_file(follow_symlinks=False):
-                    with suppress(FileNotFoundError):  # it got its name, or went, under our eyes
-                        status = file.stat(follow_symlinks=False)
-                        size_bytes, used_ns = status.st_size, status.st_mtime_ns
-                        found.append(_Entry(Path(file.path), *name, file.inode(), size_bytes, used_ns))
-        return found
+        """What is there; one that gets its name meanwhile may be listed twice, or not at all: then anew."""
+        before: set[Path] | None = None
+        while True:
+            found = _scan(self.directory)
+            paths = {entry.path for entry in found} if found is not None else None
+            if found is not None and paths == before:
+                return found
+            before = paths
 
     def _label(self, entry: _Entry) -> Label | None:
-        with suppress(OSError, ShardCorrupt):
+        with suppress(OSError, StoreError):
             return self._labels.get((entry.path.name, entry.inode)) or Label.read(entry.path)
         return None
 
@@ -279,7 +281,7 @@ class SegmentShelf:
                     "budget, unpin a model, or wait until loads end."
                 )
             for entry in going:
-                entry.path.unlink()
+                entry.path.unlink(missing_ok=True)
 
     def _remove(self, entries: Iterable[_Entry], *, together: bool = False) -> list[_Entry]:
         """Remove those that nobody uses, or with `together` all or none; return them."""
@@ -289,7 +291,7 @@ class SegmentShelf:
             with ExitStack() as stack:
                 if _lock_all(group, stack):
                     for entry in group:
-                        entry.path.unlink()
+                        entry.path.unlink(missing_ok=True)
                     gone += group
         return gone
 
@@ -301,13 +303,14 @@ class SegmentShelf:
             return
         if not regular:
             raise UnsafeFile(f"{why} It was not touched.") from why
-        fd = removable(path)
-        if fd is None:
-            raise TierFull(f"{why} It is in use, so it was not remade.") from why
-        try:
-            path.unlink()
-        finally:
-            os.close(fd)
+        with suppress(FileNotFoundError):
+            fd = removable(path)
+            if fd is None:
+                raise TierFull(f"{why} It is in use, so it was not remade.") from why
+            try:
+                path.unlink()
+            finally:
+                locks.release(fd)
 
 
 _BOOKS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -336,6 +339,22 @@ def _check_owner(directory: Path) -> None:
         )
 
 
+def _scan(directory: Path) -> list[_Entry] | None:
+    """List the segments once; `None` if one got its name, or went, under our eyes."""
+    found: list[_Entry] = []
+    with os.scandir(directory) as files:
+        for file in files:
+            name = parse_name(file.name)
+            if name is not None and file.is_file(follow_symlinks=False):
+                try:
+                    status = file.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    return None
+                size_bytes, used_ns = status.st_size, status.st_mtime_ns
+                found.append(_Entry(Path(file.path), *name, file.inode(), size_bytes, used_ns))
+    return found
+
+
 def _groups(entries: Iterable[_Entry]) -> list[list[_Entry]]:
     """What goes together, in the order in which it goes."""
     groups: dict[tuple[ModelId, str], list[_Entry]] = {}
@@ -348,9 +367,15 @@ def _lock_all(group: Iterable[_Entry], stack: ExitStack) -> bool:
     """Lock all of a group against use until the stack ends, or none of it."""
     with ExitStack() as locked:
         for entry in group:
-            if (fd := removable(entry.path)) is None:
+            try:
+                fd = removable(entry.path)
+            except FileNotFoundError:  # gone, unless it got its name
+                if entry.whole or not os.path.lexists(whole_path(entry.path)):
+                    continue
                 return False
-            locked.callback(os.close, fd)
+            if fd is None:
+                return False
+            locked.callback(locks.release, fd)
         stack.push(locked.pop_all())
     return True
 

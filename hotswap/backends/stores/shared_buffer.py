@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,9 @@ from hotswap.model import Manifest, Shard
 __all__ = ["SharedBuffer", "SharedHold", "patiently", "pauses"]
 
 _T = TypeVar("_T")
+_LONG_S = 5.0  # the books are locked for as long as it takes to remove segments
+
+_log = logging.getLogger("hotswap.stores")
 
 
 class SharedBuffer:
@@ -110,11 +114,19 @@ class SharedHold(Hold):
 
 async def patiently(ask: Callable[[], _T]) -> _T:
     """Ask in a worker thread until no other process has the books; waiting can be cancelled."""
-    pauses_s = pauses()
-    while True:
+    waited_s = 0.0
+    for pause_s in pauses():
         with suppress(Busy):
             return await to_thread.run_sync(ask)
-        await anyio.sleep(next(pauses_s))
+        if waited_s <= _LONG_S < waited_s + pause_s:
+            _log.warning(
+                "Another process has had the books of a shared directory locked for %g s; waiting goes on. "
+                "If it hangs, end it, and those that were forked from it.",
+                _LONG_S,
+            )
+        waited_s += pause_s
+        await anyio.sleep(pause_s)
+    raise AssertionError("pauses end")
 
 
 def pauses(*, most_s: float = 0.05) -> Iterator[float]:
