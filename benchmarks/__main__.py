@@ -13,6 +13,7 @@ from importlib import import_module
 
 BENCHMARKS = {
     "adapters": "low-rank adapters: steps with up to 20 in a batch, loading, dropping, memory",
+    "beside": "swaps on one engine beside 16 streams on another: what becomes of their latency",
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
     "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",

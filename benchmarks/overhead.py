@@ -22,13 +22,12 @@ from typing import Any, Self
 import anyio
 from anyio.lowlevel import checkpoint
 
+from benchmarks.by_hand import ByHand
 from benchmarks.measure import Summary, machine, rounds, write_json
 from benchmarks.table import show
 from hotswap import (
-    Action,
     Engine,
     Fleet,
-    FleetView,
     InstanceId,
     InstanceState,
     InstanceView,
@@ -38,7 +37,6 @@ from hotswap import (
     Request,
     RequestId,
     Sampling,
-    Scheduler,
     Token,
     TokenStream,
     WeightStore,
@@ -126,13 +124,6 @@ class StepEngine(Engine):
             await checkpoint()
 
 
-class _Never(Scheduler):
-    """Plans nothing."""
-
-    def plan(self, fleet: FleetView) -> Sequence[Action]:
-        return ()
-
-
 def measure(settings: Settings) -> dict[str, Any]:
     """Carry the benchmark out and return its report."""
     return {
@@ -151,7 +142,7 @@ async def _measure(settings: Settings) -> dict[str, list[float]]:
         store=store,
         models=[Model(_MODEL)],
         router=LeastLoadedRouter(),
-        scheduler=_Never(),
+        scheduler=ByHand(),
     ) as fleet:
         await fleet.swap("e0", to=_MODEL)
 

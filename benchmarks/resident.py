@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.measure import Summary
 from benchmarks.table import show
 
-__all__ = ["measure", "show_report"]
+__all__ = ["Spec", "measure", "show_report", "write_pair"]
 
 _LAYERS_OF_BYTES = 4
 _LAYERS = (2, 8, 32, 128)
@@ -97,7 +97,7 @@ def _measure(directory: Path, spec: Spec, repeats: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- the child's process
 
 
-def _write(spec: Spec, directory: Path) -> Path:
+def write_pair(spec: Spec, directory: Path) -> Path:
     """Write a store with two models of the same bytes, the second by links to the first."""
     import torch
     import transformers
@@ -131,6 +131,7 @@ def _write(spec: Spec, directory: Path) -> Path:
 
 async def _swap(root: Path, repeats: int) -> dict[str, Any]:
     """Swap to and fro; the first swap to each model makes its modules, and does not count."""
+    from benchmarks.by_hand import ByHand
     from hotswap import Fleet, Model, ModelId
     from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
     from hotswap.backends.torch import TorchEngine
@@ -145,7 +146,7 @@ async def _swap(root: Path, repeats: int) -> dict[str, Any]:
         store=store,
         models=[Model("a"), Model("b")],
         router=LeastLoadedRouter(),
-        scheduler=_by_hand(),
+        scheduler=ByHand(),
     )
     async with fleet:
         for model in ("a", "b"):
@@ -163,22 +164,10 @@ async def _swap(root: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-def _by_hand() -> Any:
-    from hotswap import Action, FleetView, Scheduler
-
-    class ByHand(Scheduler):
-        """Plans nothing."""
-
-        def plan(self, fleet: FleetView) -> Sequence[Action]:
-            return ()
-
-    return ByHand()
-
-
 def _main(request: dict[str, Any]) -> None:
     import anyio
 
-    root = _write(Spec(request["layers"], request["size_bytes"]), Path(request["directory"]))
+    root = write_pair(Spec(request["layers"], request["size_bytes"]), Path(request["directory"]))
     print(json.dumps(anyio.run(_swap, root, request["repeats"])))
 
 

@@ -1,0 +1,16 @@
+"""A scheduler for measurements, in which every swap is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hotswap import Action, FleetView, Scheduler
+
+__all__ = ["ByHand"]
+
+
+class ByHand(Scheduler):
+    """Plans nothing."""
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        return ()
