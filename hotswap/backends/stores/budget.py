@@ -48,6 +48,11 @@ class Shelf(Generic[_G, _T]):
         """The slots, those of the group used longest ago first."""
         return (slot for parts in self._groups.values() for slot in parts.values())
 
+    @property
+    def is_freeing(self) -> bool:
+        """Whether there are slots that were dropped and not `freed`."""
+        return bool(self._leaving or self._leaving_bytes)
+
     def group(self, group: _G) -> tuple[Slot[_G, _T], ...]:
         """Return the slots of a group."""
         return tuple(self._groups.get(group, {}).values())

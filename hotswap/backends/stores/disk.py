@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
-
-from anyio import to_thread
 
 from hotswap.backends.memory import copy
 from hotswap.backends.stores.files import BlockFile
 from hotswap.backends.stores.reading import Lane, ReadAhead, background, is_aligned, read_into
+from hotswap.backends.stores.unbroken import in_thread
 from hotswap.model import HostChunk, Shard
 
 __all__ = ["DiskReader"]
@@ -33,7 +33,7 @@ class DiskReader:
         with self._file(path) as file:
             chunks = ReadAhead(file, shard, self._lane)
             try:
-                await to_thread.run_sync(chunks.prepare, limiter=self._lane.limiter)
+                await in_thread(chunks.prepare, limiter=self._lane.limiter)
                 async with background() as tasks:
                     chunks.start(tasks)
                     try:
@@ -65,7 +65,8 @@ class DiskReader:
         async with self.open(path, shard) as chunks:
             async for chunk in chunks:
                 start = chunk.offset_bytes - shard.buffer_offset_bytes
-                await to_thread.run_sync(copy, destination[start : start + len(chunk.data)], chunk.data)
+                target = destination[start : start + len(chunk.data)]
+                await in_thread(partial(copy, target, chunk.data))
                 buffered = chunk.buffered
         return buffered
 

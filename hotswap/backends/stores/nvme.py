@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +23,7 @@ from hotswap.backends.stores.layout import ALIGNMENT_BYTES, SIDE_FILES, check_fi
 from hotswap.backends.stores.pieces import Verify
 from hotswap.backends.stores.reading import Lane, background
 from hotswap.backends.stores.ring import BufferPool
+from hotswap.backends.stores.unbroken import in_thread
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
 from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError
 from hotswap.hardware import parse_bytes
@@ -167,7 +169,7 @@ class NvmeStore(WeightStore):
         """
         admission = Admission(self._shelf, manifest)
         try:
-            await to_thread.run_sync(admission.begin)
+            await in_thread(admission.begin)
             self._forget(*admission.evicted)
             self._coming[admission] = manifest.weight_bytes
             yield admission
@@ -197,7 +199,7 @@ class NvmeStore(WeightStore):
         """
         loan = self._shelf.loan(model)
         try:
-            await to_thread.run_sync(self._take, loan, model)
+            await in_thread(partial(self._take, loan, model))
             self._pins.setdefault(model, loan)
         finally:
             if self._pins.get(model) is not loan:
@@ -273,7 +275,7 @@ class NvmeStore(WeightStore):
         """Keep a model from removal while it is read."""
         loan = self._shelf.loan(model)
         try:
-            await to_thread.run_sync(self._take, loan, model)
+            await in_thread(partial(self._take, loan, model))
             yield
         finally:
             loan.close()

@@ -13,6 +13,7 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.memory import aligned_buffer, pin, unpin
 from hotswap.backends.stores.budget import Shelf, Slot
 from hotswap.backends.stores.host_tier import Hold, HostTier
+from hotswap.backends.stores.unbroken import in_thread, unbroken
 from hotswap.errors import ShardMissing, TierFull
 from hotswap.hardware import parse_bytes
 from hotswap.model import Manifest, Shard
@@ -62,7 +63,7 @@ class PinnedStore(HostTier):
         hold = _Hold(slot.value)
         try:
             async with slot.value.pinning:
-                await to_thread.run_sync(slot.value.pin)
+                await in_thread(slot.value.pin)
             yield hold
         finally:
             await self._leave(slot)
@@ -179,11 +180,15 @@ class PinnedStore(HostTier):
 
     async def _free(self) -> None:
         """Free what has left; in a thread, because giving back many pages takes a while."""
-        with CancelScope(shield=True):
-            async with self._freeing:
-                for slot in self._shelf.take_leaving():
-                    await to_thread.run_sync(slot.value.close)
-                    self._shelf.freed(slot)
+        if self._shelf.is_freeing:
+            with CancelScope(shield=True):
+                await unbroken(self._free_leaving)
+
+    async def _free_leaving(self) -> None:
+        async with self._freeing:
+            for slot in self._shelf.take_leaving():
+                await to_thread.run_sync(slot.value.close)
+                self._shelf.freed(slot)
 
 
 class _Hold(Hold):

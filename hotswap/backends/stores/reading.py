@@ -18,6 +18,7 @@ from hotswap.backends.stores.files import BlockFile, FileCalls
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES
 from hotswap.backends.stores.pieces import Pieces, Verify, check_shard
 from hotswap.backends.stores.ring import BufferPool, Ring
+from hotswap.backends.stores.unbroken import in_thread
 from hotswap.errors import StoreError
 from hotswap.model import HostChunk, Shard
 
@@ -198,7 +199,7 @@ async def read_into(file: BlockFile, shard: Shard, lane: Lane, destination: memo
         StoreError: see `Pieces.read`; of several errors the one nearest to the beginning.
     """
     read = _InPlace(file, lane.pieces(file, shard), destination)
-    await to_thread.run_sync(read.open, limiter=lane.limiter)
+    await in_thread(read.open, limiter=lane.limiter)
     limiter = CapacityLimiter(lane.threads)
     async with background() as watch:
         watch.start_soon(read.stop_when_cancelled)

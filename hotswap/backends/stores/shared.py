@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import anyio
-from anyio import CancelScope, move_on_after, to_thread
+from anyio import CancelScope, get_cancelled_exc_class, move_on_after, to_thread
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
@@ -21,6 +21,7 @@ from hotswap.backends.stores.reading import background
 from hotswap.backends.stores.segment import Label, Segment, digest_of
 from hotswap.backends.stores.segment_shelf import Busy, SegmentShelf
 from hotswap.backends.stores.shared_buffer import SharedBuffer, SharedHold, patiently, pauses
+from hotswap.backends.stores.unbroken import in_thread, unbroken
 from hotswap.errors import ShardMissing, StoreError, TierFull
 from hotswap.hardware import parse_bytes
 from hotswap.model import Manifest, Shard
@@ -83,9 +84,9 @@ class SharedStore(HostTier):
             ConfigError: others keep another budget there, the directory is not ours, or this is not Linux.
             StoreError: it cannot be used.
         """
-        for path in await patiently(self._shelf.open):
-            _log.warning("Removed %r, which a process that died had left half-filled.", str(path))
         try:
+            for path in await patiently(self._shelf.open):
+                _log.warning("Removed %r, which a process that died had left half-filled.", str(path))
             async with background() as self._tasks:
                 try:
                     yield self
@@ -93,9 +94,12 @@ class SharedStore(HostTier):
                     self._tasks = None
         finally:
             with CancelScope(shield=True):
-                async with self._opening:
-                    await self._close_idle()
-                await to_thread.run_sync(self._shelf.close)
+                await unbroken(self._close_all)
+
+    async def _close_all(self) -> None:
+        async with self._opening:
+            await self._close_idle()
+        await to_thread.run_sync(self._shelf.close)
 
     async def manifest(self, model: ModelId) -> Manifest:
         await checkpoint()
@@ -240,21 +244,34 @@ class SharedStore(HostTier):
         label = known.labels[rank]
         for pause_s in pauses():
             async with self._opening:
-                buffer = self._buffers.get(label)
-                if buffer is None:
-                    with suppress(Busy):
-                        segment = await self._map(label, make=make)
-                        if segment is None:
-                            return None
-                        buffer = self._buffers[label] = SharedBuffer(known.manifest, rank, segment)
-                if buffer is not None:
-                    buffer.users += 1
-                    buffer.uses += 1
+                with suppress(Busy):
+                    if label not in self._buffers:
+                        await self._map(known, rank, make=make)
+                    buffer = self._buffers.get(label)
+                    if buffer is not None:
+                        buffer.users += 1
+                        buffer.uses += 1
                     return buffer
             await anyio.sleep(pause_s)
         return None
 
-    async def _map(self, label: Label, *, make: bool) -> Segment | None:
+    async def _map(self, known: _Known, rank: int, *, make: bool) -> None:
+        """Map a rank if it is there, or made; cancelled, let it go again. `_opening` is held."""
+        label = known.labels[rank]
+
+        async def enter() -> None:
+            segment = await self._attach(label, make=make)
+            if segment is not None:
+                self._buffers[label] = SharedBuffer(known.manifest, rank, segment)
+
+        try:
+            await unbroken(enter)
+        except get_cancelled_exc_class():
+            if label in self._buffers:
+                await self._close(self._buffers[label])
+            raise
+
+    async def _attach(self, label: Label, *, make: bool) -> Segment | None:
         if self._tasks is None:
             raise StoreError(f"{self!r} is not open; use it inside `async with`.")
         if not make:
@@ -275,19 +292,24 @@ class SharedStore(HostTier):
         if buffer.pinned and self._tasks is not None:
             self._tasks.start_soon(self._linger, buffer, buffer.uses)
         else:
-            with CancelScope(shield=True):
-                async with self._opening:
-                    await self._close(buffer)
-        self._notify()
+            await self._close_unused(buffer, buffer.uses)
 
     async def _linger(self, buffer: SharedBuffer, uses: int) -> None:
         """Unmap when nobody has come back for a while: to pin memory anew takes as long as to copy it."""
         await anyio.sleep(self.linger_s)
-        with CancelScope(shield=True):
+        await self._close_unused(buffer, uses)
+
+    async def _close_unused(self, buffer: SharedBuffer, uses: int) -> None:
+        """Unmap what nobody has used since then."""
+
+        async def close() -> None:
             async with self._opening:
                 if buffer.uses == uses:
                     await self._close(buffer)
-        self._notify()
+            self._notify()
+
+        with CancelScope(shield=True):
+            await unbroken(close)
 
     async def _close_idle(self, model: ModelId | None = None) -> int:
         """Unmap what nobody here uses; return how much it was. `_opening` is held."""
@@ -298,9 +320,9 @@ class SharedStore(HostTier):
 
     async def _close(self, buffer: SharedBuffer) -> None:
         if not buffer.users and self._buffers.get(buffer.label) is buffer:
+            del self._buffers[buffer.label]
             with CancelScope(shield=True):
-                del self._buffers[buffer.label]
-                await to_thread.run_sync(buffer.close)
+                await in_thread(buffer.close)
 
     async def _removed(self, model: ModelId) -> bool:
         """Remove a model, unless somebody uses it."""
@@ -308,7 +330,7 @@ class SharedStore(HostTier):
             await self._close_idle(model)
             if not any(buffer.label.model == model for buffer in self._buffers.values()):
                 with suppress(Busy):
-                    return await to_thread.run_sync(self._shelf.remove, model)
+                    return await in_thread(partial(self._shelf.remove, model))
         return False
 
     def _notify(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from hotswap.backends.memory import pin, unpin
 from hotswap.backends.stores.host_tier import Hold
 from hotswap.backends.stores.segment import Segment
 from hotswap.backends.stores.segment_shelf import Busy, map_memory_errors
+from hotswap.backends.stores.unbroken import in_thread, unbroken
 from hotswap.model import Manifest, Shard
 
 __all__ = ["SharedBuffer", "SharedHold", "patiently", "pauses"]
@@ -61,13 +63,20 @@ class SharedBuffer:
         """See that the pages are there, and pin them; a cancellation is heard between parts of the memory."""
         for number in range(self.segment.num_reservations):
             with map_memory_errors(directory):
-                await to_thread.run_sync(self.segment.reserve, number)
+                await in_thread(partial(self.segment.reserve, number))
         if not self._asked:
-            await to_thread.run_sync(self._pin)
+            await in_thread(self._pin)
 
     def _pin(self) -> None:
         self._asked = True
         self.pinned = not self.segment.memory.readonly and pin(self.segment.memory)
+
+    async def end_filling(self) -> None:
+        """End one of this process's turns to write."""
+        async with self.turn:
+            self.num_filling -= 1
+            if not self.num_filling:
+                await to_thread.run_sync(self.segment.end_filling)
 
     def close(self) -> None:
         """Unpin and unmap; blocks for as long as memory takes."""
@@ -100,10 +109,7 @@ class SharedHold(Hold):
             yield
         finally:
             with CancelScope(shield=True):
-                async with buffer.turn:
-                    buffer.num_filling -= 1
-                    if not buffer.num_filling:
-                        await to_thread.run_sync(buffer.segment.end_filling)
+                await unbroken(buffer.end_filling)
 
     def commit(self, shard: Shard) -> None:
         self._mine.segment.commit(self._mine.numbers[shard])
@@ -117,7 +123,7 @@ async def patiently(ask: Callable[[], _T]) -> _T:
     waited_s = 0.0
     for pause_s in pauses():
         with suppress(Busy):
-            return await to_thread.run_sync(ask)
+            return await in_thread(ask)
         if waited_s <= _LONG_S < waited_s + pause_s:
             _log.warning(
                 "Another process has had the books of a shared directory locked for %g s; waiting goes on. "
