@@ -96,7 +96,7 @@ class Shelf(Generic[_G, _T]):
         return slot
 
     def use(self, slot: Slot[_G, _T]) -> None:
-        """Keep the slot's group until `leave`, and count it as used most recently."""
+        """Keep the slot's group until `leave`, and count it as used most recently, now and then."""
         slot.users += 1
         self._groups.move_to_end(slot.group)
 
@@ -104,6 +104,7 @@ class Shelf(Generic[_G, _T]):
         """End one use."""
         assert slot.users > 0, f"part {slot.part} of {slot.group!r} is not in use"
         slot.users -= 1
+        self._groups.move_to_end(slot.group)
 
     def drop(self, slot: Slot[_G, _T]) -> None:
         """Take an idle slot away; it is still charged until `freed`."""

@@ -3,9 +3,11 @@
     <directory>/<model>.<rank>-of-<world>.<digest>            whole, and verified by who filled it
     <directory>/.<model>.<rank>-of-<world>.<digest>.coming    being filled, or left half-filled
 
-    head     one line of JSON, `Label.dump`, padded with zeros to 1024 bytes
+    head     one line of JSON, `Label.dump`, padded with zeros to 1024 bytes. It names the run of the
+             machine: pages are never synced, so where they are on a disk a new run may find others
              one byte: all pages are reserved
-             one byte for each shard, in buffer order: it is there, verified
+             one byte for each shard, in buffer order: it is there, verified as the store that it was read
+             from does (`NvmeStore(verify="never")` does not)
              zeros to the next multiple of 4096
     bytes    the buffer
 
@@ -37,7 +39,7 @@ from hotswap.errors import ShardCorrupt
 from hotswap.model import Manifest
 from hotswap.request import ModelId
 
-__all__ = ["Label", "Segment", "digest_of", "parse_name", "removable", "whole_path"]
+__all__ = ["Label", "Segment", "boot_id", "digest_of", "give_name", "parse_name", "removable", "whole_path"]
 
 FORMAT: Final = "hotswap-segment"
 VERSION: Final = 1
@@ -52,6 +54,13 @@ _NAME = re.compile(
     r"\.(?P<digest>[0-9a-f]{16})(?P<coming>(\.coming)?)"
 )
 _REMEDY = "Remove it with `hotswap store clear`."
+
+
+def boot_id() -> str:
+    """What tells this run of the machine from every other; empty where the system does not say it."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return ""
 
 
 def digest_of(manifest: Manifest) -> str:
@@ -107,7 +116,8 @@ class Label:
 
     def dump(self) -> bytes:
         """The text at the beginning of the file."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}).encode()
+        head = {"format": FORMAT, "version": VERSION, "boot": boot_id()}
+        text = json.dumps({**head, **asdict(self)}).encode()
         return text.ljust(_TEXT_BYTES, b"\0")
 
     @classmethod
@@ -122,7 +132,8 @@ class Label:
         try:
             text = parse_object(os.pread(fd, _TEXT_BYTES, 0).rstrip(b"\0"), path, remedy=_REMEDY)
             label = cls._parse(text)
-            if parse_name(path.name) != (label.model, label.digest, True) or path.name != label.name:
+            named = parse_name(path.name)
+            if named is None or named[0] != label.model or path.name not in (label.name, label.coming_name):
                 raise text.wrong("it has another segment's name")
             if complaint := _complaint(fd, label, whole=True):
                 raise text.wrong(complaint)
@@ -134,6 +145,8 @@ class Label:
     def _parse(cls, text: Fields) -> Self:
         if text.get("format") != FORMAT or text.get("version") != VERSION:
             raise text.wrong(f"it is no segment of version {VERSION}")
+        if text.get("boot") != boot_id():
+            raise text.wrong("it is from before the machine was started")
         return cls(
             model=ModelId(text.text("model")),
             rank=text.size("rank"),
@@ -151,6 +164,20 @@ def parse_name(name: str) -> tuple[ModelId, str, bool] | None:
     if match is None or bool(match["dot"]) != bool(match["coming"]):
         return None
     return ModelId(match["model"]), match["digest"], not match["coming"]
+
+
+def give_name(coming: Path) -> bool:
+    """Give its name to a whole segment that somebody died with before it had it; false if it is not whole.
+
+    The directory's books are locked meanwhile.
+    """
+    final = whole_path(coming)
+    with suppress(OSError, ShardCorrupt):
+        Label.read(coming)
+        if not os.path.lexists(final):
+            coming.rename(final)
+            return True
+    return False
 
 
 def whole_path(coming: Path) -> Path:
@@ -262,8 +289,9 @@ class Segment:
         """Give a segment its name if it is whole and has not got it: it appears with all its bytes."""
         final = self._path.with_name(self.label.name)
         if self.whole and self._path != final:
-            with suppress(FileNotFoundError):  # another process that had it mapped was first
-                self._path.rename(final)
+            if os.fstat(self._fd).st_nlink:  # else it was removed, and its name may be another's by now
+                with suppress(FileNotFoundError):  # another process that had it mapped was first
+                    self._path.rename(final)
             self._path = final
 
     def close(self, *, discard: bool = False) -> bool:
@@ -273,6 +301,7 @@ class Segment:
         """
         with suppress(OSError):
             self.publish()
+            os.utime(self._fd)  # a use counts from its end
         self._flags.release()
         with suppress(BufferError):
             self.memory.release()
@@ -280,7 +309,7 @@ class Segment:
             self._map.close()
         try:
             removed = discard and locks.lock(self._fd, _USED, shared=False)
-            if removed:
+            if removed and os.fstat(self._fd).st_nlink:
                 self._path.unlink(missing_ok=True)
             locks.unlock(self._fd, _USED)
             locks.unlock(self._fd, _FILLING)

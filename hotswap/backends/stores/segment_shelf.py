@@ -19,16 +19,17 @@ import stat
 import time
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from hotswap.backends.stores import locks
-from hotswap.backends.stores.segment import Label, Segment, parse_name, removable, whole_path
+from hotswap.backends.stores.segment import Label, Segment, give_name, removable
+from hotswap.backends.stores.segment_files import Entry, entries_of, in_groups, lock_all
 from hotswap.errors import ConfigError, ShardCorrupt, StoreError, TierFull, UnsafeFile
 from hotswap.request import ModelId
 
 __all__ = ["Busy", "SegmentShelf", "map_memory_errors"]
 
+_BOOKS = ".books"
 _OPEN = 0  # the byte of the books that says that somebody has them open
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 _SETTLED_NS = 50_000_000  # the clock of a file system may stand still for some milliseconds
@@ -36,17 +37,6 @@ _SETTLED_NS = 50_000_000  # the clock of a file system may stand still for some 
 
 class Busy(Exception):
     """Another process has the books locked for a moment; ask again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    path: Path
-    model: ModelId
-    digest: str
-    whole: bool
-    inode: int
-    size_bytes: int
-    used_ns: int
 
 
 class SegmentShelf:
@@ -67,24 +57,22 @@ class SegmentShelf:
         self._seen: tuple[int, int, tuple[Label, ...]] | None = None
 
     def open(self) -> list[Path]:
-        """Begin to share the directory, made if need be; return what was swept: half-filled, and nobody's.
+        """Begin to share the directory, made if need be; return what was removed since nobody will fill it.
+
+        Whoever is alone puts in order what others have left: what is whole gets its name, what is half-filled
+        goes, and then what exceeds the budget.
 
         Raises:
             ConfigError: the directory is another user's, or others keep another budget there.
             Busy: ask again.
         """
-        if not locks.supported():
-            raise ConfigError("Sharing host memory needs Linux; use a PinnedStore here.")
+        _check_system()
         with map_memory_errors(self.directory):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_owner(self.directory)
             with self._locked(), ExitStack() as undo:
-                self._books = os.open(self.directory / ".books", _BOOKS, 0o600)
                 undo.callback(self.close)
-                self._agree()
-                for model in self._pinned:
-                    self._lock_pin(model)
-                swept = [entry.path for entry in self._remove(e for e in self._entries() if not e.whole)]
+                swept = self._tidy() if self._join() else []
                 undo.pop_all()
         return swept
 
@@ -137,7 +125,7 @@ class SegmentShelf:
         with map_memory_errors(self.directory), self._locked():
             if self._is_pinned_elsewhere(model):
                 return False
-            mine = [entry for entry in self._entries() if entry.model == model]
+            mine = [entry for entry in entries_of(self.directory) if entry.model == model]
             return len(self._remove(mine, together=True)) == len(mine)
 
     def clear(self) -> tuple[int, int]:
@@ -146,10 +134,14 @@ class SegmentShelf:
         The books need not be open.
 
         Raises:
+            ConfigError: the directory is another user's.
             Busy: ask again.
         """
+        _check_system()
+        with map_memory_errors(self.directory):
+            _check_owner(self.directory)
         with map_memory_errors(self.directory), self._locked():
-            entries = self._entries()
+            entries = entries_of(self.directory)
             going = [entry for entry in entries if not self._is_pinned_elsewhere(entry.model)]
             removed = sum(entry.size_bytes for entry in self._remove(going))
             return removed, sum(entry.size_bytes for entry in entries) - removed
@@ -180,7 +172,7 @@ class SegmentShelf:
             if self._seen is not None and self._seen[0] == changed_ns:
                 return self._seen[1:]
             now_ns = time.time_ns()
-            entries = self._entries()
+            entries = entries_of(self.directory)
         except OSError:
             return 0, ()
         used_bytes = sum(entry.size_bytes for entry in entries)
@@ -198,26 +190,55 @@ class SegmentShelf:
 
     @contextmanager
     def _locked(self) -> Generator[None]:
-        """Lock the directory, or raise `Busy`."""
+        """Lock the directory, or raise `Busy`; if it was removed under us, make it, and share it anew."""
+        if self._books >= 0:
+            self.directory.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as exc:
                 raise Busy from exc
+            if not _is_at(fd, self.directory):
+                raise Busy
+            if self._books >= 0 and not _is_at(self._books, self.directory / _BOOKS):
+                self._rejoin()
             yield
         finally:
             with suppress(OSError):  # a process forked meanwhile has it open too, and would keep it locked
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
-    def _agree(self) -> None:
-        """Find the budget that others keep; who is alone sets it, and removes what exceeds it."""
-        if locks.lock(self._books, _OPEN, shared=False):
+    def _join(self) -> bool:
+        """Open the books, agree on the budget, lock the pins; or change nothing. Say whether we are alone."""
+        former, self._books = self._books, os.open(self.directory / _BOOKS, _BOOKS_FLAGS, 0o600)
+        try:
+            alone = self._agree()
+            for model in self._pinned:
+                self._lock_pin(model)
+        except BaseException:
+            former, self._books = self._books, former
+            raise
+        finally:
+            if former >= 0:
+                locks.release(former)
+        return alone
+
+    def _rejoin(self) -> None:
+        """Share the directory that is there now in place of the one that was removed."""
+        try:
+            _check_owner(self.directory)
+            self._join()
+        except ConfigError as exc:
+            raise StoreError(f"The directory was removed, and made anew by somebody else. {exc}") from exc
+        self._seen = None
+
+    def _agree(self) -> bool:
+        """Find the budget that others keep; who is alone sets it. Return whether we are."""
+        alone = locks.lock(self._books, _OPEN, shared=False)
+        if alone:
             os.ftruncate(self._books, 0)
             os.pwrite(self._books, str(self.capacity_bytes).encode(), 0)
-            with suppress(TierFull):  # what a process that has closed its books still lends
-                self._make_room(0, None)
         else:
             theirs = os.pread(self._books, 32, 0).decode()
             if theirs != str(self.capacity_bytes):
@@ -226,6 +247,17 @@ class SegmentShelf:
                     f"one names {self.capacity_bytes}. Give all the same, or end the others first."
                 )
         locks.lock(self._books, _OPEN, shared=True)
+        return alone
+
+    def _tidy(self) -> list[Path]:
+        """Put in order what others have left, and return what was half-filled."""
+        for entry in entries_of(self.directory):
+            if not entry.whole:
+                give_name(entry.path)
+        half = [entry for entry in entries_of(self.directory) if not entry.whole]
+        swept = [entry.path for entry in self._remove(half)]
+        self._make_room(0, None, partly=True)
+        return swept
 
     def _lock_pin(self, model: ModelId) -> None:
         locks.lock(self._books, _pin_byte(model), shared=True)
@@ -235,35 +267,25 @@ class SegmentShelf:
         if self._books >= 0:
             return locks.is_locked(self._books, _pin_byte(model))
         with suppress(FileNotFoundError):
-            fd = os.open(self.directory / ".books", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self.directory / _BOOKS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 return locks.is_locked(fd, _pin_byte(model))
             finally:
                 os.close(fd)
         return False
 
-    def _entries(self) -> list[_Entry]:
-        """What is there; one that gets its name meanwhile may be listed twice, or not at all: then anew."""
-        before: set[Path] | None = None
-        while True:
-            found = _scan(self.directory)
-            paths = {entry.path for entry in found} if found is not None else None
-            if found is not None and paths == before:
-                return found
-            before = paths
-
-    def _label(self, entry: _Entry) -> Label | None:
+    def _label(self, entry: Entry) -> Label | None:
         with suppress(OSError, StoreError):
             return self._labels.get((entry.path.name, entry.inode)) or Label.read(entry.path)
         return None
 
-    def _make_room(self, size_bytes: int, coming: Label | None) -> None:
-        """Remove what must go so that `size_bytes` fit beside the rest; all of it, or nothing."""
-        entries = self._entries()
+    def _make_room(self, size_bytes: int, coming: Label | None, *, partly: bool = False) -> None:
+        """Remove what must go so that `size_bytes` fit beside the rest; all, or nothing unless `partly`."""
+        entries = entries_of(self.directory)
         missing = sum(entry.size_bytes for entry in entries) + size_bytes - self.capacity_bytes
         with ExitStack() as stack:
-            going: list[_Entry] = []
-            for group in _groups(entries):
+            going: list[Entry] = []
+            for group in in_groups(entries):
                 if missing <= 0:
                     break
                 own = coming is not None and (group[0].model, group[0].digest) == (
@@ -271,10 +293,10 @@ class SegmentShelf:
                     coming.digest,
                 )
                 kept = own or group[0].model in self._pinned or self._is_pinned_elsewhere(group[0].model)
-                if not kept and _lock_all(group, stack):
+                if not kept and lock_all(group, stack):
                     going += group
                     missing -= sum(entry.size_bytes for entry in group)
-            if missing > 0:
+            if missing > 0 and not partly:
                 raise TierFull(
                     f"{str(self.directory)!r} has no room for {size_bytes} bytes: it lacks {missing} of its "
                     f"{self.capacity_bytes}, which are in use or pinned, in whatever process. Raise the "
@@ -283,13 +305,13 @@ class SegmentShelf:
             for entry in going:
                 entry.path.unlink(missing_ok=True)
 
-    def _remove(self, entries: Iterable[_Entry], *, together: bool = False) -> list[_Entry]:
+    def _remove(self, entries: Iterable[Entry], *, together: bool = False) -> list[Entry]:
         """Remove those that nobody uses, or with `together` all or none; return them."""
         groups = [list(entries)] if together else [[entry] for entry in entries]
-        gone: list[_Entry] = []
+        gone: list[Entry] = []
         for group in groups:
             with ExitStack() as stack:
-                if _lock_all(group, stack):
+                if lock_all(group, stack):
                     for entry in group:
                         entry.path.unlink(missing_ok=True)
                     gone += group
@@ -313,7 +335,7 @@ class SegmentShelf:
                 locks.release(fd)
 
 
-_BOOKS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_BOOKS_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @contextmanager
@@ -324,10 +346,23 @@ def map_memory_errors(directory: Path) -> Generator[None]:
     except OSError as exc:
         if exc.errno in _FULL:
             raise TierFull(
-                f"The memory behind {str(directory)!r} is full ({exc.strerror}); nothing was changed. Name a "
-                "smaller budget, or give that file system, or the container, more room."
+                f"The memory behind {str(directory)!r} is full ({exc.strerror}), so the model is not kept "
+                "there; idle ones may have gone for it. Name a smaller budget, or give that file system, or "
+                "the container, more room."
             ) from exc
         raise StoreError(f"{str(directory)!r} cannot be used: {exc.strerror or exc}.") from exc
+
+
+def _check_system() -> None:
+    if not locks.supported():
+        raise ConfigError("Sharing host memory needs Linux; use a PinnedStore here.")
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether what is open is still what lies at the path."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), path.stat())
+    return False
 
 
 def _check_owner(directory: Path) -> None:
@@ -337,47 +372,6 @@ def _check_owner(directory: Path) -> None:
             f"{str(directory)!r} is another user's, or others may write to it; weights from there could be "
             "anybody's. Name a directory of your own, with `chmod 700`."
         )
-
-
-def _scan(directory: Path) -> list[_Entry] | None:
-    """List the segments once; `None` if one got its name, or went, under our eyes."""
-    found: list[_Entry] = []
-    with os.scandir(directory) as files:
-        for file in files:
-            name = parse_name(file.name)
-            if name is not None and file.is_file(follow_symlinks=False):
-                try:
-                    status = file.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    return None
-                size_bytes, used_ns = status.st_size, status.st_mtime_ns
-                found.append(_Entry(Path(file.path), *name, file.inode(), size_bytes, used_ns))
-    return found
-
-
-def _groups(entries: Iterable[_Entry]) -> list[list[_Entry]]:
-    """What goes together, in the order in which it goes."""
-    groups: dict[tuple[ModelId, str], list[_Entry]] = {}
-    for entry in entries:
-        groups.setdefault((entry.model, entry.digest), []).append(entry)
-    return sorted(groups.values(), key=lambda g: (any(e.whole for e in g), max(e.used_ns for e in g)))
-
-
-def _lock_all(group: Iterable[_Entry], stack: ExitStack) -> bool:
-    """Lock all of a group against use until the stack ends, or none of it."""
-    with ExitStack() as locked:
-        for entry in group:
-            try:
-                fd = removable(entry.path)
-            except FileNotFoundError:  # gone, unless it got its name
-                if entry.whole or not os.path.lexists(whole_path(entry.path)):
-                    continue
-                return False
-            if fd is None:
-                return False
-            locked.callback(locks.release, fd)
-        stack.push(locked.pop_all())
-    return True
 
 
 def _pin_byte(model: ModelId) -> int:

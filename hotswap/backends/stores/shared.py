@@ -86,7 +86,7 @@ class SharedStore(HostTier):
         """
         try:
             for path in await patiently(self._shelf.open):
-                _log.warning("Removed %r, which a process that died had left half-filled.", str(path))
+                _log.warning("Removed %r: it was half-filled, and nobody is there to fill it.", str(path))
             async with background() as self._tasks:
                 try:
                     yield self

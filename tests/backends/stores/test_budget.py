@@ -57,14 +57,18 @@ class Books(RuleBasedStateMachine):
     def lend(self, slot: Part) -> Part:
         self.shelf.use(slot)
         self.lent.append(slot)
-        self.recent = [name for name in self.recent if name != slot.group] + [slot.group]
+        self._used(slot)
         return slot
+
+    def _used(self, slot: Part) -> None:
+        self.recent = [name for name in self.recent if name != slot.group] + [slot.group]
 
     @rule(slot=consumes(loans))
     def end(self, slot: Part | None) -> None:
         if slot is not None:
             self.shelf.leave(slot)
             self.lent.remove(slot)
+            self._used(slot)
 
     @precondition(lambda self: any(not slot.users for slot in self.shelf))
     @rule(data=st.data())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hotswap import StoreError, TierFull
-from hotswap.backends.stores import locks, shared_buffer
+from hotswap import ConfigError, StoreError, TierFull
+from hotswap.backends.stores import locks, segment, shared_buffer
 from hotswap.backends.stores.segment import Label, Segment
 from hotswap.backends.stores.segment_shelf import Busy, SegmentShelf
 from hotswap.request import ModelId
@@ -52,9 +53,10 @@ def shelf_at(place: Path, budget: int = 4 * SIZE) -> Iterator[SegmentShelf]:
 
 def fill(shelf: SegmentShelf, label: Label) -> None:
     """Leave a whole segment there."""
-    segment = shelf.take(label, writable=True)
-    segment.commit(0)
-    segment.close()
+    one = shelf.take(label, writable=True)
+    one.reserve(0)
+    one.commit(0)
+    one.close()
 
 
 def used(place: Path) -> int:
@@ -90,16 +92,16 @@ def test_a_segment_that_gets_its_name_while_the_directory_is_listed_counts(
     coming = label_of("coming")
     with shelf_at(place, 2 * SIZE) as shelf, shelf_at(place, 2 * SIZE) as other:
         fill(shelf, label_of("idle"))
-        segment = other.take(coming, writable=True)
-        segment.commit(0)
+        one = other.take(coming, writable=True)
+        one.commit(0)
         monkeypatch.setattr(
             os,
             "scandir",
-            lambda path: _Scan(scandir(path), coming.coming_name, segment.publish, listed=listed),
+            lambda path: _Scan(scandir(path), coming.coming_name, one.publish, listed=listed),
         )
         shelf.take(label_of("new"), writable=True).close()
         assert used(place) == 2 * SIZE
-        segment.close()
+        one.close()
 
 
 def test_too_many_open_files_do_not_make_a_good_segment_a_bad_one(
@@ -126,10 +128,10 @@ def test_too_many_open_files_do_not_make_a_good_segment_a_bad_one(
 def test_who_wants_a_segment_that_is_just_removed_asks_again(place: Path, whole: bool) -> None:
     label = label_of()
     with shelf_at(place) as shelf:
-        segment = shelf.take(label, writable=True)
+        one = shelf.take(label, writable=True)
         if whole:
-            segment.commit(0)
-        segment.close()
+            one.commit(0)
+        one.close()
         (path,) = (file for file in place.iterdir() if file.name != ".books")
         removing = os.open(path, os.O_RDWR)
         assert locks.lock(removing, 0, shared=False)
@@ -164,19 +166,19 @@ def test_what_got_its_name_while_room_is_made_is_not_taken_for_gone(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with shelf_at(place, SIZE) as shelf, shelf_at(place, SIZE) as other:
-        segment = other.take(label_of("theirs"), writable=True)
-        segment.commit(0)
+        one = other.take(label_of("theirs"), writable=True)
+        one.commit(0)
         pinned = locks.is_locked
 
         def meanwhile(fd: int, byte: int) -> bool:
-            segment.publish()
+            one.publish()
             return pinned(fd, byte)
 
         monkeypatch.setattr(locks, "is_locked", meanwhile)
         with pytest.raises(TierFull):
             shelf.take(label_of("new"), writable=True)
         assert used(place) == SIZE
-        segment.close()
+        one.close()
 
 
 def test_a_label_with_a_bad_name_is_not_shown(place: Path) -> None:
@@ -226,3 +228,145 @@ async def test_who_waits_long_for_the_books_says_so_once(
 
     assert await shared_buffer.patiently(ask)
     assert [record.message[:15] for record in caplog.records] == ["Another process"]
+
+
+# ------------------------------------------------------------------------------ restarts, and their directory
+
+
+def test_a_segment_from_before_the_machine_was_started_is_remade(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label = label_of()
+    with shelf_at(place) as shelf:
+        fill(shelf, label)
+        assert shelf.snapshot() == (SIZE, (label,))
+    monkeypatch.setattr(segment, "boot_id", lambda: "another")
+    with shelf_at(place) as shelf:
+        assert shelf.snapshot() == (SIZE, ())
+        assert shelf.attach(label, writable=False) is None
+        remade = shelf.take(label, writable=True)
+        assert remade.created
+        remade.close(discard=True)
+
+
+def test_the_boot_is_known_on_linux() -> None:
+    assert len(segment.boot_id()) == 36
+
+
+def test_opening_leaves_alone_what_others_have_half_filled(place: Path) -> None:
+    half = label_of("half")
+    with shelf_at(place) as shelf:
+        shelf.take(half, writable=True).close()  # to be gone on with
+        with shelf_at(place):
+            pass
+        assert (place / half.coming_name).exists()
+    with shelf_at(place):
+        assert used(place) == 0
+
+
+def test_what_was_whole_when_its_process_died_gets_its_name(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label = label_of()
+    with shelf_at(place) as shelf, monkeypatch.context() as patch:
+        patch.setattr(Segment, "publish", lambda _: None)  # where it was killed
+        left = shelf.take(label, writable=True)
+        left.reserve(0)
+        left.commit(0)
+        left.close()
+    with shelf_at(place) as shelf:
+        assert shelf.snapshot() == (SIZE, (label,))
+
+
+def test_a_smaller_budget_removes_what_it_can_beside_what_is_still_lent(place: Path) -> None:
+    with shelf_at(place, 4 * SIZE) as shelf:
+        for model in "abc":
+            fill(shelf, label_of(model))
+        loan = shelf.attach(label_of("b"), writable=False)
+        assert loan is not None
+    small = SegmentShelf(place, SIZE - 1)
+    small.open()
+    assert [label.model for label in small.snapshot()[1]] == ["b"]
+    small.close()
+    loan.close()
+
+
+def test_a_use_counts_from_its_end(place: Path) -> None:
+    with shelf_at(place, 2 * SIZE) as shelf:
+        for model in "ab":
+            fill(shelf, label_of(model))
+        long = shelf.attach(label_of("a"), writable=False)
+        assert long is not None
+        for number, model in enumerate("ab"):
+            os.utime(place / label_of(model).name, (number, number))
+        long.close()
+        shelf.take(label_of("c"), writable=True).close()
+        assert (place / label_of("a").name).exists()
+        assert not (place / label_of("b").name).exists()
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_directory_removed_under_living_processes_is_made_and_shared_anew(place: Path, link: bool) -> None:
+    named = place.with_name("link") if link else place
+    if link:
+        place.mkdir(mode=0o700)
+        named.symlink_to(place)
+    with shelf_at(named, SIZE) as one, shelf_at(named, SIZE) as other:
+        one.pin(ModelId("m"))
+        fill(one, label_of())
+        shutil.rmtree(place)
+        if link:
+            place.mkdir(mode=0o700)
+        fill(one, label_of())
+        with pytest.raises(TierFull):
+            other.take(label_of("new"), writable=True)
+        assert other.snapshot() == (SIZE, (label_of(),))
+        with pytest.raises(ConfigError, match="budget"):
+            SegmentShelf(named, 2 * SIZE).open()
+
+
+def test_a_directory_that_others_took_over_meanwhile_is_not_used(place: Path) -> None:
+    with shelf_at(place, SIZE) as shelf:
+        shutil.rmtree(place)
+        with shelf_at(place, 2 * SIZE), pytest.raises(StoreError, match="made anew by somebody else"):
+            shelf.take(label_of(), writable=True)
+        shelf.take(label_of(), writable=True).close(discard=True)
+
+
+def test_what_was_removed_takes_no_name_from_what_came_after_it(place: Path) -> None:
+    label = label_of()
+    with shelf_at(place) as one, shelf_at(place) as other:
+        removed = one.take(label, writable=True)
+        shutil.rmtree(place)
+        made = other.take(label, writable=True)
+        removed.commit(0)
+        removed.close(discard=True)
+        assert (place / label.coming_name).exists()
+        made.close(discard=True)
+
+
+def test_only_its_owner_clears_a_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shelf_at(place) as shelf:
+        fill(shelf, label_of())
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="another user's"):
+        SegmentShelf(place, 0).clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(locks, "supported", lambda: False)
+    with pytest.raises(ConfigError, match="needs Linux"):
+        SegmentShelf(place, 0).clear()
+    assert used(place) == SIZE
+
+
+def test_memory_that_is_full_does_not_say_that_nothing_has_changed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with shelf_at(place, SIZE) as shelf:
+        fill(shelf, label_of("idle"))
+        monkeypatch.setattr(os, "ftruncate", full)
+        with pytest.raises(TierFull, match="idle ones may have gone"):
+            shelf.take(label_of("new"), writable=True)
+        assert used(place) == 0
