@@ -17,6 +17,7 @@ from hotswap.backends.stores.fill import Fill, Follower, telling
 from hotswap.backends.stores.host_tier import HostTier
 from hotswap.backends.stores.link import Link
 from hotswap.backends.stores.reading import background
+from hotswap.backends.stores.unbroken import unbroken
 from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
 from hotswap.model import HostBuffer, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
@@ -298,7 +299,7 @@ class TieredStore(WeightStore):
             fill.leave()
             if not fill.num_followers:
                 with CancelScope(shield=True):
-                    await fill.ended.wait()
+                    await unbroken(fill.ended.wait)
 
     async def _join(self, host: HostTier, shard: Shard, manifest: Manifest, *, at_once: bool) -> Fill:
         while (fill := self._fills.get(shard)) is not None and fill.closing:
