@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Protocol
 
 import anyio
@@ -18,7 +19,7 @@ from hotswap.model import HostBuffer, HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
 
-__all__ = ["Hold", "HostTier", "RankBuffer"]
+__all__ = ["Drops", "Hold", "HostTier", "RankBuffer"]
 
 
 class RankBuffer(Protocol):
@@ -79,6 +80,36 @@ class Hold(ABC):
     @abstractmethod
     def keep(self) -> None:
         """Let the buffer stay when nobody holds it any more, until room is needed."""
+
+
+class Drops:
+    """The drops that wait for readers; one that nobody waits for any more is forgotten."""
+
+    def __init__(self) -> None:
+        self._ends: dict[ModelId, anyio.Event] = {}
+        self._waiting: Counter[ModelId] = Counter()
+
+    def __contains__(self, model: ModelId) -> bool:
+        return model in self._ends
+
+    @contextmanager
+    def waiting(self, model: ModelId) -> Generator[anyio.Event]:
+        """Wait, in the block, for the event: the model is gone, or to be kept."""
+        self._waiting[model] += 1
+        try:
+            yield self._ends.setdefault(model, anyio.Event())
+        finally:
+            self._waiting[model] -= 1
+            if not self._waiting[model]:
+                del self._waiting[model]
+                self._ends.pop(model, None)
+
+    def end(self, model: ModelId) -> bool:
+        """End all drops of the model; false if there are none."""
+        if (event := self._ends.pop(model, None)) is None:
+            return False
+        event.set()
+        return True
 
 
 class HostTier(WeightStore):
@@ -143,7 +174,8 @@ class HostTier(WeightStore):
     async def drop(self, model: ModelId) -> None:
         """Free the model's memory as soon as nothing lends from it, and return then.
 
-        Called while it is lent, it waits; `keep` takes it back.
+        Called while it is lent, it waits; `keep` takes it back, and so does a cancellation. Where processes
+        share the memory, it waits for the loans, pins and fills of them all.
         """
 
     @abstractmethod

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import aligned_buffer, pin, unpin
 from hotswap.backends.stores.budget import Shelf, Slot
-from hotswap.backends.stores.host_tier import Hold, HostTier
+from hotswap.backends.stores.host_tier import Drops, Hold, HostTier
 from hotswap.backends.stores.unbroken import in_thread, unbroken
 from hotswap.errors import ShardMissing, TierFull
 from hotswap.hardware import parse_bytes
@@ -38,7 +38,7 @@ class PinnedStore(HostTier):
         self._shelf: Shelf[ModelId, _RankBuffer] = Shelf(name, parse_bytes(budget))
         self._reserving = anyio.Lock()
         self._freeing = anyio.Lock()
-        self._unwanted: dict[ModelId, anyio.Event] = {}
+        self._drops = Drops()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -73,14 +73,13 @@ class PinnedStore(HostTier):
         return slot is not None and slot.value.has(shard)
 
     async def drop(self, model: ModelId) -> None:
-        dropped = self._unwanted.setdefault(model, anyio.Event())
-        self._drop_unwanted(model)
-        await dropped.wait()
+        with self._drops.waiting(model) as dropped:
+            self._drop_unwanted(model)
+            await dropped.wait()
         await self._free()
 
     def keep(self, model: ModelId) -> None:
-        if (dropped := self._unwanted.pop(model, None)) is not None:
-            dropped.set()
+        self._drops.end(model)
 
     def pin(self, model: ModelId) -> None:
         self._shelf.pinned.add(model)
@@ -150,10 +149,20 @@ class PinnedStore(HostTier):
             if slot is None:
                 self._shelf.make_room(manifest.buffer_bytes, manifest.model)
                 await self._free()
-                buffer = _RankBuffer(manifest, rank)
+                buffer = self._allocate(manifest, rank)
                 slot = self._shelf.add(manifest.model, rank, buffer, manifest.buffer_bytes)
             self._shelf.use(slot)
             return slot
+
+    def _allocate(self, manifest: Manifest, rank: int) -> _RankBuffer:
+        try:
+            return _RankBuffer(manifest, rank)
+        except MemoryError as exc:
+            raise TierFull(
+                f"The system gives tier {self.name!r} no {manifest.buffer_bytes} bytes of memory for model "
+                f"{manifest.model!r}, though its budget has room. Name a smaller budget, or give "
+                "the machine, or the container, more memory."
+            ) from exc
 
     def _replace(self, slot: Slot[ModelId, _RankBuffer]) -> None:
         if slot.users:
@@ -173,10 +182,10 @@ class PinnedStore(HostTier):
 
     def _drop_unwanted(self, model: ModelId) -> None:
         slots = self._shelf.group(model)
-        if model in self._unwanted and not any(slot.users for slot in slots):
+        if model in self._drops and not any(slot.users for slot in slots):
             for slot in slots:
                 self._shelf.drop(slot)
-            self.keep(model)
+            self._drops.end(model)
 
     async def _free(self) -> None:
         """Free what has left; in a thread, because giving back many pages takes a while."""

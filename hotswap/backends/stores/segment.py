@@ -27,6 +27,7 @@ import mmap
 import os
 import re
 import stat
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +40,17 @@ from hotswap.errors import ShardCorrupt
 from hotswap.model import Manifest
 from hotswap.request import ModelId
 
-__all__ = ["Label", "Segment", "boot_id", "digest_of", "give_name", "parse_name", "removable", "whole_path"]
+__all__ = [
+    "Label",
+    "Segment",
+    "boot_id",
+    "digest_of",
+    "give_name",
+    "is_nameable",
+    "parse_name",
+    "removable",
+    "whole_path",
+]
 
 FORMAT: Final = "hotswap-segment"
 VERSION: Final = 1
@@ -49,8 +60,9 @@ _TEXT_BYTES = 1024
 _RESERVE_BYTES = 256 << 20
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # whatever lies there, opening it waits for nobody
 _NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})  # a link, a directory, a socket
+_MODEL = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
 _NAME = re.compile(
-    r"(?P<dot>\.?)(?P<model>[A-Za-z0-9_][A-Za-z0-9._-]{0,199})\.(?P<rank>\d+)-of-(?P<world>\d+)"
+    rf"(?P<dot>\.?)(?P<model>{_MODEL})\.(?P<rank>\d+)-of-(?P<world>\d+)"
     r"\.(?P<digest>[0-9a-f]{16})(?P<coming>(\.coming)?)"
 )
 _REMEDY = "Remove it with `hotswap store clear`."
@@ -158,6 +170,11 @@ class Label:
         )
 
 
+def is_nameable(model: ModelId) -> bool:
+    """Whether a segment could have the model's name: ids of users may be anything, such as "org/model"."""
+    return re.fullmatch(_MODEL, model) is not None
+
+
 def parse_name(name: str) -> tuple[ModelId, str, bool] | None:
     """The model, the digest, and whether it is whole, of a segment's file name; `None` if it is none's."""
     match = _NAME.fullmatch(name)
@@ -238,7 +255,7 @@ class Segment:
             if complaint := _complaint(fd, label, whole=path.name == label.name):
                 raise ShardCorrupt(f"{str(path)!r} cannot be used: {complaint}. {_REMEDY}")
             segment = cls(label, fd, path, writable=writable)
-            os.utime(fd)
+            _stamp(fd)
             fd = -1
             return segment
         finally:
@@ -301,7 +318,7 @@ class Segment:
         """
         with suppress(OSError):
             self.publish()
-            os.utime(self._fd)  # a use counts from its end
+            _stamp(self._fd)  # a use counts from its end
         self._flags.release()
         with suppress(BufferError):
             self.memory.release()
@@ -316,6 +333,12 @@ class Segment:
         finally:
             os.close(self._fd)
         return removed
+
+
+def _stamp(fd: int) -> None:
+    """Count a segment as used now; the file system's own clock may stand still for some milliseconds."""
+    now_ns = time.time_ns()
+    os.utime(fd, ns=(now_ns, now_ns))
 
 
 def removable(path: Path) -> int | None:

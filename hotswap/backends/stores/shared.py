@@ -16,9 +16,9 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import can_pin
-from hotswap.backends.stores.host_tier import Hold, HostTier
+from hotswap.backends.stores.host_tier import Drops, Hold, HostTier
 from hotswap.backends.stores.reading import background
-from hotswap.backends.stores.segment import Label, Segment, digest_of
+from hotswap.backends.stores.segment import Label, Segment, digest_of, is_nameable
 from hotswap.backends.stores.segment_shelf import Busy, SegmentShelf
 from hotswap.backends.stores.shared_buffer import SharedBuffer, SharedHold, patiently, pauses
 from hotswap.backends.stores.unbroken import in_thread, unbroken
@@ -43,8 +43,10 @@ class SharedStore(HostTier):
 
     `budget` bounds the bytes of all segments together. What any living process lends or pins stays; of the
     rest the model used longest ago goes first. Segments stay when the processes end, so that a restart
-    finds its models warm, until they are pushed out, or `clear` removes them. A process learns from the tier
-    below which weights a model has by now, so those of an earlier conversion are never lent for it.
+    finds its models warm, until they are pushed out, or `clear` removes them. A process asks the tier below
+    once which weights a model has, so a restart never goes on with those of an earlier conversion. While it
+    has them all here it does not ask again: a model that is replaced under a running process stays as it was
+    there until it is dropped, or pushed out.
 
     A process that was forked from one that has this open shares its locks; begin processes anew instead.
 
@@ -72,7 +74,7 @@ class SharedStore(HostTier):
         self._known: dict[ModelId, _Known] = {}
         self._buffers: dict[Label, SharedBuffer] = {}
         self._opening = anyio.Lock()
-        self._unwanted: dict[ModelId, anyio.Event] = {}
+        self._drops = Drops()
         self._changed = anyio.Event()
         self._tasks: TaskGroup | None = None
 
@@ -111,6 +113,11 @@ class SharedStore(HostTier):
     @asynccontextmanager
     async def hold(self, manifest: Manifest, rank: int) -> AsyncGenerator[Hold]:
         await self.expect(manifest)
+        if not is_nameable(manifest.model):
+            raise TierFull(
+                f"The id {manifest.model!r} is no plain file name, so {self.name!r} does not take the model. "
+                "Use a PinnedStore, or give the model an id of letters, digits, '.', '_' and '-'."
+            )
         if not all(shard.checksum for shard in manifest.shards):
             raise TierFull(
                 f"Model {manifest.model!r} has shards without checksums, so no other process could tell its "
@@ -130,23 +137,22 @@ class SharedStore(HostTier):
 
     async def expect(self, manifest: Manifest) -> None:
         known = self._known.get(manifest.model)
-        if known is None or known.manifest != manifest:
+        if is_nameable(manifest.model) and (known is None or known.manifest != manifest):
             self._known[manifest.model] = await _know(manifest)
 
     async def drop(self, model: ModelId) -> None:
-        dropped = self._unwanted.setdefault(model, anyio.Event())
-        for pause_s in pauses(most_s=0.25):
-            if dropped.is_set():
-                return
-            if await self._removed(model):
-                self.keep(model)
-                return
-            with move_on_after(pause_s):
-                await self._changed.wait()
+        with self._drops.waiting(model) as dropped:
+            for pause_s in pauses(most_s=0.25):
+                if dropped.is_set():
+                    return
+                if await self._removed(model):
+                    self.keep(model)
+                    return
+                with move_on_after(pause_s):
+                    await self._changed.wait()
 
     def keep(self, model: ModelId) -> None:
-        if (dropped := self._unwanted.pop(model, None)) is not None:
-            dropped.set()
+        if self._drops.end(model):
             self._notify()
 
     def pin(self, model: ModelId) -> None:
@@ -220,13 +226,19 @@ class SharedStore(HostTier):
     @asynccontextmanager
     async def _rank_in_use(self, manifest: Manifest, rank: int) -> AsyncGenerator[SharedBuffer | None]:
         async with self._in_use(manifest, rank) as buffer:
-            yield buffer if buffer is not None and buffer.whole else None
+            there = buffer is not None and buffer.whole
+            if buffer is not None and there:
+                buffer.kept = True
+            yield buffer if there else None
 
     @asynccontextmanager
     async def _in_use(
         self, manifest: Manifest, rank: int, *, make: bool = False
     ) -> AsyncGenerator[SharedBuffer | None]:
         """Keep a rank mapped while the block runs, made if need be; `None` if it is not there."""
+        if not is_nameable(manifest.model):
+            yield None
+            return
         known = self._known.get(manifest.model)
         if known is None or known.manifest != manifest:
             known = await _know(manifest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
@@ -27,6 +28,8 @@ from hotswap.view import Residency, StoreView
 
 __all__ = ["TieredStore"]
 
+_log = logging.getLogger("hotswap.stores")
+
 
 class TieredStore(WeightStore):
     """Tiers, fastest first: `TieredStore(PinnedStore("200 GiB"), NvmeStore("/var/cache/hotswap"))`.
@@ -34,9 +37,9 @@ class TieredStore(WeightStore):
     A shard is lent by the first tier that holds it. If the first tier is host memory (a `PinnedStore` or a
     `SharedStore`), a shard read from below is written into it on the way, and lent from there: that is the
     only copy in host memory, made once however many engines ask at the same time. Where the budget does not
-    allow it, the shard passes by. A tier that fails before its first chunk is passed over for the next; one
-    that fails later raises. What is read from below a `NvmeStore` is written there on the way (see
-    `descend`).
+    allow it, or host memory fails in another way, which the log says, the shard passes by. A tier that fails
+    before its first chunk is passed over for the next; one that fails later raises. What is read from below a
+    `NvmeStore` is written there on the way (see `descend`).
 
     `prefetches` models are prefetched from a tier at a time, and none while a load reads from it.
     """
@@ -56,6 +59,7 @@ class TieredStore(WeightStore):
         self._links: defaultdict[str, Link] = defaultdict(lambda: Link(prefetches))
         self._due: list[Manifest] = []
         self._fills: dict[Shard, Fill] = {}
+        self._told: dict[ModelId, str] = {}
         self._tasks: TaskGroup | None = None
 
     @asynccontextmanager
@@ -87,7 +91,7 @@ class TieredStore(WeightStore):
 
     @asynccontextmanager
     async def lend(self, manifest: Manifest, rank: int = 0) -> AsyncGenerator[HostBuffer | None]:
-        """Lend a rank from the host tier, read into it first if need be; `None` if it has no room for it."""
+        """Lend a rank from the host tier, read into it first if need be; `None` if it cannot have it."""
         async with AsyncExitStack() as stack:
             yield None if self._host is None else await self._enter_lent(stack, self._host, manifest, rank)
 
@@ -184,8 +188,12 @@ class TieredStore(WeightStore):
 
     async def _enter(self, stack: AsyncExitStack, shard: Shard) -> AsyncIterator[HostChunk]:
         if self._host is not None:
-            with suppress(ShardMissing):
+            try:
                 return await stack.enter_async_context(self._host.open(shard))
+            except ShardMissing:
+                pass
+            except StoreError as exc:
+                self._pass_by(shard.model, exc)
             if (manifest := await self._manifest_of(shard)) is not None:
                 rising = await stack.enter_async_context(self._rising(self._host, shard, manifest))
                 if rising is not None:
@@ -195,13 +203,16 @@ class TieredStore(WeightStore):
     async def _enter_lent(
         self, stack: AsyncExitStack, host: HostTier, manifest: Manifest, rank: int
     ) -> HostBuffer | None:
-        buffer = await stack.enter_async_context(host.lend(manifest, rank))
-        if buffer is not None:
-            return buffer
+        if self._tasks is None:
+            raise self._not_open()
         async with AsyncExitStack() as reserved:
             try:
+                buffer = await stack.enter_async_context(host.lend(manifest, rank))
+                if buffer is not None:
+                    return buffer
                 hold = await reserved.enter_async_context(host.hold(manifest, rank))
-            except TierFull:
+            except StoreError as exc:
+                self._pass_by(manifest.model, exc)
                 return None
             with self._link(manifest.model).load(manifest.model):
                 tier = await self._complete(host, manifest, manifest.shards_of(rank))
@@ -232,6 +243,15 @@ class TieredStore(WeightStore):
                 manifest = await self._manifest(self._below, shard.model)
         return manifest if manifest is not None and shard in manifest.shards else None
 
+    def _pass_by(self, model: ModelId, why: Exception) -> None:
+        """Say, once for each reason, that a load goes on without the host tier; that it is full is usual."""
+        if not isinstance(why, TierFull) and self._told.get(model) != str(why):
+            self._told[model] = str(why)
+            _log.warning("Model %r passes by %r: %s", model, self._host, why)
+
+    def _not_open(self) -> StoreError:
+        return StoreError(f"{self!r} is not open; use it inside `async with`.")
+
     # -------------------------------------------------------------------------- filling the host tier
 
     @asynccontextmanager
@@ -244,6 +264,8 @@ class TieredStore(WeightStore):
             while not fill.admitted and fill.error is None:
                 await fill.changed()
             follower = Follower(fill, host.chunk_bytes) if fill.admitted else None
+            if follower is None and fill.error is not None:
+                self._pass_by(shard.model, fill.error)
             try:
                 yield follower
             finally:
@@ -306,7 +328,7 @@ class TieredStore(WeightStore):
             await fill.ended.wait()
         if fill is None:
             if self._tasks is None:
-                raise StoreError(f"{self!r} is not open; use it inside `async with`.")
+                raise self._not_open()
             reading = nullcontext if at_once else partial(self._loading, manifest)
             fill = Fill(shard, manifest, self._below, host, at_once=at_once, reading=reading)
             self._fills[shard] = fill

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from hotswap import Manifest, ModelId, ShardMissing, TierFull
-from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore, pinned
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.models import UNIT, exhaust, put, read, read_rank
 
@@ -85,6 +85,25 @@ async def test_a_hold_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(TierFull, match="pinned"):
             await admit(store, large, bytes(large.buffer_bytes))
         assert await read_rank(store, small) == ranks[0]
+
+
+async def test_memory_that_the_system_does_not_have_is_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, ranks = put(tmp_path)
+
+    def none(size_bytes: int) -> memoryview:
+        raise MemoryError(f"There is no room for {size_bytes} bytes.")
+
+    async with TieredStore(PinnedStore("1 MiB"), NvmeStore(tmp_path)) as store:
+        monkeypatch.setattr(pinned, "aligned_buffer", none)
+        with pytest.raises(TierFull, match="smaller budget"):
+            await store.prefetch(M)
+        async with store.lend(manifest) as nothing:
+            assert nothing is None
+        assert await read_rank(store, manifest) == ranks[0]
+        monkeypatch.undo()
+        await store.prefetch(M)
 
 
 async def test_admission_cancelled_anywhere_gives_the_bytes_back(tmp_path: Path) -> None:

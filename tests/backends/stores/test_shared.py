@@ -17,6 +17,7 @@ from anyio.lowlevel import checkpoint
 from hotswap import ConfigError, HostBuffer, Manifest, ModelId, ShardMissing, StoreError, TierFull, UnsafeFile
 from hotswap.backends.stores import NvmeStore, SharedStore, TieredStore, segment
 from hotswap.backends.stores.segment import Label, digest_of
+from hotswap.backends.stores.segment_shelf import SegmentShelf
 from hotswap.backends.torch.buffers import in_place
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.bad_disk import BadDisk, io_error
@@ -438,8 +439,8 @@ def _pipe(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [_link, _directory, _pipe])
 @pytest.mark.parametrize("coming", [False, True])
-async def test_what_is_no_file_is_refused_and_not_touched(
-    machine: Machine, make: Callable[[Path], None], coming: bool
+async def test_what_is_no_file_is_neither_read_nor_touched_and_passed_by(
+    machine: Machine, make: Callable[[Path], None], coming: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest = machine.put()
     label = Label.of(manifest, 0, digest_of(manifest))
@@ -448,7 +449,11 @@ async def test_what_is_no_file_is_refused_and_not_touched(
     async with machine.store() as store:
         with pytest.raises(UnsafeFile, match=r"store clear"):
             await store.prefetch(M)
+        async with store.lend(manifest) as nothing:
+            assert nothing is None
+        assert await read_rank(store, manifest) == machine.bytes_of(manifest)
         assert len(machine.files()) == 1
+    assert [record.message.split(" by ")[0] for record in caplog.records] == ["Model 'm' passes"]
 
 
 async def test_processes_must_name_one_budget(machine: Machine) -> None:
@@ -493,6 +498,58 @@ async def test_weights_without_checksums_are_not_shared(machine: Machine) -> Non
         with pytest.raises(TierFull, match="without checksums"):
             async with host(store).hold(nameless, 0):
                 pass
+
+
+async def test_a_host_tier_that_fails_is_passed_by_and_the_log_says_so_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = machine.put()
+
+    def fail(*_: object, **__: object) -> None:
+        raise StoreError("Too many open files.")
+
+    async with machine.store() as store:
+        await store.manifest(M)
+        monkeypatch.setattr(SegmentShelf, "take", fail)
+        monkeypatch.setattr(SegmentShelf, "attach", fail)
+        monkeypatch.setattr(SegmentShelf, "has", lambda *_: True)
+        with pytest.raises(StoreError, match="Too many"):
+            async with host(store).hold(manifest, 0):
+                pass
+        async with store.lend(manifest) as nothing:
+            assert nothing is None
+        assert await read_rank(store, manifest) == machine.bytes_of(manifest)
+    assert ["Too many open files" in record.message for record in caplog.records] == [True]
+
+
+async def test_a_model_whose_id_is_no_file_name_passes_by(machine: Machine) -> None:
+    plain = machine.put()
+    shards = tuple(replace(shard, model=ModelId("org/m")) for shard in plain.shards)
+    manifest = replace(plain, model=ModelId("org/m"), shards=shards)
+    async with machine.store() as store:
+        tier = host(store)
+        await tier.expect(manifest)
+        assert not any(map(tier.holds, manifest.shards))
+        with pytest.raises(TierFull, match=r"PinnedStore"):
+            async with tier.hold(manifest, 0):
+                pass
+        with pytest.raises(ShardMissing):
+            await tier.manifest(manifest.model)
+        async with store.lend(manifest) as nothing:
+            assert nothing is None
+        await store.drop(manifest.model)
+        assert machine.files() == set()
+
+
+async def test_a_replacement_is_noticed_when_the_model_has_left(machine: Machine) -> None:
+    old = machine.put()
+    async with machine.store() as store:
+        await store.prefetch(M)
+        (machine.root / M).rename(machine.root / "old")
+        new = machine.put(seed=1)
+        assert await store.manifest(M) == old
+        await store.drop(M)
+        assert await store.manifest(M) == new
 
 
 async def test_a_store_that_is_not_open_says_so(machine: Machine) -> None:
