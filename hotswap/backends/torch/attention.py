@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hotswap.backends.torch.adapters.plan import Adaptation
@@ -99,6 +100,15 @@ class Segment:
     table: Tensor
     positions: Tensor
     ends: tuple[int, ...]
+    _lines: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def lines(self, heads: int) -> Tensor:
+        """`[n * heads * num_blocks]`: where each head's blocks lie in pools of so many heads."""
+        lines = self._lines.get(heads)
+        if lines is None:
+            each = torch.arange(heads, device=self.table.device)[None, :, None]
+            lines = self._lines[heads] = (self.table[:, None, :] * heads + each).reshape(-1)
+        return lines
 
     @property
     def num_requests(self) -> int:
@@ -217,7 +227,7 @@ def paged_attention(
     out = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
     for segment in step.segments:
         rows = slice(segment.start, segment.start + segment.num_rows)
-        keys, values = step.cache.gather(layer, segment.table)
+        keys, values = step.cache.gather(layer, segment.lines(key.shape[1]), segment.num_requests)
         queries = query[0, :, rows].transpose(0, 1)
         out[rows] = heads.attend(queries, keys, values, segment, attention_mask, step.cache.block_tokens)
     return out.unsqueeze(0), None
@@ -299,5 +309,5 @@ class _Heads:
         rows = left.shape[-2]
         if rows >= self.min_rows:
             return torch.matmul(left, right)
-        repeats = -(-self.min_rows // rows)
-        return torch.matmul(left.repeat(1, 1, repeats, 1), right)[:, :, :rows]
+        more = functional.pad(left, (0, 0, 0, self.min_rows - rows))
+        return torch.matmul(more, right)[:, :, :rows]

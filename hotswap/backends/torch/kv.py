@@ -108,20 +108,25 @@ class KVCache:
         self._keys[layer][blocks, :, offsets] = key[0].transpose(0, 1)
         self._values[layer][blocks, :, offsets] = value[0].transpose(0, 1)
 
-    def gather(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[n, kv_heads, m * block_tokens, dim]` of a table `[n, m]` of blocks.
+    def gather(self, layer: int, lines: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values `[n, kv_heads, m * block_tokens, dim]` of blocks (`Segment.lines`).
 
         Both lie in scratch memory that the next call overwrites: fresh pages would cost ten times the copy.
         """
-        return self._take("keys", self._keys[layer], table), self._take("values", self._values[layer], table)
+        keys = self._take("keys", self._keys[layer], lines)
+        values = self._take("values", self._values[layer], lines)
+        heads = self._keys[layer].shape[1]
+        return keys.view(num_requests, heads, -1, keys.shape[1]), values.view(
+            num_requests, heads, -1, values.shape[1]
+        )
 
-    def _take(self, name: str, pool: Tensor, table: Tensor) -> Tensor:
-        _, heads, tokens, dim = pool.shape
+    def _take(self, name: str, pool: Tensor, index: Tensor) -> Tensor:
+        """`[tokens, dim]` of the lines, one after the other."""
+        _, _, tokens, dim = pool.shape
         lines = pool.view(-1, tokens * dim)
-        index = table[:, None, :] * heads + torch.arange(heads, device=self.device)[None, :, None]
-        out = self._scratch_lines(name, index.numel(), lines)
-        torch.index_select(lines, 0, index.reshape(-1), out=out)
-        return out.view(len(table), heads, -1, dim)
+        out = self._scratch_lines(name, len(index), lines)
+        torch.index_select(lines, 0, index, out=out)
+        return out.view(-1, dim)
 
     def _scratch_lines(self, name: str, count: int, like: Tensor) -> Tensor:
         key = (name, like.shape[1], like.dtype)
