@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from hotswap.errors import HotswapError, ShardMissing, StoreError, UnsupportedModel
+from hotswap.errors import ConfigError, HotswapError, ShardMissing, StoreError, UnsupportedModel
 from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
 
@@ -275,10 +275,16 @@ def _config_of(source: Path) -> str:
     """The config of a checkpoint's directory, or of a model's in a store."""
     from hotswap.backends.stores.indexes import load_index
 
-    if (source / "config.json").is_file():
-        return (source / "config.json").read_text(encoding="utf-8")
-    if (source / "index.json").is_file():
-        return load_index(source.parent, ModelId(source.name)).config
+    place = source.resolve()  # so that "." has a name
+    try:
+        if (place / "config.json").is_file():
+            return (place / "config.json").read_text(encoding="utf-8")
+        if (place / "index.json").is_file():
+            return load_index(place.parent, ModelId(place.name)).config
+    except OSError as exc:
+        raise ConfigError(f"{str(source)!r} cannot be read: {exc.strerror or exc}.") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{str(source / 'config.json')!r} is not UTF-8; download it again.") from exc
     raise ShardMissing(f"There is no model at {str(source)!r}: it has no config.json; give its directory.")
 
 

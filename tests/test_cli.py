@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -198,6 +199,29 @@ def test_check_says_what_a_torch_engine_serves(tmp_path: Path, checkpoint_direct
     done = run("models", "check", tmp_path / "mamba")
     assert done.returncode == 1
     assert "refused. The 'mamba' model" in done.stdout
+
+
+def test_check_takes_the_directory_it_is_called_in(
+    tmp_path: Path, checkpoint_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["store", "add", str(checkpoint_directory), str(tmp_path), "--id", "tiny"]) == 0
+    monkeypatch.chdir(tmp_path / "tiny")
+    assert main(["models", "check", "."]) == 0
+
+
+def test_check_names_a_config_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
+    assert main(["models", "check", str(tmp_path)]) == 2
+    assert "config.json' is not UTF-8" in capsys.readouterr().err
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert main(["models", "check", str(tmp_path)]) == 2
+    assert "cannot be read: Permission denied" in capsys.readouterr().err
 
 
 def test_add_replaces_only_when_told(
