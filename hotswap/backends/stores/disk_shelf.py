@@ -81,14 +81,14 @@ class Loan:
                         self._fd = fd
                 finally:
                     if self._fd != fd:  # it was removed or replaced while we waited
-                        os.close(fd)
+                        _release(fd)
         _stamp(self._fd)
 
     def close(self) -> None:
         """Let the model go; may be called twice, and before `take`."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            _release(fd)
 
 
 class DiskShelf:
@@ -293,7 +293,7 @@ def locked(path: Path, *, wait: bool = False) -> Generator[None]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
     finally:
-        os.close(fd)
+        _release(fd)
 
 
 @contextmanager
@@ -330,6 +330,13 @@ def _lock(fd: int, how: int) -> None:
     except OSError as exc:
         if exc.errno not in _NO_LOCKS:
             raise
+
+
+def _release(fd: int) -> None:
+    """End the lock and close; to close would not be enough where a process was forked meanwhile."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:

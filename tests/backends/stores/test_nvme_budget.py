@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hotswap import Manifest, Model, ModelId, ShardCorrupt, ShardMissing, StoreError, TierFull
 from hotswap.backends.stores import NvmeStore
-from hotswap.backends.stores.disk_shelf import DiskShelf
+from hotswap.backends.stores.disk_shelf import DiskShelf, locked
 from hotswap.backends.stores.indexes import load_index
 from tests.backends.stores.models import UNIT, put, read, read_rank
 
@@ -381,3 +381,30 @@ async def test_what_a_dead_conversion_can_go_on_from_counts(tmp_path: Path) -> N
         assert len(os.listdir(here)) == 2
     with DiskShelf(here, size + UNIT).reserve(ModelId("a"), size):
         assert len(os.listdir(here)) == 2
+
+
+def test_a_fork_while_a_model_or_the_root_is_locked_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path)
+    kept: list[int] = []
+    close = os.close
+
+    def close_here(fd: int) -> None:
+        kept.append(os.dup(fd))  # as a process that was forked meanwhile has it
+        close(fd)
+
+    shelf = DiskShelf(tmp_path, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close_here)
+        loan = shelf.loan(ModelId("m"))
+        loan.take()
+        loan.close()
+        with shelf.reserve(ModelId("new"), 1):
+            pass
+    assert kept
+    assert not shelf.in_use(ModelId("m"))
+    with locked(tmp_path):
+        pass
+    for fd in kept:
+        close(fd)
