@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 
 import anyio
 import torch
 
-from hotswap.errors import MemoryNotReclaimed
+from hotswap.errors import MemoryNotReclaimed, OutOfMemory
 
-__all__ = ["free_bytes", "multiplies_bf16", "reclaimed", "resolve", "total_bytes", "touch"]
+__all__ = [
+    "free_bytes",
+    "multiplies_bf16",
+    "out_of_memory_mapped",
+    "reclaimed",
+    "resolve",
+    "total_bytes",
+    "touch",
+]
 
 _RECLAIM_S = 5.0
 # What the allocator's rounding, and the few buffers that a skeleton keeps, may hold on to.
@@ -68,3 +78,19 @@ async def reclaimed(device: torch.device, free_before: int, expected_bytes: int)
         f"{device} has {free_bytes(device) - free_before:,} bytes more free after an unload that held "
         f"{expected_bytes:,}; end whatever else holds its memory, or restart the process."
     )
+
+
+@contextmanager
+def out_of_memory_mapped(what: str) -> Generator[None]:
+    """Raise torch's ways of saying that memory ran out as `OutOfMemory`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as exc:
+        # On the CPU torch has no type for it, only the words of its allocator.
+        if isinstance(exc, RuntimeError) and not isinstance(exc, torch.OutOfMemoryError):
+            words = str(exc)
+            if "allocate memory" not in words and "not enough memory" not in words:
+                raise
+        raise OutOfMemory(
+            f"There is no memory for {what}; unload something or give the engine less."
+        ) from exc

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from hotswap.backends.torch.adapters.targets import Target, observed, targets
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.dequantize import Dequantizer
-from hotswap.backends.torch.device import free_bytes, reclaimed, touch
+from hotswap.backends.torch.device import free_bytes, out_of_memory_mapped, reclaimed, touch
 from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
@@ -29,7 +29,7 @@ from hotswap.model import Manifest, ModelCard, TensorSpec
 from hotswap.request import ModelId
 from hotswap.store import SupportsLend, WeightStore
 
-__all__ = ["LocalLoader", "LocalModel", "check_world_size", "out_of_memory_mapped"]
+__all__ = ["LocalLoader", "LocalModel", "check_world_size"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -319,7 +319,7 @@ class LocalLoader(Loader):
         if layers is None:
             with (
                 out_of_memory_mapped(f"the first pass of {card.id!r}"),
-                observed(skeleton.module) as self._skeletons.unadaptable[key],
+                observed(skeleton.module) as unadaptable,
             ):
                 layers = preflight(
                     skeleton,
@@ -327,6 +327,8 @@ class LocalLoader(Loader):
                     block_tokens=self._block_tokens,
                     min_rows=self._min_rows(skeleton.dtype),
                 )
+            # Whoever finds the architecture verified asks for these, so they are there before.
+            self._skeletons.unadaptable[key] = unadaptable
             self._skeletons.verified[key] = layers
         positions = skeleton.max_positions or card.max_context_tokens
         return LocalModel(
@@ -363,19 +365,3 @@ def check_world_size(manifest: Manifest, tp: int) -> None:
             f"engine has {tp}; add it to the store with `hotswap store add --world-size {tp}`, or give the "
             f"engine tp={manifest.world_size}."
         )
-
-
-@contextmanager
-def out_of_memory_mapped(what: str) -> Generator[None]:
-    """Raise torch's ways of saying that memory ran out as `OutOfMemory`."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as exc:
-        # On the CPU torch has no type for it, only the words of its allocator.
-        if isinstance(exc, RuntimeError) and not isinstance(exc, torch.OutOfMemoryError):
-            words = str(exc)
-            if "allocate memory" not in words and "not enough memory" not in words:
-                raise
-        raise OutOfMemory(
-            f"There is no memory for {what}; unload something or give the engine less."
-        ) from exc

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hotswap.backends.torch.attention import current
+from hotswap.backends.torch.attention import Step, current
 
 __all__ = ["Target", "observed", "targets"]
 
@@ -33,22 +33,39 @@ class Target:
         return cast("Tensor", self.layer.weight).dtype
 
 
+@dataclass(slots=True, eq=False)
+class _Calls:
+    """In how many steps a layer was called, and whether it got as many rows as they had each time."""
+
+    num_steps: int = 0
+    got_all_rows: bool = True
+    last: Step | None = None
+
+    def note(self, step: Step, num_rows: int) -> None:
+        self.num_steps += step is not self.last
+        self.got_all_rows &= num_rows == len(step.blocks)
+        self.last = step
+
+
 @contextmanager
 def observed(module: nn.Module) -> Generator[set[str]]:
-    """Note, while steps run in the block, the linear layers that got rows in any other way than all in order.
+    """Note, while steps run in the block, the linear layers that did not get all rows of each.
 
-    An expert of a mixture that sees some of the rows cannot know whose they are.
+    An expert of a mixture that sees some of the rows cannot know whose they are. Nothing but numbers of rows
+    is looked at: a layer that always gets all rows in another order would be taken for a good one. The set is
+    complete once the block has ended.
     """
     layers = [(name, layer) for name, layer, _, _ in _linear_layers(module)]
     odd = {name for name, _ in layers}
-    seen: dict[str, bool] = {}
-    handles = [layer.register_forward_pre_hook(_watch(name, seen)) for name, layer in layers]
+    seen = {name: _Calls() for name in odd}
+    handles = [layer.register_forward_pre_hook(_watch(seen[name])) for name, layer in layers]
     try:
         yield odd
     finally:
         for handle in handles:
             handle.remove()
-        odd -= {name for name, in_order in seen.items() if in_order}
+        num_steps = max((calls.num_steps for calls in seen.values()), default=0)
+        odd -= {name for name, calls in seen.items() if calls.got_all_rows and calls.num_steps == num_steps}
 
 
 def targets(module: nn.Module, odd: Set[str]) -> dict[str, Target]:
@@ -72,11 +89,10 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, int, int
             yield name, layer, *shape
 
 
-def _watch(name: str, seen: dict[str, bool]) -> Any:
+def _watch(calls: _Calls) -> Any:
     def look(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         step = current()
         if step is not None:
-            in_order = given[0].shape[:-1].numel() == len(step.blocks)
-            seen[name] = in_order and seen.get(name, True)
+            calls.note(step, given[0].shape[:-1].numel())
 
     return look

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from hotswap.backends.torch.device import out_of_memory_mapped
 from hotswap.backends.torch.forward import least_rows
-from hotswap.backends.torch.loader import out_of_memory_mapped
 from hotswap.backends.torch.parallel.collectives import Boundary, Group
 from hotswap.backends.torch.parallel.messages import (
     Ask,
