@@ -98,7 +98,7 @@ async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], re
     budgets = {"decode": 0, "mixed": BUDGET}
     steps = {kind: _steps(model, places, repeats, budgets[kind]) for kind in kinds}
     cycles = await _cycles(holder, adapters)
-    holder.forget()
+    await holder.forget()
     return {"first_load_s": first_s, "load_s": again_s, "drop_s": drop_s, "step_s": steps, "cycles": cycles}
 
 

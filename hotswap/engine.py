@@ -136,7 +136,8 @@ class SupportsAdapters(Protocol):
         Failure or cancellation leaves what was held before, or that and the adapter.
 
         Raises:
-            UnsupportedAdapter: it does not fit the model, or is of a kind that the engine does not know.
+            UnsupportedAdapter: it does not fit the model, is of a kind that the engine does not know, or is
+                too large for an engine that holds no other.
             StoreError: its files are missing, damaged or unsafe.
             OutOfMemory: there is no room beside those that are held; drop one.
             InstanceLost: the engine is gone.

@@ -100,8 +100,8 @@ class Adapters:
 
         Raises:
             RequestEvicted: the instance turns to another model, or away from this one.
-            UnsupportedAdapter, StoreError: the adapter cannot be had.
-            OutOfMemory: it is too large for the instance.
+            UnsupportedAdapter, StoreError: the adapter cannot be had; nothing was dropped for it.
+            OutOfMemory: the instance has no room for it even after it has dropped all others.
             InstanceLost: the instance is gone.
         """
         if request.adapter is None:

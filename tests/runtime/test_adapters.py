@@ -178,7 +178,7 @@ async def test_a_lost_instance_takes_no_adapter_with_it() -> None:
 
 
 class Refusing(Counting):
-    """Knows no good of two adapters."""
+    """Knows no good of three adapters."""
 
     async def load_adapter(self, adapter: Adapter) -> None:
         if adapter.id == "x1":
@@ -186,7 +186,7 @@ class Refusing(Counting):
         if adapter.id == "x2":
             raise UnsupportedAdapter("It has other shapes; train it on this model.")
         if adapter.id == "x3":
-            raise OutOfMemory("It is too large; make it smaller.")
+            raise OutOfMemory("It finds no room; drop one.")
         await super().load_adapter(adapter)
 
 
@@ -199,9 +199,13 @@ async def test_an_adapter_that_cannot_be_had_fails_its_request_alone() -> None:
             for seed, adapter in enumerate([None, "x0", None, "x0"]):
                 clients.start_soon(read, fleet, "a", adapter, seed, 100)
             await anyio.sleep(0.2)
-            for adapter, error in (("x1", ShardMissing), ("x2", UnsupportedAdapter), ("x3", OutOfMemory)):
+            for adapter, error in (("x1", ShardMissing), ("x2", UnsupportedAdapter)):
                 with pytest.raises(error):
                     await fleet.generate("a", (1,), adapter=adapter)
+        assert (engine.loaded, engine.dropped) == (["x0"], []), "nobody makes room for what cannot be had"
+        with pytest.raises(OutOfMemory):
+            await fleet.generate("a", (1,), adapter="x3")
+        assert engine.dropped == ["x0"], "it might have found room beside fewer"
         idle(fleet)
 
 

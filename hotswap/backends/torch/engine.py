@@ -400,7 +400,7 @@ class TorchEngine(Engine):
         await self._loader.stop()
 
     async def _release_serving(self) -> None:
-        self._adapters.forget()
+        await self._adapters.forget()
         if self._serving is not None:
             await self._serving.release()
         self._serving, self._books = None, Report()

@@ -11,10 +11,11 @@ import anyio.to_thread
 import torch
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.torch.adapters.peft import PeftCache
+from hotswap.backends.torch.adapters.peft import AdapterWeights, PeftCache
 from hotswap.backends.torch.adapters.plan import RankRange
 from hotswap.backends.torch.adapters.pool import AdapterPool, bytes_per_rank
 from hotswap.backends.torch.adapters.targets import Target
+from hotswap.backends.torch.device import out_of_memory_mapped
 from hotswap.errors import InstanceError, OutOfMemory, ShardMissing, UnknownAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
@@ -48,7 +49,8 @@ class AdapterHolder:
         self._model: ModelId | None = None
         self._pool: AdapterPool | None = None
         self._held: dict[AdapterId, Held] = {}
-        self._line = anyio.Lock()
+        self._line = anyio.Lock()  # of those that load
+        self._pen = anyio.Lock()  # of those that change the pool
 
     @property
     def names(self) -> tuple[AdapterId, ...]:
@@ -57,18 +59,18 @@ class AdapterHolder:
 
     def serve(self, model: ModelId, targets: Mapping[str, Target]) -> None:
         """Hold adapters of `model` from now on."""
-        self.forget()
+        assert self._pool is None, "the model before was forgotten"
         dtype = next((target.dtype for target in targets.values()), torch.float32)
         num_ranks = self._size_bytes // max(1, bytes_per_rank(targets, dtype))
         self._model = model
         self._pool = AdapterPool(targets, num_ranks=num_ranks, dtype=dtype, device=self._device)
 
-    def forget(self) -> None:
-        """Drop everything: the model goes."""
-        if self._pool is not None:
-            self._pool.close()
-        self._model = self._pool = None
-        self._held = {}
+    async def forget(self) -> None:
+        """Drop everything: the model goes. Cannot be interrupted."""
+        pool, self._pool, self._model, self._held = self._pool, None, None, {}
+        if pool is not None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(pool.close)
 
     async def load(self, adapter: Adapter) -> None:
         """Read an adapter and put it in a place; see `SupportsAdapters.load_adapter`."""
@@ -83,34 +85,47 @@ class AdapterHolder:
                 )
             if adapter.source is None:
                 raise ShardMissing(f"Adapter {name!r} has no source; say in which directory it lies.")
-            weights = await anyio.to_thread.run_sync(self._cache.get, Path(adapter.source), pool.dtype)
+            with out_of_memory_mapped(f"adapter {name!r} of engine {self._engine!r}"):
+                weights = await anyio.to_thread.run_sync(self._cache.get, Path(adapter.source), pool.dtype)
             pool.check(name, weights)
-            ranks = pool.take(weights.rank)
-            if ranks is None:
-                raise OutOfMemory(
-                    f"Adapter {name!r} of rank {weights.rank} finds no room in the {pool.num_ranks} ranks "
-                    f"of engine {self._engine!r}; drop one, or give the engine more adapter_bytes."
-                )
-            try:
+            async with self._pen:
+                self._held[name] = Held(await self._put(name, weights, pool))
+
+    async def _put(self, name: AdapterId, weights: AdapterWeights, pool: AdapterPool) -> RankRange:
+        ranks = pool.take(weights.rank)
+        if ranks is None:
+            raise OutOfMemory(
+                f"Adapter {name!r} of rank {weights.rank} finds no room in the {pool.num_ranks} ranks "
+                f"of engine {self._engine!r}; drop one, or give the engine more adapter_bytes."
+            )
+        try:
+            with out_of_memory_mapped(f"adapter {name!r} of engine {self._engine!r}"):
                 await anyio.to_thread.run_sync(pool.put, ranks, weights)
-                self._pool_of(adapter)
-            except BaseException:
-                pool.give(ranks)
-                raise
-            self._held[name] = Held(ranks)
+            # The same model, loaded again meanwhile, has another pool.
+            if self._pool is not pool:
+                raise InstanceError(
+                    f"Engine {self._engine!r} unloaded the model of adapter {name!r} while that was read; "
+                    "ask again."
+                )
+        except BaseException:
+            pool.give(ranks)
+            raise
+        return ranks
 
     async def drop(self, adapter: AdapterId) -> None:
         """Forget an adapter; see `SupportsAdapters.drop_adapter`."""
         await checkpoint()
-        held = self._held.get(adapter)
-        if held is None or self._pool is None:
-            return
-        if held.num_users:
-            raise InstanceError(
-                f"{held.num_users} requests of engine {self._engine!r} use adapter {adapter!r}; let them end."
-            )
-        del self._held[adapter]
-        self._pool.give(held.ranks)
+        async with self._pen:
+            held = self._held.get(adapter)
+            if held is None or self._pool is None:
+                return
+            if held.num_users:
+                raise InstanceError(
+                    f"{held.num_users} requests of engine {self._engine!r} use adapter {adapter!r}; "
+                    "let them end."
+                )
+            del self._held[adapter]
+            self._pool.give(held.ranks)
 
     def use(self, adapter: AdapterId | None) -> Held | None:
         """Count a user more, who counts itself out later.

@@ -54,8 +54,8 @@ _HARMLESS = frozenset(
 )
 _READ = frozenset(
     {"alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern"}
+    | {"use_rslora"}
 )
-_READ_TOO = frozenset({"use_rslora"})
 # Initialisations that leave the base model's weights alone.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -157,7 +157,8 @@ def _pair(
     if not isinstance(alpha, int | float):
         raise _unsupported(directory, f"has an alpha of {alpha!r} for {name!r}")
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    down = pair["A"].to(dtype)
+    # A copy in any case: what was read is a view of the mapped file, which may change or be cut short.
+    down = pair["A"].to(dtype, copy=True)
     up = (pair["B"].T.to(torch.promote_types(dtype, torch.float32)) * scaling).to(dtype)
     if not (bool(down.isfinite().all()) and bool(up.isfinite().all())):
         raise _unsupported(directory, f"has numbers in {name!r} that are not finite in {dtype}")
@@ -185,7 +186,7 @@ def _config(directory: Path) -> dict[str, Any]:
         )
     if config.get("bias", "none") != "none":
         raise _unsupported(directory, f"trains biases ({config['bias']!r})")
-    others = config.keys() - _HARMLESS - _READ - _READ_TOO
+    others = config.keys() - _HARMLESS - _READ
     if switched := sorted(key for key in others if config[key]):
         raise _unsupported(directory, f"has {switched[0]!r} set")
     return config

@@ -128,7 +128,7 @@ class AdapterPool:
     """Places for adapters, `num_ranks` ranks in all; belongs to one loaded model.
 
     Methods that write numbers may be called from any thread, also while steps run: nobody reads a range that
-    is being written.
+    is being written. `put` and `give` are called one at a time.
     """
 
     def __init__(
@@ -143,7 +143,12 @@ class AdapterPool:
         self._lock = threading.Lock()
 
     def check(self, name: str, weights: AdapterWeights) -> None:
-        """Raise `UnsupportedAdapter` if an adapter does not fit the model."""
+        """Raise `UnsupportedAdapter` if an adapter does not fit the model, or would not fit an empty pool."""
+        if _rounded(weights.rank) > self.num_ranks:
+            raise UnsupportedAdapter(
+                f"Adapter {name!r} has rank {weights.rank}, and its engine has room for {self.num_ranks} "
+                "ranks in all; give the engine more adapter_bytes."
+            )
         for layer, pair in weights.layers.items():
             target = self.targets.get(layer)
             if target is None:
@@ -157,10 +162,15 @@ class AdapterPool:
                     f"Adapter {name!r} has widths {found} for {layer!r}, which has {wanted}; it belongs to "
                     "another model."
                 )
+            if target.dtype is not self.dtype:
+                raise UnsupportedAdapter(
+                    f"Adapter {name!r} changes {layer!r}, which is {target.dtype} in a model that has "
+                    f"adapters in {self.dtype}; merge it into the model."
+                )
 
     def take(self, rank: int) -> RankRange | None:
         """Hand out the first range that holds `rank`; `None` if there is none."""
-        need, at = -(-rank // _ALIGNMENT) * _ALIGNMENT, 0
+        need, at = _rounded(rank), 0
         for taken in (*self._taken, RankRange(self.num_ranks, self.num_ranks, 0)):
             if taken.first - at >= need:
                 ranks = RankRange(at, at + need, next(_SERIALS))
@@ -195,6 +205,11 @@ class AdapterPool:
                 layer.remove()
             self._layers.clear()
             self._taken = []
+
+
+def _rounded(rank: int) -> int:
+    """The ranks that an adapter takes."""
+    return -(-rank // _ALIGNMENT) * _ALIGNMENT
 
 
 def bytes_per_rank(targets: Mapping[str, Target], dtype: torch.dtype) -> int:
