@@ -168,6 +168,7 @@ class TorchEngine(Engine):
         finally:
             self._evict_all("It was stopped")
             self._life.has_begun = False
+            self._loader.abandon()
             with anyio.CancelScope(shield=True):
                 await self._stop()
             self._worker = None
@@ -363,10 +364,11 @@ class TorchEngine(Engine):
         self._detached = anyio.Event()
         self._running_worker.detach(partial(self._post, self._detached.set))
         await self._detached.wait()
+        if not self._life.is_lost:
+            await self._release_serving()
         if self._life.is_lost:
             await self._restart()
             return
-        await self._release_serving()
         try:
             await self._loader.reclaimed(free_before, held_bytes - self._used_bytes)
         finally:
@@ -447,7 +449,7 @@ class TorchEngine(Engine):
             self._lose(f"a step failed: {error!r}", error)
 
     def _lose(self, reason: str, cause: Exception | None) -> None:
-        if self._life.is_lost:
+        if self._life.is_lost or not self._life.has_begun:
             return
         self._life.lose(reason, cause)
         self._streams.close_all(self._life.lost)

@@ -84,14 +84,12 @@ class Loader(ABC):
     Attributes:
         memory_bytes: The budget.
         weight_bytes: What weights take of it now.
-        depth: How many batches may be under way at once.
         can_preload: Whether a second model may be loaded beside one that serves.
         packed_bytes: What copies that make models faster take now; they go when the memory is wanted.
     """
 
     memory_bytes: int
     weight_bytes: int
-    depth: int = 1
     can_preload: bool = True
 
     @property

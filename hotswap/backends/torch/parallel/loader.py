@@ -18,7 +18,7 @@ from hotswap.backends.torch.loader import check_world_size
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.parallel.forward import RankedForward
-from hotswap.backends.torch.parallel.messages import Ask, Bind, Drop, OpenCache
+from hotswap.backends.torch.parallel.messages import Ask, Bind, Command, Done, Drop, OpenCache
 from hotswap.backends.torch.parallel.part import Part, part_of
 from hotswap.backends.torch.parallel.places import Grid, Place
 from hotswap.backends.torch.parallel.processes import Ranks
@@ -63,7 +63,7 @@ class RankedModel(LoadedModel):
         return sum(self.rank_bytes)
 
     async def open(self, budget: KVBudget) -> RankedForward:
-        return await anyio.to_thread.run_sync(self.loader.open, self, budget)
+        return await self.loader.open(self, budget)
 
     async def release(self) -> None:
         await self.loader.release(self)
@@ -74,8 +74,8 @@ class RankedLoader(Loader):
 
     The store stays in the engine's process. It is read once, into memory that is shared with the ranks; on a
     CPU they compute with it there. Loads have two phases: every rank is given its part, and only when all of
-    them have it, and have shown in a trial that they compute the right logits together, is there a model. If
-    one fails, all let go.
+    them have it is there a model; an architecture that comes for the first time in its dtype must also show
+    in a trial that they compute the right logits together. If one fails, all let go.
 
     Each rank may use an equal share of `memory_bytes`; `weight_bytes` counts all ranks together.
 
@@ -86,7 +86,7 @@ class RankedLoader(Loader):
         skeletons: Modules kept between loads, of which only names and shapes are used here.
         block_tokens: Tokens of a KV block.
         max_requests: How many rows of logits a step may have.
-        died: Called by the event loop, when a rank ended by itself.
+        died: Called by the event loop, when a rank ended by itself, or said nothing when it was waited for.
     """
 
     can_preload = False
@@ -103,7 +103,6 @@ class RankedLoader(Loader):
         died: Callable[[str, Exception | None], None],
     ) -> None:
         self.memory_bytes, self.weight_bytes = memory_bytes, 0
-        self.depth = ranks.grid.pp
         self._ranks, self._dtype, self._died = ranks, dtype, died
         self._skeletons = skeletons
         self._block_tokens, self._max_requests = block_tokens, max_requests
@@ -121,7 +120,7 @@ class RankedLoader(Loader):
 
     async def start(self) -> None:
         await anyio.to_thread.run_sync(self._ranks.start)
-        self._ranks.watch(asyncio.get_running_loop(), self._note_death)
+        self._watch()
 
     async def stop(self) -> None:
         self._ranks.unwatch(asyncio.get_running_loop())
@@ -156,8 +155,8 @@ class RankedLoader(Loader):
         finally:
             self._skeletons.give_back(skeleton, _CPU)
 
-    def open(self, model: RankedModel, budget: KVBudget) -> RankedForward:
-        """Have every rank make its KV blocks, as many as fit the fullest. Blocking.
+    async def open(self, model: RankedModel, budget: KVBudget) -> RankedForward:
+        """Have every rank make its KV blocks, as many as fit the fullest.
 
         Raises:
             OutOfMemory: not one would fit.
@@ -172,7 +171,7 @@ class RankedLoader(Loader):
                 "bytes each, no room for KV blocks; give the engine more."
             )
         opened = [OpenCache(num_blocks, budget.block_tokens, layers) for layers in model.layers]
-        self._ranks.call(opened)
+        await self._ask(opened)
         block_bytes = sum(layer.bytes_per_token for layers in model.layers for layer in layers)
         return RankedForward(
             self._ranks,
@@ -189,8 +188,7 @@ class RankedLoader(Loader):
 
     async def sent_bytes(self) -> tuple[int, ...]:
         """Return what each rank has sent to the next stage since it was started. Not while steps are run."""
-        asked = [Ask()] * self.grid.size
-        return tuple(done.sent_bytes for done in await anyio.to_thread.run_sync(self._ranks.call, asked))
+        return tuple(done.sent_bytes for done in await self._ask([Ask()] * self.grid.size))
 
     # ------------------------------------------------------------------ private
 
@@ -221,17 +219,22 @@ class RankedLoader(Loader):
     ) -> RankedModel:
         """Give every rank its part, and take all back if one of them fails or the load is interrupted."""
         rank_bytes = tuple(part.memory.size_bytes for part in weights)
+        # A rank that refuses a model amid a trial ends. Whoever waits here is told why; nobody else is.
+        self._ranks.unwatch(asyncio.get_running_loop())
         try:
             logits, layers = await anyio.to_thread.run_sync(self._bind, manifest, skeleton, weights)
-        except InstanceLost:
+        except InstanceLost as exc:
+            self._died("a rank failed while it was given a model", exc)
             raise
         except UnsupportedModel:
             # In the middle of a step: where the other ranks are in theirs nobody knows.
             await self._start_anew()
             raise
         except BaseException:
+            self._watch()
             await self._drop()
             raise
+        self._watch()
         self.weight_bytes += sum(rank_bytes)
         positions = skeleton.max_positions or card.max_context_tokens
         return RankedModel(
@@ -273,12 +276,27 @@ class RankedLoader(Loader):
     async def _drop(self) -> None:
         with anyio.CancelScope(shield=True):
             with suppress(InstanceLost):  # with the process went what it held
-                await anyio.to_thread.run_sync(self._ranks.call, [Drop()] * self.grid.size)
+                await self._ask([Drop()] * self.grid.size)
+
+    async def _ask(self, commands: Sequence[Command]) -> list[Done]:
+        """Have every rank carry out a command; where one fails to, also by its silence, all are lost."""
+        try:
+            return await anyio.to_thread.run_sync(self._ranks.call, commands)
+        except InstanceLost as exc:
+            self._died("a rank failed when it was asked for something", exc)
+            raise
 
     async def _start_anew(self) -> None:
         with anyio.CancelScope(shield=True):
             await self.stop()
-            await self.start()
+            try:
+                await self.start()
+            except InstanceLost as exc:
+                self._died("its ranks could not be started anew", exc)
+                raise
+
+    def _watch(self) -> None:
+        self._ranks.watch(asyncio.get_running_loop(), self._note_death)
 
     def _note_death(self, place: Place) -> None:
         self._died(f"the process of its {place} ended", None)

@@ -1,0 +1,123 @@
+"""Ranks that refuse a model, end, or fall silent while one is loaded or unloaded: EMPTY, or LOST and back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from hotswap import InstanceLost, InstanceState, ModelCard, UnsupportedModel
+from hotswap.backends.torch import TorchEngine
+from hotswap.backends.torch.parallel import processes
+from hotswap.backends.torch.parallel.processes import Ranks
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.parallel.support import ask, loader_of, make_engine, make_prompts, tokens_of
+from tests.backends.torch.parallel.test_loss import is_alive
+from tests.backends.torch.zoo import generate, make_model
+
+EMPTY, LOST = InstanceState.EMPTY, InstanceState.LOST
+BROKEN = "raise RuntimeError('no such device')"
+REFUSING = f"""
+from hotswap.backends.torch.parallel.stage import Stage
+from hotswap.errors import UnsupportedModel
+def step(self, command):
+    raise UnsupportedModel("It is of the wrong kind.")
+Stage.step = step
+{processes._PROGRAM}
+"""
+
+
+def stored() -> tuple[DictStore, ModelCard]:
+    store = DictStore()
+    return store, store.add("llama", make_model("llama"))
+
+
+def be_impatient(engine: TorchEngine, patch: pytest.MonkeyPatch) -> None:
+    """Until ranks are started again: to find each other they need longer."""
+    honest = Ranks.start
+
+    def start(ranks: Ranks) -> None:
+        ranks.timeout_s = 120.0
+        honest(ranks)
+
+    patch.setattr(Ranks, "start", start)
+    loader_of(engine)._ranks.timeout_s = 1.0
+
+
+@pytest.mark.slow
+async def test_a_refused_model_leaves_ranks_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, card = stored()
+    prompt = make_prompts(1, 20)[0]
+    program = processes._PROGRAM
+    monkeypatch.setattr(processes, "_PROGRAM", REFUSING)
+    async with make_engine(pp=2) as engine:
+        before = loader_of(engine).pids
+        monkeypatch.setattr(processes, "_PROGRAM", program)
+        with pytest.raises(UnsupportedModel, match="wrong kind"):
+            await engine.load(card, store)
+        assert engine.view().state is EMPTY
+        assert not set(before) & set(loader_of(engine).pids)
+        await engine.load(card, store)
+        assert await tokens_of(engine, ask("llama", prompt, 5)) == generate(make_model("llama"), prompt, 5)
+        await engine.unload()
+        os.kill(loader_of(engine).pids[0], signal.SIGKILL)
+        with anyio.fail_after(30):
+            while engine.view().state is not LOST:  # noqa: ASYNC110 - another process ends
+                await anyio.sleep(0.01)
+
+
+async def test_an_engine_whose_ranks_do_not_start_anew_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, card = stored()
+    monkeypatch.setattr(processes, "_PROGRAM", REFUSING)
+    async with make_engine(pp=2) as engine:
+        monkeypatch.setattr(processes, "_PROGRAM", BROKEN)
+        with pytest.raises(InstanceLost, match="exit code 1"):
+            await engine.load(card, store)
+        assert engine.view().state is LOST
+        with pytest.raises(InstanceLost, match="cannot start"):
+            await engine.unload()
+        assert engine.view().state is LOST
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "falls silent"])
+async def test_a_rank_that_fails_during_a_load_is_the_loss_of_the_instance(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, card = stored()
+    async with make_engine(pp=2) as engine:
+        be_impatient(engine, monkeypatch)
+        pids = loader_of(engine).pids
+        store.on_chunk = once(lambda: os.kill(pids[1], number))
+        with pytest.raises(InstanceLost):
+            await engine.load(card, store)
+        assert engine.view().state is LOST
+        assert engine.view().weight_bytes == 0
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.slow
+async def test_a_silent_rank_is_replaced_when_its_model_goes_and_not_waited_for_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, card = stored()
+    with anyio.fail_after(100):  # less than the patience with a rank
+        async with make_engine(pp=2) as engine:
+            await engine.load(card, store)
+            before = loader_of(engine).pids
+            be_impatient(engine, monkeypatch)
+            os.kill(before[1], signal.SIGSTOP)
+            await engine.unload()
+            assert engine.view().state is EMPTY
+            after = loader_of(engine).pids
+            assert not set(before) & set(after)
+            await engine.load(card, store)
+            os.kill(after[1], signal.SIGSTOP)
+    assert not any(map(is_alive, (*before, *after)))
+
+
+def once(call: Callable[[], None]) -> Callable[[str, int], None]:
+    """What a store calls at each chunk; it does something at the first."""
+    return lambda model, index: call() if not index else None
