@@ -15,7 +15,7 @@ from hotswap.errors import ShardCorrupt
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.store import SupportsReadInto, WeightStore
 
-__all__ = ["FlatBuffers", "fetch", "in_place"]
+__all__ = ["FlatBuffers", "check_whole", "fetch", "in_place"]
 
 
 class FlatBuffers:
@@ -89,9 +89,14 @@ async def _copy_chunks(store: WeightStore, shard: Shard, flat: Tensor) -> None:
             _check_inside(chunk.offset_bytes, chunk.data.nbytes, shard, flat)
             await anyio.to_thread.run_sync(_copy, chunk, flat)
             copied += chunk.data.nbytes
-    if copied != shard.size_bytes:
+    check_whole(shard, copied)
+
+
+def check_whole(shard: Shard, copied_bytes: int) -> None:
+    """Raise `ShardCorrupt` unless all bytes of a shard have come."""
+    if copied_bytes != shard.size_bytes:
         raise ShardCorrupt(
-            f"{shard.file!r} gave {copied} bytes where its index says {shard.size_bytes}; "
+            f"{shard.file!r} gave {copied_bytes} bytes where its index says {shard.size_bytes}; "
             "convert the model again."
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotswap.backends.torch.buffers import fetch
+from hotswap.backends.torch.buffers import check_whole, fetch
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.fp8 import SCALE_SUFFIX
 from hotswap.backends.torch.modeling import main_dtype
@@ -63,8 +63,12 @@ class Reader:
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
-        """What the weights of each rank take, as they are stored."""
-        return tuple(own.buffer_bytes for own in self._manifests)
+        """What the weights of each rank take once they are whole and converted.
+
+        Raises:
+            ShardCorrupt: a quantised tensor does not fit the index.
+        """
+        return tuple(self._size_bytes(own) for own in self._manifests)
 
     async def read(self, store: WeightStore) -> tuple[PartWeights, ...]:
         """Return the weights of every rank; interrupted, it leaves no memory behind.
@@ -101,11 +105,7 @@ class Reader:
             async for chunk in chunks:
                 await anyio.to_thread.run_sync(self._copy, chunk, shard.rank, targets)
                 copied += chunk.data.nbytes
-        if copied != shard.size_bytes:
-            raise ShardCorrupt(
-                f"{shard.file!r} gave {copied} bytes where its index says {shard.size_bytes}; "
-                "convert the model again."
-            )
+        check_whole(shard, copied)
 
     def _copy(self, chunk: HostChunk, part: int, targets: Sequence[Tensor]) -> None:
         data = np.frombuffer(chunk.data, dtype=np.uint8)
@@ -117,6 +117,17 @@ class Reader:
                     at = run.target + start - run.start
                     np.copyto(target.numpy()[at : at + stop - start], data[start - first : stop - first])
 
+    def _size_bytes(self, own: Manifest) -> int:
+        if own.quantization:
+            return Dequantizer(own, dtype=self._dtype).size_bytes
+        specs = self._recast(own)
+        return specs[1] if specs else own.buffer_bytes
+
+    def _recast(self, own: Manifest) -> tuple[tuple[TensorSpec, ...], int] | None:
+        """The layout in the dtype that is wanted; `None` if that is the one of what is stored."""
+        main = main_dtype(self._manifest.tensors)
+        return None if self._dtype is None or main is self._dtype else recast(own.tensors, main, self._dtype)
+
     def _finish(self, own: Manifest, stored: SharedMemory) -> PartWeights:
         """Make whole what is quantised, and convert what is wanted in another dtype."""
         if own.quantization:
@@ -125,9 +136,10 @@ class Reader:
                 made = _make(own, dequantizer.size_bytes)
                 dequantizer.run(stored.tensor, made.tensor)
             return PartWeights(made, dequantizer.specs)
-        if self._dtype is None or main_dtype(self._manifest.tensors) is self._dtype:
+        wanted = self._recast(own)
+        if wanted is None:
             return PartWeights(stored, own.tensors)
-        specs, size_bytes = recast(own.tensors, main_dtype(self._manifest.tensors), self._dtype)
+        specs, size_bytes = wanted
         with stored:
             made = _make(own, size_bytes)
             convert(stored.tensor, own.tensors, made.tensor, specs)

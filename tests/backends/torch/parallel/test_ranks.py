@@ -7,11 +7,13 @@ import signal
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import anyio
 import pytest
 import pytest_asyncio
+import torch
 
 from hotswap import (
     InstanceError,
@@ -232,6 +234,23 @@ async def test_what_does_not_fit_a_rank_is_refused(cut_store: NvmeStore) -> None
     with pytest.raises(OutOfMemory, match="of one rank"):
         await loader.load(await card_of(cut_store, "llama"), cut_store, others_bytes=0)
     assert loader.weight_bytes == 0
+
+
+@pytest.mark.parametrize("way", ["dtype", "fp8"])
+async def test_room_is_asked_for_what_weights_become(way: str, tmp_path: Path) -> None:
+    """They are converted, or made whole, in the engine's process, before any rank is asked."""
+    quantize = "fp8-e4m3" if way == "fp8" else None
+    model = make_model("llama", dtype=torch.bfloat16)
+    manifest = add(tmp_path / "store", "m", model, tp=2, quantize=quantize)
+    engine = make_engine(
+        tp=2,
+        memory_bytes=int(2 * 1.2 * manifest.buffer_bytes),  # as stored, they would fit
+        dtype=torch.float32 if way == "dtype" else None,
+    )
+    loader = loader_of(engine)
+    async with NvmeStore(tmp_path / "store") as store:
+        with pytest.raises(OutOfMemory, match="of one rank"):
+            await loader.load(await card_of(store, "m"), store, others_bytes=0)
 
 
 async def test_ranks_hold_one_model(pipeline_engine: TorchEngine, whole_store: NvmeStore) -> None:
