@@ -23,7 +23,7 @@ from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import Shelf, linear_layers
 from hotswap.backends.torch.sampling import Sampler
 from tests.backends.torch import zoo
-from tests.backends.torch.zoo import VOCABULARY, make_model
+from tests.backends.torch.zoo import VOCABULARY, least_tokens, make_model
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
@@ -145,7 +145,8 @@ def _run(
     ]
     if min_rows is None:
         min_rows = least_rows(CPU, torch.get_num_threads(), model.dtype)
-    forward = LocalForward(model, cache, min_rows=min_rows)
+    min_tokens = min(min_rows, least_tokens(model))
+    forward = LocalForward(model, cache, min_rows=min_rows, min_tokens=min_tokens)
     seen: Logits = {}
     while waiting or batcher.running or batcher.waiting:
         if waiting and (random.random() < 0.5 or not batcher.running):

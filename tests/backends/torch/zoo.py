@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformers
+
+from hotswap.backends.torch.modeling import Skeleton
+from hotswap.backends.torch.weights import layout
 
 VOCABULARY = 512
 
@@ -112,6 +116,14 @@ def make_model(
             # `model.to` would round rotary frequencies too, which loading a checkpoint never does.
             parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+def least_tokens(model: Any) -> int:
+    """How many rows the engine gives each step of the model at least, where bits must not depend on it."""
+    specs, size_bytes = layout(model)
+    skeleton = Skeleton(json.dumps(model.config.to_dict()), torch.device("cpu"))
+    skeleton.bind(torch.zeros(size_bytes, dtype=torch.uint8), specs)
+    return skeleton.least_tokens
 
 
 def generate(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:

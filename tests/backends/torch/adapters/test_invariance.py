@@ -20,8 +20,9 @@ from hotswap.backends.torch.adapters.targets import Target, targets
 from hotswap.backends.torch.attention import Step, running
 from hotswap.backends.torch.forward import LocalForward, Piece, Work, least_rows
 from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.linear import linear_layers
 from tests.backends.torch.adapters.files import write
-from tests.backends.torch.zoo import VOCABULARY, make_model
+from tests.backends.torch.zoo import VOCABULARY, least_tokens, make_model
 
 CPU = torch.device("cpu")
 RANKS = (1, 4, 8, 8, 16, 24, 64)
@@ -106,12 +107,13 @@ def using(threads: int) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_are_those_of_a_lone_run_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     random = Random(1)
     attention.register()
     model: Any = make_model("llama", dtype=dtype)
     model.set_attn_implementation(attention.IMPLEMENTATION)
+    linear_layers(model)
     names = [("q_proj", "v_proj"), ("lm_head", "down_proj"), ("q_proj", "k_proj", "up_proj", "o_proj")]
     loaded = [
         read(write(tmp_path / str(n), model, seed=n, r=rank, names=names[n % 3], size=3.0), dtype)
@@ -159,7 +161,9 @@ def _run(
 ) -> list[list[Tensor]]:
     """The logits behind the prompt and five tokens of each request, in steps that chance composes."""
     cache = KVCache(BLOCKS * len(prompts), 16, CPU)
-    forward = LocalForward(model, cache, min_rows=least_rows(CPU, torch.get_num_threads(), model.dtype))
+    min_rows = least_rows(CPU, torch.get_num_threads(), model.dtype)
+    min_tokens = min(min_rows, least_tokens(model))
+    forward = LocalForward(model, cache, min_rows=min_rows, min_tokens=min_tokens)
     tokens, starts = [list(prompt) for prompt in prompts], [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     while unfinished := [n for n in range(len(prompts)) if len(logits[n]) < 6]:
