@@ -215,6 +215,8 @@ class TorchEngine(Engine):
             staged = await self._life.unless_lost(self._stage(model, store))
         finally:
             self._staging = False
+            if self._worker is not None:
+                self._worker.look_for_chores()
         self._staged = staged
         return None
 
@@ -412,6 +414,8 @@ class TorchEngine(Engine):
         staged, self._staged = self._staged, None
         if staged is not None:
             await staged.release()
+            if self._worker is not None:
+                self._worker.look_for_chores()
 
     # ------------------------------------------------------------------ streams
 

@@ -150,14 +150,13 @@ class Packs:
 
     Attributes:
         key: What the weights are, so that they are found again; `None` if nobody could tell.
-        wide: Whether bf16 layers are widened.
         weights: One for each layer, `None` for what is not packed.
         layers: Those that use them now; empty while nobody does.
         complete: Whether there is no more to be packed, or no room for it.
     """
 
-    def __init__(self, key: Hashable | None, wide: bool, layers: tuple[LinearLayer, ...]) -> None:
-        self.key, self.wide = key, wide
+    def __init__(self, key: Hashable | None, layers: tuple[LinearLayer, ...]) -> None:
+        self.key = key
         self.weights: list[Tensor | None] = [None] * len(layers)
         self.layers = layers
         self.complete = False
@@ -197,7 +196,7 @@ class Shelf:
             layer.wide = wide and layer.weight.dtype is torch.bfloat16
         with self._lock:
             kept = [p for p in self._shelf if key is not None and p.key == key and not p.layers]
-            packs = kept[0] if kept else Packs(key, wide, layers)
+            packs = kept[0] if kept else Packs(key, layers)
             self._shelf = [*(p for p in self._shelf if p is not packs), packs]
             packs.layers = layers
             for layer, weight in zip(layers, packs.weights, strict=True):
@@ -261,17 +260,17 @@ class Shelf:
                 if packs.weights[index] is not None or not layer.packable:
                     continue
                 size_bytes = layer.packed_bytes
-                self._shrink(self._room_bytes - size_bytes, spare=packs)
+                self._shrink(self._room_bytes - size_bytes, idle_only=True)
                 if self._used_bytes + size_bytes <= self._room_bytes:
                     self._used_bytes += size_bytes
                     return index
             packs.complete = True
             return None
 
-    def _shrink(self, target_bytes: int, spare: Packs | None = None) -> None:
-        """Drop idle packs, oldest first, then those in use unless `spare` says that they are dear."""
+    def _shrink(self, target_bytes: int, *, idle_only: bool = False) -> None:
+        """Drop idle packs, oldest first, then those in use unless only idle ones may go."""
         idle = [packs for packs in self._shelf if not packs.layers]
-        used = [packs for packs in self._shelf if packs.layers] if spare is None else []
+        used = [packs for packs in self._shelf if packs.layers and not idle_only]
         for packs in (*idle, *used):
             if self._used_bytes <= target_bytes:
                 return

@@ -120,6 +120,7 @@ class LocalLoader(Loader):
         self._shelf = Shelf(packed_bytes)
         self._skeletons = skeletons
         self._block_tokens, self._min_rows = block_tokens, min_rows
+        self._others_bytes = 0
 
     async def start(self) -> None:
         try:
@@ -145,7 +146,8 @@ class LocalLoader(Loader):
 
     async def release(self, model: LocalModel) -> None:
         """Free the weights of a model that nobody runs any more; not interrupted by a cancellation."""
-        self._shelf.give(model.packs)
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._shelf.give, model.packs)
         self._skeletons.give_back(model.skeleton, self._device)
         await self._free(model.weights)
 
@@ -154,8 +156,9 @@ class LocalLoader(Loader):
 
     async def stop(self) -> None:
         """Free the buffers and the packed weights that are kept for the next load."""
-        self._buffers.clear()
-        self._shelf.clear()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._buffers.clear)
+            await anyio.to_thread.run_sync(self._shelf.clear)
 
     @property
     def packed_bytes(self) -> int:
@@ -184,7 +187,8 @@ class LocalLoader(Loader):
                 f"Model {model.card.id!r} leaves {room:,} bytes for KV blocks of "
                 f"{budget.block_tokens * bytes_per_token(model.layers):,} bytes each; give the engine more."
             )
-        self._shelf.fit(room - (num_blocks + 1) * budget.block_tokens * bytes_per_token(model.layers))
+        self._others_bytes = (num_blocks + 1) * budget.block_tokens * bytes_per_token(model.layers)
+        self._fit()
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
             cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
         min_rows = self._min_rows(model.skeleton.dtype)
@@ -280,8 +284,9 @@ class LocalLoader(Loader):
     async def _take(self, model: ModelId, size_bytes: int, others_bytes: int) -> Tensor:
         self._check_room(model, size_bytes, others_bytes)
         self.weight_bytes += size_bytes
-        self._shelf.fit(self.memory_bytes - self.weight_bytes - others_bytes)
+        self._others_bytes = others_bytes
         try:
+            await anyio.to_thread.run_sync(self._fit)
             with out_of_memory_mapped(f"the weights of {model!r}"):
                 flat = await anyio.to_thread.run_sync(self._buffers.take, size_bytes)
         except BaseException:
@@ -293,7 +298,13 @@ class LocalLoader(Loader):
     async def _give(self, flat: Tensor) -> None:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._buffers.give, flat)
-        self.weight_bytes -= len(flat)
+            self.weight_bytes -= len(flat)
+            # Layers of a model that serves beside it may be packed again.
+            await anyio.to_thread.run_sync(self._fit)
+
+    def _fit(self) -> None:
+        """Leave packed weights what weights and KV blocks do not take. May free gigabytes."""
+        self._shelf.fit(self.memory_bytes - self.weight_bytes - self._others_bytes)
 
     def _bind(
         self,

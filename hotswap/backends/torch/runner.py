@@ -72,6 +72,11 @@ class Runner:
         """Whether there is nothing to step for."""
         return not (self._flights or self.batcher.running or self.batcher.waiting)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether steps are measured and kept to a latency."""
+        return self._budget is not None
+
     def tidy_up(self) -> None:
         """Do a little of what makes later steps faster; `tidy` says whether all is done."""
         self.tidy = self.tidy or not self._forward.improve()

@@ -82,6 +82,15 @@ class Worker:
 
         self._send(command)
 
+    def look_for_chores(self) -> None:
+        """Do chores again, if there are any: what they need may have become free."""
+
+        def command() -> None:
+            if self._runner is not None:
+                self._runner.tidy = False
+
+        self._send(command)
+
     def stop(self) -> None:
         """Make the thread end after the present step; returns at once."""
         with self._changed:
@@ -130,12 +139,17 @@ class Worker:
         return self._runner is not None and not (self._runner.idle and self._runner.tidy)
 
     def _turn(self) -> None:
-        """Step if there are requests, then do chores for about as long as that took: they halve the pace."""
+        """Step if there are requests, then do chores for about as long as that took: they halve the pace.
+
+        Where steps are to keep to a latency, chores wait until there are no requests.
+        """
         runner, began = self._runner, perf_counter()
         if runner is None:
             return
         if not runner.idle:
             self._step(runner)
+        if runner.is_timed and not runner.idle:
+            return
         until = 2 * perf_counter() - began
         while not runner.tidy and not self._commands:
             runner.tidy_up()

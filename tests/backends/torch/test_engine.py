@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -26,6 +27,9 @@ from hotswap import (
     Token,
 )
 from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.backends.torch.adapters.pool import AdapterPool
+from hotswap.backends.torch.buffers import FlatBuffers
+from hotswap.backends.torch.linear import Shelf
 from hotswap.backends.torch.runner import Runner
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
@@ -201,6 +205,36 @@ async def test_kv_blocks_take_no_more_than_the_memory_has() -> None:
         with pytest.raises(OutOfMemory, match="KV blocks"):
             await engine.load(card, store)
         assert engine.view().weight_bytes == 0
+
+
+async def test_memory_is_not_freed_by_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To give gigabytes back takes as long as many steps."""
+    freeing = {
+        (Shelf, "fit"),
+        (Shelf, "give"),
+        (Shelf, "clear"),
+        (FlatBuffers, "give"),
+        (FlatBuffers, "clear"),
+    }
+    freeing |= {(AdapterPool, "close")}
+    seen: dict[tuple[type, str], bool] = {}
+    here = threading.get_ident()
+
+    def watch(owner: type, name: str) -> None:
+        honest = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            seen[owner, name] = seen.get((owner, name), True) and threading.get_ident() != here
+            return honest(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in freeing:
+        watch(owner, name)
+    async with serving(make_model("llama")) as engine:
+        await collect(engine, ask([5, 6, 7], max_tokens=3))
+        await engine.unload()
+    assert seen == dict.fromkeys(freeing, True)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from hypothesis import given
@@ -162,6 +163,32 @@ async def test_an_engine_packs_by_and_by_and_keeps_it_across_swaps() -> None:
         await engine.unload()
         assert engine.view().weight_bytes == 0
     assert engine.packed_bytes == 0
+
+
+async def test_the_model_that_serves_is_packed_again_once_a_preload_beside_it_has_gone() -> None:
+    store = DictStore()
+    card, other = store.add("llama", make_model("llama")), store.add("other", make_model("llama", seed=1))
+    async with TorchEngine("e0", kv_tokens=512, memory_bytes="64 MiB", threads=1) as engine:
+        await engine.load(card, store)
+        await packed(engine, 1)
+        whole, kv_bytes = engine.packed_bytes, engine._cache_bytes
+    room = 2 * card.weight_bytes + kv_bytes + whole // 2
+    async with TorchEngine("e0", kv_tokens=512, memory_bytes=room, packed_bytes=whole, threads=1) as engine:
+        await engine.load(card, store)
+        await packed(engine, whole)
+        await engine.preload(other, store)
+        assert engine.packed_bytes < whole, "or there was nothing to come back"
+        await engine.drop_preload()
+        await packed(engine, whole)
+
+
+async def packed(engine: TorchEngine, least_bytes: int) -> None:
+    """Return once the idle engine has packed so much, and no more than it does by itself."""
+    with anyio.fail_after(30):
+        while engine.packed_bytes < least_bytes or not (runner := engine._running_worker._runner):  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+        while not runner.tidy:  # noqa: ASYNC110 - another thread packs
+            await anyio.sleep(0.01)
 
 
 @pytest.mark.parametrize("packed_bytes", [0, "100 KiB"])

@@ -1,0 +1,58 @@
+"""When the worker does chores: between steps, but not where these are to keep to a latency."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotswap import Sampling
+from hotswap.backends.torch.batcher import Batcher, Sequence
+from hotswap.backends.torch.blocks import BlockPool
+from hotswap.backends.torch.budget import TokenBudget
+from hotswap.backends.torch.forward import Forward, Work
+from hotswap.backends.torch.runner import Report, Runner
+from hotswap.backends.torch.sampling import Sampler
+from hotswap.backends.torch.worker import Worker
+
+
+class Chores(Forward):
+    """A model of nothing but chores, without end; it notes beside how many requests they are done."""
+
+    def __init__(self) -> None:
+        self.num_blocks, self.size_bytes = 64, 0
+        self.batcher = Batcher(BlockPool(64), block_tokens=16, token_budget=32, max_requests=4)
+        self.seen: set[int] = set()
+        self._num_sampling = 0
+
+    def submit(self, work: Work) -> None:
+        self._num_sampling = sum(piece.samples for piece in work.pieces)
+
+    def result(self) -> Tensor:
+        return torch.zeros(self._num_sampling, 8)
+
+    def improve(self) -> bool:
+        self.seen.add(len(self.batcher.running) + len(self.batcher.waiting))
+        return True
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_chores_wait_for_requests_only_where_steps_are_timed(is_timed: bool) -> None:
+    forward, ended, done = Chores(), threading.Event(), threading.Event()
+
+    def publish(report: Report) -> None:
+        if any(sampled.finish_reason for sampled in report.sampled):
+            done.set()
+
+    budget = TokenBudget(1.0, least=8, most=32) if is_timed else None
+    worker = Worker("test", threads=1, publish=publish, ended=lambda error: ended.set())
+    worker.attach(Runner(forward, forward.batcher, budget))
+    worker.add(Sequence(1, [1, 2, 3], 3, 60, Sampler(Sampling(), (), ())))
+    assert done.wait(30)
+    while 0 not in forward.seen:  # chores go on when it has ended
+        assert not ended.is_set()
+    worker.stop()
+    worker.join()
+    assert forward.seen == ({0} if is_timed else {0, 1})
