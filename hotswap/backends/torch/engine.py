@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -46,6 +47,25 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
     InstanceState.SERVING,
     InstanceState.DRAINING,
 )
+
+
+@dataclass(slots=True, eq=False)
+class _Models:
+    """The models of an engine.
+
+    Attributes:
+        serving: The one that serves, or is about to go.
+        staged: The one that was preloaded.
+        is_staging: Whether one is being preloaded.
+        num_blocks: KV blocks of the one that serves.
+        cache_bytes: What they take.
+    """
+
+    serving: LoadedModel | None = None
+    staged: LoadedModel | None = None
+    is_staging: bool = False
+    num_blocks: int = 0
+    cache_bytes: int = 0
 
 
 class TorchEngine(Engine):
@@ -150,10 +170,7 @@ class TorchEngine(Engine):
         )
         self._worker: Worker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._serving: LoadedModel | None = None
-        self._staged: LoadedModel | None = None
-        self._staging = False
-        self._num_blocks = self._cache_bytes = self._num_loads = 0
+        self._models, self._num_loads = _Models(), 0
         self._streams = Streams()
         self._books = Report()
         self._detached = anyio.Event()
@@ -198,26 +215,26 @@ class TorchEngine(Engine):
         await checkpoint_if_cancelled()
 
     def can_preload(self, model: ModelCard) -> bool:
-        used_bytes = self._used_bytes - (self._staged.own_bytes if self._staged else 0)
+        used_bytes = self._used_bytes - (self._models.staged.own_bytes if self._models.staged else 0)
         return self._loader.can_preload and used_bytes + model.weight_bytes <= self._loader.memory_bytes
 
     async def preload(self, model: ModelCard, store: WeightStore) -> None:
-        if self._staged is not None and self._staged.card == model:
+        if self._models.staged is not None and self._models.staged.card == model:
             return await checkpoint()
         self._life.require(_SERVING, "preload")
         if not self._loader.can_preload:
             raise InstanceError(f"Engine {self.id!r} has ranks, which hold one model; load it when empty.")
-        if self._staging:
+        if self._models.is_staging:
             raise InstanceError(f"Engine {self.id!r} is preloading already; cancel that first.")
         await self._drop_staged()
-        self._staging = True
+        self._models.is_staging = True
         try:
             staged = await self._life.unless_lost(self._stage(model, store))
         finally:
-            self._staging = False
+            self._models.is_staging = False
             if self._worker is not None:
                 self._worker.look_for_chores()
-        self._staged = staged
+        self._models.staged = staged
         return None
 
     async def drop_preload(self) -> None:
@@ -270,7 +287,7 @@ class TorchEngine(Engine):
 
     def view(self) -> InstanceView:
         running = min(self._books.num_running, len(self._streams))
-        num_blocks = 0 if self._life.is_lost else self._num_blocks
+        num_blocks = 0 if self._life.is_lost else self._models.num_blocks
         return InstanceView(
             id=self.id,
             state=self._life.state,
@@ -285,7 +302,7 @@ class TorchEngine(Engine):
             weight_bytes=self._loader.weight_bytes,
             adapters=() if self._life.is_lost else self._adapters.names,
             max_adapters=self._max_adapters,
-            preloaded=self._staged.card.id if self._staged else None,
+            preloaded=self._models.staged.card.id if self._models.staged else None,
         )
 
     @property
@@ -319,7 +336,7 @@ class TorchEngine(Engine):
 
     async def _bring(self, model: ModelCard, store: WeightStore) -> tuple[LoadedModel, Forward]:
         await checkpoint()
-        loaded, self._staged = self._staged, None
+        loaded, self._models.staged = self._models.staged, None
         if loaded is not None and loaded.card.id != model.id:
             await loaded.release()
             loaded = None
@@ -334,7 +351,7 @@ class TorchEngine(Engine):
         return loaded, forward
 
     async def _load(self, model: ModelCard, store: WeightStore) -> LoadedModel:
-        loaded = await self._loader.load(model, store, others_bytes=self._cache_bytes)
+        loaded = await self._loader.load(model, store, others_bytes=self._models.cache_bytes)
         if self._life.is_lost:
             await loaded.release()
         self._life.refuse_if_lost()
@@ -353,7 +370,11 @@ class TorchEngine(Engine):
     def _serve(self, loaded: LoadedModel, forward: Forward) -> None:
         self._num_loads += 1
         runner = Runner(forward, self._settings.make_batcher(forward), self._settings.make_budget())
-        self._serving, self._num_blocks, self._cache_bytes = loaded, forward.num_blocks, forward.size_bytes
+        self._models.serving, self._models.num_blocks, self._models.cache_bytes = (
+            loaded,
+            forward.num_blocks,
+            forward.size_bytes,
+        )
         self._books = runner.report()
         self._adapters.serve(loaded.card.id, loaded.targets())
         self._running_worker.attach(runner)
@@ -405,13 +426,13 @@ class TorchEngine(Engine):
 
     async def _release_serving(self) -> None:
         await self._adapters.forget()
-        if self._serving is not None:
-            await self._serving.release()
-        self._serving, self._books = None, Report()
-        self._num_blocks = self._cache_bytes = 0
+        if self._models.serving is not None:
+            await self._models.serving.release()
+        self._models.serving, self._books = None, Report()
+        self._models.num_blocks = self._models.cache_bytes = 0
 
     async def _drop_staged(self) -> None:
-        staged, self._staged = self._staged, None
+        staged, self._models.staged = self._models.staged, None
         if staged is not None:
             await staged.release()
             if self._worker is not None:
@@ -421,13 +442,13 @@ class TorchEngine(Engine):
 
     def _admit(self, request: Request) -> tuple[int, TokenQueue, Held | None]:
         self._life.refuse_if_lost()
-        model = self._serving
+        model = self._models.serving
         if model is None or self._life.state is not _SERVING or model.card.id != request.model:
             raise RequestEvicted(
                 f"Engine {self.id!r} is {self._life.state} with model {self._model!r} and admits no request "
                 f"for {request.model!r}; ask another."
             )
-        check_servable(request, model, kv_tokens=self._num_blocks * self._kv.block_tokens)
+        check_servable(request, model, kv_tokens=self._models.num_blocks * self._kv.block_tokens)
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open()
         ranks = adapter.ranks if adapter else None
@@ -474,8 +495,8 @@ class TorchEngine(Engine):
 
     @property
     def _model(self) -> ModelId | None:
-        return self._serving.card.id if self._serving and not self._life.is_lost else None
+        return self._models.serving.card.id if self._models.serving and not self._life.is_lost else None
 
     @property
     def _used_bytes(self) -> int:
-        return self._loader.weight_bytes + self._cache_bytes
+        return self._loader.weight_bytes + self._models.cache_bytes

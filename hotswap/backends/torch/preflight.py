@@ -18,12 +18,12 @@ from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for
 from hotswap.backends.torch.modeling import Skeleton
 from hotswap.errors import UnsupportedModel
 
-__all__ = ["preflight", "reference"]
+__all__ = ["STEPS", "difference", "preflight", "prompts_of", "reference", "tolerance_of"]
 
 # Two requests, cut into uneven chunks that share steps and then decode: (request, tokens) in each step.
-_STEPS = (((0, 9),), ((0, 8), (1, 5)), ((1, 8), (0, 4)), ((0, 1), (1, 1)), ((0, 1),))
+STEPS = (((0, 9),), ((0, 8), (1, 5)), ((1, 8), (0, 4)), ((0, 1), (1, 1)), ((0, 1),))
 _SOME = 9  # tokens of a prompt whose logits those after them must not change
-_LENGTHS = tuple(sum(n for step in _STEPS for i, n in step if i == request) for request in (0, 1))
+_LENGTHS = tuple(sum(n for step in STEPS for i, n in step if i == request) for request in (0, 1))
 
 # Largest difference of a logit from the reference, as a share of the largest logit. bf16 and fp16 keep 8 and
 # 11 bits, of which a few dozen layers that round in another order use up some; a wrong mask or position is
@@ -63,15 +63,30 @@ def preflight(
 
 def reference(skeleton: Skeleton, device: torch.device) -> list[Tensor]:
     """The logits that a preflight expects: those of the model's own attention, one request at a time."""
-    prompts = _prompts(skeleton)
+    prompts = prompts_of(skeleton.vocabulary)
     with torch.inference_mode(), skeleton.eager():
         whole = [_eager(skeleton, torch.tensor([prompt], device=device)) for prompt in prompts]
     ends = [0] * len(prompts)
     logits: list[Tensor] = []
-    for request, count in (chunk for step in _STEPS for chunk in step):
+    for request, count in (chunk for step in STEPS for chunk in step):
         ends[request] += count
         logits.append(whole[request][ends[request] - 1])
     return logits
+
+
+def prompts_of(vocabulary: int) -> list[list[int]]:
+    """The requests that `STEPS` cuts into chunks."""
+    return [[(7919 * at + 31 * length) % vocabulary for at in range(length)] for length in _LENGTHS]
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The largest `difference` at which logits computed in `dtype` are those that were expected."""
+    return _TOLERANCE.get(dtype, 1e-3)
+
+
+def difference(mine: Tensor, theirs: Tensor) -> float:
+    """The largest difference of a logit, as a share of the largest logit."""
+    return float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp(min=1e-6))
 
 
 def _unsupported(skeleton: Skeleton, device: torch.device, symptom: str) -> UnsupportedModel:
@@ -81,14 +96,14 @@ def _unsupported(skeleton: Skeleton, device: torch.device, symptom: str) -> Unsu
 
 def _cause(skeleton: Skeleton, device: torch.device) -> str:
     """What about the model itself explains that it cannot be served, found by running it once more."""
-    ids = torch.tensor(_prompts(skeleton)[:1], device=device)
+    ids = torch.tensor(prompts_of(skeleton.vocabulary)[:1], device=device)
     try:
         with torch.inference_mode(), skeleton.eager():
             whole, part = _eager(skeleton, ids), _eager(skeleton, ids[:, :_SOME])
             states = _states(skeleton.module(input_ids=ids, use_cache=True))
     except Exception:  # then what was seen must explain itself
         return ""
-    if _error(part, whole[:_SOME]) > _TOLERANCE.get(skeleton.dtype, 1e-3):
+    if difference(part, whole[:_SOME]) > tolerance_of(skeleton.dtype):
         return "is not causal: a token changes the logits of those before it"
     return f"keeps {' and '.join(states)} beside keys and values" if states else ""
 
@@ -107,17 +122,13 @@ def _holds(part: object) -> bool:
     return part is not None
 
 
-def _prompts(skeleton: Skeleton) -> list[list[int]]:
-    return [[(7919 * at + 31 * length) % skeleton.vocabulary for at in range(length)] for length in _LENGTHS]
-
-
 def _in_chunks(skeleton: Skeleton, cache: KVCache, min_rows: int) -> list[Tensor]:
     """The logits at the end of every chunk, in the order of the steps."""
-    prompts, free = _prompts(skeleton), iter(range(1, cache.num_blocks + 1))
+    prompts, free = prompts_of(skeleton.vocabulary), iter(range(1, cache.num_blocks + 1))
     blocks = [[next(free) for _ in range(blocks_for(len(p), cache.block_tokens))] for p in prompts]
     ends = [0] * len(prompts)
     logits: list[Tensor] = []
-    for step in _STEPS:
+    for step in STEPS:
         pieces: list[Piece] = []
         for request, count in step:
             start, ends[request] = ends[request], ends[request] + count
@@ -145,16 +156,11 @@ def _eager(skeleton: Skeleton, ids: Tensor) -> Tensor:
 
 
 def _compare(skeleton: Skeleton, device: torch.device, mine: Items[Tensor], theirs: Items[Tensor]) -> None:
-    tolerance = _TOLERANCE.get(skeleton.dtype, 1e-3)
-    error = _error(torch.stack(list(mine)), torch.stack(list(theirs)))
+    tolerance = tolerance_of(skeleton.dtype)
+    error = difference(torch.stack(list(mine)), torch.stack(list(theirs)))
     if not error <= tolerance:  # also when it is not a number
         symptom = (
             f"computed in chunks differs by {error:.1e} of its largest logit from its own attention, where "
             f"{tolerance:.0e} is allowed: it places tokens, or masks keys, by row and not by position"
         )
         raise _unsupported(skeleton, device, symptom)
-
-
-def _error(mine: Tensor, theirs: Tensor) -> float:
-    """The largest difference, as a share of the largest logit."""
-    return float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp(min=1e-6))

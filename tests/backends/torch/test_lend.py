@@ -71,7 +71,7 @@ async def card_of(store: TieredStore, model: ModelId) -> ModelCard:
 
 def places(engine: TorchEngine) -> set[int]:
     """Where the parameters of the model that is served begin."""
-    model = engine._serving
+    model = engine._models.serving
     assert isinstance(model, LocalModel)
     return {parameter.data_ptr() for parameter in model.skeleton.module.parameters()}
 

@@ -171,7 +171,7 @@ async def test_the_model_that_serves_is_packed_again_once_a_preload_beside_it_ha
     async with TorchEngine("e0", kv_tokens=512, memory_bytes="64 MiB", threads=1) as engine:
         await engine.load(card, store)
         await packed(engine, 1)
-        whole, kv_bytes = engine.packed_bytes, engine._cache_bytes
+        whole, kv_bytes = engine.packed_bytes, engine._models.cache_bytes
     room = 2 * card.weight_bytes + kv_bytes + whole // 2
     async with TorchEngine("e0", kv_tokens=512, memory_bytes=room, packed_bytes=whole, threads=1) as engine:
         await engine.load(card, store)

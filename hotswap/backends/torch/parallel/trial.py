@@ -15,19 +15,13 @@ from hotswap.backends.torch.forward import Piece, Work
 from hotswap.backends.torch.kv import LayerShape, blocks_for
 from hotswap.backends.torch.parallel.messages import OpenCache, Step
 from hotswap.backends.torch.parallel.processes import Ranks
+from hotswap.backends.torch.preflight import STEPS, difference, prompts_of, tolerance_of
 from hotswap.errors import UnsupportedModel
 
 __all__ = ["TRIAL_ROWS", "run_trial"]
 
 # Rows of logits that a trial needs.
 TRIAL_ROWS = 2
-
-# Two requests, cut into uneven chunks that share steps and then decode: (request, tokens) in each step.
-_STEPS = (((0, 9),), ((0, 8), (1, 5)), ((1, 8), (0, 4)), ((0, 1), (1, 1)), ((0, 1),))
-_LENGTHS = tuple(sum(n for step in _STEPS for i, n in step if i == request) for request in (0, 1))
-
-# Largest difference of a logit, as a share of the largest logit; see the preflight.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def run_trial(
@@ -57,14 +51,14 @@ def run_trial(
         UnsupportedModel: they cannot; or a rank raised it, and the ranks must be started anew.
         InstanceLost: a rank failed otherwise.
     """
-    prompts = [[(7919 * at + 31 * n) % vocabulary for at in range(n)] for n in _LENGTHS]
+    prompts = prompts_of(vocabulary)
     blocks, num_blocks = _deal_blocks(prompts, block_tokens)
     ranks.call([OpenCache(num_blocks, block_tokens)] * ranks.grid.size)
     ends = [0] * len(prompts)
     paged: list[Tensor] = []
     whole: list[Tensor] = []
     shapes: tuple[tuple[LayerShape, ...], ...] = ()
-    for step in _STEPS:
+    for step in STEPS:
         pieces: list[Piece] = []
         for request, count in step:
             start, ends[request] = ends[request], ends[request] + count
@@ -75,7 +69,7 @@ def run_trial(
             piece = Piece(prompts[request][: ends[request]], 0, blocks[request], True)
             ranks.finish(ranks.submit(Step(Work((piece,)), 0, is_trial=True, eager=True)), is_trial=True)
             whole.append(logits[0, 0].clone())
-    _compare(torch.stack(paged), torch.stack(whole), kind, _TOLERANCE.get(dtype, 1e-3))
+    _compare(torch.stack(paged), torch.stack(whole), kind, tolerance_of(dtype))
     return shapes
 
 
@@ -103,7 +97,7 @@ def _step(
 
 
 def _compare(paged: Tensor, whole: Tensor, kind: str, tolerance: float) -> None:
-    error = float((paged - whole).abs().max() / whole.abs().max().clamp(min=1e-6))
+    error = difference(paged, whole)
     if not error <= tolerance:  # also when it is not a number
         raise UnsupportedModel(
             f"The {kind!r} model computed in chunks differs by {error:.1e} of its largest logit from its own "

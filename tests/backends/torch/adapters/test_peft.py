@@ -151,7 +151,7 @@ async def test_layers_are_left_as_they_were(tmp_path: Path) -> None:
         seen: list[dict[str, object]] = []
         for _ in range(2):
             await engine.load(card, store)
-            loaded = engine._serving
+            loaded = engine._models.serving
             assert isinstance(loaded, LocalModel)
             seen.append({name: vars(m).get("forward") for name, m in loaded.skeleton.module.named_modules()})
             await engine.load_adapter(adapter)

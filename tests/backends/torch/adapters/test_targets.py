@@ -30,7 +30,7 @@ async def test_an_engine_that_finds_out_what_another_knows_takes_nothing_from_it
 
     async with make_engine("e0") as first, make_engine("e1") as second:
         await first.load(card, store)
-        model = first._serving
+        model = first._models.serving
         assert isinstance(model, LocalModel)
         num_targets = len(model.targets())
         assert num_targets > 10
