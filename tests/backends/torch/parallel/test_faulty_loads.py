@@ -20,10 +20,14 @@ from tests.backends.torch.zoo import generate, make_model
 
 EMPTY, LOST = InstanceState.EMPTY, InstanceState.LOST
 BROKEN = "raise RuntimeError('no such device')"
+# The second says nothing, so that the end of the first is seen before anybody gives up waiting for both.
 REFUSING = f"""
+import signal
 from hotswap.backends.torch.parallel.stage import Stage
 from hotswap.errors import UnsupportedModel
 def step(self, command):
+    if self._place.rank:
+        signal.pause()
     raise UnsupportedModel("It is of the wrong kind.")
 Stage.step = step
 {processes._PROGRAM}
