@@ -79,7 +79,7 @@ class Field:
         Raises:
             Failed: it did not, or what it delivered is not what was written.
         """
-        options = {**self.defaults.get(contestant.module, {}), **contestant.options}
+        options = {**self.defaults.get(contestant.key, {}), **contestant.options}
         if check:
             options |= contestant.check_options
         try:

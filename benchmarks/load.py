@@ -38,7 +38,7 @@ _WORK = Path(".cache/benchmarks")
 _PEERS_PYTHON = Path(".cache/bench-env/bin/python")
 # Beside the payload, while loading from the disk: what the store's ring takes, and some more.
 _EXTRA_BYTES = 8 * (4 << 20) + (64 << 20)
-_SWEEP = tuple((threads, chunk << 10) for threads in (2, 4, 8) for chunk in (512, 1024, 2048, 4096))
+_SWEEP = tuple((threads, chunk << 10) for threads in (2, 4, 8) for chunk in (512, 2048))
 _BULK_OFF_BYTES = 64 << 10
 
 # What an ablation switches off, the names that the store's constructor may have for it, and the value.
@@ -112,12 +112,12 @@ def _measure(settings: Settings, work: Path, field: Field) -> dict[str, Any]:
     main_case = ("llama" if "llama" in settings.shapes else settings.shapes[0], max(settings.sizes))
     cases: list[dict[str, Any]] = []
     ablation: dict[str, Any] = {}
-    sweep: list[dict[str, Any]] = []
+    sweep: dict[str, list[dict[str, Any]]] = {}
     for shape, size in _order(settings, main_case):
         with _case(settings, work, shape, size) as source:
             # The first is the main case: the limit is as high as this disk allows.
             if not sweep and _runs(field, "raw_direct"):
-                sweep = _find_limit(field, source)
+                sweep = _find_limits(field, source)
             cases.append(_measure_case(settings, field, shape, source))
             if settings.ablate and (shape, size) == main_case and _runs(field, "hotswap_store"):
                 ablation = _ablate(settings, field, source)
@@ -125,7 +125,7 @@ def _measure(settings: Settings, work: Path, field: Field) -> dict[str, Any]:
     return {
         "machine": {**machine(work), "peers": field.versions},
         "settings": _plain(settings),
-        "raw_direct": {**field.defaults.get("raw_direct", {}), "sweep": sweep},
+        "raw_direct": {key: {**field.defaults[key], "sweep": tries} for key, tries in sweep.items()},
         "main": {"shape": first["shape"], "bytes": first["bytes"]},
         "cold": first["cold"],
         "warm": first["warm"],
@@ -211,18 +211,20 @@ def _over_hotswap(series: Series) -> dict[str, float]:
     }
 
 
-def _find_limit(field: Field, source: Source) -> list[dict[str, Any]]:
-    """Try numbers of threads and sizes of reads for the raw direct read, and let it use the best."""
-    _say("finding the fastest raw direct read")
-    limit = next(contestant for contestant in CONTESTANTS if contestant.key == "raw_direct")
-    tries: list[dict[str, Any]] = [{"threads": t, "chunk_bytes": c, "seconds": []} for t, c in _SWEEP]
-    for options in rounds(tries, 2):
-        shape = {name: options[name] for name in ("threads", "chunk_bytes")}
-        contestant = replace(limit, options={**limit.options, **shape})
-        options["seconds"].append(field.run(contestant, source, "cold")["seconds"])
-    best = min(tries, key=lambda options: min(options["seconds"]))
-    field.defaults["raw_direct"] = {name: best[name] for name in ("threads", "chunk_bytes")}
-    return tries
+def _find_limits(field: Field, source: Source) -> dict[str, list[dict[str, Any]]]:
+    """Try threads and sizes of reads for each raw direct read, and let it use the best for its memory."""
+    _say("finding the fastest raw direct reads")
+    sweep: dict[str, list[dict[str, Any]]] = {}
+    for limit in (contestant for contestant in field.ready if contestant.kind == "limit"):
+        tries = [{"threads": t, "chunk_bytes": c, "seconds": list[float]()} for t, c in _SWEEP]
+        sweep[limit.key] = tries
+        for options in rounds(tries, 2):
+            shape = {name: options[name] for name in ("threads", "chunk_bytes")}
+            contestant = replace(limit, options={**limit.options, **shape})
+            options["seconds"].append(field.run(contestant, source, "cold")["seconds"])
+        best = min(tries, key=lambda options: min(options["seconds"]))
+        field.defaults[limit.key] = {name: best[name] for name in ("threads", "chunk_bytes")}
+    return sweep
 
 
 def _runs(field: Field, module: str) -> bool:

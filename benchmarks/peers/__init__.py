@@ -12,9 +12,9 @@ Memory: TypeAlias = Literal["gone", "fresh", "existing"]
 
 # What a direct read of the same files into the same kind of memory is called.
 LIMITS: dict[Memory, str] = {
-    "gone": "raw_direct",
+    "gone": "raw_direct_gone",
     "fresh": "raw_direct_fresh",
-    "existing": "raw_direct_existing",
+    "existing": "raw_direct",
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import checkpoints, load, pagecache
 from benchmarks.field import Field
 from benchmarks.measure import ratios, rounds
-from benchmarks.peers import CONTESTANTS
+from benchmarks.peers import CONTESTANTS, LIMITS
 from benchmarks.race import Source
 
 HERE = [contestant for contestant in CONTESTANTS if not contestant.apart]
@@ -44,7 +44,7 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     with Field(
         HERE, python=Path(sys.executable), peers_python=None, rehearsal=rehearsal, timeout_s=120
     ) as field:
-        field.defaults["raw_direct"] = defaults
+        field.defaults.update(dict.fromkeys(LIMITS.values(), defaults))
         yield field
 
 
