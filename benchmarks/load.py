@@ -216,7 +216,7 @@ def _find_limits(field: Field, source: Source) -> dict[str, list[dict[str, Any]]
     _say("finding the fastest raw direct reads")
     sweep: dict[str, list[dict[str, Any]]] = {}
     for limit in (contestant for contestant in field.ready if contestant.kind == "limit"):
-        tries = [{"threads": t, "chunk_bytes": c, "seconds": list[float]()} for t, c in _SWEEP]
+        tries: list[dict[str, Any]] = [{"threads": t, "chunk_bytes": c, "seconds": []} for t, c in _SWEEP]
         sweep[limit.key] = tries
         for options in rounds(tries, 2):
             shape = {name: options[name] for name in ("threads", "chunk_bytes")}
