@@ -12,7 +12,8 @@ from pathlib import Path
 from anyio import to_thread
 
 from hotswap.backends.stores.disk_shelf import DiskShelf, Room, map_write_errors
-from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name, dump_index, parse_index
+from hotswap.backends.stores.index import dump_index, parse_index
+from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name
 from hotswap.backends.stores.reading import check_shard
 from hotswap.errors import StoreError
 from hotswap.model import Manifest, Shard

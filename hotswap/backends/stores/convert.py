@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint
-from hotswap.backends.stores.layout import VERSION, check_file_name
+from hotswap.backends.stores.index import VERSION
+from hotswap.backends.stores.layout import check_file_name
 from hotswap.backends.stores.writer import Progress, WriteOptions, writing
 from hotswap.errors import BackendMissing, ConfigError
 from hotswap.model import Manifest

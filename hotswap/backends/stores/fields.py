@@ -18,7 +18,7 @@ LARGEST: Final = 2**62  # no number is as large
 class Fields:
     """One JSON object of the file at `path`; a field that is not as asked raises `ShardCorrupt`."""
 
-    def __init__(self, raw: dict[str, Any], path: Path | str, remedy: str) -> None:
+    def __init__(self, raw: dict[str, Any], path: Path | str, remedy: str = CONVERT_AGAIN) -> None:
         self.raw = raw
         self._path = path
         self._remedy = remedy

@@ -8,7 +8,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from hotswap.backends.stores.files import BlockFile, read_small
-from hotswap.backends.stores.layout import INDEX_NAME, check_file_name, parse_index
+from hotswap.backends.stores.index import parse_index
+from hotswap.backends.stores.layout import INDEX_NAME, check_file_name
 from hotswap.errors import ShardMissing
 from hotswap.model import Manifest
 from hotswap.request import ModelId

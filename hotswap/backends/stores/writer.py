@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from io import BufferedWriter
 from pathlib import Path
 
+from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.journal import FinishedFile, Journal
 from hotswap.backends.stores.layout import (
     INDEX_NAME,
     Checksum,
     align,
     data_file_name,
-    dump_index,
-    parse_index,
 )
 from hotswap.backends.stores.partial import (
     AlreadyThere,

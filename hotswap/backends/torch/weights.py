@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from operator import mul
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,12 +119,13 @@ def convert(
 class Views:
     """The tensors of a flat uint8 buffer, as views of it; nothing is copied.
 
-    The buffer is looked at as each dtype once, so that a tensor is one call of torch, a microsecond or two.
+    Models repeat a few layouts over and over: each is looked at once, and a tensor is then one call of torch.
     """
 
     def __init__(self, flat: Tensor) -> None:
         self._flat, self._size_bytes = flat, len(flat)
-        self._bases: dict[str, tuple[Tensor, int, int]] = {}
+        self._layouts: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Layout] = {}
+        self._bases: dict[torch.dtype, Tensor] = {}
 
     def at(self, spec: TensorSpec) -> Tensor:
         """Return the tensor that `spec` describes.
@@ -132,28 +133,35 @@ class Views:
         Raises:
             ShardCorrupt: the spec contradicts itself or points outside the buffer.
         """
-        base, item_bytes, first = self._bases.get(spec.dtype) or self._base(spec)
         shape, stride, start = spec.shape, spec.stride, spec.offset_bytes
-        count = math.prod(shape)
-        end = start + spec.size_bytes
-        inside = 0 <= start <= end <= self._size_bytes and not start % item_bytes
-        if spec.size_bytes != count * item_bytes or not inside:
+        base, first, item_bytes, size_bytes = self._layouts.get((spec.dtype, shape, stride)) or self._layout(
+            spec
+        )
+        end = start + size_bytes
+        if spec.size_bytes != size_bytes or not 0 <= start <= end <= self._size_bytes or start % item_bytes:
             raise ShardCorrupt(
                 f"Tensor {spec.name!r} ({spec.dtype} {list(shape)}) claims bytes {start} to "
-                f"{end} of a buffer of {self._size_bytes}; convert the model again."
-            )
-        if count and not 0 <= _last_element(shape, stride) < count:
-            raise ShardCorrupt(
-                f"The stride of tensor {spec.name!r} leads out of it; convert the model again."
+                f"{start + spec.size_bytes} of a buffer of {self._size_bytes}; convert the model again."
             )
         return base.as_strided(shape, stride, first + start // item_bytes)
 
-    def _base(self, spec: TensorSpec) -> tuple[Tensor, int, int]:
-        """The whole buffer in the dtype of `spec`, its item size, and where it begins in its storage."""
-        dtype = dtype_of(spec)
-        whole = self._flat[: len(self._flat) // dtype.itemsize * dtype.itemsize].view(dtype)
-        self._bases[spec.dtype] = base = (whole, dtype.itemsize, int(whole.storage_offset()))
-        return base
+    def _layout(self, spec: TensorSpec) -> _Layout:
+        dtype, count = dtype_of(spec), math.prod(spec.shape)
+        if count and not 0 <= _last_element(spec.shape, spec.stride) < count:
+            raise ShardCorrupt(
+                f"The stride of tensor {spec.name!r} leads out of it; convert the model again."
+            )
+        base = self._bases.get(dtype)
+        if base is None:
+            base = self._flat[: self._size_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            self._bases[dtype] = base
+        layout = base, int(base.storage_offset()), dtype.itemsize, count * dtype.itemsize
+        self._layouts[spec.dtype, spec.shape, spec.stride] = layout
+        return layout
+
+
+# The whole buffer in a dtype, where it begins in its storage, the bytes of an item, and those of a tensor.
+_Layout: TypeAlias = tuple[Tensor, int, int, int]
 
 
 def tensor_at(flat: Tensor, spec: TensorSpec) -> Tensor:
@@ -165,8 +173,6 @@ def _last_element(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """How far from the first element the last one is; -1 if they do not fit together."""
     if len(shape) != len(stride):
         return -1
-    if len(shape) == 1:
-        return (shape[0] - 1) * stride[0]
     steps: Iterable[int] = map(mul, shape, stride)
     return sum(steps) - sum(stride)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hotswap import Manifest, ModelId, TensorSpec
-from hotswap.backends.stores.layout import INDEX_NAME, parse_index
+from hotswap.backends.stores.index import parse_index
+from hotswap.backends.stores.layout import INDEX_NAME
 from hotswap.backends.stores.verify import verify
 from hotswap.backends.stores.writer import write_model
 

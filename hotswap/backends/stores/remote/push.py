@@ -12,7 +12,8 @@ from anyio import to_thread
 from obstore import exceptions
 
 from hotswap.backends.stores.files import BlockFile, open_regular, read_small
-from hotswap.backends.stores.layout import INDEX_NAME, SIDE_FILES, Checksum, parse_index
+from hotswap.backends.stores.index import parse_index
+from hotswap.backends.stores.layout import INDEX_NAME, SIDE_FILES, Checksum
 from hotswap.backends.stores.remote.location import Location
 from hotswap.backends.stores.remote.objects import reason
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError

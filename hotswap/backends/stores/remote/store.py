@@ -12,13 +12,12 @@ from typing import Any, Self
 
 from anyio import to_thread
 
+from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.layout import (
     ALIGNMENT_BYTES,
     INDEX_NAME,
     SIDE_FILES,
     check_file_name,
-    dump_index,
-    parse_index,
 )
 from hotswap.backends.stores.reading import BufferPool, background
 from hotswap.backends.stores.remote.download import Download, Link

@@ -1,0 +1,267 @@
+"""The index of a model: written, and read back with every statement of it checked.
+
+Nothing that an index says is believed before: it came from a disk. pydantic reads the text straight into the
+dataclasses that engines see and sees to the types; what the numbers say to each other is checked here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby, pairwise
+from operator import mul
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import BaseModel, FailFast, Field, ValidationError
+
+from hotswap.backends.stores.crc import crc32
+from hotswap.backends.stores.fields import LARGEST, Fields, parse_object
+from hotswap.backends.stores.layout import DTYPE_BYTES, check_file_name, is_checksum
+from hotswap.model import Manifest, Shard, TensorSpec
+from hotswap.request import ModelId
+
+__all__ = ["VERSION", "dump_index", "parse_index"]
+
+FORMAT: Final = "hotswap-weights"
+VERSION: Final = 1
+
+_MOST_DIMENSIONS = 64
+_MANIFEST = b'"manifest":'
+
+_Whole = Annotated[int, Field(ge=0, lt=LARGEST)]
+_Positive = Annotated[int, Field(ge=1, lt=LARGEST)]
+
+
+class _ShardFields(BaseModel):
+    rank: _Whole
+    file: str
+    file_offset_bytes: _Whole
+    buffer_offset_bytes: _Whole
+    size_bytes: _Positive
+    checksum: str
+
+
+class _ManifestFields(BaseModel):
+    # Without the model, which is the directory's name, so that a directory may be renamed.
+    shards: Annotated[tuple[_ShardFields, ...], FailFast()]
+    buffer_bytes: _Whole
+    tensors: Annotated[tuple[TensorSpec, ...], FailFast()]  # `_wrong_with` has the bounds
+    world_size: _Positive
+    alignment_bytes: Annotated[int, Field(ge=512, lt=LARGEST)]
+    architecture: str
+    config: str
+    eos_token_ids: Annotated[tuple[_Whole, ...], FailFast()]
+    max_context_tokens: _Positive
+    kv_bytes_per_token: _Whole
+    quantization: str
+    unquantized_dtype: str
+
+
+class _IndexFields(BaseModel):
+    format: str
+    version: int
+    checksum: str
+    manifest: _ManifestFields
+
+
+# ------------------------------------------------------------------------------------------------- writing
+
+
+def dump_index(manifest: Manifest) -> bytes:
+    """Return the text of `index.json` for a manifest."""
+    body = asdict(manifest)
+    del body["model"]
+    for shard in body["shards"]:
+        del shard["model"]
+    summed = _summed_form(body)
+    head = _summed_form({"format": FORMAT, "version": VERSION, "checksum": _checksum_of(summed)})
+    return head[:-1] + b"," + _MANIFEST + summed + b"}"
+
+
+def _summed_form(body: object) -> bytes:
+    """The text of a JSON value that its checksum is over, however it is written elsewhere."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _checksum_of(text: bytes | memoryview) -> str:
+    return f"crc32:{crc32(text, 0):08x}"
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+def parse_index(text: bytes, *, path: Path | str, model: ModelId) -> Manifest:
+    """Return the manifest that an index describes, every statement of it checked.
+
+    Checked are types and ranges, that tensors of known dtypes lie within the buffer without overlapping
+    (tied names share one place), that the shards of each rank tile its buffer, and the index's own checksum.
+    Whether the data files are there and long enough is for the reader to see.
+
+    Raises:
+        ShardCorrupt: the text is not an index of this version, or contradicts itself.
+        UnsafeFile: a file name could lead out of the directory.
+    """
+    try:
+        index = _IndexFields.model_validate_json(text, strict=True)
+    except ValidationError as exc:
+        fields = parse_object(text, path)
+        _check_version(fields)
+        raise fields.wrong(_first_complaint(exc)) from None
+    if index.format != FORMAT or index.version != VERSION:
+        _check_version(parse_object(text, path))
+    manifest = _manifest(index.manifest, path, model)
+    for complaint in _complaints(manifest):
+        raise Fields({}, path).wrong(complaint)
+    if not _is_sound(text, index.checksum, path):
+        raise Fields({}, path).wrong("its checksum does not match")
+    return manifest
+
+
+def _check_version(index: Fields) -> None:
+    if index.text("format") != FORMAT:
+        raise index.wrong(f"its format is not {FORMAT!r}")
+    if (version := index.size("version")) != VERSION:
+        raise index.wrong(f"its version is {version}, this release reads version {VERSION}")
+
+
+def _first_complaint(exc: ValidationError) -> str:
+    error = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"the field {'.'.join(map(str, error['loc']))!r} is wrong ({error['msg']})"
+
+
+def _is_sound(text: bytes, checksum: str, path: Path | str) -> bool:
+    """Whether the checksum is that of the manifest, which we write last and in the form that is summed."""
+    start = text.find(_MANIFEST)
+    if start >= 0 and checksum == _checksum_of(memoryview(text)[start + len(_MANIFEST) : -1]):
+        return True
+    return checksum == _checksum_of(_summed_form(parse_object(text, path).record("manifest").raw))
+
+
+def _manifest(fields: _ManifestFields, path: Path | str, model: ModelId) -> Manifest:
+    for shard in fields.shards:
+        check_file_name(shard.file, path)
+    shards = tuple(Shard(model=model, **dict(shard)) for shard in fields.shards)
+    rest = {name: value for name, value in fields if name != "shards"}
+    return Manifest(model=model, shards=shards, **rest)
+
+
+# ------------------------------------------------------------------------------------------------ checking
+
+
+def _complaints(manifest: Manifest) -> Iterator[str]:
+    """What the manifest says that cannot be, in words that end a sentence."""
+    # Models repeat a few layouts over and over: each is looked at once, which is most of the work.
+    layouts: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
+    for tensor in manifest.tensors:
+        layout = tensor.dtype, tensor.shape, tensor.stride
+        sizes = layouts.get(layout)
+        if sizes is None:
+            if complaint := _wrong_with_layout(*layout):
+                yield f"tensor {tensor.name!r} {complaint}"
+                return
+            item_bytes = DTYPE_BYTES[tensor.dtype]
+            sizes = layouts[layout] = item_bytes, math.prod(tensor.shape) * item_bytes
+        if complaint := _wrong_with(tensor, *sizes):
+            yield complaint
+    for check in (_check_checksums, _check_tensors, _check_alignment, _check_tiling, _check_files):
+        if complaint := check(manifest):
+            yield complaint
+
+
+def _wrong_with_layout(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+    if dtype not in DTYPE_BYTES:
+        return f"has the unknown dtype {dtype!r}"
+    if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0:
+        return "has a shape that no tensor has"
+    # The element that lies last must be one of the tensor's own.
+    count = math.prod(shape)
+    last = sum(map(mul, shape, stride)) - sum(stride)
+    if len(stride) != len(shape) or min(stride, default=0) < 0 or (count and last >= count):
+        return "has a stride that leads out of it"
+    return None
+
+
+def _wrong_with(tensor: TensorSpec, item_bytes: int, size_bytes: int) -> str | None:
+    if tensor.size_bytes != size_bytes or size_bytes >= LARGEST:
+        return f"the size of tensor {tensor.name!r} is not that of its shape"
+    if not 0 <= tensor.offset_bytes < LARGEST or tensor.offset_bytes % item_bytes:
+        return f"tensor {tensor.name!r} does not begin on a multiple of its item size"
+    if not is_checksum(tensor.checksum):
+        return f"the checksum {tensor.checksum[:40]!r} is of no known kind"
+    if tensor.rank < 0:
+        return f"tensor {tensor.name!r} is of rank {tensor.rank}"
+    return None
+
+
+def _check_checksums(manifest: Manifest) -> str | None:
+    unknown = (shard.checksum for shard in manifest.shards if not is_checksum(shard.checksum))
+    return next((f"the checksum {checksum[:40]!r} is of no known kind" for checksum in unknown), None)
+
+
+def _check_tensors(manifest: Manifest) -> str | None:
+    by_rank: dict[int, list[TensorSpec]] = {}
+    for tensor in manifest.tensors:
+        by_rank.setdefault(tensor.rank, []).append(tensor)
+    if by_rank and max(by_rank) >= manifest.world_size:
+        return f"a tensor belongs to rank {max(by_rank)}, and world_size is {manifest.world_size}"
+    complaints = (_check_places(tensors, manifest.buffer_bytes) for tensors in by_rank.values())
+    return next(filter(None, complaints), None)
+
+
+def _check_places(tensors: Sequence[TensorSpec], buffer_bytes: int) -> str | None:
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        return "it names a tensor twice"
+    # An empty tensor takes no room, so it may lie anywhere; tied tensors are one place with several names.
+    places: dict[int, tuple[int, str]] = {}
+    for tensor in tensors:
+        if size_bytes := tensor.size_bytes:
+            place = size_bytes, tensor.checksum
+            size_bytes, checksum = places.setdefault(tensor.offset_bytes, place)
+            if size_bytes != tensor.size_bytes:
+                return "two tensors overlap"
+            if checksum != tensor.checksum:
+                return "two names of one tensor have different checksums"
+    end = 0
+    for start in sorted(places):
+        if start < end:
+            return "two tensors overlap"
+        end = start + places[start][0]
+    return "a tensor lies outside the buffer" if end > buffer_bytes else None
+
+
+def _check_alignment(manifest: Manifest) -> str | None:
+    unit = manifest.alignment_bytes
+    if unit & (unit - 1):
+        return f"its alignment of {unit} bytes is not a power of two"
+    for shard in manifest.shards:
+        if (shard.file_offset_bytes | shard.buffer_offset_bytes | shard.size_bytes) % unit:
+            return f"a shard in {shard.file!r} is not aligned to {unit} bytes"
+    return None
+
+
+def _check_tiling(manifest: Manifest) -> str | None:
+    shards = sorted(manifest.shards, key=lambda shard: (shard.rank, shard.buffer_offset_bytes))
+    ranks = 0
+    for rank, group in groupby(shards, key=lambda shard: shard.rank):
+        ranks, end = ranks + 1, 0
+        for shard in group:
+            if shard.buffer_offset_bytes != end:
+                return f"the shards of rank {rank} leave a gap or overlap at byte {end} of the buffer"
+            end += shard.size_bytes
+        if rank >= manifest.world_size or end != manifest.buffer_bytes:
+            return f"the shards of rank {rank} hold {end} bytes, which is not what its buffer is"
+    if ranks != (manifest.world_size if manifest.buffer_bytes else 0):
+        return f"it has shards for {ranks} ranks, and world_size is {manifest.world_size}"
+    return None
+
+
+def _check_files(manifest: Manifest) -> str | None:
+    shards = sorted(manifest.shards, key=lambda shard: (shard.file, shard.file_offset_bytes))
+    for file, group in groupby(shards, key=lambda shard: shard.file):
+        for one, other in pairwise(group):
+            if one.file_offset_bytes + one.size_bytes > other.file_offset_bytes:
+                return f"two shards overlap in {file!r}"
+    return None
