@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hotswap.backends.torch.adapters.plan import Adaptation
 from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.runs import Run
 from hotswap.errors import UnsupportedModel
 
 __all__ = ["IMPLEMENTATION", "MaskPattern", "Segment", "Step", "current", "register", "running"]
@@ -94,12 +96,14 @@ class Segment:
         table: `[n, num_blocks]`, the blocks of each request, padded with block 0.
         positions: `[n, m]`, the absolute position of each query.
         ends: The greatest position plus one among the first *i* + 1 queries, on the host.
+        run: What is kept of them from step to step, where each has one query.
     """
 
     start: int
     table: Tensor
     positions: Tensor
     ends: tuple[int, ...]
+    run: Run | None = None
     _lines: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def lines(self, heads: int) -> Tensor:
@@ -227,10 +231,19 @@ def paged_attention(
     out = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
     for segment in step.segments:
         rows = slice(segment.start, segment.start + segment.num_rows)
-        keys, values = step.cache.gather(layer, segment.lines(key.shape[1]), segment.num_requests)
+        keys, values = _read(step.cache, layer, segment, key[0, :, rows], value[0, :, rows])
         queries = query[0, :, rows].transpose(0, 1)
         out[rows] = heads.attend(queries, keys, values, segment, attention_mask, step.cache.block_tokens)
     return out.unsqueeze(0), None
+
+
+def _read(cache: KVCache, layer: int, segment: Segment, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """`[n, kv_heads, tokens, dim]` of a segment's blocks, to which `[kv_heads, rows, dim]` were appended."""
+    gather = partial(cache.gather, layer, segment.lines(key.shape[0]), segment.num_requests)
+    if segment.run is None:
+        return gather()
+    tokens = segment.table.shape[1] * cache.block_tokens
+    return segment.run.read(layer, key.transpose(0, 1), value.transpose(0, 1), tokens, gather)
 
 
 @dataclass(frozen=True, slots=True)

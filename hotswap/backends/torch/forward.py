@@ -195,6 +195,7 @@ def assemble(
     keep: list[int] = []
     segments: list[Segment] = []
     adapted: list[tuple[RankRange, range, int | None]] = []
+    cache.runs.begin()
     for group in _groups(pieces, cache.block_tokens):
         segments.append(_segment(len(ids), group, cache))
         for piece in group:
@@ -251,12 +252,18 @@ def _groups(pieces: Sequence[Piece], block_tokens: int) -> list[list[Piece]]:
 
 
 def _segment(start: int, group: list[Piece], cache: KVCache) -> Segment:
-    width = max(blocks_for(piece.end, cache.block_tokens) for piece in group)
+    held = [blocks_for(piece.end, cache.block_tokens) for piece in group]
+    width = max(held)
     table = [list(piece.blocks[:width]) for piece in group]
     spans = [range(piece.start, piece.end) for piece in group]
+    run = None
+    if len(group[0].tokens) == 1:
+        rows = zip(table, held, spans, strict=True)
+        run = cache.runs.claim([(row[:num], span.start) for row, num, span in rows])
     return Segment(
         start=start,
         table=torch.tensor([row + [0] * (width - len(row)) for row in table], device=cache.device),
         positions=torch.tensor([list(span) for span in spans], device=cache.device),
         ends=tuple(max(ends) + 1 for ends in zip(*spans, strict=True)),
+        run=run,
     )

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hotswap.backends.torch.blocks import Copy
+from hotswap.backends.torch.runs import Runs
 
-__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token"]
+__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "most_runs_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,18 @@ def blocks_for(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens // block_tokens)
 
 
+def most_runs_bytes(cache_bytes: int) -> int:
+    """How much memory runs may take at most beside a cache of so many bytes."""
+    return cache_bytes // 2
+
+
 class KVCache:
     """Keys and values of every layer, head-major: `[num_blocks + 1, kv_heads, block_tokens, dim]`.
 
     Head-major blocks make the gather of a batch one `index_select` of long rows that lands contiguous per
     request and head. Without `layers` the tensors are made when a layer is first seen, from the shapes that
-    arrive: head counts and widths need no reading of configs.
+    arrive: head counts and widths need no reading of configs. `runs` keeps what decodes have gathered, on a
+    CPU and within `runs_bytes`.
     """
 
     def __init__(
@@ -58,8 +65,10 @@ class KVCache:
         layers: Sequence[LayerShape] = (),
         *,
         first_layer: int = 0,
+        runs_bytes: int = 0,
     ) -> None:
         self.num_blocks, self.block_tokens, self.device = num_blocks, block_tokens, device
+        self.runs = Runs(runs_bytes if device.type == "cpu" else 0, block_tokens)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._scratch: dict[tuple[str, int, torch.dtype], Tensor] = {}
@@ -88,12 +97,15 @@ class KVCache:
         """
         if not blocks:
             return
+        self.runs.forget(blocks)
         index = torch.tensor(blocks, device=self.device)
         for values in self._values.values():
             values.index_fill_(0, index, 0)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy the first slots of blocks to others, one after the other, and clear those behind."""
+        if copies:
+            self.runs.forget(copy.target for copy in copies)
         for copy in copies:
             num_tokens = copy.num_tokens
             for pool in (*self._keys.values(), *self._values.values()):

@@ -18,11 +18,12 @@ from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.device import free_bytes, out_of_memory_mapped, reclaimed, touch
 from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.forward import LocalForward
-from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
+from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token, most_runs_bytes
 from hotswap.backends.torch.linear import Packs, Shelf
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.preflight import preflight
+from hotswap.backends.torch.runs import Runs
 from hotswap.backends.torch.weights import convert, recast
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
 from hotswap.model import Manifest, ModelCard, TensorSpec
@@ -121,6 +122,7 @@ class LocalLoader(Loader):
         self._skeletons = skeletons
         self._block_tokens, self._min_rows = block_tokens, min_rows
         self._others_bytes = 0
+        self._runs = Runs(0, block_tokens)  # of the model that serves
 
     async def start(self) -> None:
         try:
@@ -188,9 +190,13 @@ class LocalLoader(Loader):
                 f"{budget.block_tokens * bytes_per_token(model.layers):,} bytes each; give the engine more."
             )
         self._others_bytes = (num_blocks + 1) * budget.block_tokens * bytes_per_token(model.layers)
-        self._fit()
+        runs_bytes = most_runs_bytes(self._others_bytes)
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
-            cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
+            cache = KVCache(
+                num_blocks, budget.block_tokens, self._device, model.layers, runs_bytes=runs_bytes
+            )
+        self._runs = cache.runs
+        self._fit()
         min_rows = self._min_rows(model.skeleton.dtype)
         return LocalForward(
             model.skeleton.module,
@@ -303,8 +309,10 @@ class LocalLoader(Loader):
             await anyio.to_thread.run_sync(self._fit)
 
     def _fit(self) -> None:
-        """Leave packed weights what weights and KV blocks do not take. May free gigabytes."""
-        self._shelf.fit(self.memory_bytes - self.weight_bytes - self._others_bytes)
+        """Leave packed weights what weights and KV blocks do not take, and runs the rest. May free much."""
+        room_bytes = self.memory_bytes - self.weight_bytes - self._others_bytes
+        self._shelf.fit(room_bytes)
+        self._runs.fit(room_bytes - self._shelf.limit_bytes)
 
     def _bind(
         self,

@@ -41,7 +41,7 @@ def test_blocks_full_of_nan_change_nothing() -> None:
     expected = [generate(model, prompt, 30) for prompt in PROMPTS]
     attention.register()
     model.set_attn_implementation(attention.IMPLEMENTATION)
-    cache = KVCache(16, 16, CPU, LAYERS)
+    cache = KVCache(16, 16, CPU, LAYERS, runs_bytes=1 << 20)
     for pool in (*cache._keys.values(), *cache._values.values()):
         pool[1:] = float("nan")
     assert run(model, cache) == expected

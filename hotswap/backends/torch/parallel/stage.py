@@ -80,6 +80,7 @@ class Stage:
             self._device,
             command.layers,
             first_layer=self._layers.start,
+            runs_bytes=command.runs_bytes,
         )
 
     def step(self, command: Step) -> tuple[int, ...]:

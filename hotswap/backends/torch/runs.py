@@ -1,0 +1,210 @@
+"""Keys and values of requests that decode together, gathered once and then appended to.
+
+A batch of decodes reads the blocks of all its requests in every step, and on a CPU gathering them into one
+piece costs as much memory traffic as attending to them twice over. While the same requests go on decoding
+nothing of that changes but one token each. So what was gathered is kept from step to step, within a limit,
+for as many layers as it has room for.
+
+A run is known by its requests' blocks and positions. Blocks are append-only, and whoever changes what is in
+one (`KVCache.clear`, `KVCache.copy`) has the runs that hold it forgotten, so a run that goes on holds what
+its blocks hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Row", "Run", "Runs"]
+
+Row = tuple[Sequence[int], int]
+"""A request that decodes: its blocks up to the token that is computed, and that token's position."""
+
+Gathered = tuple[Tensor, Tensor]
+"""Keys and values, `[n, kv_heads, tokens, dim]`."""
+
+# Runs that had no step for so many of them are over; parts of a batch that take turns have one every few.
+_PATIENCE_STEPS = 8
+# Room for more blocks, so that a run is not gathered anew with each: so many, or a share of those there are.
+_MORE_BLOCKS, _MORE_SHARE = 2, 4
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """What is kept of a layer: `[n, kv_heads, capacity, dim]` each, complete up to the run's step `step`."""
+
+    keys: Tensor
+    values: Tensor
+    buffers: tuple[Tensor, Tensor]
+    step: int
+
+
+class Run:
+    """Some requests that decode together; made and found again by `Runs`."""
+
+    def __init__(self, rows: Sequence[Row], owner: Runs) -> None:
+        self._owner = owner
+        self._tables = [list(blocks) for blocks, _ in rows]
+        self._positions = [position for _, position in rows]
+        self._step = 0
+        self._layers: dict[int, _Layer] = {}
+        self._order = torch.arange(len(rows))
+        self._at = torch.tensor(self._positions)
+        self.blocks = {block for table in self._tables for block in table}
+        self.last_used = 0
+
+    def goes_on(self, rows: Sequence[Row]) -> bool:
+        """Whether these are the same requests, each one token further."""
+        return len(rows) == len(self._tables) and all(
+            position == before + 1 and blocks[: len(table)] == table
+            for (blocks, position), before, table in zip(rows, self._positions, self._tables, strict=True)
+        )
+
+    def has_one_of(self, rows: Sequence[Row]) -> bool:
+        """Whether a request has come from here: what it writes to is nobody else's."""
+        last = {table[-1] for table in self._tables}
+        return any(not last.isdisjoint(blocks[-2:]) for blocks, _ in rows)
+
+    def go_on(self, rows: Sequence[Row]) -> None:
+        """Begin the next step."""
+        self._step += 1
+        for index, (blocks, position) in enumerate(rows):
+            table = self._tables[index]
+            self.blocks.update(blocks[len(table) :])
+            table += blocks[len(table) :]
+            self._positions[index] = position
+        self._at = torch.tensor(self._positions)
+
+    def read(
+        self, layer: int, keys: Tensor, values: Tensor, tokens: int, gather: Callable[[], Gathered]
+    ) -> Gathered:
+        """Return what the requests' blocks hold of a layer, in their first `tokens` slots.
+
+        Args:
+            layer: Its number.
+            keys: `[n, kv_heads, key_dim]` of this step's tokens, which are in the blocks already.
+            values: `[n, kv_heads, value_dim]` of this step's tokens.
+            tokens: A multiple of the tokens of a block.
+            gather: Gathers it from the blocks, into memory that is valid until the next call.
+        """
+        kept = self._layers.get(layer)
+        if kept is not None and kept.step == self._step - 1 and tokens <= kept.keys.shape[2]:
+            kept.keys[self._order, :, self._at] = keys
+            kept.values[self._order, :, self._at] = values
+            kept.step = self._step
+            return kept.keys[:, :, :tokens], kept.values[:, :, :tokens]
+        gathered = gather()
+        if self._step:  # a run of one step would be kept in vain
+            self._keep(layer, gathered)
+        return gathered
+
+    def _keep(self, layer: int, gathered: Gathered) -> None:
+        self._give_back(layer)
+        num_requests, _, tokens, _ = gathered[0].shape
+        block_tokens = self._owner.block_tokens
+        more = max(_MORE_BLOCKS, tokens // block_tokens // _MORE_SHARE) * block_tokens
+        made: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for part in gathered:
+            shape = (num_requests, part.shape[1], tokens + more, part.shape[3])
+            size_bytes = torch.Size(shape).numel() * part.dtype.itemsize
+            buffer = self._owner.take(size_bytes)
+            if buffer is None:
+                self._owner.put(buffers)
+                return
+            buffers.append(buffer)
+            made.append(buffer[:size_bytes].view(part.dtype).view(shape))
+            made[-1][:, :, :tokens] = part
+        # A masked key has weight zero, and zero times a NaN that was there before would be a NaN.
+        made[1][:, :, tokens:] = 0
+        self._layers[layer] = _Layer(made[0], made[1], (buffers[0], buffers[1]), self._step)
+
+    def _give_back(self, layer: int) -> None:
+        if (kept := self._layers.pop(layer, None)) is not None:
+            self._owner.put(kept.buffers)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for layer in list(self._layers):
+            self._give_back(layer)
+
+
+class Runs:
+    """The runs of one KV cache, and the memory that they take.
+
+    One thread steps; `fit` may be called from any.
+
+    Args:
+        most_bytes: The most memory that is ever taken; with 0 nothing is kept.
+        block_tokens: Tokens of a block.
+    """
+
+    def __init__(self, most_bytes: int, block_tokens: int) -> None:
+        self.most_bytes, self.block_tokens = most_bytes, block_tokens
+        self._limit_bytes = most_bytes
+        self.used_bytes = 0
+        self._runs: list[Run] = []
+        self._free: list[Tensor] = []
+        self._step = 0
+
+    def fit(self, room_bytes: int) -> None:
+        """Take no more than `room_bytes` from the next step on."""
+        self._limit_bytes = max(0, min(self.most_bytes, room_bytes))
+
+    def begin(self) -> None:
+        """Begin a step: runs that ended some steps ago are closed, and all where the memory is wanted."""
+        self._step += 1
+        crowded = self.used_bytes > self._limit_bytes
+        self._close(run for run in self._runs if crowded or run.last_used + _PATIENCE_STEPS < self._step)
+        if crowded:
+            self._free.clear()
+            self.used_bytes = 0
+
+    def claim(self, rows: Sequence[Row]) -> Run | None:
+        """Return the run that these requests' step belongs to; `None` if nothing is to be kept."""
+        if not self._limit_bytes:
+            return None
+        run = next((run for run in self._runs if run.goes_on(rows)), None)
+        if run is None:
+            self._close(run for run in self._runs if run.has_one_of(rows))
+            run = Run(rows, self)
+            self._runs.append(run)
+        else:
+            run.go_on(rows)
+        run.last_used = self._step
+        return run
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Close the runs that hold one of these blocks, whose content changes."""
+        changed = set(blocks)
+        self._close(run for run in self._runs if not run.blocks.isdisjoint(changed))
+
+    def take(self, size_bytes: int) -> Tensor | None:
+        """Lend a buffer of bytes, that long or longer; `None` if there is no room."""
+        # One that was used before has its pages: new ones would cost more than what is written there.
+        fitting = [buffer for buffer in self._free if size_bytes <= len(buffer) <= 2 * size_bytes]
+        if fitting:
+            buffer = min(fitting, key=len)
+            self._free = [other for other in self._free if other is not buffer]
+            return buffer
+        while self._free and self.used_bytes + size_bytes > self._limit_bytes:
+            self.used_bytes -= len(self._free.pop(0))
+        if self.used_bytes + size_bytes > self._limit_bytes:
+            return None
+        self.used_bytes += size_bytes
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def put(self, buffers: Iterable[Tensor]) -> None:
+        """Take buffers back."""
+        self._free.extend(buffers)
+
+    def _close(self, runs: Iterable[Run]) -> None:
+        for run in list(runs):
+            run.close()
+            self._runs.remove(run)
+
+    def __repr__(self) -> str:
+        return f"<Runs [{len(self._runs)} runs, {self.used_bytes:,} of {self._limit_bytes:,} bytes]>"

@@ -1,0 +1,191 @@
+"""What decodes keep from step to step is what their blocks hold, within its memory."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hotswap.backends.torch.blocks import Copy
+from hotswap.backends.torch.kv import KVCache, LayerShape
+from hotswap.backends.torch.runs import Row, Run, Runs
+
+BLOCK, HEADS, DIM, NUM_BLOCKS = 16, 2, 4, 24
+LAYERS = (LayerShape(HEADS, DIM, DIM, torch.float32),) * 2
+ROW_BYTES = HEADS * DIM * 4
+
+
+class Decoding:
+    """Some requests that write a token each in every step, and read all of theirs through a run."""
+
+    def __init__(self, runs_bytes: int) -> None:
+        self.cache = KVCache(NUM_BLOCKS, BLOCK, torch.device("cpu"), LAYERS, runs_bytes=runs_bytes)
+        self.free = list(range(1, NUM_BLOCKS + 1))
+        self.requests: list[tuple[list[int], int]] = []
+        self.num_gathers = 0
+
+    def add(self, num_tokens: int) -> None:
+        """A request whose prompt is in its blocks; its next token is the one at position `num_tokens`."""
+        blocks: list[int] = []
+        self.requests.append((blocks, num_tokens))
+        for at in range(num_tokens):
+            self._grow(blocks, at)
+            self._write([(blocks, at)], layers=(0, 1))
+
+    def leave(self, index: int) -> None:
+        blocks, _ = self.requests.pop(index)
+        self.free += blocks
+
+    def step(self, layers: tuple[int, ...] = (0, 1)) -> None:
+        """Compute a token for each in these layers; what is read is compared with what the blocks hold."""
+        rows: list[Row] = []
+        for blocks, at in self.requests:
+            self._grow(blocks, at)
+            rows.append((list(blocks), at))
+        self.cache.runs.begin()
+        if not rows:
+            return
+        run = self.cache.runs.claim(rows)
+        for layer in layers:
+            keys, values = self._write(rows, layers=(layer,))
+            if run is not None:
+                self._compare(run, layer, rows, keys, values)
+        self.requests = [(blocks, at + 1) for blocks, at in self.requests]
+
+    def _compare(self, run: Run, layer: int, rows: list[Row], keys: Tensor, values: Tensor) -> None:
+        width = max(len(blocks) for blocks, _ in rows)
+        table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks, _ in rows])
+
+        def gather() -> tuple[Tensor, Tensor]:
+            self.num_gathers += 1
+            lines = (table[:, None] * HEADS + torch.arange(HEADS)[None, :, None]).reshape(-1)
+            return self.cache.gather(layer, lines, len(rows))
+
+        read = [part.clone() for part in run.read(layer, keys, values, width * BLOCK, gather)]
+        for part, pool in zip(read, (self.cache._keys[layer], self.cache._values[layer]), strict=True):
+            for row, (blocks, at) in zip(part, rows, strict=True):
+                held = torch.cat(list(pool[blocks]), 1)[:, : at + 1]
+                # Bit by bit: where a layer missed a step, keys are not numbers.
+                assert torch.equal(row[:, : at + 1].view(torch.int32), held.view(torch.int32))
+        assert torch.isfinite(read[1]).all(), "a masked value must be a number"
+
+    def _grow(self, blocks: list[int], at: int) -> None:
+        if at % BLOCK == 0:
+            blocks.append(self.free.pop(0))
+            self.cache.clear(blocks[-1:])
+
+    def _write(self, rows: list[Row], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        keys, values = torch.randn(2, len(rows), HEADS, DIM)
+        blocks = torch.tensor([blocks[at // BLOCK] for blocks, at in rows])
+        offsets = torch.tensor([at % BLOCK for _, at in rows])
+        for layer in layers:
+            self.cache.write(layer, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], blocks, offsets)
+        return keys, values
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from([1 << 20, 30_000, 9_000]))
+def test_what_is_read_is_what_the_blocks_hold_whoever_comes_and_goes(seed: int, runs_bytes: int) -> None:
+    random = Random(seed)
+    decoding = Decoding(runs_bytes)
+    for pool in (*decoding.cache._keys.values(), *decoding.cache._values.values()):
+        pool[1:] = float("nan")  # what a block held before it was handed out
+    for _ in range(40):
+        if len(decoding.requests) < 3 and random.random() < 0.1:
+            decoding.add(random.choice([1, 15, 16, 40]))
+        elif (decoding.requests and random.random() < 0.1) or len(decoding.free) < 4:
+            decoding.leave(random.randrange(len(decoding.requests)))
+        decoding.step(random.choice([(0, 1), (0, 1), (0, 1), (0,), (0, 1, 1)]))
+        assert decoding.cache.runs.used_bytes <= runs_bytes
+
+
+def test_blocks_are_gathered_twice_and_then_no_more() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(3)
+    decoding.add(20)
+    for _ in range(30):
+        decoding.step()
+    assert decoding.num_gathers == 2 * len(LAYERS)
+
+
+def test_a_block_that_was_handed_on_is_not_read_from_a_run() -> None:
+    """The same ids, positions in turn, and other bytes: only that the block was cleared tells."""
+    decoding = Decoding(1 << 20)
+    decoding.add(16)
+    for _ in range(4):
+        decoding.step()
+    blocks, at = decoding.requests[0]
+    decoding.cache.clear(blocks)
+    decoding.cache._keys[0][blocks] = 7.0
+    decoding.step()
+    assert at == 20
+
+
+def test_a_block_that_was_copied_over_is_not_read_from_a_run() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(16)
+    decoding.add(16)
+    for _ in range(4):
+        decoding.step()
+    (source, _), (target, _) = decoding.requests
+    decoding.cache.copy([Copy(source[0], target[0], 16)])
+    decoding.step()
+
+
+def test_tokens_that_came_past_a_run_are_read_too() -> None:
+    """As with a chunk of two, in blocks that the request has already."""
+    decoding = Decoding(1 << 20)
+    decoding.add(16)
+    for _ in range(4):
+        decoding.step()
+    blocks, at = decoding.requests[0]
+    for past in (at, at + 1):
+        decoding._write([(blocks, past)], layers=(0, 1))
+    decoding.requests[0] = blocks, at + 2
+    decoding.step()
+
+
+def test_memory_that_is_wanted_is_given_back_with_the_next_step() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(16)
+    for _ in range(3):
+        decoding.step()
+    runs = decoding.cache.runs
+    assert runs.used_bytes > 0
+    runs.fit(0)
+    decoding.step()
+    assert runs.used_bytes == 0
+    runs.fit(1 << 30)
+    for _ in range(3):
+        decoding.step()
+    assert 0 < runs.used_bytes <= 1 << 20
+
+
+def test_the_memory_of_a_run_that_ended_serves_the_next() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(16)
+    decoding.add(16)
+    for _ in range(3):
+        decoding.step()
+    used_bytes = decoding.cache.runs.used_bytes
+    decoding.leave(0)  # the other goes on in another run
+    for _ in range(3):
+        decoding.step()
+    decoding.add(16)
+    for _ in range(3):
+        decoding.step()
+    assert decoding.num_gathers == 3 * 2 * len(LAYERS)
+    assert decoding.cache.runs.used_bytes == used_bytes
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_without_room_nothing_is_kept(num_bytes: int) -> None:
+    decoding = Decoding(num_bytes)
+    decoding.add(16)
+    for _ in range(5):
+        decoding.step()
+    assert decoding.cache.runs.used_bytes == 0
+    assert "0 of" in repr(Runs(0, BLOCK))
