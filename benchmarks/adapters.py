@@ -6,12 +6,16 @@ python -m benchmarks adapters --full                    hidden 1024, 12 layers
 A step decodes one token of each of 20 requests, or does so for 19 and prefills a part of a prompt beside.
 With *n* adapters the requests have them in turn; 0 is the same step without. Seconds are of the processor on
 one thread, contestants take turns, and ratios are of the steps of one round.
+
+Adapters are loaded for the first time, into memory that is made for them; again, from files that have
+changed, into memory that is there; and again from what is kept in host memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -85,9 +89,13 @@ async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], re
     holder = AdapterHolder(InstanceId("e0"), CPU, most=64, size_bytes=1 << 30)
     holder.serve(ModelId("m"), targets(model, frozenset()))
     first_s = [await _timed(lambda a=adapter: holder.load(a)) for adapter in adapters]  # type: ignore[misc]
-    drop_s, again_s = [], []
+    drop_s, files_s, again_s = [], [], []
     for adapter in adapters:
+        assert adapter.source is not None
+        os.utime(Path(adapter.source) / "adapter_model.safetensors")
         drop_s.append(await _timed(lambda a=adapter: holder.drop(AdapterId(a.id))))  # type: ignore[misc]
+        files_s.append(await _timed(lambda a=adapter: holder.load(a)))  # type: ignore[misc]
+        await holder.drop(AdapterId(adapter.id))
         again_s.append(await _timed(lambda a=adapter: holder.load(a)))  # type: ignore[misc]
     places: list[RankRange] = []
     for adapter in adapters:
@@ -99,7 +107,15 @@ async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], re
     steps = {kind: _steps(model, places, repeats, budgets[kind]) for kind in kinds}
     cycles = await _cycles(holder, adapters)
     await holder.forget()
-    return {"first_load_s": first_s, "load_s": again_s, "drop_s": drop_s, "step_s": steps, "cycles": cycles}
+    return {
+        "size_bytes": [_size_bytes(adapter) for adapter in adapters],
+        "first_load_s": first_s,
+        "load_from_files_s": files_s,
+        "load_s": again_s,
+        "drop_s": drop_s,
+        "step_s": steps,
+        "cycles": cycles,
+    }
 
 
 def _steps(model: Any, places: list[RankRange], repeats: int, budget: int) -> dict[str, list[float]]:
@@ -179,13 +195,18 @@ def _write(directory: Path, model: Any, layers: tuple[str, ...], rank: int) -> A
     return Adapter(directory.name, "m", directory)
 
 
+def _size_bytes(adapter: Adapter) -> int:
+    assert adapter.source is not None
+    return (Path(adapter.source) / "adapter_model.safetensors").stat().st_size
+
+
 def _show(name: str, report: dict[str, Any]) -> None:
     rows = []
     for kind, steps in report["step_s"].items():
         for count, seconds in steps.items():
             ratio, shown = Summary.of(ratios(seconds, steps["0"])), Summary.of([1e3 * s for s in seconds])
             rows += [[f"{kind}, {count} adapters", shown.format(1), ratio.format(2)]]
-    for what in ("first_load_s", "load_s", "drop_s"):
+    for what in ("first_load_s", "load_from_files_s", "load_s", "drop_s"):
         rows.append([what, Summary.of([1e3 * second for second in report[what]]).format(2), ""])
     sizes = report["cycles"]["resident_bytes"]
     grown = (sizes[-1] - sizes[1]) / 1e6

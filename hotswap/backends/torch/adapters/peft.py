@@ -141,7 +141,9 @@ def read(directory: Path, dtype: torch.dtype) -> AdapterWeights:
         pairs.setdefault(match["layer"], {})[match["side"]] = tensor
     if not pairs:
         raise ShardCorrupt(f"{str(directory / _WEIGHTS)!r} has no tensors; save the adapter again.")
-    return AdapterWeights({name: _pair(directory, name, pair, config, dtype) for name, pair in pairs.items()})
+    weights = {name: _pair(directory, name, pair, config, dtype) for name, pair in pairs.items()}
+    _refuse_infinite(directory, weights, dtype)
+    return AdapterWeights(weights)
 
 
 def _pair(
@@ -159,10 +161,18 @@ def _pair(
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     # A copy in any case: what was read is a view of the mapped file, which may change or be cut short.
     down = pair["A"].to(dtype, copy=True)
-    up = (pair["B"].T.to(torch.promote_types(dtype, torch.float32)) * scaling).to(dtype)
-    if not (bool(down.isfinite().all()) and bool(up.isfinite().all())):
-        raise _unsupported(directory, f"has numbers in {name!r} that are not finite in {dtype}")
-    return LowRank(down.contiguous(), up.contiguous())
+    wide = pair["B"].T.to(torch.promote_types(dtype, torch.float32))
+    up = torch.mul(wide, scaling, out=torch.empty(wide.shape, dtype=wide.dtype)).to(dtype)
+    return LowRank(down.contiguous(), up)
+
+
+def _refuse_infinite(directory: Path, weights: Mapping[str, LowRank], dtype: torch.dtype) -> None:
+    """Raise `UnsupportedAdapter` if a number is not finite: the ends of each matrix say so, NaN included."""
+    ends = [torch.stack(side.aminmax()) for pair in weights.values() for side in (pair.down, pair.up)]
+    if bool((finite := torch.stack(ends).isfinite().all(-1)).all()):
+        return
+    name = list(weights)[int(finite.long().argmin()) // 2]
+    raise _unsupported(directory, f"has numbers in {name!r} that are not finite in {dtype}")
 
 
 def _config(directory: Path) -> dict[str, Any]:

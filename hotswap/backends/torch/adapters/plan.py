@@ -5,9 +5,9 @@ tile of one adapter goes through its ranks; a tile of several goes through the w
 what a row has no part in is set to zero between the two products, before it could be added to anything. That
 spares the batch of decodes, in which every request may have another adapter, a product for each of them.
 
-Bits do not depend on who shares the step: every product has exactly eight rows, which is what the CPU's
-matrix libraries choose their kernels by when the other side is narrow (measured: with fp32 in MKL the bits of
-a row differ between 12 rows and 16), and zeros add nothing. Grouping rows by adapter is that of SGMV in Chen
+Bits do not depend on who shares the step: on a CPU both products are oneDNN's, which round a row alike for
+any number of rows from two on, wherever its ranks lie, and zeros add nothing. (MKL's do so for eight rows on
+some processors and on others not at all.) Grouping rows by adapter is that of SGMV in Chen
 et al., Punica, arXiv:2310.18547, section 4.
 """
 

@@ -1,21 +1,20 @@
-# pyright: reportUnknownMemberType=false
-# Of numpy arrays given to torch.
 """The adapters of one served model on its device: one matrix a layer, in which each has a range of ranks."""
 
 from __future__ import annotations
 
 import itertools
+import mmap
 import threading
 from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank
-from hotswap.backends.torch.adapters.plan import TILE_ROWS, Plan, RankRange, Run
+from hotswap.backends.torch.adapters.plan import Plan, RankRange, Run
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.attention import current
+from hotswap.backends.torch.linear import kernels, product
 from hotswap.errors import UnsupportedAdapter
 
 __all__ = ["AdaptedLayer", "AdapterPool", "bytes_per_rank"]
@@ -95,33 +94,40 @@ class AdaptedLayer:
     def _part(
         self, run: Run, parts: dict[tuple[int, int], tuple[Tensor, Tensor] | None]
     ) -> tuple[Tensor, Tensor] | None:
-        """`[in, ranks]` and `[ranks, out]` of a run; `None` if nobody in it changes this layer."""
+        """`[ranks, in]` and `[ranks, out]` of a run; `None` if nobody in it changes this layer."""
         key = (run.first, run.last)
         if key not in parts:
             used = any(r.first < run.last and run.first < r.last for r in self._changed_by)
-            parts[key] = (self._down[slice(*key)].t(), self._up[slice(*key)]) if used else None
+            parts[key] = (self._down[slice(*key)], self._up[slice(*key)]) if used else None
         return parts[key]
 
 
 def _zeros(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory on a CPU until they are written to; torch would write them at once."""
+    """Zeros that take no memory on a CPU until they are written to; torch would write them at once.
+
+    In small pages: an adapter writes a little to many matrices, and clearing a huge page in each of them
+    would take longer than everything else.
+    """
     if device.type != "cpu":
         return torch.zeros(rows, width, dtype=dtype, device=device)
-    blank = np.zeros(rows * width * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(blank).view(dtype).view(rows, width)
+    blank = mmap.mmap(-1, max(1, rows * width * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        blank.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(blank, dtype=dtype, count=rows * width).view(rows, width)
 
 
 def _multiply(rows: Tensor, down: Tensor, up: Tensor, run: Run, out: Tensor) -> None:
-    """`out = rows @ down @ up`, eight rows at a time."""
-    if run.num_tiles == 1:
-        inner = torch.mm(rows, down)
+    """`out = rows @ down.T @ up`, with what a row has no part in set to zero in between."""
+    if rows.device.type == "cpu" and rows.dtype in kernels():
+        inner = product(rows, down)
         if run.blocked is not None:
             inner.masked_fill_(run.blocked, 0)
-        torch.mm(inner, up, out=out)
+        out.copy_(product(inner, up.t()))
         return
-    many = run.num_tiles
-    inner = torch.bmm(rows.view(many, TILE_ROWS, -1), down.expand(many, -1, -1))
-    torch.bmm(inner, up.expand(many, -1, -1), out=out.view(many, TILE_ROWS, -1))
+    inner = torch.mm(rows, down.t())
+    if run.blocked is not None:
+        inner.masked_fill_(run.blocked, 0)
+    torch.mm(inner, up, out=out)
 
 
 class AdapterPool:
