@@ -4,7 +4,17 @@ This package holds the values and the interfaces; backends and policies are impo
 (`hotswap.backends.torch`, `hotswap.policies`), so that importing hotswap stays cheap.
 """
 
-from hotswap.action import Action, PhaseRecord, Prefetch, Swap, SwapRecord, Unload
+from hotswap.action import (
+    Action,
+    DrainRecord,
+    Migrate,
+    MigrationRecord,
+    PhaseRecord,
+    Prefetch,
+    Swap,
+    SwapRecord,
+    Unload,
+)
 from hotswap.engine import Engine, SupportsAdapters, SupportsPreload, WrapperEngine
 from hotswap.errors import (
     BackendMissing,
@@ -37,10 +47,21 @@ from hotswap.errors import (
     WaitingRoomFull,
 )
 from hotswap.hardware import DeviceProfile, parse_bytes
+from hotswap.migration import (
+    KVLayout,
+    KVPages,
+    KVSink,
+    KVSource,
+    MoveChoice,
+    Mover,
+    MoveView,
+    Stopped,
+    SupportsMigration,
+)
 from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
 from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
-from hotswap.runtime import Completion, Fleet, FleetStream, Hop, SwapLimits
+from hotswap.runtime import Completion, Fleet, FleetStream, Hop, MigrationLimits, SwapLimits
 from hotswap.scheduler import Scheduler
 from hotswap.store import (
     SupportsImport,
@@ -60,6 +81,7 @@ from hotswap.view import (
     InstanceView,
     ModelView,
     Residency,
+    RunningView,
     StoreView,
     TierView,
     WaitingView,
@@ -74,6 +96,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "DeviceProfile",
+    "DrainRecord",
     "Engine",
     "FinishReason",
     "Fleet",
@@ -90,15 +113,25 @@ __all__ = [
     "InstanceState",
     "InstanceView",
     "InvalidRequest",
+    "KVLayout",
+    "KVPages",
+    "KVSink",
+    "KVSource",
     "LoadsExhausted",
     "Manifest",
     "MemoryNotReclaimed",
+    "Migrate",
     "MigrationAborted",
+    "MigrationLimits",
+    "MigrationRecord",
     "Model",
     "ModelCard",
     "ModelId",
     "ModelTooLarge",
     "ModelView",
+    "MoveChoice",
+    "MoveView",
+    "Mover",
     "OutOfMemory",
     "PhaseRecord",
     "Prefetch",
@@ -109,16 +142,19 @@ __all__ = [
     "RequestId",
     "Residency",
     "Router",
+    "RunningView",
     "Sampling",
     "Scheduler",
     "Shard",
     "ShardCorrupt",
     "ShardMissing",
+    "Stopped",
     "StoreError",
     "StoreView",
     "SupportsAdapters",
     "SupportsImport",
     "SupportsLend",
+    "SupportsMigration",
     "SupportsPrefetch",
     "SupportsPreload",
     "SupportsReadInto",

@@ -5,10 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from hotswap.request import ModelId
+from hotswap.request import ModelId, RequestId
 from hotswap.view import InstanceId
 
-__all__ = ["Action", "PhaseRecord", "Prefetch", "Swap", "SwapOutcome", "SwapRecord", "Unload"]
+__all__ = [
+    "Action",
+    "DrainRecord",
+    "Migrate",
+    "MigrationOutcome",
+    "MigrationRecord",
+    "MigrationWay",
+    "PhaseRecord",
+    "Prefetch",
+    "Swap",
+    "SwapOutcome",
+    "SwapRecord",
+    "Unload",
+]
+
+
+MigrationWay: TypeAlias = Literal["kv", "tokens", "wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +58,20 @@ class Prefetch:
     reason: str = ""
 
 
-Action: TypeAlias = Swap | Unload | Prefetch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migrate:
+    """Move a request to another instance of its model, while it goes on.
+
+    `way` leaves the choice to the fleet where it is `None`. An action that cannot be begun is dropped.
+    """
+
+    request: RequestId
+    destination: InstanceId
+    way: MigrationWay | None = None
+    reason: str = ""
+
+
+Action: TypeAlias = Swap | Unload | Prefetch | Migrate
 
 SwapOutcome: TypeAlias = Literal["done", "failed", "cancelled"]
 
@@ -90,3 +119,58 @@ class SwapRecord:
         """Bytes over seconds of the load phase; 0 where nothing was read."""
         seconds = self.phase_s("load") + self.phase_s("preload")
         return self.loaded_bytes / seconds if seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRecord:
+    """How an instance was emptied: requests that moved, that ended there, that wait for a place elsewhere."""
+
+    instance: InstanceId
+    reason: str
+    started_s: float
+    seconds: float
+    num_moved: int = 0
+    num_finished: int = 0
+    num_evicted: int = 0
+
+
+MigrationOutcome: TypeAlias = Literal["done", "waited", "finished", "aborted", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationRecord:
+    """What became of one move.
+
+    Attributes:
+        request: Which request it was.
+        source: Where it ran.
+        destination: Where it was to go.
+        way: With its KV blocks, or as tokens alone, which are computed again.
+        outcome: `"finished"` if the request ended on its own meanwhile.
+        started_s: Loop time.
+        seconds: From there to the first token on the destination, or to the end of the attempt.
+        downtime_s: From the last moment at which the source could decode to the first token elsewhere.
+        num_tokens: Of the request, when it was handed over.
+        num_stages: Copies, or rounds of tokens, the last included.
+        copied_bytes: Of KV blocks.
+        estimated_s: What whoever chose the way thought `downtime_s` would be; 0 if nobody did.
+        stage: In which stage it ended, if it was not done.
+        error: Why, likewise.
+    """
+
+    request: RequestId
+    source: InstanceId
+    destination: InstanceId
+    way: MigrationWay
+    outcome: MigrationOutcome
+    reason: str
+    started_s: float
+    seconds: float
+    downtime_s: float = 0.0
+    num_tokens: int = 0
+    num_stages: int = 0
+    copied_bytes: int = 0
+    estimated_s: float = 0.0
+    stage: str = ""
+    error: str = ""
+    trace_id: str = ""

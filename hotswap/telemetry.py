@@ -24,6 +24,8 @@ SPAN_PHASE = "hotswap.{}"
 SPAN_FIRST_TOKEN = "hotswap.first_token"
 SPAN_PREFETCH = "hotswap.prefetch"
 SPAN_ADAPTER = "hotswap.adapter"
+SPAN_MIGRATE = "hotswap.migrate"
+SPAN_MIGRATE_STAGE = "hotswap.migrate.stage"
 
 MODEL = "gen_ai.request.model"
 OPERATION = "gen_ai.operation.name"
@@ -45,6 +47,12 @@ REASON = "hotswap.swap.reason"
 OUTCOME = "hotswap.swap.outcome"
 EVICTED = "hotswap.swap.evicted_requests"
 DOWNTIME_S = "hotswap.swap.downtime_s"
+DESTINATION = "hotswap.migrate.destination"
+WAY = "hotswap.migrate.way"
+STAGE = "hotswap.migrate.stage"
+STAGES = "hotswap.migrate.stages"
+COPIED_BYTES = "hotswap.migrate.bytes"
+ESTIMATED_S = "hotswap.migrate.estimated_downtime_s"
 LOADED_BYTES = "hotswap.load.bytes"
 TIER = "hotswap.load.tier"
 BUFFERED = "hotswap.load.buffered"
@@ -57,6 +65,9 @@ SWAPS = "hotswap.swaps"
 SWAP_SECONDS = "hotswap.swap.duration"
 RESIDENT_BYTES = "hotswap.store.resident_bytes"
 ADAPTER_SECONDS = "hotswap.adapter.load.duration"
+MIGRATIONS = "hotswap.migrations"
+DOWNTIME = "hotswap.migration.downtime"
+ESTIMATE_ERROR = "hotswap.migration.estimate_error"
 ADAPTERS_HELD = "hotswap.adapters.held"
 
 Attributes = Mapping[str, AttributeValue]
@@ -81,6 +92,11 @@ class Telemetry:
         self.swap_seconds = self.meter.create_histogram(SWAP_SECONDS, "s", "Duration of swaps")
         self.adapter_seconds = self.meter.create_histogram(
             ADAPTER_SECONDS, "s", "Duration of adapters' loads"
+        )
+        self.migrations = self.meter.create_counter(MIGRATIONS, "{move}", "Moves of requests by outcome")
+        self.downtime = self.meter.create_histogram(DOWNTIME, "s", "What a client waits for a move")
+        self.estimate_error = self.meter.create_histogram(
+            ESTIMATE_ERROR, "s", "Downtime of moves less what was expected"
         )
         self._wall_ns_at_zero: int | None = None
 

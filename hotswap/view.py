@@ -19,6 +19,7 @@ __all__ = [
     "InstanceView",
     "ModelView",
     "Residency",
+    "RunningView",
     "StoreView",
     "TierView",
     "WaitingView",
@@ -41,10 +42,11 @@ class InstanceState(StrEnum):
 class InstanceView:
     """One instance at one moment.
 
-    The engine fills in what it knows; the fleet adds the last five fields. `num_requests` counts every
+    The engine fills in what it knows; the fleet adds the last six fields. `num_requests` counts every
     request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
     `num_free_kv_blocks` counts every block that a new request could be given, also those that are kept only
     in case somebody begins with the same tokens.
+    `draining` is true while the fleet sends nothing more here and has moved, or moves, what runs elsewhere.
     `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
     it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
     that can hold none. `serving_since_s` is the loop time at which the present model became ready, `None` if
@@ -70,16 +72,19 @@ class InstanceView:
     target: ModelId | None = None
     serving_since_s: float | None = None
     resting: tuple[ModelId, ...] = ()
+    draining: bool = False
 
     @property
     def open(self) -> bool:
         """Whether a request for `model` may be sent here now, also while the next one is staged."""
-        return self.state is InstanceState.SERVING and self.num_requests < self.max_requests
+        serving = self.state is InstanceState.SERVING and not self.draining
+        return serving and self.num_requests < self.max_requests
 
     @property
     def free(self) -> bool:
         """Whether a swap may begin here now."""
-        return self.state in (InstanceState.SERVING, InstanceState.EMPTY) and not self.swapping
+        settled = self.state in (InstanceState.SERVING, InstanceState.EMPTY)
+        return settled and not self.swapping and not self.draining
 
     @property
     def max_tokens(self) -> int | None:
@@ -120,6 +125,19 @@ class WaitingView:
     priority: int = 0
     arrived_s: float = 0.0
     waiting_since_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningView:
+    """One request that runs on an instance; `moving` while it is on its way to another."""
+
+    id: RequestId
+    model: ModelId
+    instance: InstanceId
+    num_tokens: int = 0
+    num_remaining: int = 0
+    priority: int = 0
+    moving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,13 +202,17 @@ class StoreView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """The whole fleet at loop time `now_s`: the only input of a scheduler's or a router's decision."""
+    """The whole fleet at loop time `now_s`: the only input of a scheduler's or a router's decision.
+
+    `running` is there for schedulers, which may move requests; routers see it empty.
+    """
 
     now_s: float
     instances: tuple[InstanceView, ...] = ()
     models: tuple[ModelView, ...] = ()
     waiting: tuple[WaitingView, ...] = ()
     store: StoreView = StoreView()
+    running: tuple[RunningView, ...] = ()
 
     def instance(self, instance: InstanceId) -> InstanceView:
         """The view of one instance; `KeyError` if the fleet has none of that id."""
@@ -219,6 +241,8 @@ _V = TypeVar("_V", InstanceView, ModelView)
 
 
 def _alive(instance: InstanceView) -> bool:
+    if instance.draining and not instance.swapping:
+        return False
     return instance.swapping or instance.state in (InstanceState.SERVING, InstanceState.LOADING)
 
 

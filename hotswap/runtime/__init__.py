@@ -2,6 +2,7 @@
 
 from hotswap.runtime.fleet import Completion, Fleet
 from hotswap.runtime.flight import FleetStream, Hop
+from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.swap import SwapLimits
 
-__all__ = ["Completion", "Fleet", "FleetStream", "Hop", "SwapLimits"]
+__all__ = ["Completion", "Fleet", "FleetStream", "Hop", "MigrationLimits", "SwapLimits"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 
-from hotswap.action import Action, Prefetch, Swap, Unload
+from hotswap.action import Action, Migrate, Prefetch, Swap, Unload
 from hotswap.errors import HotswapError
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
@@ -43,6 +43,7 @@ class Control:
         instances: dict[InstanceId, Instance],
         store: WeightStore,
         swapper: Swapper,
+        migrate: Callable[[Migrate], Coroutine[object, object, None]],
         tasks: TaskGroup,
         interval_s: float,
     ) -> None:
@@ -51,6 +52,7 @@ class Control:
         self._instances = instances
         self._store = store
         self._swapper = swapper
+        self._migrate = migrate
         self._tasks = tasks
         self._interval_s = interval_s
         self._asked = anyio.Event()
@@ -88,6 +90,8 @@ class Control:
                     self._start_swap(action)
                 case Prefetch():
                     self._start_prefetch(action)
+                case Migrate():
+                    self._tasks.start_soon(self._migrate, action, name=f"move {action.request}")
 
     def _start_swap(self, action: Swap | Unload) -> None:
         instance = self._instances.get(action.instance)

@@ -4,33 +4,44 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import anyio
 from anyio import AsyncContextManagerMixin
 
-from hotswap.action import SwapRecord
+from hotswap.action import DrainRecord, Migrate, MigrationRecord, MigrationWay, SwapRecord
 from hotswap.engine import Engine
-from hotswap.errors import ConfigError, FleetClosed, HotswapError, SwapRefused
+from hotswap.errors import (
+    ConfigError,
+    FleetClosed,
+    HotswapError,
+    InvalidRequest,
+    MigrationAborted,
+    SwapRefused,
+)
+from hotswap.migration import Mover
 from hotswap.model import Adapter, Model, ModelCard
 from hotswap.request import FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
 from hotswap.runtime.adapters import Adapters, seen_by
 from hotswap.runtime.admission import Seat, WaitingRoom
 from hotswap.runtime.control import Control
+from hotswap.runtime.drain import Drainer
 from hotswap.runtime.flight import FleetStream, Flight, fly
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.metrics import LastView, observe_fleet
+from hotswap.runtime.migrate import Migrator
+from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.registry import Registry, check_servable, unique
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swapper import Swapper
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 from hotswap.telemetry import Telemetry
-from hotswap.view import FleetView, InstanceId, InstanceState, ModelView
+from hotswap.view import FleetView, InstanceId, InstanceState, ModelView, RunningView
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -69,6 +80,10 @@ class Fleet(AsyncContextManagerMixin):
         max_load_attempts: failed loads in a row after which a model's waiting requests are told so.
         limits: seconds that each phase of a swap may take.
         on_swap: called with every `SwapRecord`, synchronously.
+        mover: chooses how a request moves from one instance to another where nobody says it; without one KV
+            blocks go along wherever both engines can move them.
+        migration_limits: when a move is given up, and how many an instance may take part in.
+        on_migration: called with every `MigrationRecord`, synchronously.
         tracer_provider: for spans; OpenTelemetry's global one by default.
         meter_provider: for metrics; likewise.
     """
@@ -87,6 +102,9 @@ class Fleet(AsyncContextManagerMixin):
         max_load_attempts: int = 3,
         limits: SwapLimits | None = None,
         on_swap: Callable[[SwapRecord], None] | None = None,
+        mover: Mover | None = None,
+        migration_limits: MigrationLimits | None = None,
+        on_migration: Callable[[MigrationRecord], None] | None = None,
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
     ) -> None:
@@ -105,7 +123,7 @@ class Fleet(AsyncContextManagerMixin):
         self._num_running: Counter[ModelId] = Counter()
         self._room = WaitingRoom(
             max_waiting=max_waiting,
-            observe=self.view,
+            observe=self._seen,
             route=self._route,
             release=self._release,
             on_wait=self._ask_if_unserved,
@@ -121,6 +139,18 @@ class Fleet(AsyncContextManagerMixin):
             on_change=self._changed,
             on_record=on_swap,
         )
+        self._migrator = Migrator(
+            limits=migration_limits or MigrationLimits(),
+            mover=mover,
+            card=self._registry.card,
+            adapters=self._adapters,
+            charge=self._charge,
+            release=self._release,
+            telemetry=self._telemetry,
+            on_record=on_migration,
+        )
+        self._flights: dict[RequestId, Flight] = {}
+        self._drainer = Drainer(self._migrator, self._flights.values, self._would_route)
         self._change = anyio.Event()
         self._tasks: TaskGroup | None = None
         self._control: Control | None = None
@@ -160,6 +190,7 @@ class Fleet(AsyncContextManagerMixin):
             instances=self._instances,
             store=self._store,
             swapper=self._swapper,
+            migrate=self._migrate,
             tasks=tasks,
             interval_s=self._interval_s,
         )
@@ -263,20 +294,30 @@ class Fleet(AsyncContextManagerMixin):
         return Flight(request, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
 
     async def _fly(self, flight: Flight, seat: Seat) -> None:
-        await fly(
-            flight,
-            seat,
-            room=self._room,
-            adapters=self._adapters,
-            release=self._release,
-            on_lost=self._changed,
-            telemetry=self._telemetry,
-        )
+        self._flights[flight.request.id] = flight
+        try:
+            await fly(
+                flight,
+                seat,
+                room=self._room,
+                adapters=self._adapters,
+                release=self._release,
+                on_lost=self._changed,
+                telemetry=self._telemetry,
+            )
+        finally:
+            del self._flights[flight.request.id]
 
     # -- routing
 
     def _route(self, request: Request, fleet: FleetView) -> Instance | None:
         """Ask the router, and charge the instance it names with the request."""
+        instance = self._routed(request, fleet)
+        if instance is not None:
+            self._charge(request, instance)
+        return instance
+
+    def _routed(self, request: Request, fleet: FleetView) -> Instance | None:
         chosen = self._router.route(request, seen_by(request, fleet))
         if chosen is None:
             return None
@@ -285,9 +326,14 @@ class Fleet(AsyncContextManagerMixin):
             return None
         if request.adapter is not None and not instance.view().max_adapters:
             return None
+        return instance
+
+    def _would_route(self, request: Request) -> Instance | None:
+        return self._routed(request, self._seen())
+
+    def _charge(self, request: Request, instance: Instance) -> None:
         instance.num_requests += 1
         self._num_running[request.model] += 1
-        return instance
 
     def _release(self, request: Request, instance: Instance) -> None:
         instance.num_requests -= 1
@@ -349,6 +395,78 @@ class Fleet(AsyncContextManagerMixin):
             f"The fleet closed before the swap of instance {instance.id!r} ended; nothing is lost."
         )
 
+    async def migrate(
+        self, request: str, *, to: str, way: MigrationWay | None = None, reason: str = "by hand"
+    ) -> MigrationRecord:
+        """Move a request that runs to another instance of its model; its client notices a pause at most.
+
+        Returns what became of it, which need not be a move: the request may end meanwhile, or stay where it
+        is for a reason that the record gives. `way="kv"` takes its KV blocks along, `"tokens"` has them
+        computed anew while it goes on; left out, the fleet's `mover` chooses. A cancellation leaves the
+        request where it is, or lets it arrive.
+
+        Args:
+            request: its id, `stream.request.id`.
+            to: an instance that serves its model.
+            way: how.
+            reason: for people.
+
+        Raises:
+            InvalidRequest, ConfigError: there is no such request, no such instance.
+            MigrationAborted: nothing was begun, because it runs nowhere at this moment, or there already, or
+                one of the instances takes part in another move, or the other is not open for it.
+            FleetClosed: the fleet is not open.
+        """
+        self._open_tasks()
+        flight = self._flights.get(RequestId(request))
+        if flight is None:
+            raise InvalidRequest(f"There is no request {request!r} under way; it may have ended.")
+        return await self._migrator.run(flight, self._instance(to), way=way, reason=reason)
+
+    async def _migrate(self, action: Migrate) -> None:
+        """As a plan asks for it: what cannot be begun is dropped."""
+        flight, destination = self._flights.get(action.request), self._instances.get(action.destination)
+        if flight is None or destination is None:
+            return
+        with suppress(MigrationAborted):
+            await self._migrator.run(flight, destination, way=action.way, reason=action.reason)
+
+    async def drain(
+        self,
+        instance: str,
+        *,
+        deadline_s: float | None = None,
+        way: MigrationWay | None = None,
+        reason: str = "by hand",
+    ) -> DrainRecord:
+        """Empty an instance of requests: no new ones come, and those that run move elsewhere, one by one.
+
+        One for which no other instance has a place stays until one has or it ends; after `deadline_s` seconds
+        those that are left wait for a place like others, their tokens with them. No request is refused or
+        loses a token. The instance keeps its model and stays closed: `reopen` it, `swap` it, or `replace` it.
+        A cancellation reopens it.
+
+        Raises:
+            ConfigError: there is no such instance.
+            SwapRefused: it is drained already, or a swap has it.
+            FleetClosed: the fleet is not open.
+        """
+        self._open_tasks()
+        chosen = self._instance(instance)
+        if chosen.draining or chosen.view().swapping:
+            raise SwapRefused(f"Instance {instance!r} is drained or swapped already; wait for that to end.")
+        chosen.draining = True
+        try:
+            return await self._drainer.run(chosen, deadline_s=deadline_s, way=way, reason=reason)
+        except BaseException:
+            self.reopen(instance)
+            raise
+
+    def reopen(self, instance: str) -> None:
+        """Let requests come to an instance again that was drained; nothing happens if it was not."""
+        self._instance(instance).draining = False
+        self._changed()
+
     async def ready(self) -> None:
         """Return once every model has its `min_replicas` serving; at once if none asks for any.
 
@@ -365,7 +483,23 @@ class Fleet(AsyncContextManagerMixin):
     # -- what can be seen
 
     def view(self) -> FleetView:
-        """The fleet at this moment, as schedulers and routers see it."""
+        """The fleet at this moment, as schedulers see it; routers do not see what runs."""
+        return replace(self._seen(), running=tuple(self._view_running()))
+
+    def _view_running(self) -> Iterator[RunningView]:
+        for flight in self._flights.values():
+            if flight.instance is not None:
+                yield RunningView(
+                    id=flight.request.id,
+                    model=flight.request.model,
+                    instance=flight.instance.id,
+                    num_tokens=len(flight.request.prompt) + len(flight.journal),
+                    num_remaining=flight.request.sampling.max_tokens - len(flight.journal),
+                    priority=flight.request.priority,
+                    moving=flight.moving,
+                )
+
+    def _seen(self) -> FleetView:
         waiting = self._room.counts()
         return FleetView(
             now_s=anyio.current_time(),
@@ -374,6 +508,11 @@ class Fleet(AsyncContextManagerMixin):
             waiting=self._room.views(),
             store=self._store.view(),
         )
+
+    @property
+    def migrations(self) -> tuple[MigrationRecord, ...]:
+        """Records of the moves that ended, oldest first; the last 10,000 are kept."""
+        return tuple(self._migrator.records)
 
     @property
     def swaps(self) -> tuple[SwapRecord, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,11 @@ class Flight:
         self.num_stalls = 0
         self.num_instance_errors = 0
         self.evicted_by: SpanContext | None = None
+        self.moving = False
+        self.heading: Instance | None = None
+        self.arrived = anyio.Event()
+        self.arrived_s: float | None = None
+        self._hop_scope: anyio.CancelScope | None = None
         self.deadline_at_s = float("inf") if deadline_s is None else request.arrived_s + deadline_s
         self.finish_reason: FinishReason | None = None
         self._journal: list[int] = []
@@ -107,6 +113,9 @@ class Flight:
             )
         self._journal.append(token.id)
         self.num_stalls = self.num_instance_errors = 0
+        if self.heading is None and not self.arrived.is_set():
+            self.arrived_s = anyio.current_time()
+            self.arrived.set()
         if self._first_token_s is None:
             self._first_token_s = anyio.current_time()
         text, finish = "", token.finish_reason
@@ -118,8 +127,32 @@ class Flight:
             self.finish_reason = finish
             self.tokens.close()
 
+    def head_for(self, instance: Instance, by: SpanContext) -> None:
+        """Go to an instance, which is charged with the request already, as soon as this one lets go of it."""
+        self.heading, self.evicted_by = instance, by
+        self.arrived, self.arrived_s = anyio.Event(), None
+
+    def turn_back(self) -> Instance | None:
+        """Take back what `head_for` said, and return the instance; `None` if it is too late or never was."""
+        heading, self.heading = self.heading, None
+        return heading
+
+    @contextmanager
+    def hop(self) -> Generator[anyio.CancelScope]:
+        """Bracket a stay on an instance, which `cut` ends."""
+        with anyio.CancelScope() as self._hop_scope:
+            yield self._hop_scope
+
+    def cut(self) -> None:
+        """End the present hop where it is, to go on elsewhere."""
+        if self._hop_scope is not None:
+            self._hop_scope.cancel()
+
     def divert(self, by: SpanContext | None) -> None:
         """Note that the request left an instance unfinished, and which swap sent it away."""
+        if self.heading is not None:  # it was meant to
+            return
+        self.arrived.set()
         self.num_stalls += 1
         self.evicted_by = by
         if by is not None:
@@ -135,6 +168,7 @@ class Flight:
         """Close the books: metrics and the request's span."""
         self.tokens.close(FleetClosed("The fleet closed before the request finished; ask another fleet."))
         self.ended.set()
+        self.arrived.set()
         try:
             self._measure()
             self._describe()
@@ -210,15 +244,15 @@ async def fly(
     """Carry a flight from its first seat until it lands: the one task of its request, one of the fleet's.
 
     An eviction or a lost instance sends it round again with its journal as a longer prompt (Snowflake's
-    eviction and ServerlessLLM's token migration are this one loop). Every other error is its client's, never
-    the fleet's.
+    eviction and ServerlessLLM's token migration are this one loop), a move straight to where it has made
+    ready. Every other error is its client's, never the fleet's.
     """
     flight.scope.deadline = flight.deadline_at_s
     try:
         with flight.scope:
             while not flight.landed:
                 await _pause(flight)
-                instance = await room.answer(seat or room.enter(flight.remaining))
+                instance = flight.turn_back() or await room.answer(seat or room.enter(flight.remaining))
                 seat = None
                 try:
                     flight.instance = instance
@@ -236,6 +270,8 @@ async def fly(
     except Exception as exc:
         flight.fail(exc)
     finally:
+        if (heading := flight.turn_back()) is not None:
+            release(flight.request, heading)
         if flight.scope.cancelled_caught and anyio.current_time() >= flight.deadline_at_s:
             flight.fail(
                 DeadlineExceeded(f"Request {flight.request.id!r} passed its deadline; allow it more time.")
@@ -247,7 +283,10 @@ async def _hop(flight: Flight, instance: Instance, adapters: Adapters, telemetry
     links = [flight.evicted_by] if flight.evicted_by is not None else []
     attributes = {tm.INSTANCE: instance.id, tm.REQUEST_ID: flight.request.id}
     flight.hops.append(Hop(instance=instance.id, first_index=len(flight.journal)))
-    with telemetry.span(tm.SPAN_HOP, attributes, parent=flight.span, links=links) as span:
+    with (
+        telemetry.span(tm.SPAN_HOP, attributes, parent=flight.span, links=links) as span,
+        flight.hop() as scope,
+    ):
         async with (
             adapters.held(flight.request, instance, span),
             instance.engine.stream(flight.remaining) as tokens,
@@ -259,7 +298,7 @@ async def _hop(flight: Flight, instance: Instance, adapters: Adapters, telemetry
                 flight.deliver(token)
                 if flight.landed:
                     return
-    if not flight.landed:
+    if not flight.landed and not scope.cancelled_caught:
         raise InstanceError(
             f"Instance {instance.id!r} ended the stream of request {flight.request.id!r} "
             "without a finish reason."

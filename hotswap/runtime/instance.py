@@ -40,6 +40,8 @@ class Instance:
         self.engine = engine
         self.id: InstanceId = engine.id
         self.num_requests = 0
+        self.draining = False
+        self.leaving = anyio.Event()
         self._adapts = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the view
         self.serving_since_s: float | None = None
         self.swap_context: SpanContext | None = None
@@ -58,6 +60,7 @@ class Instance:
             swapping=self._swapping,
             target=self._target,
             serving_since_s=self.serving_since_s if view.model is not None else None,
+            draining=self.draining,
             resting=tuple(model for model in self._retries if model is not None and not self.due(model)),
         )
 

@@ -165,6 +165,7 @@ class Batcher:
         self.num_batches = num_batches
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.parked: list[Sequence] = []
         self.num_preempted = self.num_reused_tokens = 0
         self._prefix_reuse, self._priority_places = prefix_reuse, priority_places
         self._fresh: set[int] = set()
@@ -179,8 +180,22 @@ class Batcher:
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
+        elif sequence in self.parked:
+            self.parked.remove(sequence)
+            self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Take a request that runs out of the steps; it keeps its blocks and its place."""
+        self.running.remove(sequence)
+        self.parked.append(sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Let a parked request run again; unknown ones are ignored."""
+        if sequence in self.parked:
+            self.parked.remove(sequence)
+            insort(self.running, sequence, key=self._rank)
 
     def schedule(self) -> Plan:
         """Return what the next step computes; tell `advance` once that is sure to come before the next."""
@@ -234,18 +249,22 @@ class Batcher:
                 return
 
     def _admit(self) -> Sequence | None:
-        if not self.waiting or len(self.running) >= self.max_requests or not self._seat(self.waiting[0]):
+        if not self.waiting or self._num_seated >= self.max_requests or not self._seat(self.waiting[0]):
             return None
         sequence = self.waiting.pop(0)
         insort(self.running, sequence, key=self._rank)
         return sequence
+
+    @property
+    def _num_seated(self) -> int:
+        return len(self.running) + len(self.parked)
 
     def _seat(self, sequence: Sequence) -> bool:
         """Give a request blocks for all its tokens, some filled already; false if there are too few."""
         pool, prefix = self.blocks, self._find_prefix(sequence)
         num_new = blocks_for(len(sequence.tokens), self.block_tokens) - len(prefix.blocks)
         # A spare block for each that runs: without it a newcomer would be preempted as soon as it came.
-        room = pool.num_free - sum(not pool.is_held(block) for block in prefix.blocks) - len(self.running)
+        room = pool.num_free - sum(not pool.is_held(block) for block in prefix.blocks) - self._num_seated
         if num_new > room:
             return False
         pool.hold(prefix.blocks)
@@ -280,7 +299,7 @@ class Batcher:
         return True
 
     def _would_fit(self, newcomer: Sequence, victims: Items[Sequence]) -> bool:
-        num_left = len(self.running) - len(victims)
+        num_left = self._num_seated - len(victims)
         room = self.blocks.num_free + self.blocks.num_freed_by([victim.blocks for victim in victims])
         need = blocks_for(len(newcomer.tokens), self.block_tokens) + num_left
         return num_left < self.max_requests and need <= room

@@ -21,9 +21,17 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.torch.adapters.holder import AdapterHolder, Held
 from hotswap.backends.torch.admission import check_servable, to_sequence
-from hotswap.backends.torch.forward import Forward
+from hotswap.backends.torch.forward import Forward, LocalForward
 from hotswap.backends.torch.life import Life
 from hotswap.backends.torch.loading import LoadedModel
+from hotswap.backends.torch.migration import (
+    Desk,
+    TorchKVSink,
+    TorchKVSource,
+    aborted,
+    lent_sink,
+    lent_source,
+)
 from hotswap.backends.torch.modeling import SkeletonCache
 from hotswap.backends.torch.placement import make_loader
 from hotswap.backends.torch.runner import Report, Runner
@@ -33,8 +41,9 @@ from hotswap.backends.torch.worker import Worker
 from hotswap.engine import Engine
 from hotswap.errors import InstanceError, InstanceLost, RequestEvicted
 from hotswap.hardware import parse_bytes
+from hotswap.migration import KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
-from hotswap.request import AdapterId, ModelId, Request
+from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.view import InstanceId, InstanceState, InstanceView
@@ -59,6 +68,7 @@ class _Models:
         is_staging: Whether one is being preloaded.
         num_blocks: KV blocks of the one that serves.
         cache_bytes: What they take.
+        desk: What moves of them use; `None` where they cannot move.
     """
 
     serving: LoadedModel | None = None
@@ -66,6 +76,7 @@ class _Models:
     is_staging: bool = False
     num_blocks: int = 0
     cache_bytes: int = 0
+    desk: Desk | None = None
 
 
 class TorchEngine(Engine):
@@ -275,6 +286,33 @@ class TorchEngine(Engine):
             raise
         return self._evict_all(f"A deadline of {deadline_s} s passed")
 
+    # ------------------------------------------------------------------ moves
+
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        desk, found = self._desk(), self._streams.find(request)
+        if found is None:
+            raise aborted("export", f"engine {self.id!r} has no request {request!r}")
+        ticket, asked = found
+        async with lent_source(
+            TorchKVSource(desk, ticket, desk.layout_for(asked), partial(self._give_up, ticket))
+        ) as source:
+            yield source
+
+    @asynccontextmanager
+    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+        desk = self._desk()
+        if self._life.state is not _SERVING or self._model != request.model:
+            raise aborted("reserve", f"engine {self.id!r} is {self._life.state} with {self._model!r}")
+        adapter = self._adapters.use(request.adapter)
+        try:
+            ranks = adapter.ranks if adapter else None
+            async with lent_sink(TorchKVSink(desk, request, desk.layout_for(request), ranks)) as sink:
+                yield sink
+        finally:
+            if adapter is not None:
+                adapter.num_users -= 1
+
     # ------------------------------------------------------------------ faults
 
     def lose(self, reason: str = "it was dropped on purpose") -> None:
@@ -376,6 +414,7 @@ class TorchEngine(Engine):
             forward.num_blocks,
             forward.size_bytes,
         )
+        self._models.desk = self._make_desk(loaded, forward, runner)
         self._books = runner.report()
         self._adapters.serve(loaded.card.id, loaded.targets())
         self._running_worker.attach(runner)
@@ -431,6 +470,7 @@ class TorchEngine(Engine):
             await self._models.serving.release()
         self._models.serving, self._books = None, Report()
         self._models.num_blocks = self._models.cache_bytes = 0
+        self._models.desk = None
 
     async def _drop_staged(self) -> None:
         staged, self._models.staged = self._models.staged, None
@@ -451,10 +491,37 @@ class TorchEngine(Engine):
             )
         check_servable(request, model, kv_tokens=self._models.num_blocks * self._kv.block_tokens)
         adapter = self._adapters.use(request.adapter)
-        ticket, tokens = self._streams.open()
+        ticket, tokens = self._streams.open(request)
         ranks = adapter.ranks if adapter else None
         self._running_worker.add(to_sequence(request, ticket, model, ranks, epoch=self._num_loads))
         return ticket, tokens, adapter
+
+    def _make_desk(self, model: LoadedModel, forward: Forward, runner: Runner) -> Desk | None:
+        if not (isinstance(forward, LocalForward) and self._settings.prefix_reuse and model.fingerprint):
+            return None
+        return Desk(
+            life=self._life,
+            worker=self._running_worker,
+            runner=runner,
+            post=self._post,
+            cache=forward.cache,
+            weights=f"{model.fingerprint} {self._settings.invariant}",
+            epoch=self._num_loads,
+        )
+
+    def _desk(self) -> Desk:
+        self._life.refuse_if_lost()
+        if self._models.desk is None:
+            raise aborted(
+                "export",
+                f"the KV blocks of engine {self.id!r} cannot move: that takes a model of one rank, prefix "
+                "reuse, and a store with checksums",
+            )
+        return self._models.desk
+
+    def _give_up(self, ticket: int) -> None:
+        self._streams.close(ticket, RequestEvicted(f"Engine {self.id!r} gave a request up that moves on."))
+        self._running_worker.remove(ticket)
 
     def _deliver(self, report: Report) -> None:
         self._books = report

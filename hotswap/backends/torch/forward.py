@@ -111,7 +111,8 @@ class LocalForward(Forward):
         chore: Callable[[], bool] = lambda: False,
     ) -> None:
         self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
-        self._model, self._cache, self._chore = model, cache, chore
+        self.cache = cache
+        self._model, self._chore = model, chore
         self._min_rows, self._min_tokens = min_rows, min_tokens
         self._work = Work(())
 
@@ -119,10 +120,10 @@ class LocalForward(Forward):
         self._work = work
 
     def result(self) -> Tensor:
-        self._cache.copy(self._work.copies)
-        self._cache.clear(self._work.fresh)
+        self.cache.copy(self._work.copies)
+        self.cache.clear(self._work.fresh)
         pieces = self._work.pieces
-        batch = assemble(pieces, self._cache, min_rows=self._min_rows, min_tokens=self._min_tokens)
+        batch = assemble(pieces, self.cache, min_rows=self._min_rows, min_tokens=self._min_tokens)
         return batch.logits(self._model)
 
     def improve(self) -> bool:

@@ -6,7 +6,7 @@ of it never changes. Block 0 belongs to nobody; rows that only pad a batch write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,32 @@ class KVCache:
             for pool in (*self._keys.values(), *self._values.values()):
                 pool[copy.target, :, :num_tokens] = pool[copy.source, :, :num_tokens]
                 pool[copy.target, :, num_tokens:] = 0
+
+    def save(self, block: int, out: Tensor) -> None:
+        """Copy a block of all layers to host memory: `out` is uint8, `block_bytes` of it."""
+        at = 0
+        for pool in self._pools():
+            size = pool[block].numel() * pool.itemsize
+            out[at : at + size].view(pool.dtype).copy_(pool[block].view(-1))
+            at += size
+
+    def restore(self, block: int, data: Tensor) -> None:
+        """Fill a block, which nobody reads yet, with what `save` wrote. Any thread may."""
+        at = 0
+        for pool in self._pools():
+            size = pool[block].numel() * pool.itemsize
+            pool[block].view(-1).copy_(data[at : at + size].view(pool.dtype))
+            at += size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+        return sum(pool[0].numel() * pool.itemsize for pool in self._pools())
+
+    def _pools(self) -> Iterator[Tensor]:
+        for layer in sorted(self._keys):
+            yield self._keys[layer]
+            yield self._values[layer]
 
     def write(self, layer: int, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """Append keys and values `[1, kv_heads, T, dim]`: row *i* to slot `offsets[i]` of `blocks[i]`."""

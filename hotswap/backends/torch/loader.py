@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class LocalModel(LoadedModel):
     context: int
     eos_token_ids: frozenset[int]
     vocabulary: int
+    fingerprint: str
 
     @property
     def own_bytes(self) -> int:
@@ -360,6 +362,7 @@ class LocalLoader(Loader):
             context=min(card.max_context_tokens, positions),
             eos_token_ids=frozenset(card.eos_token_ids or manifest.eos_token_ids),
             vocabulary=skeleton.vocabulary,
+            fingerprint=_fingerprint(manifest, f"{self._device.type} {skeleton.dtype}"),
         )
 
     def _check_room(self, model: ModelId, size_bytes: int, others_bytes: int) -> None:
@@ -374,6 +377,14 @@ class LocalLoader(Loader):
 def _identity(manifest: Manifest) -> Hashable | None:
     """What distinguishes a model's bytes from any others; `None` if its store takes no checksums."""
     return (manifest.model, manifest.shards) if all(shard.checksum for shard in manifest.shards) else None
+
+
+def _fingerprint(manifest: Manifest, way: str) -> str:
+    """Stands for the weights and the way in which they are computed with."""
+    if _identity(manifest) is None:
+        return ""
+    shards = [(shard.rank, shard.size_bytes, shard.checksum) for shard in manifest.shards]
+    return hashlib.blake2b(repr((way, manifest.config, shards)).encode(), digest_size=16).hexdigest()
 
 
 def check_world_size(manifest: Manifest, tp: int) -> None:

@@ -43,12 +43,15 @@ class LoadedModel(ABC):
         context: The longest request, in tokens.
         eos_token_ids: Its end tokens.
         vocabulary: Token ids are less than this.
+        fingerprint: The same for the same weights, served in the same way, in any process; empty where the
+            store takes no checksums.
     """
 
     card: ModelCard
     context: int
     eos_token_ids: frozenset[int]
     vocabulary: int
+    fingerprint: str = ""
 
     @property
     @abstractmethod

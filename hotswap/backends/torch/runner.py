@@ -86,7 +86,7 @@ class Runner:
         batcher, blocks = self.batcher, self.batcher.blocks
         return Report(
             sampled,
-            num_running=len(batcher.running),
+            num_running=len(batcher.running) + len(batcher.parked),
             num_free_blocks=blocks.num_free,
             num_cached_blocks=blocks.num_cached,
             num_preempted=batcher.num_preempted,

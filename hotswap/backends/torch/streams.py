@@ -8,7 +8,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.torch.runner import Report
-from hotswap.request import Token
+from hotswap.request import Request, RequestId, Token
 from hotswap.stream import TokenQueue
 
 __all__ = ["Streams"]
@@ -19,21 +19,37 @@ class Streams:
 
     def __init__(self) -> None:
         self._open: dict[int, TokenQueue] = {}
+        self._requests: dict[int, Request] = {}
         self._num_opened = 0
         self._drained = anyio.Event()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self) -> tuple[int, TokenQueue]:
+    def open(self, request: Request) -> tuple[int, TokenQueue]:
         """Return a ticket that was never given before, and the queue that its tokens will come in."""
         self._num_opened += 1
         tokens = self._open[self._num_opened] = TokenQueue()
+        self._requests[self._num_opened] = request
         return self._num_opened, tokens
+
+    def find(self, request: RequestId) -> tuple[int, Request] | None:
+        """Return the ticket of a request's open stream, and the request as it came."""
+        for ticket in reversed(self._open):
+            if self._requests[ticket].id == request:
+                return ticket, self._requests[ticket]
+        return None
+
+    def close(self, ticket: int, error: Exception) -> None:
+        """End a stream, after the tokens it holds, with an error; one that has ended stays as it is."""
+        if (tokens := self._open.pop(ticket, None)) is not None:
+            tokens.close(error)
+        self._note_drained()
 
     def leave(self, ticket: int) -> bool:
         """Forget a stream whose reader has left; false if it had ended before."""
         was_open = self._open.pop(ticket, None) is not None
+        self._requests.pop(ticket, None)
         self._note_drained()
         return was_open
 

@@ -5,15 +5,37 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from time import perf_counter
+from typing import Protocol, TypeAlias
 
 import torch
 
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.runner import Report, Runner
 
-__all__ = ["Worker"]
+__all__ = ["Job", "Pieces", "Worker"]
+
+# How much of a step's time jobs take after it, while there are steps.
+_JOBS_SHARE = 0.04
+
+Pieces: TypeAlias = Generator[None, None, None]
+
+
+class Job(Protocol):
+    """Something to be done with a runner and its requests, in small pieces between its steps."""
+
+    def begin(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+        """Do it; each `yield` ends a piece. Called on the worker's thread, as is everything here."""
+        ...
+
+    def end(self, error: Exception | None) -> None:
+        """Learn that it is done, or why it is not."""
+        ...
+
+    def drop(self) -> None:
+        """Learn that there is no runner, or no longer: what was not done never will be."""
+        ...
 
 
 class Worker:
@@ -37,6 +59,8 @@ class Worker:
     ) -> None:
         self._publish, self._ended, self._threads = publish, ended, threads
         self._commands: deque[Callable[[], None]] = deque()
+        self._asked: list[Job] = []  # not begun yet
+        self._jobs: deque[tuple[Job, Pieces]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
         self._runner: Runner | None = None
@@ -58,6 +82,7 @@ class Worker:
         def command() -> None:
             self._runner = None
             self._sequences.clear()
+            self._drop_jobs()
             done()
 
         self._send(command)
@@ -91,6 +116,22 @@ class Worker:
 
         self._send(command)
 
+    def work(self, job: Job) -> None:
+        """Do a job: its first piece before the next step, the others after that and further steps."""
+
+        def command() -> None:
+            self._asked.remove(job)
+            if self._runner is None:
+                job.drop()
+                return
+            pieces = job.begin(self._runner, self._sequences)
+            if self._advance(job, pieces):
+                self._jobs.append((job, pieces))
+
+        with self._changed:
+            self._asked.append(job)
+        self._send(command)
+
     def stop(self) -> None:
         """Make the thread end after the present step; returns at once."""
         with self._changed:
@@ -113,8 +154,9 @@ class Worker:
             traceback.clear_frames(exc.__traceback__)
             error = exc
         self._runner = None
-        self._commands.clear()
         self._sequences.clear()
+        self._drop_jobs()
+        self._drop_asked()
         self._ended(error)
 
     def _send(self, command: Callable[[], None]) -> None:
@@ -136,7 +178,7 @@ class Worker:
         return True
 
     def _has_work(self) -> bool:
-        return self._runner is not None and not (self._runner.idle and self._runner.tidy)
+        return self._runner is not None and not (self._runner.idle and self._runner.tidy and not self._jobs)
 
     def _turn(self) -> None:
         """Step if there are requests, then do chores for about as long as that took: they halve the pace.
@@ -148,6 +190,7 @@ class Worker:
             return
         if not runner.idle:
             self._step(runner)
+        self._work(perf_counter() - began if not runner.idle else None)
         if runner.is_timed and not runner.idle:
             return
         until = 2 * perf_counter() - began
@@ -155,6 +198,41 @@ class Worker:
             runner.tidy_up()
             if perf_counter() >= until:
                 return
+
+    def _work(self, step_s: float | None) -> None:
+        """Do pieces of jobs, one of each in turn, for a share of the step's time or until a command comes."""
+        until = float("inf") if step_s is None else perf_counter() + _JOBS_SHARE * step_s
+        while self._jobs and not self._commands:
+            job, pieces = self._jobs.popleft()
+            if self._advance(job, pieces):
+                self._jobs.append((job, pieces))
+            if perf_counter() >= until:
+                return
+
+    def _advance(self, job: Job, pieces: Pieces) -> bool:
+        """Do one piece; false if it was the last."""
+        try:
+            next(pieces)
+        except StopIteration:
+            job.end(None)
+        except Exception as exc:  # a job's fault is no step's
+            job.end(exc)
+        else:
+            return True
+        return False
+
+    def _drop_jobs(self) -> None:
+        for job, pieces in self._jobs:
+            pieces.close()
+            job.drop()
+        self._jobs.clear()
+
+    def _drop_asked(self) -> None:
+        with self._changed:
+            asked, self._asked = self._asked, []
+            self._commands.clear()
+        for job in asked:
+            job.drop()
 
     def _step(self, runner: Runner) -> None:
         report = runner.step()

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hypothesis import HealthCheck, given, settings
 
-from hotswap.action import Action, Prefetch, Swap, Unload
+from hotswap.action import Action, Migrate, Prefetch, Swap, Unload
 from hotswap.request import ModelId, Request, RequestId
 from hotswap.router import Router
 from hotswap.scheduler import Scheduler
@@ -130,10 +130,18 @@ class SchedulerConformance:
         def look(fleet: FleetView) -> None:
             known = {instance.id for instance in fleet.instances}
             models = {model.id for model in fleet.models}
+            requests = {running.id for running in fleet.running}
             for action in self.make_scheduler().plan(fleet):
-                assert isinstance(action, Prefetch) or action.instance in known, f"unknown: {action}"
-                assert isinstance(action, Unload) or action.model in models, f"unknown: {action}"
-                assert isinstance(action, Prefetch) or 0 <= action.deadline_s < math.inf, f"{action}"
+                match action:
+                    case Prefetch():
+                        assert action.model in models, f"unknown: {action}"
+                    case Migrate():
+                        assert action.request in requests, f"unknown: {action}"
+                        assert action.destination in known, f"unknown: {action}"
+                    case Swap() | Unload():
+                        assert action.instance in known, f"unknown: {action}"
+                        assert isinstance(action, Unload) or action.model in models, f"unknown: {action}"
+                        assert 0 <= action.deadline_s < math.inf, f"{action}"
 
         self._for_all(look)
 
@@ -174,4 +182,4 @@ class SchedulerConformance:
 
 
 def _on_instances(actions: Sequence[Action]) -> list[Swap | Unload]:
-    return [action for action in actions if not isinstance(action, Prefetch)]
+    return [action for action in actions if isinstance(action, Swap | Unload)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ class DictStore(WeightStore):
                     file_offset_bytes=0,
                     buffer_offset_bytes=0,
                     size_bytes=size_bytes,
-                    checksum="",
+                    checksum=f"test:{zlib.crc32(flat.numpy().tobytes()):08x}",
                 ),
             ),
             buffer_bytes=size_bytes,

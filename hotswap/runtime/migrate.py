@@ -1,0 +1,246 @@
+"""Moves as the fleet starts them: chosen, counted, recorded. What a move does is in `move`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+from opentelemetry.trace import format_trace_id
+
+from hotswap import telemetry as tm
+from hotswap.action import MigrationOutcome, MigrationRecord, MigrationWay
+from hotswap.errors import HotswapError, MigrationAborted
+from hotswap.migration import MoveChoice, Mover, MoveView, SupportsMigration
+from hotswap.model import ModelCard
+from hotswap.request import ModelId, Request
+from hotswap.runtime.adapters import Adapters
+from hotswap.runtime.flight import Flight
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.move import MigrationLimits, Move
+from hotswap.telemetry import Telemetry
+from hotswap.view import InstanceId
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+__all__ = ["Migrator"]
+
+log = logging.getLogger("hotswap")
+
+MAX_RECORDS = 10_000
+
+
+class Migrator:
+    """Carries moves out and keeps their records; belongs to one fleet.
+
+    Args:
+        limits: When a move is given up.
+        mover: Chooses the way where nobody says it; `None` takes KV blocks where both engines can.
+        card: Returns a model's card.
+        adapters: Has the destination hold what the request names.
+        charge: Counts a request to an instance.
+        release: Counts it out again.
+        on_record: Called with every record, synchronously.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: MigrationLimits,
+        mover: Mover | None,
+        card: Callable[[ModelId], ModelCard],
+        adapters: Adapters,
+        charge: Callable[[Request, Instance], None],
+        release: Callable[[Request, Instance], None],
+        telemetry: Telemetry,
+        on_record: Callable[[MigrationRecord], None] | None,
+    ) -> None:
+        self.limits = limits
+        self.records: deque[MigrationRecord] = deque(maxlen=MAX_RECORDS)
+        self._mover, self._card, self._adapters = mover, card, adapters
+        self._charge, self._release = charge, release
+        self._telemetry, self._on_record = telemetry, on_record
+        self._num_moves: Counter[InstanceId] = Counter()
+
+    def is_busy(self, instance: Instance) -> bool:
+        """Whether an instance takes part in as many moves as it may."""
+        return self._num_moves[instance.id] >= self.limits.per_instance
+
+    async def run(
+        self, flight: Flight, destination: Instance, *, way: MigrationWay | None, reason: str
+    ) -> MigrationRecord:
+        """Move a request and return what became of it, which is not always a move.
+
+        A cancellation leaves the request where it is, or on its way with everything that it needs.
+
+        Raises:
+            MigrationAborted: in stage `"begin"`, with nothing done: it runs nowhere, or there already, or
+                moves; an instance takes part in as many moves as it may, or could not serve it.
+        """
+        source = self._check(flight, destination)
+        choice = self._choose(flight, source, destination, way)
+        span = self._telemetry.start(
+            tm.SPAN_MIGRATE, _describe(flight, source, destination, choice, reason), parent=flight.span
+        )
+        move = Move(
+            flight,
+            source,
+            destination,
+            limits=self.limits,
+            adapters=self._adapters,
+            charge=self._charge,
+            release=self._release,
+            telemetry=self._telemetry,
+            span=span,
+        )
+        started_s = anyio.current_time()
+        outcome: MigrationOutcome = "cancelled"
+        error: BaseException | None = None
+        try:
+            with self._taking_part(flight, source, destination):
+                outcome = await self._carry_out(move, choice.way, may_fall_back=way is None)
+        except Exception as exc:
+            outcome, error = ("finished" if flight.landed else "aborted"), exc
+            if not isinstance(exc, HotswapError):
+                log.exception("The move of request %r broke off.", flight.request.id)
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            record = _record(move, choice, outcome, error, started_s, reason, span)
+            self._keep(record, span, error if outcome in ("aborted", "cancelled") else None)
+        return record
+
+    async def _carry_out(self, move: Move, way: MigrationWay, *, may_fall_back: bool) -> MigrationOutcome:
+        move.way = way
+        if way == "wait":
+            return "waited"
+        if way == "kv":
+            try:
+                await move.with_blocks()
+                return "done"
+            except MigrationAborted as exc:
+                # Blocks that cannot move, or find no room, are no reason to stay.
+                if not may_fall_back or exc.stage not in ("export", "reserve"):
+                    raise
+        await move.as_tokens()
+        return "done"
+
+    def _check(self, flight: Flight, destination: Instance) -> Instance:
+        source, view, because = flight.instance, destination.view(), ""
+        if source is None or flight.landed:
+            because = "it runs on no instance"
+        elif source is destination:
+            because = f"it runs on {destination.id!r} already"
+        elif flight.moving:
+            because = "it is moving already"
+        elif not view.open or view.model != flight.request.model:
+            because = f"instance {view.id!r} is {view.state} with model {view.model!r}, and open: {view.open}"
+        elif busy := [instance.id for instance in (source, destination) if self.is_busy(instance)]:
+            because = f"instance {busy[0]!r} takes part in as many moves as it may"
+        if source is None or because:
+            raise MigrationAborted(f"Request {flight.request.id!r} does not move: {because}.", stage="begin")
+        return source
+
+    def _choose(
+        self, flight: Flight, source: Instance, destination: Instance, way: MigrationWay | None
+    ) -> MoveChoice:
+        possible = all(isinstance(end.engine, SupportsMigration) for end in (source, destination))
+        if self._mover is None or way is not None:
+            return MoveChoice(way or ("kv" if possible else "tokens"))
+        request = flight.remaining
+        return self._mover.choose(
+            MoveView(
+                num_tokens=request.num_tokens,
+                num_remaining=request.remaining_tokens,
+                kv_bytes_per_token=self._card(request.model).kv_bytes_per_token,
+                source=source.view(),
+                destination=destination.view(),
+                kv_possible=possible,
+            )
+        )
+
+    @contextmanager
+    def _taking_part(self, flight: Flight, *ends: Instance) -> Generator[None]:
+        flight.moving = True
+        self._num_moves.update(end.id for end in ends)
+        try:
+            yield
+        finally:
+            flight.moving = False
+            self._num_moves.subtract(end.id for end in ends)
+
+    def _keep(self, record: MigrationRecord, span: Span, error: BaseException | None) -> None:
+        self.records.append(record)
+        labels = {tm.WAY: record.way, tm.OUTCOME: record.outcome}
+        self._telemetry.migrations.add(1, labels)
+        if record.outcome == "done":
+            self._telemetry.downtime.record(record.downtime_s, labels)
+            if record.estimated_s:
+                self._telemetry.estimate_error.record(record.downtime_s - record.estimated_s, labels)
+        span.set_attributes(
+            {
+                **labels,
+                tm.DOWNTIME_S: record.downtime_s,
+                tm.STAGES: record.num_stages,
+                tm.COPIED_BYTES: record.copied_bytes,
+            }
+        )
+        self._telemetry.finish(span, error)
+        for tell in (self._mover.learn if self._mover else None, self._on_record):
+            try:
+                if tell is not None:
+                    tell(record)
+            except Exception:
+                log.exception("What is told of moves failed for request %r; the move stands.", record.request)
+
+    def __repr__(self) -> str:
+        done = sum(record.outcome == "done" for record in self.records)
+        return f"<Migrator [{done} of {len(self.records)} moves done]>"
+
+
+def _describe(
+    flight: Flight, source: Instance, destination: Instance, choice: MoveChoice, reason: str
+) -> tm.Attributes:
+    return {
+        tm.REQUEST_ID: flight.request.id,
+        tm.MODEL: flight.request.model,
+        tm.INSTANCE: source.id,
+        tm.DESTINATION: destination.id,
+        tm.WAY: choice.way,
+        tm.ESTIMATED_S: choice.estimated_s,
+        tm.REASON: reason,
+    }
+
+
+def _record(
+    move: Move,
+    choice: MoveChoice,
+    outcome: MigrationOutcome,
+    error: BaseException | None,
+    started_s: float,
+    reason: str,
+    span: Span,
+) -> MigrationRecord:
+    return MigrationRecord(
+        request=move.flight.request.id,
+        source=move.source.id,
+        destination=move.destination.id,
+        way=move.way,
+        outcome=outcome,
+        reason=reason,
+        started_s=started_s,
+        seconds=anyio.current_time() - started_s,
+        downtime_s=move.downtime_s,
+        num_tokens=move.num_tokens,
+        num_stages=move.num_stages,
+        copied_bytes=move.copied_bytes,
+        estimated_s=choice.estimated_s,
+        stage="" if outcome in ("done", "waited") else move.stage,
+        error="" if error is None else f"{type(error).__name__}: {error}",
+        trace_id=format_trace_id(span.get_span_context().trace_id),
+    )

@@ -1,0 +1,269 @@
+"""One move of a request from one instance to another: with its KV blocks, or as tokens in rounds.
+
+    kv      reserve, copy what is full while the request decodes, again what has come since, until little is
+            left; stop, copy the rest, commit, hand over (Llumnix: Sun et al., arXiv:2406.03243, section 4.2)
+    tokens  have the destination prefill the tokens so far while the request decodes, again what has come
+            since, until little is left; cut, hand over (ServerlessLLM: Fu et al., OSDI 2024, section 5.3)
+
+The flight owns its request throughout: handing over is telling it where to go next. Whatever breaks before
+leaves the request where it was, and whatever breaks afterwards is a hop like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import anyio
+
+from hotswap import telemetry as tm
+from hotswap.action import MigrationWay
+from hotswap.errors import ConfigError, MigrationAborted, RequestEvicted
+from hotswap.migration import KVSink, KVSource, SupportsMigration
+from hotswap.request import Request, RequestId
+from hotswap.runtime.adapters import Adapters
+from hotswap.runtime.flight import Flight
+from hotswap.runtime.instance import Instance
+from hotswap.telemetry import Telemetry
+from hotswap.view import InstanceState
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+__all__ = ["MigrationLimits", "Move"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationLimits:
+    """When a move is given up, and how little is left when the request stops for it.
+
+    Attributes:
+        per_instance: Moves at once that an instance takes part in, as either end.
+        max_stages: Copies before the last one, and rounds of tokens; a move that needs more is given up.
+        last_stage_blocks: KV blocks left at which the request stops for the last copy.
+        last_round_tokens: Tokens left at which the request is cut.
+        chunk_bytes: Of KV blocks on their way at once; a block is the least.
+        stage_s: How long any stage may take.
+    """
+
+    per_instance: int = 1
+    max_stages: int = 16
+    last_stage_blocks: int = 2
+    last_round_tokens: int = 16
+    chunk_bytes: int = 16 << 20
+    stage_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("per_instance", "max_stages", "last_stage_blocks", "last_round_tokens", "chunk_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; give 1 or more.")
+        if not self.stage_s > 0:
+            raise ConfigError(f"stage_s is {self.stage_s!r}; give seconds over 0 (inf is no limit).")
+
+
+class Move:
+    """Carries one request from `source` to `destination`; used once.
+
+    Attributes:
+        way: With blocks or as tokens.
+        stage: Where it is.
+        num_stages: How many copies or rounds there were.
+        copied_bytes: Of KV blocks.
+        num_tokens: Of the request, when it was handed over.
+        stopped_s: The loop time at which the source last could decode.
+        downtime_s: From there to the first token on the destination.
+    """
+
+    def __init__(
+        self,
+        flight: Flight,
+        source: Instance,
+        destination: Instance,
+        *,
+        limits: MigrationLimits,
+        adapters: Adapters,
+        charge: Callable[[Request, Instance], None],
+        release: Callable[[Request, Instance], None],
+        telemetry: Telemetry,
+        span: Span,
+    ) -> None:
+        self.flight, self.source, self.destination = flight, source, destination
+        self.way: MigrationWay = "tokens"
+        self.stage = "begin"
+        self.num_stages = self.copied_bytes = self.num_tokens = 0
+        self.stopped_s = self.downtime_s = 0.0
+        self._owes = False
+        self._limits, self._adapters, self._telemetry, self._span = limits, adapters, telemetry, span
+        self._charge, self._release = charge, release
+
+    async def with_blocks(self) -> None:
+        """Move with KV blocks.
+
+        Raises:
+            MigrationAborted: naming the stage; the request goes on where it was, or has ended.
+            InstanceLost: an end was lost, likewise.
+        """
+        self.way = "kv"
+        source, destination = self.source.engine, self.destination.engine
+        if not (isinstance(source, SupportsMigration) and isinstance(destination, SupportsMigration)):
+            raise self._abort("export", "one of the engines cannot move KV blocks")
+        request = self.flight.remaining
+        async with (
+            self._adapters.held(request, self.destination, self._span),
+            source.export_kv(request.id) as exported,
+            destination.import_kv(request) as imported,
+        ):
+            if exported.layout != imported.layout:
+                raise self._abort("reserve", "the engines keep KV blocks in different ways")
+            with self._charged():
+                num_copied = await self._copy_while_decoding(exported, imported)
+                await self._hand_over_blocks(exported, imported, num_copied)
+            await self._arrive()
+
+    async def as_tokens(self) -> None:
+        """Move as tokens, which the destination computes.
+
+        Raises:
+            MigrationAborted: it computes them no faster than new ones come, or keeps nothing of them.
+            InstanceLost: the destination was lost.
+        """
+        self.way = "tokens"
+        with self._charged():
+            num_sent, num_left = 0, 0
+            while True:
+                request = self.flight.remaining
+                before, num_left = num_left, request.num_tokens - num_sent
+                if self.num_stages and num_left <= self._limits.last_round_tokens:
+                    break
+                if self.num_stages >= self._limits.max_stages or (self.num_stages > 1 and num_left >= before):
+                    raise self._abort(
+                        "rounds", f"{num_left} tokens came during the last of {self.num_stages}"
+                    )
+                await self._prefill(request, num_sent)
+                num_sent = request.num_tokens
+            self.stage = "hand over"
+            self._require_here()
+            self.stopped_s, self.num_tokens = anyio.current_time(), self.flight.remaining.num_tokens
+            self._head()
+            self.flight.cut()
+        await self._arrive()
+
+    # ------------------------------------------------------------------ blocks
+
+    async def _copy_while_decoding(self, source: KVSource, sink: KVSink) -> int:
+        """Copy full blocks until few are left; return how many of the request's were copied."""
+        block_tokens, num_copied = source.layout.block_tokens, sink.num_present_blocks
+        for _ in range(self._limits.max_stages):
+            with self._timed("reserve"):
+                num_full = await source.num_tokens() // block_tokens
+                await sink.reserve((num_full + self._limits.last_stage_blocks) * block_tokens)
+            if num_full - num_copied < self._limits.last_stage_blocks:
+                return num_copied
+            with self._timed("copy"):
+                await self._copy(source, sink, num_copied, num_full * block_tokens)
+            num_copied = num_full
+        raise self._abort("copy", f"{self.num_stages} copies were too few to catch up with the request")
+
+    async def _copy(self, source: KVSource, sink: KVSink, first_block: int, end: int) -> None:
+        """Copy from a block on to token `end`, some at a time."""
+        block_tokens = source.layout.block_tokens
+        step = max(1, self._limits.chunk_bytes // max(1, source.layout.block_bytes)) * block_tokens
+        self.num_stages += 1
+        for at in range(first_block * block_tokens, end, step):
+            pages = await source.read(at // block_tokens, min(step, end - at))
+            await sink.write(pages)
+            self.copied_bytes += len(pages.data)
+
+    async def _hand_over_blocks(self, source: KVSource, sink: KVSink, num_copied: int) -> None:
+        with self._timed("stop"):
+            self._require_here()
+            stopped = await source.stop()
+            self.stopped_s, self.num_tokens = anyio.current_time(), len(stopped.tokens)
+        with self._timed("last copy"):
+            await sink.reserve(stopped.num_computed)
+            await self._copy(source, sink, num_copied, stopped.num_computed)
+        with self._timed("commit"):
+            await sink.commit(stopped.tokens)
+            self._require_here()
+            self._head()
+            try:
+                await source.release()
+            except BaseException:
+                self._owes = self.flight.turn_back() is not None
+                raise
+
+    # ------------------------------------------------------------------ tokens
+
+    async def _prefill(self, request: Request, num_sent: int) -> None:
+        """Have the destination compute a request's tokens, and find `num_sent` of them computed before."""
+        self.num_stages += 1
+        sampling = replace(request.sampling, max_tokens=len(request.generated) + 1, min_tokens=0, stop=())
+        round_id = RequestId(f"{request.id}/{self.num_stages}")
+        ahead = replace(request, id=round_id, sampling=sampling)
+        with self._timed("rounds"):
+            try:
+                async with (
+                    self._adapters.held(ahead, self.destination, self._span),
+                    self.destination.engine.stream(ahead) as tokens,
+                ):
+                    await anext(tokens)
+                    num_reused = tokens.num_reused_tokens
+            except RequestEvicted as exc:
+                raise self._abort("rounds", f"instance {self.destination.id!r} turned away") from exc
+        if num_sent and 2 * num_reused < num_sent:
+            raise self._abort(
+                "rounds", f"instance {self.destination.id!r} kept {num_reused} of {num_sent} tokens"
+            )
+
+    # ------------------------------------------------------------------ both
+
+    @contextmanager
+    def _charged(self) -> Generator[None]:
+        """Count the request to the destination, until the flight takes that over with the request."""
+        request = self.flight.request
+        self._charge(request, self.destination)
+        self._owes = True
+        try:
+            yield
+        finally:
+            if self._owes:
+                self._release(request, self.destination)
+
+    def _head(self) -> None:
+        self.flight.head_for(self.destination, self._span.get_span_context())
+        self._owes = False
+
+    async def _arrive(self) -> None:
+        """Wait for the first token, or for whatever else becomes of the hop."""
+        with self._timed("arrive"):
+            await self.flight.arrived.wait()
+        if self.flight.arrived_s is None:
+            raise self._abort("arrive", "the destination gave it no token")
+        self.downtime_s = max(0.0, self.flight.arrived_s - self.stopped_s)
+
+    @contextmanager
+    def _timed(self, stage: str) -> Generator[None]:
+        """Bracket a stage by its span and its time limit."""
+        self.stage = stage
+        with self._telemetry.span(tm.SPAN_MIGRATE_STAGE, {tm.STAGE: stage}, parent=self._span):
+            with anyio.move_on_after(self._limits.stage_s) as limit:
+                yield
+            if limit.cancelled_caught:
+                raise self._abort(stage, f"it took longer than {self._limits.stage_s:g} s")
+
+    def _require_here(self) -> None:
+        """Raise unless the request still runs where it is to be taken from, and it can go where it is to."""
+        if self.flight.landed or self.flight.instance is not self.source:
+            raise self._abort(self.stage, "the request has ended or gone elsewhere")
+        view = self.destination.view()
+        if view.state is not InstanceState.SERVING or view.model != self.flight.request.model:
+            raise self._abort(self.stage, f"instance {view.id!r} is {view.state} with model {view.model!r}")
+
+    def _abort(self, stage: str, because: str) -> MigrationAborted:
+        return MigrationAborted(
+            f"The move of request {self.flight.request.id!r} to {self.destination.id!r} ended in {stage!r}: "
+            f"{because}. The request goes on without it.",
+            stage=stage,
+        )
