@@ -1,8 +1,8 @@
 """What hotswap is tested with, for whoever writes an engine, a store or a policy of their own.
 
-Conformance suites to inherit from, a clock that jumps, cancellation at every point, spans in memory,
-workloads, and views as text. Needs the `testing` extra; names load what they need when they are first used.
-Tests in virtual time take `run` and `virtual_time` from `hotswap.testing.virtual_time`.
+Conformance suites to inherit from, a clock that jumps, cancellation at every point, faults by seed, spans in
+memory, workloads, and views as text. Needs the `testing` extra; names load what they need when they are
+first used. Tests in virtual time take `run` and `virtual_time` from `hotswap.testing.virtual_time`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hotswap.testing.cancel import cancel_everywhere
+    from hotswap.testing.chaos import EngineFaults, StoreFaults, chaotic_engine, chaotic_store
     from hotswap.testing.conformance import (
         EngineConformance,
         RouterConformance,
@@ -26,14 +27,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrival",
     "EngineConformance",
+    "EngineFaults",
     "RecordedSpan",
     "RouterConformance",
     "SchedulerConformance",
     "SpanRecorder",
+    "StoreFaults",
     "VirtualTimeDeadlock",
     "VirtualTimeLoop",
     "WeightStoreConformance",
     "cancel_everywhere",
+    "chaotic_engine",
+    "chaotic_store",
     "dump_view",
     "load_view",
     "play",
@@ -42,6 +47,7 @@ __all__ = [
 
 _HOMES = {
     "cancel": ("cancel_everywhere",),
+    "chaos": ("EngineFaults", "StoreFaults", "chaotic_engine", "chaotic_store"),
     "conformance": (
         "EngineConformance",
         "RouterConformance",

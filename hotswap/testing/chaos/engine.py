@@ -1,0 +1,277 @@
+"""An engine that is lost, late and short of memory at random, with whatever abilities it had before."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from random import Random
+from typing import Protocol, Self, TypeVar, cast, runtime_checkable
+
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from hotswap.engine import Engine, SupportsAdapters, SupportsPreload, WrapperEngine
+from hotswap.errors import InstanceLost, MigrationAborted, OutOfMemory
+from hotswap.migration import KVSink, KVSource, SupportsMigration
+from hotswap.model import Adapter, ModelCard
+from hotswap.request import AdapterId, Request, RequestId, Token
+from hotswap.store import WeightStore
+from hotswap.stream import TokenStream
+from hotswap.testing.chaos.injector import EngineFaults, Injector
+from hotswap.testing.chaos.moves import ChaosSink, ChaosSource
+from hotswap.view import InstanceState, InstanceView
+
+__all__ = ["ChaosEngine", "chaotic_engine"]
+
+_T = TypeVar("_T")
+
+
+@runtime_checkable
+class _Losable(Protocol):
+    """An engine that can be lost on purpose."""
+
+    def lose(self, reason: str) -> None: ...
+
+
+def chaotic_engine(engine: Engine, random: Random, faults: EngineFaults | None = None) -> ChaosEngine:
+    """Wrap an engine; what it can do beside the five verbs it still can, and it can nothing else.
+
+    Args:
+        engine: Any engine, a wrapper included: abilities that it hides stay hidden.
+        random: Decides all that happens.
+        faults: What may happen; nothing if it is left out.
+    """
+    bases: list[type[ChaosEngine]] = []
+    if isinstance(engine, SupportsPreload):
+        bases.append(_Preloading)
+    if isinstance(engine, SupportsAdapters):
+        bases.append(_Adapting)
+    if isinstance(engine, SupportsMigration):
+        bases.append(_Migrating)
+    made = cast("type[ChaosEngine]", type("ChaosEngine", (*bases, ChaosEngine), {}))
+    return made(engine, random, faults)
+
+
+class ChaosEngine(WrapperEngine):
+    """Injects faults into the five verbs of an engine; `chaotic_engine` makes one with its abilities.
+
+    An engine that has a method `lose` is lost by it. For another the wrapper plays the loss: every verb and
+    every stream raises `InstanceLost`, until `unload`.
+    """
+
+    def __init__(self, engine: Engine, random: Random, faults: EngineFaults | None = None) -> None:
+        super().__init__(engine)
+        self.faults = faults or EngineFaults()
+        self.injector = Injector(random)
+        # Of its own, so that losses come at the same moments however many tokens there are.
+        self._losses = Random(random.getrandbits(64))
+        self._lost_because = ""
+        self._waits: set[anyio.CancelScope] = set()
+
+    @property
+    def injected(self) -> Counter[str]:
+        """How many faults came, by kind."""
+        return self.injector.injected
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        async with self.wrapped, anyio.create_task_group() as tasks:
+            if self.faults.loss_every_s < math.inf:
+                tasks.start_soon(self._lose_now_and_then, name=f"losses of {self.id}")
+            try:
+                yield self
+            finally:
+                tasks.cancel_scope.cancel()
+
+    # ------------------------------------------------------------------ verbs
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        await self.late()
+        self.refuse_if_lost()
+        self.find_no_memory(f"Model {model.id!r}")
+        await self.unless_lost(partial(self.wrapped.load, model, store))
+
+    async def unload(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.late()
+            lost = self.view().state is InstanceState.LOST
+            if lost and self.injector.hits("stuck", self.faults.stuck):
+                raise InstanceLost(f"Engine {self.id!r} does not come back for now; try again.")
+            await self.wrapped.unload()
+            self._lost_because = ""
+        await checkpoint_if_cancelled()
+
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
+        await self.late()
+        self.refuse_if_lost()
+        async with self.wrapped.stream(request) as tokens:
+            yield _ChaosTokens(self, tokens)
+
+    async def evict(self, *, deadline_s: float) -> int:
+        await self.late()
+        return await self.unless_lost(partial(self.wrapped.evict, deadline_s=deadline_s))
+
+    def view(self) -> InstanceView:
+        view = self.wrapped.view()
+        if not self._lost_because:
+            return view
+        return InstanceView(
+            id=view.id,
+            state=InstanceState.LOST,
+            max_requests=view.max_requests,
+            kv_block_tokens=view.kv_block_tokens,
+            memory_bytes=view.memory_bytes,
+            max_adapters=view.max_adapters,
+        )
+
+    def __repr__(self) -> str:
+        return f"<ChaosEngine of {self.wrapped!r} {self.injector!r}>"
+
+    # ------------------------------------------------------------------ faults
+
+    def lose(self, reason: str = "chaos") -> None:
+        """Lose the engine at once."""
+        self.injected["loss"] += 1
+        if isinstance(self.wrapped, _Losable):
+            self.wrapped.lose(reason)
+            return
+        self._lost_because = reason
+        for scope in self._waits:
+            scope.cancel()
+
+    async def late(self) -> None:
+        """Begin late, if that comes now."""
+        await self.injector.pause("delay", self.faults.delay, self.faults.delay_s)
+
+    def find_no_memory(self, whose: str) -> None:
+        """Raise `OutOfMemory`, if that comes now."""
+        if self.injector.hits("no_memory", self.faults.no_memory):
+            raise OutOfMemory(f"{whose} finds no memory on engine {self.id!r}, by chance; try elsewhere.")
+
+    def give_up(self, stage: str) -> None:
+        """Raise `MigrationAborted`, if that comes now."""
+        if self.injector.hits("abort", self.faults.abort):
+            raise MigrationAborted(f"Engine {self.id!r} gave a move up in {stage!r}, by chance.", stage=stage)
+
+    def refuse_if_lost(self) -> None:
+        """Raise `InstanceLost` while the wrapper plays a loss."""
+        if self._lost_because:
+            raise InstanceLost(
+                f"Engine {self.id!r} is lost: {self._lost_because}. Unload it to bring it back."
+            )
+
+    async def unless_lost(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what `work` returns; interrupt it by `InstanceLost` when the wrapper plays a loss."""
+        if isinstance(self.wrapped, _Losable):
+            return await work()
+        self.refuse_if_lost()
+        with anyio.CancelScope() as scope:
+            self._waits.add(scope)
+            try:
+                result = await work()
+            finally:
+                self._waits.discard(scope)
+            self.refuse_if_lost()
+            return result
+        self.refuse_if_lost()
+        raise InstanceLost(f"Engine {self.id!r} was lost meanwhile; it has come back.")
+
+    async def _lose_now_and_then(self) -> None:
+        while True:
+            await anyio.sleep(self._losses.expovariate(1 / self.faults.loss_every_s))
+            if self.injector.armed and self.view().state is not InstanceState.LOST:
+                self.lose()
+
+
+class _ChaosTokens(TokenStream):
+    """A stream that pauses now and then, and ends with an engine whose loss the wrapper plays."""
+
+    def __init__(self, engine: ChaosEngine, tokens: TokenStream) -> None:
+        self._engine, self._tokens = engine, tokens
+
+    async def __anext__(self) -> Token:
+        faults = self._engine.faults
+        await self._engine.injector.pause("stall", faults.stall, faults.stall_s)
+        token = await self._engine.unless_lost(self._tokens.__anext__)
+        self.num_reused_tokens = self._tokens.num_reused_tokens
+        return token
+
+
+class _Preloading(ChaosEngine):
+    """Stages models as the wrapped engine does, if there is room by chance."""
+
+    def can_preload(self, model: ModelCard) -> bool:
+        """See `SupportsPreload`."""
+        assert isinstance(self.wrapped, SupportsPreload)
+        return self.view().state is not InstanceState.LOST and self.wrapped.can_preload(model)
+
+    async def preload(self, model: ModelCard, store: WeightStore) -> None:
+        """See `SupportsPreload`."""
+        assert isinstance(self.wrapped, SupportsPreload)
+        await self.late()
+        self.refuse_if_lost()
+        try:
+            self.find_no_memory(f"Model {model.id!r}")
+        except OutOfMemory:
+            await self.wrapped.drop_preload()  # a failure leaves nothing staged
+            raise
+        await self.unless_lost(partial(self.wrapped.preload, model, store))
+
+    async def drop_preload(self) -> None:
+        """See `SupportsPreload`."""
+        assert isinstance(self.wrapped, SupportsPreload)
+        await self.wrapped.drop_preload()
+
+
+class _Adapting(ChaosEngine):
+    """Holds adapters as the wrapped engine does, if there is room by chance."""
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """See `SupportsAdapters`."""
+        assert isinstance(self.wrapped, SupportsAdapters)
+        await self.late()
+        self.refuse_if_lost()
+        if set(self.view().adapters) - {adapter.id}:  # the only one always finds room
+            self.find_no_memory(f"Adapter {adapter.id!r}")
+        await self.unless_lost(partial(self.wrapped.load_adapter, adapter))
+
+    async def drop_adapter(self, adapter: AdapterId) -> None:
+        """See `SupportsAdapters`."""
+        assert isinstance(self.wrapped, SupportsAdapters)
+        await self.unless_lost(partial(self.wrapped.drop_adapter, adapter))
+
+
+class _Migrating(ChaosEngine):
+    """Moves KV blocks as the wrapped engine does, unless a move is given up by chance."""
+
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        """See `SupportsMigration`."""
+        assert isinstance(self.wrapped, SupportsMigration)
+        await self.late()
+        self.refuse_if_lost()
+        self.give_up("export")
+        async with self.wrapped.export_kv(request) as source:
+            yield ChaosSource(source, self._disturbed)
+
+    @asynccontextmanager
+    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+        """See `SupportsMigration`."""
+        assert isinstance(self.wrapped, SupportsMigration)
+        await self.late()
+        self.refuse_if_lost()
+        self.give_up("reserve")
+        async with self.wrapped.import_kv(request) as sink:
+            yield ChaosSink(sink, self._disturbed)
+
+    async def _disturbed(self, stage: str, work: Callable[[], Awaitable[_T]]) -> _T:
+        await self.late()
+        self.refuse_if_lost()
+        if stage == "reserve" and self.injector.hits("no_memory", self.faults.no_memory):
+            raise MigrationAborted(f"Engine {self.id!r} has too few KV blocks, by chance.", stage=stage)
+        self.give_up(stage)
+        return await self.unless_lost(work)
