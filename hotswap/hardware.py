@@ -38,7 +38,8 @@ class DeviceProfile:
     A step over `n` tokens (decodes and prefill chunks together), `batch` requests and `context` cached
     tokens lasts `max(floor_s, base_s + n * token_s) + batch * request_s + context * context_token_s`: the
     shape that published simulators of serving engines agree on (weight-bound floor, then linear in tokens,
-    batch and context). An adapter is there after `adapter_s`.
+    batch and context). An adapter is there after `adapter_s`, and KV blocks of moving requests are copied at
+    `kv_bytes_per_s`.
     """
 
     name: str = "laptop"
@@ -51,6 +52,7 @@ class DeviceProfile:
     load_bytes_per_s: float = 20e9
     unload_s: float = 0.05
     adapter_s: float = 0.015
+    kv_bytes_per_s: float = 5e9
 
     def step_s(self, *, tokens: int, batch: int, context: int) -> float:
         """Seconds of one engine step; 0 for an empty one."""
@@ -58,6 +60,10 @@ class DeviceProfile:
             return 0.0
         work = max(self.floor_s, self.base_s + tokens * self.token_s)
         return work + batch * self.request_s + context * self.context_token_s
+
+    def kv_s(self, size_bytes: int) -> float:
+        """Seconds to copy `size_bytes` of KV blocks to another instance."""
+        return size_bytes / self.kv_bytes_per_s
 
     def load_s(self, size_bytes: int) -> float:
         """Seconds to bring `size_bytes` from host memory to the device."""

@@ -5,6 +5,7 @@ Each is an object with frozen settings; none names the runtime or a backend.
 
 from hotswap.policies.affinity import AffinityRouter
 from hotswap.policies.combine import Cooldown, FirstOf, FirstOfRouters, InOrder
+from hotswap.policies.cost import MoveCosts
 from hotswap.policies.floors import RestoreFloors
 from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.predict import accepted, assume
@@ -17,6 +18,7 @@ __all__ = [
     "FirstOfRouters",
     "InOrder",
     "LeastLoadedRouter",
+    "MoveCosts",
     "RestoreFloors",
     "WeightedLoadSwap",
     "accepted",

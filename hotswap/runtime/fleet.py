@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import anyio
@@ -23,25 +22,27 @@ from hotswap.errors import (
     SwapRefused,
 )
 from hotswap.migration import Mover
-from hotswap.model import Adapter, Model, ModelCard
+from hotswap.model import Adapter, Model
 from hotswap.request import FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
-from hotswap.runtime.adapters import Adapters, seen_by
+from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Seat, WaitingRoom
 from hotswap.runtime.control import Control
+from hotswap.runtime.dispatch import Dispatcher
 from hotswap.runtime.drain import Drainer
 from hotswap.runtime.flight import FleetStream, Flight, fly
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.metrics import LastView, observe_fleet
 from hotswap.runtime.migrate import Migrator
 from hotswap.runtime.move import MigrationLimits
+from hotswap.runtime.observe import Observer
 from hotswap.runtime.registry import Registry, check_servable, unique
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swapper import Swapper
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 from hotswap.telemetry import Telemetry
-from hotswap.view import FleetView, InstanceId, InstanceState, ModelView, RunningView
+from hotswap.view import FleetView, InstanceId, InstanceState
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -112,7 +113,6 @@ class Fleet(AsyncContextManagerMixin):
             raise ConfigError(f"interval_s is {interval_s!r}; give seconds over 0.")
         self._registry = Registry(models, store)
         self._store = store
-        self._router = router
         self._scheduler = scheduler
         self._interval_s = interval_s
         self._telemetry = Telemetry(tracer_provider, meter_provider)
@@ -120,12 +120,13 @@ class Fleet(AsyncContextManagerMixin):
         self._adapters = Adapters(adapters, self._telemetry)
         self._adapters.check_models(self._registry.models)
         self._adapters.check_able(self._instances.values())
-        self._num_running: Counter[ModelId] = Counter()
+        self._flights: dict[RequestId, Flight] = {}
+        self._dispatcher = Dispatcher(router, self._instances, on_release=lambda: self._room.wake())
         self._room = WaitingRoom(
             max_waiting=max_waiting,
-            observe=self._seen,
-            route=self._route,
-            release=self._release,
+            observe=lambda: self._observer.brief(),
+            route=self._dispatcher.route,
+            release=self._dispatcher.release,
             on_wait=self._ask_if_unserved,
         )
         self._swapper = Swapper(
@@ -144,12 +145,20 @@ class Fleet(AsyncContextManagerMixin):
             mover=mover,
             card=self._registry.card,
             adapters=self._adapters,
-            charge=self._charge,
-            release=self._release,
+            charge=self._dispatcher.charge,
+            release=self._dispatcher.release,
             telemetry=self._telemetry,
             on_record=on_migration,
         )
-        self._flights: dict[RequestId, Flight] = {}
+        self._observer = Observer(
+            instances=self._instances,
+            cards=self._registry.cards,
+            flights=self._flights,
+            room=self._room,
+            store=store,
+            num_running=self._dispatcher.num_running,
+            num_failed_loads=self._swapper.num_failed_loads,
+        )
         self._drainer = Drainer(self._migrator, self._flights.values, self._would_route)
         self._change = anyio.Event()
         self._tasks: TaskGroup | None = None
@@ -301,7 +310,7 @@ class Fleet(AsyncContextManagerMixin):
                 seat,
                 room=self._room,
                 adapters=self._adapters,
-                release=self._release,
+                release=self._dispatcher.release,
                 on_lost=self._changed,
                 telemetry=self._telemetry,
             )
@@ -310,39 +319,12 @@ class Fleet(AsyncContextManagerMixin):
 
     # -- routing
 
-    def _route(self, request: Request, fleet: FleetView) -> Instance | None:
-        """Ask the router, and charge the instance it names with the request."""
-        instance = self._routed(request, fleet)
-        if instance is not None:
-            self._charge(request, instance)
-        return instance
-
-    def _routed(self, request: Request, fleet: FleetView) -> Instance | None:
-        chosen = self._router.route(request, seen_by(request, fleet))
-        if chosen is None:
-            return None
-        instance = self._instances.get(chosen)
-        if instance is None or not instance.view().open or instance.view().model != request.model:
-            return None
-        if request.adapter is not None and not instance.view().max_adapters:
-            return None
-        return instance
-
     def _would_route(self, request: Request) -> Instance | None:
-        return self._routed(request, self._seen())
-
-    def _charge(self, request: Request, instance: Instance) -> None:
-        instance.num_requests += 1
-        self._num_running[request.model] += 1
-
-    def _release(self, request: Request, instance: Instance) -> None:
-        instance.num_requests -= 1
-        self._num_running[request.model] -= 1
-        self._room.wake()
+        return self._dispatcher.choose(request, self._observer.brief())
 
     def _ask_if_unserved(self, model: ModelId) -> None:
         """Wake the scheduler when somebody waits for a model that no instance serves or is turning to."""
-        if self._control is not None and not self.view().replicas(model):
+        if self._control is not None and not self._observer.brief().replicas(model):
             self._control.ask()
 
     def _changed(self) -> None:
@@ -476,7 +458,7 @@ class Fleet(AsyncContextManagerMixin):
             FleetClosed: the fleet is not open, or closes meanwhile.
         """
         self._open_tasks()
-        while not self._floors_hold():
+        while not self._observer.floors_hold():
             await self._change.wait()
             self._open_tasks()
 
@@ -484,30 +466,7 @@ class Fleet(AsyncContextManagerMixin):
 
     def view(self) -> FleetView:
         """The fleet at this moment, as schedulers see it; routers do not see what runs."""
-        return replace(self._seen(), running=tuple(self._view_running()))
-
-    def _view_running(self) -> Iterator[RunningView]:
-        for flight in self._flights.values():
-            if flight.instance is not None:
-                yield RunningView(
-                    id=flight.request.id,
-                    model=flight.request.model,
-                    instance=flight.instance.id,
-                    num_tokens=len(flight.request.prompt) + len(flight.journal),
-                    num_remaining=flight.request.sampling.max_tokens - len(flight.journal),
-                    priority=flight.request.priority,
-                    moving=flight.moving,
-                )
-
-    def _seen(self) -> FleetView:
-        waiting = self._room.counts()
-        return FleetView(
-            now_s=anyio.current_time(),
-            instances=tuple(instance.view() for instance in self._instances.values()),
-            models=tuple(self._view_model(card, waiting[card.id]) for card in self._registry.cards.values()),
-            waiting=self._room.views(),
-            store=self._store.view(),
-        )
+        return self._observer.view()
 
     @property
     def migrations(self) -> tuple[MigrationRecord, ...]:
@@ -518,25 +477,6 @@ class Fleet(AsyncContextManagerMixin):
     def swaps(self) -> tuple[SwapRecord, ...]:
         """Records of the swaps that ended, oldest first; the last 10,000 are kept."""
         return tuple(self._swapper.records)
-
-    def _floors_hold(self) -> bool:
-        serving = Counter(
-            view.model
-            for view in (instance.view() for instance in self._instances.values())
-            if view.state is InstanceState.SERVING
-        )
-        return all(serving[card.id] >= card.min_replicas for card in self._registry.cards.values())
-
-    def _view_model(self, card: ModelCard, num_waiting: int) -> ModelView:
-        return ModelView(
-            id=card.id,
-            weight_bytes=card.weight_bytes,
-            min_replicas=card.min_replicas,
-            slowness=card.slowness,
-            num_running=self._num_running[card.id],
-            num_waiting=num_waiting,
-            num_failed_loads=self._swapper.num_failed_loads[card.id],
-        )
 
     def _open_tasks(self) -> TaskGroup:
         if self._tasks is None:
@@ -551,11 +491,7 @@ class Fleet(AsyncContextManagerMixin):
         return found
 
     def __repr__(self) -> str:
-        views = [instance.view() for instance in self._instances.values()]
-        states = Counter(f"{v.state} {v.target or v.model or ''}".strip() for v in views)
-        instances = ", ".join(f"{count} {state}" for state, count in states.items())
-        running = sum(self._num_running.values())
-        return f"<Fleet [requests: {running} running, {len(self._room)} waiting | instances: {instances}]>"
+        return f"<Fleet {self._observer}>"
 
 
 async def _end_with_fleet(scope: anyio.CancelScope, ended: anyio.Event) -> None:

@@ -19,12 +19,16 @@ from hotswap import (
     InstanceError,
     InstanceState,
     InstanceView,
+    KVSink,
+    KVSource,
     Manifest,
     ModelCard,
     ModelId,
     Request,
+    RequestId,
     Residency,
     Shard,
+    Stopped,
     StoreView,
     Token,
     TokenStream,
@@ -443,6 +447,64 @@ class BlocksTheLoopWhileLoadingAnAdapter(SimEngine):
 
 
 # ---------------------------------------------------------------------- stores
+
+
+# ---------------------------------------------------------------------- moves
+
+
+@engine_caught_by("test_a_request_that_was_not_released_goes_on_where_it_was")
+class ForgetsToResume(SimEngine):
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        async with super().export_kv(request) as source:
+            source.resume = lambda: None  # type: ignore[attr-defined]
+            yield source
+
+
+@engine_caught_by("test_blocks_that_were_not_committed_are_given_back")
+class KeepsReservedBlocks(SimEngine):
+    @asynccontextmanager
+    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+        async with super().import_kv(request) as sink:
+            sink.close = lambda: None  # type: ignore[attr-defined]
+            yield sink
+
+
+@engine_caught_by("test_a_request_leaves_with_its_blocks_and_goes_on_elsewhere")
+class TellsOldTokensWhenStopped(SimEngine):
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        async with super().export_kv(request) as source:
+            stop = source.stop
+
+            async def early() -> Stopped:
+                stopped = await stop()
+                return Stopped(stopped.tokens[:-1], stopped.num_computed - 1)
+
+            source.stop = early  # type: ignore[method-assign]
+            yield source
+
+
+@engine_caught_by("test_an_arrived_request_finds_what_was_copied")
+class ForgetsWhatArrived(SimEngine):
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
+        self._desk.arrivals.clear()
+        async with super().stream(request) as tokens:
+            yield tokens
+
+
+@engine_caught_by("test_more_blocks_than_there_are_cannot_be_reserved")
+class ReservesWhatIsNotThere(SimEngine):
+    @asynccontextmanager
+    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+        async with super().import_kv(request) as sink:
+
+            async def reserve(num_tokens: int) -> None:
+                await checkpoint()
+
+            sink.reserve = reserve  # type: ignore[method-assign]
+            yield sink
 
 
 class EditingStore(SimStore):

@@ -12,6 +12,7 @@ PUBLIC = [
     "FirstOfRouters",
     "InOrder",
     "LeastLoadedRouter",
+    "MoveCosts",
     "RestoreFloors",
     "WeightedLoadSwap",
     "accepted",

@@ -85,14 +85,16 @@ class Batcher:
         self.block_tokens = block_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # in order of admission
+        self.parked: dict[Sequence, None] = {}  # out of the steps, with their blocks
         self._max_requests = max_requests
         self._token_budget = token_budget
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.running)
+        return len(self.waiting) + len(self.running) + len(self.parked)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
+        yield from self.parked
         yield from self.waiting
 
     def add(self, sequence: Sequence) -> None:
@@ -109,12 +111,25 @@ class Batcher:
         """Free what a sequence holds; return whether it was still here. Harmless while a step runs."""
         if sequence in self.running:
             del self.running[sequence]
+        elif sequence in self.parked:
+            del self.parked[sequence]
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
             return False
         self._free(sequence)
         return True
+
+    def park(self, sequence: Sequence) -> None:
+        """Take a sequence that runs out of the steps; it keeps its blocks."""
+        del self.running[sequence]
+        self.parked[sequence] = None
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Let a parked sequence run again; unknown ones are ignored."""
+        if sequence in self.parked:
+            del self.parked[sequence]
+            self.running[sequence] = None
 
     def clear(self, error: Exception) -> int:
         """End every stream by `error` after the tokens it holds; return how many there were."""
@@ -151,7 +166,8 @@ class Batcher:
         if not self.waiting or len(self.running) >= self._max_requests:
             return False
         room = self._token_budget - step.num_tokens
-        return room > 0 and self._blocks(self.waiting[0].num_tokens) <= self.num_free_blocks
+        first = self.waiting[0]
+        return room > 0 and self._blocks(first.num_tokens) - first.num_blocks <= self.num_free_blocks
 
     def _schedule(self, step: Step, sequence: Sequence) -> None:
         count = min(sequence.num_pending, self._token_budget - step.num_tokens)
@@ -160,10 +176,14 @@ class Batcher:
 
     def _grow(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
         """Take blocks for `num_tokens`, preempting later sequences if need be; false if it lost its own."""
-        missing = self._blocks(num_tokens) - sequence.num_blocks
+        missing = max(0, self._blocks(num_tokens) - sequence.num_blocks)
         while missing > self.num_free_blocks:
+            victim = next((waiting for waiting in self.waiting if waiting.num_blocks), None)
+            if victim is not None:  # it arrived with blocks, and computes them again
+                self._free(victim)
+                continue
             victim = next(reversed(self.running))
-            if len(self.running) == 1:  # it has every block, and needs more
+            if self._blocks(num_tokens) > self.num_blocks:
                 self.remove(sequence)
                 sequence.tokens.close(self._too_long(sequence))
                 return False

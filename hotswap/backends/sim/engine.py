@@ -12,6 +12,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.sim.batcher import Batcher, Sequence
 from hotswap.backends.sim.content import check_chunk
+from hotswap.backends.sim.migration import Desk, aborted
 from hotswap.backends.sim.tokens import VOCABULARY, SimGeneration, expected_tokens
 from hotswap.engine import Engine
 from hotswap.errors import (
@@ -25,8 +26,9 @@ from hotswap.errors import (
     UnknownAdapter,
 )
 from hotswap.hardware import DeviceProfile
+from hotswap.migration import KVSink, KVSource
 from hotswap.model import Adapter, ModelCard, Shard
-from hotswap.request import AdapterId, ModelId, Request
+from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
 from hotswap.view import InstanceId, InstanceState, InstanceView
@@ -104,6 +106,13 @@ class SimEngine(Engine):
         self._lost_because = ""
         self._lost_for_good = False
         self._verb: anyio.CancelScope | None = None
+        self._desk = Desk(
+            self._batcher,
+            self.profile,
+            check=self._refuse_if_lost,
+            give_up=self._give_up,
+            resumed=lambda: self._work.set(),
+        )
         self._work = anyio.Event()
         self._drained = anyio.Event()
 
@@ -228,6 +237,38 @@ class SimEngine(Engine):
         """Return what this engine generates for a request that nothing disturbs."""
         return expected_tokens(request, model, vocabulary=self.vocabulary)
 
+    # ------------------------------------------------------------------ moves
+
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        self._refuse_if_lost()
+        with self._desk.source(request, self._serving.model if self._serving else None) as source:
+            yield source
+
+    @asynccontextmanager
+    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+        self._refuse_if_lost()
+        serving = self._serving
+        if serving is None or self._state is not _SERVING or self._model != request.model:
+            raise aborted("reserve", f"engine {self.id!r} is {self._state} with {self._model!r}")
+
+        def check() -> None:
+            self._refuse_if_lost()
+            if self._serving is not serving:
+                raise aborted("copy", f"engine {self.id!r} unloaded the model")
+
+        with self._desk.sink(request, serving.model, check) as sink:
+            yield sink
+
+    def _give_up(self, sequence: Sequence) -> None:
+        self._batcher.remove(sequence)
+        sequence.tokens.close(RequestEvicted(f"Engine {self.id!r} gave a request up that moves on."))
+        self._note_drained()
+
+    def _refuse_if_lost(self) -> None:
+        if self._state is _LOST:
+            raise self._lost()
+
     # ------------------------------------------------------------------ faults
 
     def lose(self, reason: str = "its device failed", *, for_good: bool = False) -> None:
@@ -240,7 +281,9 @@ class SimEngine(Engine):
         self._note_drained()
         self._serving = self._staged = None
         self._adapters.clear()
+        self._desk.arrivals.clear()
         self._state = _LOST
+        self._desk.meet_boundary()
         if self._verb is not None:
             self._verb.cancel()
 
@@ -276,9 +319,11 @@ class SimEngine(Engine):
                 await self._work.wait()
                 continue
             batch, context = len(step.chunks), step.num_context
+            self._desk.stepping = True
             await anyio.sleep(self.profile.step_s(tokens=step.num_tokens, batch=batch, context=context))
             self._batcher.commit(step)
             self._note_drained()
+            self._desk.meet_boundary()
 
     def _admit(self, request: Request) -> Sequence:
         if self._state is _LOST:
@@ -300,6 +345,7 @@ class SimEngine(Engine):
             )
         sequence = Sequence(request, SimGeneration(request, model, self.vocabulary))
         self._batcher.add(sequence)
+        self._desk.furnish(sequence)
         return sequence
 
     async def _take_staged_or_read(self, model: ModelCard, store: WeightStore) -> _Weights:
@@ -337,6 +383,7 @@ class SimEngine(Engine):
     def _evict_all(self, why: str) -> int:
         error = RequestEvicted(f"Engine {self.id!r} gave its requests back. {why}; they go on elsewhere.")
         evicted = self._batcher.clear(error)
+        self._desk.arrivals.clear()
         self._note_drained()
         return evicted
 

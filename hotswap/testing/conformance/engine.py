@@ -5,6 +5,7 @@ from __future__ import annotations
 from hotswap.testing.conformance.engine_adapters import AdapterChecks
 from hotswap.testing.conformance.engine_eviction import EvictionChecks
 from hotswap.testing.conformance.engine_loss import LossChecks
+from hotswap.testing.conformance.engine_migration import MigrationChecks
 from hotswap.testing.conformance.engine_preload import PreloadChecks
 from hotswap.testing.conformance.engine_streams import StreamChecks
 from hotswap.testing.conformance.engine_weights import WeightChecks
@@ -12,7 +13,9 @@ from hotswap.testing.conformance.engine_weights import WeightChecks
 __all__ = ["EngineConformance"]
 
 
-class EngineConformance(StreamChecks, WeightChecks, EvictionChecks, LossChecks, PreloadChecks, AdapterChecks):
+class EngineConformance(
+    StreamChecks, WeightChecks, EvictionChecks, LossChecks, PreloadChecks, AdapterChecks, MigrationChecks
+):
     """Every sentence of `hotswap.engine.Engine` that can be tested, as a class to inherit from.
 
     ```python

@@ -1,0 +1,56 @@
+"""Who goes where: the router's answer, checked, and the count of requests at each instance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from hotswap.request import ModelId, Request
+from hotswap.router import Router
+from hotswap.runtime.adapters import seen_by
+from hotswap.runtime.instance import Instance
+from hotswap.view import FleetView, InstanceId
+
+__all__ = ["Dispatcher"]
+
+
+class Dispatcher:
+    """Asks the router, and charges the instance it names with the request.
+
+    Attributes:
+        num_running: Requests by model that instances are charged with.
+    """
+
+    def __init__(
+        self, router: Router, instances: Mapping[InstanceId, Instance], on_release: Callable[[], None]
+    ) -> None:
+        self.num_running: Counter[ModelId] = Counter()
+        self._router, self._instances, self._on_release = router, instances, on_release
+
+    def route(self, request: Request, fleet: FleetView) -> Instance | None:
+        """Return the instance that the request may go to, charged with it; `None` if it has to wait."""
+        instance = self.choose(request, fleet)
+        if instance is not None:
+            self.charge(request, instance)
+        return instance
+
+    def choose(self, request: Request, fleet: FleetView) -> Instance | None:
+        """Return where the request would go, charging nobody."""
+        chosen = self._router.route(request, seen_by(request, fleet))
+        instance = None if chosen is None else self._instances.get(chosen)
+        if instance is None or not instance.view().open or instance.view().model != request.model:
+            return None
+        if request.adapter is not None and not instance.view().max_adapters:
+            return None
+        return instance
+
+    def charge(self, request: Request, instance: Instance) -> None:
+        """Count a request to an instance."""
+        instance.num_requests += 1
+        self.num_running[request.model] += 1
+
+    def release(self, request: Request, instance: Instance) -> None:
+        """Count it out again."""
+        instance.num_requests -= 1
+        self.num_running[request.model] -= 1
+        self._on_release()

@@ -1,0 +1,188 @@
+"""Requests that leave an engine with their KV blocks, and arrive at another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from hotswap.engine import Engine
+from hotswap.errors import MigrationAborted, RequestEvicted
+from hotswap.migration import KVSink, KVSource, SupportsMigration
+from hotswap.request import Request, RequestId
+from hotswap.testing.conformance.engine_suite import Bench, EngineSuite, Reader, collect, no_requests
+from hotswap.testing.conformance.suite import check, until
+
+__all__ = ["MigrationChecks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two engines that serve the first model."""
+
+    bench: Bench
+    source: Engine
+    destination: Engine
+
+    def export(self, request: RequestId) -> AbstractAsyncContextManager[KVSource]:
+        """The giving end."""
+        assert isinstance(self.source, SupportsMigration)
+        return self.source.export_kv(request)
+
+    def take(self, request: Request) -> AbstractAsyncContextManager[KVSink]:
+        """The taking end."""
+        assert isinstance(self.destination, SupportsMigration)
+        return self.destination.import_kv(request)
+
+
+class MigrationChecks(EngineSuite):
+    """Checks of `SupportsMigration`."""
+
+    @check
+    async def test_a_request_leaves_with_its_blocks_and_goes_on_elsewhere(self) -> None:
+        async with self.pair() as pair:
+            request = self.long_requests(pair.bench.card, 1)[0]
+            async with (
+                self.streaming(pair.source, [request]) as (reader,),
+                pair.export(request.id) as source,
+                pair.take(request) as sink,
+            ):
+                assert source.layout == sink.layout
+                num_copied = await self.copy_full_blocks(source, sink)
+                stopped = await source.stop()
+                await sink.reserve(stopped.num_computed)
+                first = num_copied // source.layout.block_tokens
+                await sink.write(await source.read(first, stopped.num_computed - num_copied))
+                await sink.commit(stopped.tokens)
+                await source.release()
+                await reader.ended.wait()
+                assert isinstance(reader.error, RequestEvicted), "its stream was to end here"
+                assert [*request.prompt, *reader.ids] == list(stopped.tokens), "tokens were lost or added"
+                rest = await self.rest_of(pair.destination, request, reader)
+            assert reader.ids + rest == await self.expected(request, pair.bench.card)
+
+    @check
+    async def test_an_arrived_request_finds_what_was_copied(self) -> None:
+        async with self.pair() as pair:
+            request = self.long_requests(pair.bench.card, 1)[0]
+            async with (
+                self.streaming(pair.source, [request]) as (reader,),
+                pair.export(request.id) as source,
+                pair.take(request) as sink,
+            ):
+                stopped = await source.stop()
+                await sink.reserve(stopped.num_computed)
+                await sink.write(await source.read(0, stopped.num_computed))
+                await sink.commit(stopped.tokens)
+                await source.release()
+                await reader.ended.wait()
+                async with pair.destination.stream(request.continued(reader.ids)) as tokens:
+                    await anext(tokens)
+                    assert tokens.num_reused_tokens == stopped.num_computed
+
+    @check
+    async def test_a_request_that_was_not_released_goes_on_where_it_was(self) -> None:
+        async with self.pair() as pair:
+            requests = self.long_requests(pair.bench.card)
+            async with (
+                self.streaming(pair.source, requests) as readers,
+                pair.export(requests[0].id) as source,
+            ):
+                await self.read_full_blocks(source)
+                await source.stop()
+            for reader in readers:
+                await self.assert_whole(reader, pair.bench.card)
+
+    @check
+    async def test_blocks_that_were_not_committed_are_given_back(self) -> None:
+        async with self.pair() as pair:
+            request = self.long_requests(pair.bench.card, 1)[0]
+            async with self.streaming(pair.source, [request]) as (reader,):
+                async with pair.export(request.id) as source, pair.take(request) as sink:
+                    await self.copy_full_blocks(source, sink)
+                await until(lambda: no_requests(pair.destination))
+            await self.assert_whole(reader, pair.bench.card)
+
+    @check
+    async def test_others_go_on_undisturbed_while_one_moves(self) -> None:
+        async with self.pair() as pair:
+            requests = self.long_requests(pair.bench.card)
+            other = self.request(pair.bench.card, salt=9, max_tokens=self.long_tokens)
+            async with (
+                self.streaming(pair.destination, [other]) as (there,),
+                self.streaming(pair.source, requests) as readers,
+                pair.export(requests[1].id) as source,
+                pair.take(requests[1]) as sink,
+            ):
+                await self.copy_full_blocks(source, sink)
+            for reader in (*readers, there):
+                await self.assert_whole(reader, pair.bench.card)
+
+    @check
+    async def test_what_an_eviction_takes_away_cannot_be_copied(self) -> None:
+        async with self.pair() as pair:
+            request = self.long_requests(pair.bench.card, 1)[0]
+            async with self.streaming(pair.source, [request]), pair.export(request.id) as source:
+                await pair.source.evict(deadline_s=0)
+                with pytest.raises(MigrationAborted):
+                    await source.stop()
+
+    @check
+    async def test_an_unknown_request_cannot_leave(self) -> None:
+        async with self.pair() as pair:
+            with pytest.raises(MigrationAborted):
+                async with pair.export(RequestId("nobody")):
+                    pass
+
+    @check
+    async def test_a_request_for_another_model_cannot_arrive(self) -> None:
+        async with self.pair() as pair:
+            with pytest.raises(MigrationAborted):
+                async with pair.take(self.request(pair.bench.cards[1])):
+                    pass
+
+    @check
+    async def test_more_blocks_than_there_are_cannot_be_reserved(self) -> None:
+        async with self.pair() as pair:
+            view = pair.destination.view()
+            async with pair.take(self.request(pair.bench.card)) as sink:
+                with pytest.raises(MigrationAborted):
+                    await sink.reserve((view.num_kv_blocks + 1) * view.kv_block_tokens)
+                assert pair.destination.view().num_free_kv_blocks == view.num_kv_blocks
+
+    # ------------------------------------------------------------------ helpers
+
+    @asynccontextmanager
+    async def pair(self) -> AsyncGenerator[Pair]:
+        """Two engines that serve the first model; skips where they cannot give requests away."""
+        async with self.serving() as bench, self.make_engine() as other:
+            if not isinstance(bench.engine, SupportsMigration):
+                pytest.skip("the engine does not support migration")
+            await other.load(bench.card, bench.store)
+            yield Pair(bench, bench.engine, other)
+            await until(lambda: no_requests(other))
+            self.assert_books(other)
+
+    async def read_full_blocks(self, source: KVSource) -> int:
+        """Read what is full now; return how many tokens that is."""
+        block_tokens = source.layout.block_tokens
+        full = await source.num_tokens() // block_tokens * block_tokens
+        if full:
+            pages = await source.read(0, full)
+            assert (pages.first_block, pages.num_tokens) == (0, full)
+        return full
+
+    async def copy_full_blocks(self, source: KVSource, sink: KVSink) -> int:
+        """Copy what is full now; return how many tokens that is."""
+        block_tokens = source.layout.block_tokens
+        full = await source.num_tokens() // block_tokens * block_tokens
+        await sink.reserve(full + block_tokens)
+        if full:
+            await sink.write(await source.read(0, full))
+        return full
+
+    async def rest_of(self, engine: Engine, request: Request, reader: Reader) -> list[int]:
+        """What an engine gives a request from where a reader was interrupted."""
+        return [token.id for token in await collect(engine, request.continued(reader.ids))]
