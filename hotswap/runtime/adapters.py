@@ -114,6 +114,10 @@ class Adapters:
         finally:
             shelf.give_back(request.adapter)
 
+    def forget(self, instance: InstanceId) -> None:
+        """Forget an instance that has left the fleet."""
+        self._shelves.pop(instance, None)
+
     def __repr__(self) -> str:
         return f"<Adapters [{len(self._known)} known]>"
 

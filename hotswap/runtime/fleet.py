@@ -31,12 +31,14 @@ from hotswap.runtime.control import Control
 from hotswap.runtime.dispatch import Dispatcher
 from hotswap.runtime.drain import Drainer
 from hotswap.runtime.flight import FleetStream, Flight, fly
+from hotswap.runtime.houses import Houses
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.metrics import LastView, observe_fleet
 from hotswap.runtime.migrate import Migrator
 from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.observe import Observer
 from hotswap.runtime.registry import Registry, check_servable, unique
+from hotswap.runtime.roll import Roller, Streams
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swapper import Swapper
 from hotswap.scheduler import Scheduler
@@ -160,6 +162,8 @@ class Fleet(AsyncContextManagerMixin):
             num_failed_loads=self._swapper.num_failed_loads,
         )
         self._drainer = Drainer(self._migrator, self._flights.values, self._would_route)
+        self._houses = Houses()
+        self._aliases: dict[ModelId, ModelId] = {}
         self._change = anyio.Event()
         self._tasks: TaskGroup | None = None
         self._control: Control | None = None
@@ -174,6 +178,7 @@ class Fleet(AsyncContextManagerMixin):
                 await stack.enter_async_context(self._store)
                 for instance in self._instances.values():
                     await stack.enter_async_context(instance.engine)
+                await stack.enter_async_context(self._houses)
                 await self._registry.open()
                 last_view = LastView(self.view)
                 stack.callback(last_view.close)
@@ -287,6 +292,7 @@ class Fleet(AsyncContextManagerMixin):
         priority: int,
         deadline_s: float | None,
     ) -> Flight:
+        model = self._aliases.get(model, model)
         card = self._registry.card(model)
         named = None if adapter is None else self._adapters.check(model, adapter)
         request = Request(
@@ -449,6 +455,101 @@ class Fleet(AsyncContextManagerMixin):
         self._instance(instance).draining = False
         self._changed()
 
+    async def add(self, engine: Engine) -> None:
+        """Start an engine and take it in, EMPTY: schedulers see it from now on, `swap` gives it a model.
+
+        Raises:
+            ConfigError: the fleet has an instance of its name.
+            FleetClosed: the fleet is not open.
+        """
+        self._open_tasks()
+        instance = Instance(engine)
+        if instance.id in self._instances:
+            raise ConfigError(f"There is an instance {instance.id!r} already; give the engine another id.")
+        await self._houses.move_in(instance)
+        self._instances[instance.id] = instance
+        self._changed()
+
+    async def remove(
+        self, instance: str, *, deadline_s: float | None = None, reason: str = "by hand"
+    ) -> DrainRecord:
+        """Drain an instance, unload it and let it go; an engine that came by `add` is stopped.
+
+        One that the fleet was made with is left EMPTY and stops with the fleet. Errors and cancellation are
+        those of `drain` and `unload`; the instance stays if one of them fails.
+        """
+        chosen = self._instance(instance)
+        record = await self.drain(instance, deadline_s=deadline_s, reason=reason)
+        try:
+            if chosen.view().state is not InstanceState.EMPTY:
+                await self._swap(chosen, None, 0.0, reason)
+        except BaseException:
+            self.reopen(instance)
+            raise
+        with anyio.CancelScope(shield=True):
+            del self._instances[chosen.id]
+            self._adapters.forget(chosen.id)
+            await self._houses.move_out(chosen)
+        self._changed()
+        return record
+
+    async def replace(
+        self, instance: str, by: Engine, *, deadline_s: float | None = None, reason: str = "by hand"
+    ) -> DrainRecord:
+        """Put another engine in an instance's place: it loads the same model, then the requests move there.
+
+        The new engine has a name of its own. If it cannot load, it goes again and nothing has changed; errors
+        are those of `add`, `swap` and `remove`.
+        """
+        model = self._instance(instance).view().model
+        await self.add(by)
+        try:
+            if model is not None:
+                await self.swap(by.id, to=model, reason=reason)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.remove(by.id, deadline_s=0.0, reason=reason)
+            raise
+        return await self.remove(instance, deadline_s=deadline_s, reason=reason)
+
+    async def roll(
+        self, model: str, *, to: str, streams: Streams = "pinned", reason: str = "rolled"
+    ) -> tuple[InstanceId, ...]:
+        """Give a model new weights, one replica after the other; return the instances that turned.
+
+        The new weights are a model of their own, `to`. As soon as one replica has them, new requests for
+        `model` are served by `to`. Streams that run are `"pinned"` to the weights they began with: they move
+        among the replicas that are left, and the last of these waits for its streams to end. Or they are
+        `"moved"`: they go on with the new weights, what they have so far as their prompt. No request is
+        refused. The least number of replicas goes over with the last.
+
+        Cancelling it, or an error, leaves replicas of both: call it again to go on.
+
+        Raises:
+            UnknownModel: either is not registered.
+            SwapFailed, SwapRefused: a replica could not turn; it serves, or is EMPTY, as the message says.
+            FleetClosed: the fleet is not open, or closed meanwhile.
+        """
+        self._open_tasks()
+        old, new = self._registry.card(ModelId(model)).id, self._registry.card(ModelId(to)).id
+
+        async def turn(instance: Instance, target: ModelId) -> None:
+            try:
+                await self._swap(instance, target, 0.0, reason)
+            finally:
+                self.reopen(instance.id)
+
+        roller = Roller(
+            lambda wanted: [i for i in self._instances.values() if _serves(i, wanted)],
+            self._flights.values,
+            lambda instance: self.drain(instance.id, reason=reason),
+            turn,
+            self._aliases.__setitem__,
+        )
+        turned = await roller.run(old, new, streams)
+        self._registry.hand_floor(old, new)
+        return turned
+
     async def ready(self) -> None:
         """Return once every model has its `min_replicas` serving; at once if none asks for any.
 
@@ -492,6 +593,11 @@ class Fleet(AsyncContextManagerMixin):
 
     def __repr__(self) -> str:
         return f"<Fleet {self._observer}>"
+
+
+def _serves(instance: Instance, model: ModelId) -> bool:
+    view = instance.view()
+    return view.state is InstanceState.SERVING and view.model == model and not view.swapping
 
 
 async def _end_with_fleet(scope: anyio.CancelScope, ended: anyio.Event) -> None:

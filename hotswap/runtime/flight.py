@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -18,7 +18,7 @@ from hotswap.errors import (
     InstanceLost,
     RequestEvicted,
 )
-from hotswap.request import FinishReason, Request, Token
+from hotswap.request import FinishReason, ModelId, Request, Token
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Seat, WaitingRoom
 from hotswap.runtime.instance import Instance
@@ -68,6 +68,7 @@ class Flight:
         self.num_instance_errors = 0
         self.evicted_by: SpanContext | None = None
         self.moving = False
+        self.becomes: ModelId | None = None
         self.heading: Instance | None = None
         self.arrived = anyio.Event()
         self.arrived_s: float | None = None
@@ -147,6 +148,11 @@ class Flight:
         """End the present hop where it is, to go on elsewhere."""
         if self._hop_scope is not None:
             self._hop_scope.cancel()
+
+    def turn(self) -> None:
+        """Go on as a request for the model that it is to become, if there is one."""
+        if self.becomes is not None:
+            self.request, self.becomes = replace(self.request, model=self.becomes), None
 
     def divert(self, by: SpanContext | None) -> None:
         """Note that the request left an instance unfinished, and which swap sent it away."""
@@ -267,6 +273,7 @@ async def fly(
                 finally:
                     flight.instance = None
                     release(flight.request, instance)
+                    flight.turn()
     except Exception as exc:
         flight.fail(exc)
     finally:

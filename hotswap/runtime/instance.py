@@ -41,7 +41,6 @@ class Instance:
         self.id: InstanceId = engine.id
         self.num_requests = 0
         self.draining = False
-        self.leaving = anyio.Event()
         self._adapts = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the view
         self.serving_since_s: float | None = None
         self.swap_context: SpanContext | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from anyio import to_thread
@@ -45,6 +46,13 @@ class Registry:
     def models(self) -> Iterable[ModelId]:
         """The ids of all models, also before `open`."""
         return self._models.keys()
+
+    def hand_floor(self, old: ModelId, new: ModelId) -> None:
+        """Let `new` have the least number of replicas that `old` had, which has none from now on."""
+        if old != new:
+            floor = max(self.cards[old].min_replicas, self.cards[new].min_replicas)
+            self.cards[old] = replace(self.cards[old], min_replicas=0)
+            self.cards[new] = replace(self.cards[new], min_replicas=floor)
 
     def card(self, model: ModelId) -> ModelCard:
         """Return a model's card.

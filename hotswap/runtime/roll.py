@@ -1,0 +1,58 @@
+"""New weights for a model, one replica after the other, while it is served."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hotswap.request import ModelId
+from hotswap.runtime.flight import Flight
+from hotswap.runtime.instance import Instance
+from hotswap.view import InstanceId
+
+__all__ = ["Roller", "Streams"]
+
+Streams: TypeAlias = Literal["pinned", "moved"]
+
+
+@dataclass(frozen=True, slots=True)
+class Roller:
+    """Turns the replicas of one model to another, each once it is empty.
+
+    Attributes:
+        replicas: The instances that serve a model now.
+        flights: Requests under way.
+        drain: Empties an instance.
+        turn: Swaps an empty instance to a model, and opens it.
+        alias: Has new requests for the first model served by the second.
+    """
+
+    replicas: Callable[[ModelId], list[Instance]]
+    flights: Callable[[], Iterable[Flight]]
+    drain: Callable[[Instance], Awaitable[object]]
+    turn: Callable[[Instance, ModelId], Awaitable[object]]
+    alias: Callable[[ModelId, ModelId], None]
+
+    async def run(self, model: ModelId, to: ModelId, streams: Streams) -> tuple[InstanceId, ...]:
+        """Return the instances that were turned, in order."""
+        turned: list[InstanceId] = []
+        if self.replicas(to):
+            self.alias(model, to)
+        while replicas := [instance for instance in self.replicas(model) if instance.id not in turned]:
+            instance = replicas[0]
+            if streams == "moved" and self.replicas(to):
+                self._move(instance, to)
+            await self.drain(instance)
+            await self.turn(instance, to)
+            turned.append(instance.id)
+            self.alias(model, to)
+        self.alias(model, to)
+        return tuple(turned)
+
+    def _move(self, instance: Instance, to: ModelId) -> None:
+        """Have an instance's requests go on with the new weights, at once."""
+        for flight in list(self.flights()):
+            if flight.instance is instance:
+                flight.becomes = to
+                flight.cut()

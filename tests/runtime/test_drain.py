@@ -1,0 +1,196 @@
+"""Instances are emptied, replaced and given new weights without a request refused or a token lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import anyio
+import pytest
+
+from hotswap import ConfigError, Fleet, InstanceId, InstanceState, ModelId, Sampling, SwapFailed, SwapRefused
+from hotswap.testing.virtual_time import virtual_time
+from tests.runtime.support import Idle, engine_of, expected, idle, models, read, sim_fleet, store_of, until
+
+LONG = Sampling(max_tokens=300, ignore_eos=True)
+E0, E1 = InstanceId("e0"), InstanceId("e1")
+
+
+@asynccontextmanager
+async def replicas(count: int, *names: str, serving: str = "a") -> AsyncGenerator[Fleet]:
+    """A fleet whose instances all serve one model; the books are checked at the end."""
+    async with sim_fleet(*names, engines=count, scheduler=Idle()) as fleet:
+        for instance in fleet.view().instances:
+            await fleet.swap(instance.id, to=serving)
+        yield fleet
+        await until(lambda: not any(i.num_requests for i in fleet.view().instances))
+        idle(fleet)
+
+
+def num_running(fleet: Fleet, instance: InstanceId) -> int:
+    return fleet.view().instance(instance).num_running
+
+
+@virtual_time
+async def test_a_drained_instance_is_empty_and_its_requests_have_moved() -> None:
+    async with replicas(2, "a") as fleet, anyio.create_task_group() as clients:
+        for number in range(8):
+            clients.start_soon(read, fleet, "a", (1, 2, number), LONG)
+        await until(lambda: num_running(fleet, E0) == num_running(fleet, E1) == 4)
+        record = await fleet.drain("e0")
+        view = fleet.view().instance(E0)
+        assert (view.num_requests, view.state, view.open) == (0, InstanceState.SERVING, False)
+        assert (record.num_moved, record.num_evicted) == (4, 0)
+        assert {move.way for move in fleet.migrations} == {"kv"}
+        assert num_running(fleet, E1) == 8
+
+
+@virtual_time
+async def test_a_drained_instance_gets_no_request_until_it_is_reopened() -> None:
+    async with replicas(2, "a") as fleet:
+        await fleet.drain("e0")
+        for number in range(3):
+            await read(fleet, "a", (number + 1,), replace(LONG, max_tokens=3))
+        assert fleet.view().instance(E0).num_requests == 0
+        fleet.reopen("e0")
+        async with fleet.stream("a", (1,), LONG) as stream:
+            await anext(stream)
+            assert stream.hops[0].instance == "e0"
+
+
+@virtual_time
+async def test_requests_without_a_place_elsewhere_end_where_they_are() -> None:
+    async with replicas(1, "a") as fleet, anyio.create_task_group() as clients:
+        for number in range(3):
+            clients.start_soon(read, fleet, "a", (1, number), LONG)
+        await until(lambda: num_running(fleet, E0) == 3)
+        record = await fleet.drain("e0")
+        assert (record.num_moved, record.num_finished, record.num_evicted) == (0, 3, 0)
+
+
+@virtual_time
+async def test_after_the_deadline_the_rest_wait_for_a_place_and_go_on() -> None:
+    async with replicas(1, "a") as fleet, anyio.create_task_group() as clients:
+        for number in range(3):
+            clients.start_soon(read, fleet, "a", (1, number), LONG)
+        await until(lambda: num_running(fleet, E0) == 3)
+        record = await fleet.drain("e0", deadline_s=0.05)
+        assert record.num_evicted == 3
+        assert len(fleet.view().waiting) == 3
+        fleet.reopen("e0")
+
+
+@virtual_time
+async def test_a_cancelled_drain_reopens_the_instance() -> None:
+    async with replicas(1, "a") as fleet, anyio.create_task_group() as clients:
+        clients.start_soon(read, fleet, "a", (1,), LONG)
+        await until(lambda: num_running(fleet, E0) == 1)
+        with anyio.move_on_after(0.1) as scope:
+            await fleet.drain("e0")
+        assert scope.cancelled_caught
+        assert fleet.view().instance(E0).open
+
+
+@virtual_time
+async def test_an_instance_is_drained_once_at_a_time() -> None:
+    async with replicas(2, "a") as fleet:
+        await fleet.drain("e0")
+        with pytest.raises(SwapRefused, match="drained"):
+            await fleet.drain("e0")
+        with pytest.raises(ConfigError, match="e9"):
+            await fleet.drain("e9")
+
+
+@virtual_time
+async def test_an_engine_takes_the_place_of_another_while_requests_run() -> None:
+    async with replicas(1, "a") as fleet, anyio.create_task_group() as clients:
+        for number in range(6):
+            clients.start_soon(read, fleet, "a", (1, number), LONG)
+        await until(lambda: num_running(fleet, E0) == 6)
+        record = await fleet.replace("e0", by=engine_of("new"))
+        assert record.num_moved == 6
+        (view,) = fleet.view().instances
+        assert (view.id, view.model, view.num_running) == ("new", "a", 6)
+
+
+@virtual_time
+async def test_an_engine_that_came_can_go_again_and_come_back() -> None:
+    async with replicas(1, "a") as fleet:
+        for _ in range(2):
+            engine = engine_of("more")
+            await fleet.add(engine)
+            await fleet.swap("more", to="a")
+            await fleet.remove("more")
+            assert [i.id for i in fleet.view().instances] == ["e0"]
+            assert engine.view().state is InstanceState.EMPTY
+
+
+@virtual_time
+async def test_a_replacement_that_cannot_load_changes_nothing() -> None:
+    async with replicas(1, "a") as fleet, anyio.create_task_group() as clients:
+        clients.start_soon(read, fleet, "a", (1,), LONG)
+        await until(lambda: num_running(fleet, E0) == 1)
+        small = engine_of("small")
+        small.profile = replace(small.profile, memory_bytes=1)
+        with pytest.raises(SwapFailed):
+            await fleet.replace("e0", by=small)
+        assert [i.id for i in fleet.view().instances] == ["e0"]
+        assert fleet.view().instance(E0).open
+
+
+@virtual_time
+async def test_two_instances_of_one_name_are_refused() -> None:
+    async with replicas(1, "a") as fleet:
+        with pytest.raises(ConfigError, match="already"):
+            await fleet.add(engine_of("e0"))
+
+
+@virtual_time
+async def test_pinned_streams_end_with_the_weights_they_began_with() -> None:
+    async with replicas(3, "a", "a2") as fleet, anyio.create_task_group() as clients:
+        for number in range(9):
+            clients.start_soon(read, fleet, "a", (1, number), LONG)
+        await until(lambda: sum(i.num_running for i in fleet.view().instances) == 9)
+        turned = await fleet.roll("a", to="a2")
+        assert sorted(turned) == ["e0", "e1", "e2"]
+        assert {i.model for i in fleet.view().instances} == {"a2"}
+        async with fleet.stream("a", (1,), LONG) as stream:
+            first = await anext(stream)
+            assert stream.request.model == "a2"
+            assert first.id == expected(stream.request)[0]
+
+
+@virtual_time
+async def test_moved_streams_go_on_with_the_new_weights_from_some_token_on() -> None:
+    async with replicas(2, "a", "a2") as fleet:
+        old = ModelId("a")
+        tokens: list[list[int]] = [[] for _ in range(4)]
+
+        async def client(number: int) -> None:
+            async with fleet.stream("a", (1, number), LONG) as stream:
+                as_made = stream.request
+                async for token in stream:
+                    tokens[number].append(token.id)
+                before, after = (expected(replace(as_made, model=m)) for m in (old, ModelId("a2")))
+                seam = next(n for n in range(301) if n == 300 or tokens[number][n] != before[n])
+                assert 0 < seam < 300
+                assert tokens[number] == before[:seam] + after[seam:]
+
+        async with anyio.create_task_group() as clients:
+            for number in range(4):
+                clients.start_soon(client, number)
+            await until(lambda: all(tokens))
+            await fleet.roll("a", to="a2", streams="moved")
+        assert {i.model for i in fleet.view().instances} == {"a2"}
+
+
+@virtual_time
+async def test_new_weights_take_over_the_least_number_of_replicas() -> None:
+    options = {"models": models("a", min_replicas=2) + models("a2"), "store": store_of("a", "a2")}
+    async with sim_fleet(engines=2, scheduler=Idle(), **options) as fleet:
+        for instance in ("e0", "e1"):
+            await fleet.swap(instance, to="a")
+        await fleet.roll("a", to="a2")
+        floors = {model.id: model.min_replicas for model in fleet.view().models}
+        assert floors == {"a": 0, "a2": 2}
