@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import anyio
 from anyio import AsyncContextManagerMixin
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from opentelemetry import metrics, trace
 
 __all__ = ["Completion", "Fleet"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,18 +372,21 @@ class Fleet(AsyncContextManagerMixin):
     async def _swap(
         self, instance: Instance, target: ModelId | None, deadline_s: float, reason: str
     ) -> SwapRecord:
-        tasks = self._open_tasks()
+        self._open_tasks()
         instance.claim(target)
+        swap = self._swapper.run(instance, target, deadline_s=deadline_s, reason=reason)
+        return await self._while_open(swap, f"the swap of instance {instance.id!r}")
+
+    async def _while_open(self, work: Coroutine[object, object, _T], what: str) -> _T:
+        """Return what `work` returns; a closing fleet cancels it and waits for it to end."""
         ended = anyio.Event()
         with anyio.CancelScope() as scope:
-            tasks.start_soon(_end_with_fleet, scope, ended, name=f"swap by hand {instance.id}")
+            self._open_tasks().start_soon(_end_with_fleet, scope, ended, name=what)
             try:
-                return await self._swapper.run(instance, target, deadline_s=deadline_s, reason=reason)
+                return await work
             finally:
                 ended.set()
-        raise FleetClosed(
-            f"The fleet closed before the swap of instance {instance.id!r} ended; nothing is lost."
-        )
+        raise FleetClosed(f"The fleet closed before {what} ended; nothing is lost.")
 
     async def migrate(
         self, request: str, *, to: str, way: MigrationWay | None = None, reason: str = "by hand"
@@ -409,7 +414,8 @@ class Fleet(AsyncContextManagerMixin):
         flight = self._flights.get(RequestId(request))
         if flight is None:
             raise InvalidRequest(f"There is no request {request!r} under way; it may have ended.")
-        return await self._migrator.run(flight, self._instance(to), way=way, reason=reason)
+        move = self._migrator.run(flight, self._instance(to), way=way, reason=reason)
+        return await self._while_open(move, f"the move of request {request!r}")
 
     async def _migrate(self, action: Migrate) -> None:
         """As a plan asks for it: what cannot be begun is dropped."""
@@ -445,7 +451,8 @@ class Fleet(AsyncContextManagerMixin):
             raise SwapRefused(f"Instance {instance!r} is drained or swapped already; wait for that to end.")
         chosen.draining = True
         try:
-            return await self._drainer.run(chosen, deadline_s=deadline_s, way=way, reason=reason)
+            drain = self._drainer.run(chosen, deadline_s=deadline_s, way=way, reason=reason)
+            return await self._while_open(drain, f"the drain of instance {instance!r}")
         except BaseException:
             self.reopen(instance)
             raise

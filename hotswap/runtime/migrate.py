@@ -140,11 +140,18 @@ class Migrator:
             because = "it is moving already"
         elif not view.open or view.model != flight.request.model:
             because = f"instance {view.id!r} is {view.state} with model {view.model!r}, and open: {view.open}"
+        elif view.max_tokens is not None and self._longest(flight.request) > view.max_tokens:
+            because = f"it may outgrow the KV blocks of {view.id!r}, which hold {view.max_tokens} tokens"
         elif busy := [instance.id for instance in (source, destination) if self.is_busy(instance)]:
             because = f"instance {busy[0]!r} takes part in as many moves as it may"
         if source is None or because:
             raise MigrationAborted(f"Request {flight.request.id!r} does not move: {because}.", stage="begin")
         return source
+
+    def _longest(self, request: Request) -> int:
+        """The most tokens that a request may have in KV blocks; the last one is never computed."""
+        most = len(request.prompt) + request.sampling.max_tokens
+        return min(most, self._card(request.model).max_context_tokens) - 1
 
     def _choose(
         self, flight: Flight, source: Instance, destination: Instance, way: MigrationWay | None

@@ -158,7 +158,7 @@ class Move:
         for _ in range(self._limits.max_stages):
             with self._timed("reserve"):
                 num_full = await source.num_tokens() // block_tokens
-                await sink.reserve((num_full + self._limits.last_stage_blocks) * block_tokens)
+                await sink.reserve((num_full + 1) * block_tokens)
             if num_full - num_copied < self._limits.last_stage_blocks:
                 return num_copied
             with self._timed("copy"):
