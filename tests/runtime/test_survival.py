@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -17,6 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotswap import (
     Fleet,
     InstanceState,
+    InvalidRequest,
+    MigrationAborted,
     Model,
     Request,
     Sampling,
@@ -24,11 +28,13 @@ from hotswap import (
     SwapRefused,
     Token,
 )
+from hotswap.action import MigrationWay
 from hotswap.backends.sim import SimEngine
 from hotswap.testing.virtual_time import VirtualTimeLoop, virtual_time
 from tests.runtime.support import engine_of, expected, idle, sim_fleet, until
 
 MODELS = ("a", "b", "c", "d")
+WAYS: tuple[MigrationWay | None, ...] = (None, "kv", "tokens")
 
 
 @dataclass(eq=False)
@@ -91,7 +97,23 @@ def random_client(random: Random) -> Client:
     )
 
 
-async def disturb(fleet: Fleet, engines: list[SimEngine], random: Random, times: int) -> None:
+async def move(fleet: Fleet, request: Request | None, to: str, way: MigrationWay | None) -> None:
+    """Move a request, if it can begin to."""
+    if request is not None:
+        with suppress(MigrationAborted, InvalidRequest):
+            await fleet.migrate(request.id, to=to, way=way)
+
+
+async def drain(fleet: Fleet, instance: str, deadline_s: float | None) -> None:
+    """Empty an instance and open it again, unless somebody else has it."""
+    with suppress(SwapRefused):
+        await fleet.drain(instance, deadline_s=deadline_s)
+        fleet.reopen(instance)
+
+
+async def disturb(
+    fleet: Fleet, engines: list[SimEngine], random: Random, times: int, names: tuple[str, ...] = MODELS
+) -> None:
     """Swap, cancel swaps half way, and lose instances, at random."""
     for _ in range(times):
         await anyio.sleep(random.expovariate(8))
@@ -101,9 +123,9 @@ async def disturb(fleet: Fleet, engines: list[SimEngine], random: Random, times:
                 engine.lose("chaos")
         elif random.random() < 0.25:
             with anyio.move_on_after(random.random() * 0.3):
-                await swap(fleet, engine.id, random.choice(MODELS), random.choice([0, 0, 0.2]))
+                await swap(fleet, engine.id, random.choice(names), random.choice([0, 0, 0.2]))
         else:
-            await swap(fleet, engine.id, random.choice(MODELS), random.choice([0, 0, 0.2]))
+            await swap(fleet, engine.id, random.choice(names), random.choice([0, 0, 0.2]))
 
 
 @virtual_time
@@ -125,6 +147,49 @@ async def test_a_thousand_random_swaps_cancellations_and_losses() -> None:
         assert sum(client.num_hops > 1 for client in clients) > 500
         assert {record.outcome for record in fleet.swaps} == {"done", "failed", "cancelled"}
         assert sum(record.num_evicted for record in fleet.swaps) > 500
+
+
+async def move_about(fleet: Fleet, random: Random, times: int) -> None:
+    """Move requests to other instances of their models, drain some, and break off half way, at random."""
+    for _ in range(times):
+        await anyio.sleep(random.expovariate(20))
+        view = fleet.view()
+        places = [
+            (running, there)
+            for running in view.running
+            for there in view.serving(running.model)
+            if there.id != running.instance
+        ]
+        with anyio.move_on_after(random.choice([10.0, random.random() * 0.05])):
+            if random.random() < 0.1:
+                await drain(fleet, random.choice(view.instances).id, random.choice([0.0, 0.1, 1.0]))
+            elif places:
+                running, there = random.choice(places)
+                with suppress(MigrationAborted, InvalidRequest):
+                    await fleet.migrate(running.id, to=there.id, way=random.choice(WAYS))
+
+
+@virtual_time
+async def test_a_thousand_random_moves_among_swaps_and_losses() -> None:
+    random = Random(21)
+    engines = [engine_of(f"e{n}", kv_blocks=40, kv_block_tokens=8) for n in range(5)]
+    clients = [replace(random_client(random), model=random.choice(MODELS[:2])) for _ in range(1500)]
+    async with sim_fleet(*MODELS[:2], engines=engines) as fleet:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(disturb, fleet, engines, random, 200, MODELS[:2])
+            for _ in range(3):
+                tasks.start_soon(move_about, fleet, random, 1000)
+            for client in clients:
+                await anyio.sleep(random.expovariate(12))
+                tasks.start_soon(client.run, fleet)
+        for client in clients:
+            client.check()
+        assert all(client.done or client.leaves_after for client in clients)
+        await until(lambda: not any(instance.num_requests for instance in fleet.view().instances))
+        idle(fleet)
+        done = Counter(record.way for record in fleet.migrations if record.outcome == "done")
+        assert done["kv"] > 500
+        assert {record.outcome for record in fleet.migrations} >= {"done", "aborted", "cancelled", "finished"}
 
 
 class FleetMachine(RuleBasedStateMachine):
@@ -182,17 +247,30 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(data=st.data(), model=st.sampled_from(MODELS[:3]), deadline_s=st.sampled_from([0.0, 0.05]))
     def swap(self, data: st.DataObject, model: str, deadline_s: float) -> None:
         engine = data.draw(st.sampled_from(self.engines))
-        self.do(self._swap(engine.id, model, deadline_s))
+        self.do(self._begin(lambda: swap(self.fleet, engine.id, model, deadline_s)))
 
-    async def _swap(self, instance: str, model: str, deadline_s: float) -> None:
+    async def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start something by hand that may be cancelled."""
         scope = anyio.CancelScope()
         self.swaps.append(scope)
 
         async def scoped() -> None:
             with scope:
-                await swap(self.fleet, instance, model, deadline_s)
+                await work()
 
         self.tasks.start_soon(scoped)
+
+    @precondition(lambda self: any(not client.done for client in self.clients))
+    @rule(data=st.data(), way=st.sampled_from([None, "kv", "tokens"]))
+    def move(self, data: st.DataObject, way: MigrationWay | None) -> None:
+        client = data.draw(st.sampled_from([client for client in self.clients if not client.done]))
+        engine = data.draw(st.sampled_from(self.engines))
+        self.do(self._begin(lambda: move(self.fleet, client.request, engine.id, way)))
+
+    @rule(data=st.data(), deadline_s=st.sampled_from([0.0, 0.1]))
+    def drain(self, data: st.DataObject, deadline_s: float) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        self.do(self._begin(lambda: drain(self.fleet, engine.id, deadline_s)))
 
     @precondition(lambda self: self.swaps)
     @rule()

@@ -117,7 +117,7 @@ class SimKVSource(KVSource):
     def __init__(self, desk: Desk, sequence: Running, layout: KVLayout) -> None:
         self.layout = layout
         self._desk, self._batcher, self._sequence = desk, desk.batcher, sequence
-        self._stopped = False
+        self._stopped = self._ended = False
 
     async def num_tokens(self) -> int:
         await checkpoint()
@@ -144,13 +144,14 @@ class SimKVSource(KVSource):
         self._desk.give_up(self._sequence)
 
     def resume(self) -> None:
-        """Let the request go on where it stopped, if it did."""
+        """Let the request go on where it stopped, if it did; a stop that is still to come does nothing."""
+        self._ended = True
         if self._stopped:
             self._batcher.unpark(self._sequence)
         self._stopped = False
 
     def _park(self) -> None:
-        if self._sequence in self._batcher.running:
+        if self._sequence in self._batcher.running and not self._ended:
             self._batcher.park(self._sequence)
             self._stopped = True
 
