@@ -74,6 +74,7 @@ from hotswap.store import (
 )
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.text import TextStream, Tokenizer
+from hotswap.transport import Channel, Frame
 from hotswap.view import (
     FleetView,
     InstanceId,
@@ -92,6 +93,7 @@ __all__ = [
     "Adapter",
     "AdapterId",
     "BackendMissing",
+    "Channel",
     "Completion",
     "ConfigError",
     "DeadlineExceeded",
@@ -103,6 +105,7 @@ __all__ = [
     "FleetClosed",
     "FleetStream",
     "FleetView",
+    "Frame",
     "Hop",
     "HostBuffer",
     "HostChunk",

@@ -5,15 +5,29 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 import sys
+import tempfile
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["address_of", "aligned_buffer", "can_pin", "copy", "pin", "unpin"]
+from anyio.lowlevel import checkpoint
+
+__all__ = [
+    "address_of",
+    "aligned_buffer",
+    "can_pin",
+    "copy",
+    "copy_in_turns",
+    "nameless_file",
+    "pin",
+    "unpin",
+]
 
 _log = logging.getLogger("hotswap.memory")
 
 _HUGE_BYTES = 2 << 20
+_TURN_BYTES = 1 << 20  # a fraction of a millisecond
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
 
 
@@ -51,6 +65,24 @@ def copy(target: memoryview, source: memoryview) -> None:
     assert len(target) == len(source), f"copying {len(source)} bytes to {len(target)}"
     if len(source):
         ctypes.memmove(address_of(target), address_of(source), len(source))
+
+
+async def copy_in_turns(target: memoryview, source: memoryview) -> None:
+    """Copy between memories of one length on the event loop; cancelled, it has copied a part."""
+    for at in range(0, len(source), _TURN_BYTES):
+        target[at : at + _TURN_BYTES] = source[at : at + _TURN_BYTES]
+        await checkpoint()
+
+
+def nameless_file() -> int:
+    """Return an empty file that processes can share by its descriptor; it goes with the last that has it.
+
+    In memory, and to be sealed against changes of its size, where the system has such files.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("hotswap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def can_pin() -> bool:

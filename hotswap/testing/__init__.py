@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hotswap.testing.cancel import cancel_everywhere
     from hotswap.testing.chaos import EngineFaults, StoreFaults, chaotic_engine, chaotic_store
     from hotswap.testing.conformance import (
+        ChannelConformance,
         EngineConformance,
         RouterConformance,
         SchedulerConformance,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arrival",
+    "ChannelConformance",
     "EngineConformance",
     "EngineFaults",
     "RecordedSpan",
@@ -49,6 +51,7 @@ _HOMES = {
     "cancel": ("cancel_everywhere",),
     "chaos": ("EngineFaults", "StoreFaults", "chaotic_engine", "chaotic_store"),
     "conformance": (
+        "ChannelConformance",
         "EngineConformance",
         "RouterConformance",
         "SchedulerConformance",

@@ -11,6 +11,7 @@ from tests.house.tree import ROOT
 
 PUBLIC = [
     "Arrival",
+    "ChannelConformance",
     "EngineConformance",
     "EngineFaults",
     "RecordedSpan",

@@ -4,8 +4,15 @@ Each checks what its interface's docstrings promise, so a class that passes can 
 kind.
 """
 
+from hotswap.testing.conformance.channel import ChannelConformance
 from hotswap.testing.conformance.engine import EngineConformance
 from hotswap.testing.conformance.policies import RouterConformance, SchedulerConformance
 from hotswap.testing.conformance.store import WeightStoreConformance
 
-__all__ = ["EngineConformance", "RouterConformance", "SchedulerConformance", "WeightStoreConformance"]
+__all__ = [
+    "ChannelConformance",
+    "EngineConformance",
+    "RouterConformance",
+    "SchedulerConformance",
+    "WeightStoreConformance",
+]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor
+
+from hotswap.backends.memory import nameless_file
 
 __all__ = ["SharedMemory"]
 
@@ -30,7 +31,7 @@ class SharedMemory:
             MemoryError: there is no room for it.
         """
         try:
-            file = _nameless_file()
+            file = nameless_file()
             try:
                 os.ftruncate(file, max(size_bytes, 1))
                 return cls(file, size_bytes)
@@ -54,10 +55,3 @@ class SharedMemory:
             os.close(self.file)
             self.file = -1
             self.tensor = torch.empty(0, dtype=torch.uint8)
-
-
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("hotswap")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

@@ -1,0 +1,51 @@
+"""Who connects to this process: each in a task, and what goes wrong with one is the loss of one."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import anyio
+
+from hotswap.errors import HotswapError
+from hotswap.transport import Channel
+
+__all__ = ["BACKLOG", "Handle", "serve_each"]
+
+_log = logging.getLogger("hotswap.transports")
+
+Handle: TypeAlias = Callable[[Channel], Awaitable[object]]
+
+BACKLOG = 128
+_PAUSE_S = 0.1  # before the next try to accept
+
+
+async def serve_each(
+    listener: socket.socket, opened: Callable[[socket.socket], Awaitable[Channel]], handle: Handle
+) -> None:
+    """Call `handle` with a channel for everyone who connects, until this is cancelled.
+
+    `opened` makes a channel of a connected socket, which is its own from then on.
+    """
+
+    async def serve(connected: socket.socket) -> None:
+        try:
+            async with await opened(connected) as channel:
+                await handle(channel)
+        except* HotswapError as errors:
+            for exc in errors.exceptions:
+                _log.warning("A link from elsewhere ended early. %s", exc)
+
+    async with anyio.create_task_group() as tasks:
+        while True:
+            await anyio.wait_readable(listener)
+            try:
+                connected, _ = listener.accept()
+            except OSError as exc:  # who connected is gone again, or there are too many open files
+                _log.warning("A connection was not accepted: %s.", exc)
+                await anyio.sleep(_PAUSE_S)
+            else:
+                connected.setblocking(False)
+                tasks.start_soon(serve, connected)

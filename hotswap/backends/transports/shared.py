@@ -1,0 +1,277 @@
+"""Channels between processes of one machine: payloads lie in memory that both map.
+
+    Unix socket    connects the two; then messages, each with the place of its payload
+    two rings      payloads, one each way: written by one end, read by the other where they lie
+    socket pair    a byte for each place that its reader has done with
+
+The memory and the pair have no names. They are made by the end that connects and go over the Unix socket, so
+when a process ends, in whatever way, the kernel takes back all that it held; only the path of a listener
+stays, and the next one removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from collections.abc import AsyncGenerator, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import anyio
+from anyio import TASK_STATUS_IGNORED, ResourceGuard
+from anyio.abc import ByteStream, TaskStatus
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.memory import copy_in_turns
+from hotswap.backends.transports.broken import Damaged, broken, why
+from hotswap.backends.transports.pages import SharedPages
+from hotswap.backends.transports.ring import Ring
+from hotswap.backends.transports.serving import BACKLOG, Handle, serve_each
+from hotswap.backends.transports.sockets import SocketBytes
+from hotswap.backends.transports.stream import MAX_MESSAGE_BYTES, STALL_S, StreamChannel
+from hotswap.transport import Channel, Frame
+
+__all__ = ["SharedChannel", "connect_shared", "serve_shared"]
+
+_RING_BYTES = 32 << 20
+_MAX_PLACES = 64  # so few bytes always fit in a socket: whoever gives a place back does not wait
+_HELLO = struct.Struct("=4sIQ")  # magic, version, bytes of a ring
+_MAGIC, _VERSION = b"HSSM", 1
+_PLACE = struct.Struct("=QQ")  # where a payload begins, and its length
+
+
+class SharedChannel(Channel):
+    """One end; `connect_shared` and `serve_shared` make it.
+
+    Args:
+        control: Carries messages.
+        places: Carries the places given back.
+        out: The ring that this end writes.
+        inward: The ring that the other end writes.
+        stall_s: How long the other end may hold all room until the link counts as broken.
+    """
+
+    def __init__(
+        self,
+        control: ByteStream,
+        places: ByteStream,
+        out: SharedPages,
+        inward: SharedPages,
+        *,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self.max_message_bytes, self.max_payload_bytes = MAX_MESSAGE_BYTES, len(out.view)
+        self._control = StreamChannel(
+            control,
+            max_message_bytes=_PLACE.size + MAX_MESSAGE_BYTES,
+            max_payload_bytes=0,
+            stall_s=stall_s,
+        )
+        self._places, self._out, self._in, self._stall_s = places, out, inward, stall_s
+        self._ring = Ring(len(out.view), _MAX_PLACES)
+        self._lends = False  # a payload to whoever called `receive`
+        self._sending, self._receiving = ResourceGuard("sending on"), ResourceGuard("receiving from")
+
+    async def send(self, message: bytes, payload: memoryview | None = None) -> None:
+        data = self.fitting(message, payload)
+        with self._sending:
+            async with self._or_broken():
+                at = await self._place_for(len(data))
+                if self._control.is_broken:
+                    raise self._control.broken()
+                try:
+                    if data:
+                        await copy_in_turns(self._out.view[at : at + len(data)], data)
+                    await self._control.send(_PLACE.pack(at, len(data)) + message)
+                except BaseException:
+                    if data:
+                        self._ring.undo()  # if the other end got the message, the link is broken anyway
+                    raise
+
+    async def receive(self) -> Frame:
+        with self._receiving:
+            async with self._or_broken():
+                if self._lends:
+                    with anyio.fail_after(self._stall_s):
+                        await self._places.send(b"\0")
+                    self._lends = False
+                frame = await self._control.receive()
+                payload = self._payload_of(frame)
+                self._lends = len(payload) > 0
+                return Frame(frame.message[_PLACE.size :], payload)
+
+    async def aclose(self) -> None:
+        await self._control.break_off("this end was closed")
+        with anyio.CancelScope(shield=True):
+            await self._places.aclose()
+        self._out.close()
+        self._in.close()
+
+    # ------------------------------------------------------------------ places
+
+    async def _place_for(self, size_bytes: int) -> int:
+        """Take a place for a payload, waiting until there is one; anywhere for none."""
+        await checkpoint()
+        if not size_bytes:
+            return 0
+        while (at := self._ring.take(size_bytes)) is None:
+            with anyio.fail_after(self._stall_s):
+                returned = await self._places.receive(_MAX_PLACES)
+            if len(returned) > self._ring.num_taken:
+                raise Damaged("the other end gave more back than it was lent")
+            self._ring.give_back(len(returned))
+        return at
+
+    def _payload_of(self, frame: Frame) -> memoryview:
+        if len(frame.message) < _PLACE.size:
+            raise Damaged("a message came without the place of its payload")
+        at, size_bytes = _PLACE.unpack_from(frame.message)
+        if at + size_bytes > len(self._in.view):
+            raise Damaged("a payload came that lies outside of the shared memory")
+        return self._in.view[at : at + size_bytes]
+
+    @asynccontextmanager
+    async def _or_broken(self) -> AsyncGenerator[None]:
+        """Break the whole link by what breaks a part of it, and raise that it is broken."""
+        try:
+            yield
+        except BaseException as exc:
+            if (because := why(exc)) is not None:
+                await self._control.break_off(because)
+            if self._control.is_broken:
+                await self.aclose()
+            if because is not None:
+                raise self._control.broken() from exc
+            raise
+
+
+async def connect_shared(
+    path: Path | str, *, ring_bytes: int = _RING_BYTES, stall_s: float = STALL_S
+) -> Channel:
+    """Return a channel to whoever serves at a path; close it by `async with`.
+
+    Args:
+        path: Of a Unix socket.
+        ring_bytes: Of each ring, and so of the longest payload; taken as they are first written to.
+        stall_s: How long the other end may take nothing until the link counts as broken.
+
+    Raises:
+        MigrationAborted: nobody answers, or there is no room.
+    """
+    await checkpoint()
+    with ExitStack() as undo:
+        connected = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connected.setblocking(False)
+        try:
+            connected.connect(os.fspath(path))
+            channel = _offer(connected, ring_bytes, stall_s)
+        except (OSError, MemoryError) as exc:
+            raise broken(f"{str(path)!r} cannot be reached, {why(exc) or exc}") from exc
+        undo.pop_all()
+        return channel
+
+
+async def serve_shared(
+    handle: Handle,
+    path: Path | str,
+    *,
+    max_ring_bytes: int = 1 << 30,
+    stall_s: float = STALL_S,
+    task_status: TaskStatus[None] = TASK_STATUS_IGNORED,
+) -> None:
+    """Call `handle` with a channel for everyone who connects, until this is cancelled.
+
+    A channel is closed when its call ends. A link that breaks is logged and disturbs no other. Only
+    processes of the same user can connect. A path at which another process serves is taken from it.
+    """
+
+    async def opened(connected: socket.socket) -> Channel:
+        return await _accept(connected, max_ring_bytes, stall_s)
+
+    with _listening(os.fspath(path)) as listener:
+        task_status.started()
+        await serve_each(listener, opened, handle)
+
+
+@contextmanager
+def _listening(path: str) -> Generator[socket.socket]:
+    """Lend a socket that listens at a path, which goes afterwards unless another has taken it."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.setblocking(False)
+        listener.bind(path)
+        mine = os.stat(path).st_ino
+        try:
+            os.chmod(path, 0o600)  # nobody can connect before it listens
+            listener.listen(BACKLOG)
+            yield listener
+        finally:
+            with suppress(FileNotFoundError):
+                if os.stat(path).st_ino == mine:
+                    os.unlink(path)
+
+
+def _offer(connected: socket.socket, ring_bytes: int, stall_s: float) -> SharedChannel:
+    """Make what a link is made of, and send the other end its half."""
+    with ExitStack() as sent:
+        rings: list[SharedPages] = []
+        files: list[int] = []
+        for _ in range(2):
+            pages, file = SharedPages.make(ring_bytes)
+            sent.callback(os.close, file)
+            rings.append(pages)
+            files.append(file)
+        mine, theirs = socket.socketpair()
+        sent.enter_context(theirs)
+        try:
+            hello = _HELLO.pack(_MAGIC, _VERSION, ring_bytes)
+            socket.send_fds(connected, [hello], [*files, theirs.fileno()])
+        except BaseException:
+            mine.close()
+            raise
+        mine.setblocking(False)
+        return SharedChannel(SocketBytes(connected), SocketBytes(mine), *rings, stall_s=stall_s)
+
+
+async def _accept(connected: socket.socket, max_ring_bytes: int, stall_s: float) -> SharedChannel:
+    """Take the half of a link that the other end has made.
+
+    Raises:
+        MigrationAborted: it sent something else; the socket is closed.
+    """
+    with ExitStack() as undo, ExitStack() as received:
+        undo.callback(connected.close)
+        try:
+            with anyio.fail_after(stall_s):
+                hello, files = await _hello(connected)
+            for file in files:
+                received.callback(os.close, file)
+                os.set_inheritable(file, False)
+            if len(hello) != _HELLO.size or len(files) != 3:
+                raise Damaged("the other end opened with something else than a link")
+            magic, version, ring_bytes = _HELLO.unpack(hello)
+            if magic != _MAGIC or version != _VERSION or not 0 < ring_bytes <= max_ring_bytes:
+                raise Damaged(
+                    f"the other end offers {magic!r}, version {version}, rings of {ring_bytes:,} bytes"
+                )
+            inward, out = (SharedPages.adopt(file, ring_bytes) for file in files[:2])
+            places = socket.fromfd(files[2], socket.AF_UNIX, socket.SOCK_STREAM)
+            places.setblocking(False)
+        except (OSError, ValueError, Damaged) as exc:
+            raise broken(why(exc) or str(exc)) from exc
+        undo.pop_all()
+        return SharedChannel(SocketBytes(connected), SocketBytes(places), out, inward, stall_s=stall_s)
+
+
+async def _hello(connected: socket.socket) -> tuple[bytes, list[int]]:
+    while True:
+        try:
+            hello, files, _, _ = socket.recv_fds(connected, _HELLO.size, 3)
+        except BlockingIOError:
+            await anyio.wait_readable(connected)
+        else:
+            return hello, files

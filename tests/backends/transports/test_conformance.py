@@ -1,0 +1,29 @@
+"""Every link passes the suite of all links."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+from hotswap.testing import ChannelConformance
+from hotswap.transport import Channel
+from tests.backends.transports.links import memory_link, shared_link, tcp_link
+
+
+class TestMemory(ChannelConformance):
+    def make_channels(self) -> AbstractAsyncContextManager[tuple[Channel, Channel]]:
+        return memory_link()
+
+
+class TestShared(ChannelConformance):
+    def make_channels(self) -> AbstractAsyncContextManager[tuple[Channel, Channel]]:
+        return shared_link()
+
+
+class TestSharedWithLittleRoom(ChannelConformance):
+    def make_channels(self) -> AbstractAsyncContextManager[tuple[Channel, Channel]]:
+        return shared_link(ring_bytes=self.large_bytes + 1)
+
+
+class TestTcp(ChannelConformance):
+    def make_channels(self) -> AbstractAsyncContextManager[tuple[Channel, Channel]]:
+        return tcp_link()

@@ -1,0 +1,105 @@
+"""Frames as bytes: whole in pieces of any size, and nothing but an error from bytes that are none."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap.backends.transports.broken import Damaged
+from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
+from hotswap.backends.transports.ring import Ring
+
+MESSAGES = st.binary(max_size=100)
+# Around the length at which payloads are sent in pieces, too.
+PAYLOADS = st.binary(max_size=300) | st.builds(
+    lambda size, fill: bytes([fill]) * size,
+    st.integers(PIECE_BYTES - 2, 2 * PIECE_BYTES + 2),
+    st.integers(0, 255),
+)
+FRAMES = st.tuples(MESSAGES, PAYLOADS)
+
+
+def written(message: bytes, payload: bytes) -> bytes:
+    return b"".join(frame_pieces(message, memoryview(payload)))
+
+
+def read(data: bytes, *, step: int = 1 << 30, most: int = 1 << 20) -> list[tuple[bytes, bytes]]:
+    """All frames in `data`, of which `step` bytes arrive at a time."""
+    reader, frames = FrameReader(most, most), list[tuple[bytes, bytes]]()
+    for at in range(0, len(data), step):
+        left = memoryview(data)[at : at + step]
+        while left:
+            used, frame = reader.take(left)
+            left = left[used:]
+            if frame is not None:
+                frames.append((frame.message, bytes(frame.payload)))
+    return frames
+
+
+@given(st.lists(FRAMES, max_size=4), st.integers(1, 400))
+def test_frames_come_back_from_pieces_of_any_size(frames: list[tuple[bytes, bytes]], step: int) -> None:
+    step = step if sum(len(payload) for _, payload in frames) < 5000 else step * 1000
+    assert read(b"".join(written(*frame) for frame in frames), step=step) == frames
+
+
+@given(st.binary(max_size=200), MESSAGES)
+def test_garbage_is_never_a_frame(garbage: bytes, message: bytes) -> None:
+    with suppress(Damaged):
+        assert read(garbage) == []
+    with pytest.raises(Damaged):
+        read(garbage + b"x" + written(message, b"") * 2)
+
+
+@given(st.binary(max_size=40), st.binary(max_size=200), st.data())
+def test_a_flipped_bit_anywhere_is_found(message: bytes, payload: bytes, data: st.DataObject) -> None:
+    bits = bytearray(written(message, payload))
+    at = data.draw(st.integers(0, 8 * len(bits) - 1))
+    bits[at // 8] ^= 1 << at % 8
+    with pytest.raises(Damaged):
+        read(bytes(bits) + written(message, payload))
+
+
+@given(FRAMES, st.data())
+def test_a_frame_that_is_cut_is_none_yet(frame: tuple[bytes, bytes], data: st.DataObject) -> None:
+    whole = written(*frame)
+    assert read(whole[: data.draw(st.integers(0, len(whole) - 1))]) == []
+
+
+def test_lengths_beyond_the_limits_are_refused_by_the_head_alone() -> None:
+    for message, payload in ((b"x" * 101, b""), (b"", b"x" * 101)):
+        with pytest.raises(Damaged, match="101"):
+            read(written(message, payload)[:24], most=100)
+    assert read(written(b"x" * 100, b"x" * 100), most=100) == [(b"x" * 100, b"x" * 100)]
+
+
+@given(st.lists(st.integers(1, 40) | st.just(0), max_size=80))
+def test_a_ring_gives_no_byte_twice_and_all_of_it_when_empty(steps: list[int]) -> None:
+    ring, taken = Ring(40, max_places=5), list[range]()
+    for size in steps:
+        if size == 0:
+            ring.give_back(len(taken[:1]))
+            del taken[:1]
+        elif (at := ring.take(size)) is not None:
+            place = range(at, at + size)
+            assert place.start >= 0
+            assert place.stop <= 40
+            assert all(place.stop <= other.start or other.stop <= place.start for other in taken)
+            taken.append(place)
+        else:
+            assert taken
+    assert ring.num_taken == len(taken) <= 5
+    ring.give_back(len(taken))
+    assert ring.take(40) == 0
+
+
+def test_a_ring_is_filled_round_its_end() -> None:
+    ring = Ring(10, max_places=8)
+    assert [ring.take(4), ring.take(4), ring.take(4)] == [0, 4, None]
+    ring.give_back(1)
+    assert ring.take(4) == 0, "what is free at the end is too little"
+    assert ring.take(1) is None
+    ring.undo()
+    assert [ring.take(2), ring.take(2), ring.take(1)] == [8, 0, 2]
