@@ -1,22 +1,27 @@
 """Links that carry the KV blocks of a move: within a process, between processes, between machines.
 
-Each is a `Channel`.
+Each is a `Channel`. `remote_sink` at one end and `serve_sink` at the other make an engine that is elsewhere
+take blocks like one that is here. `docs/migration.md` shows how.
 """
 
 from __future__ import annotations
 
 from hotswap.backends.transports.memory import MemoryChannel, memory_channels
 from hotswap.backends.transports.shared import SharedChannel, connect_shared, serve_shared
+from hotswap.backends.transports.sinks import RemoteSink, remote_sink, serve_sink
 from hotswap.backends.transports.stream import StreamChannel
 from hotswap.backends.transports.tcp import connect_tcp, serve_tcp
 
 __all__ = [
     "MemoryChannel",
+    "RemoteSink",
     "SharedChannel",
     "StreamChannel",
     "connect_shared",
     "connect_tcp",
     "memory_channels",
+    "remote_sink",
     "serve_shared",
+    "serve_sink",
     "serve_tcp",
 ]

@@ -1,0 +1,254 @@
+"""What the two ends of a remote sink say to each other, as JSON beside tokens and pages; nothing is believed.
+
+Tokens go as a payload of 64-bit numbers, pages as they are. No object is ever made from a name that arrives.
+Whatever cannot be read raises `Damaged`, and whoever reads it then breaks the link.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TypeVar, cast
+
+from hotswap.backends.stores.fields import LARGEST, Fields, parse_object
+from hotswap.backends.transports.broken import Damaged
+from hotswap.errors import HotswapError, InstanceLost, InvalidRequest, MigrationAborted, StoreError
+from hotswap.migration import KVLayout
+from hotswap.request import AdapterId, ModelId, Request, RequestId, Sampling
+
+__all__ = [
+    "Message",
+    "error_of",
+    "layout_fields",
+    "layout_of",
+    "pack",
+    "pack_error",
+    "pack_tokens",
+    "request_fields",
+    "request_of",
+    "size",
+    "tokens_of",
+    "unpack",
+]
+
+_T = TypeVar("_T")
+
+_VERSION = 1
+_TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message: its `verb`, the `number` of the call that it is or answers, and the rest."""
+
+    verb: str
+    number: int
+    fields: Fields
+
+
+@contextmanager
+def _understood() -> Generator[None]:
+    """Turn what cannot be read into `Damaged`."""
+    try:
+        yield
+    except (StoreError, InvalidRequest) as exc:
+        raise Damaged(f"what the other end says is not understood ({exc})") from exc
+
+
+def pack(verb: str, number: int, **fields: object) -> bytes:
+    """Return a message."""
+    said = {"version": _VERSION, "verb": verb, "number": number, **fields}
+    return json.dumps(said, allow_nan=False).encode()
+
+
+def unpack(message: bytes) -> Message:
+    """Read a message.
+
+    Raises:
+        Damaged: it is none.
+    """
+    with _understood():
+        fields = parse_object(message, "a message", remedy="Use one version of hotswap at both ends.")
+        if fields.get("version") != _VERSION:
+            raise fields.wrong(f"it is of version {fields.get('version')!r}, not {_VERSION}")
+        return Message(fields.text("verb"), fields.size("number"), fields)
+
+
+def size(message: Message, name: str, *, least: int = 0) -> int:
+    """Return a field that is a whole number, `least` or more.
+
+    Raises:
+        Damaged: it is none.
+    """
+    with _understood():
+        return message.fields.size(name, least=least)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def pack_error(number: int, verb: str, error: HotswapError) -> bytes:
+    """Return the answer that a call failed; what is no error of a move becomes one of the stage `verb`."""
+    kind = "lost" if isinstance(error, InstanceLost) else "aborted"
+    stage = error.stage if isinstance(error, MigrationAborted) else verb
+    return pack(kind, number, stage=stage, because=str(error))
+
+
+def error_of(answer: Message) -> HotswapError | None:
+    """Return the error that an answer tells, if it does.
+
+    Raises:
+        Damaged: it is no answer.
+    """
+    with _understood():
+        match answer.verb:
+            case "lost":
+                return InstanceLost(answer.fields.text("because"))
+            case "aborted":
+                return MigrationAborted(answer.fields.text("because"), stage=answer.fields.text("stage"))
+            case "done":
+                return None
+            case _:
+                raise answer.fields.wrong(f"{answer.verb!r} is no answer")
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def pack_tokens(tokens: Iterable[int]) -> memoryview:
+    """Return tokens as a payload."""
+    packed = array("q", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return memoryview(packed).cast("B")
+
+
+def tokens_of(payload: memoryview) -> tuple[int, ...]:
+    """Return the tokens of a payload.
+
+    Raises:
+        Damaged: it has none.
+    """
+    if len(payload) % _TOKEN_BYTES:
+        raise Damaged(f"tokens came as {len(payload)} bytes, which are no whole number of them")
+    tokens = array("q", bytes(payload))
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tuple(tokens)
+
+
+# ---------------------------------------------------------------------- values
+
+
+def request_fields(request: Request) -> dict[str, object]:
+    """Return a request without its tokens, and without `arrived_s`: the other end has another clock."""
+    return {
+        "id": request.id,
+        "model": request.model,
+        "adapter": request.adapter,
+        "priority": request.priority,
+        "num_prompt": len(request.prompt),
+        "sampling": asdict(request.sampling),
+    }
+
+
+def request_of(message: Message, tokens: tuple[int, ...]) -> Request:
+    """Return the request of a message.
+
+    Raises:
+        Damaged: it is none.
+    """
+    with _understood():
+        fields = message.fields
+        num_prompt = fields.size("num_prompt")
+        if num_prompt > len(tokens):
+            raise fields.wrong(f"it has {len(tokens)} tokens, fewer than its prompt of {num_prompt}")
+        adapter = None if fields.get("adapter") is None else AdapterId(fields.text("adapter"))
+        return Request(
+            id=RequestId(fields.text("id")),
+            model=ModelId(fields.text("model")),
+            adapter=adapter,
+            priority=_one(fields, "priority", int),
+            prompt=tokens[:num_prompt],
+            generated=tokens[num_prompt:],
+            sampling=_sampling(fields.record("sampling")),
+        )
+
+
+def _sampling(fields: Fields) -> Sampling:
+    return Sampling(
+        max_tokens=_one(fields, "max_tokens", int),
+        min_tokens=_one(fields, "min_tokens", int),
+        temperature=_number(fields, "temperature"),
+        top_k=_one(fields, "top_k", int),
+        top_p=_number(fields, "top_p"),
+        repetition_penalty=_number(fields, "repetition_penalty"),
+        seed=_one(fields, "seed", int),
+        stop=tuple(_items(fields, "stop", str)),
+        stop_token_ids=tuple(_items(fields, "stop_token_ids", int)),
+        ignore_eos=_one(fields, "ignore_eos", bool),
+    )
+
+
+def layout_fields(layout: KVLayout) -> dict[str, object]:
+    """Return a layout for a message."""
+    return asdict(layout)
+
+
+def layout_of(message: Message) -> KVLayout:
+    """Return the layout of a message.
+
+    Raises:
+        Damaged: it is none.
+    """
+    with _understood():
+        fields = message.fields.record("layout")
+        return KVLayout(
+            model=ModelId(fields.text("model")),
+            weights=fields.text("weights"),
+            adapter=None if fields.get("adapter") is None else AdapterId(fields.text("adapter")),
+            block_tokens=fields.size("block_tokens", least=1),
+            layers=tuple(_layer(fields, layer) for layer in _list(fields, "layers")),
+            block_bytes=fields.size("block_bytes"),
+        )
+
+
+def _layer(fields: Fields, layer: object) -> tuple[int, int, int, str]:
+    match layer:
+        case [int(kv_heads), int(key_dim), int(value_dim), str(dtype)]:
+            return kv_heads, key_dim, value_dim, dtype
+        case _:
+            raise fields.wrong(f"{layer!r} is no layer")
+
+
+def _one(fields: Fields, name: str, kind: type[_T]) -> _T:
+    value = fields.get(name)
+    # `type`, because a bool is an int to `isinstance`.
+    if type(value) is not kind:
+        raise fields.wrong(f"the field {name!r} is {value!r}, which is no {kind.__name__}")
+    return value
+
+
+def _items(fields: Fields, name: str, kind: type[_T]) -> Iterator[_T]:
+    for value in _list(fields, name):
+        if type(value) is not kind:
+            raise fields.wrong(f"{value!r} in the field {name!r} is no {kind.__name__}")
+        yield value
+
+
+def _list(fields: Fields, name: str) -> list[object]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise fields.wrong(f"the field {name!r} is {value!r}, which is no list")
+    return cast("list[object]", value)
+
+
+def _number(fields: Fields, name: str) -> float:
+    value = fields.get(name)
+    if type(value) is int and abs(value) < LARGEST:
+        return float(value)
+    return _one(fields, name, float)

@@ -1,0 +1,111 @@
+"""What is said over a link comes back as it was, and nothing else comes in."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap import InstanceLost, MigrationAborted, Request, Sampling, UnknownAdapter
+from hotswap.backends.transports import wire
+from hotswap.backends.transports.broken import Damaged
+from hotswap.migration import KVLayout
+from hotswap.request import AdapterId, ModelId, RequestId
+from tests.backends.transports.recording import LAYOUT
+
+TOKENS = st.lists(st.integers(0, 2**40), max_size=50).map(tuple)
+SAMPLINGS = st.builds(
+    Sampling,
+    max_tokens=st.integers(3, 10**6),
+    min_tokens=st.integers(0, 3),
+    temperature=st.floats(0, 100) | st.just(1),
+    top_k=st.integers(0, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    repetition_penalty=st.floats(0.1, 10),
+    seed=st.integers(-(2**64), 2**64),
+    stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+    stop_token_ids=TOKENS,
+    ignore_eos=st.booleans(),
+)
+REQUESTS = st.builds(
+    Request,
+    id=st.text().map(RequestId),
+    model=st.text().map(ModelId),
+    prompt=TOKENS.filter(bool),
+    sampling=SAMPLINGS,
+    generated=TOKENS,
+    adapter=st.none() | st.text().map(AdapterId),
+    priority=st.integers(),
+)
+LAYOUTS = st.builds(
+    KVLayout,
+    model=st.text().map(ModelId),
+    weights=st.text(),
+    adapter=st.none() | st.text().map(AdapterId),
+    block_tokens=st.integers(1, 64),
+    layers=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.text()), max_size=5
+    ).map(tuple),
+    block_bytes=st.integers(0, 2**40),
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(REQUESTS)
+def test_a_request_comes_back(request: Request) -> None:
+    message = wire.unpack(wire.pack("open", 1, **wire.request_fields(request)))
+    assert wire.request_of(message, wire.tokens_of(wire.pack_tokens(request.tokens))) == request
+
+
+@given(LAYOUTS)
+def test_a_layout_comes_back(layout: KVLayout) -> None:
+    assert wire.layout_of(wire.unpack(wire.pack("done", 1, layout=wire.layout_fields(layout)))) == layout
+
+
+def test_errors_come_back_with_their_stage_and_their_words() -> None:
+    def back(error: Any) -> Any:
+        return wire.error_of(wire.unpack(wire.pack_error(1, "open", error)))
+
+    aborted = back(MigrationAborted("no room", stage="reserve"))
+    assert (type(aborted), aborted.stage, str(aborted)) == (MigrationAborted, "reserve", "no room")
+    lost = back(InstanceLost("gone"))
+    assert (type(lost), str(lost)) == (InstanceLost, "gone")
+    other = back(UnknownAdapter("no such"))
+    assert (type(other), other.stage, str(other)) == (MigrationAborted, "open", "no such")
+    assert wire.error_of(wire.unpack(wire.pack("done", 1))) is None
+
+
+@given(st.binary(max_size=50) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_what_is_no_message_is_refused(message: bytes) -> None:
+    with pytest.raises(Damaged, match="not understood"):
+        wire.unpack(message)
+
+
+@given(st.dictionaries(st.sampled_from(["version", "verb", "number"]), JSON), st.data())
+def test_fields_of_other_types_are_refused(changes: dict[str, object], data: st.DataObject) -> None:
+    request = Request(id=RequestId("r"), model=ModelId("m"), prompt=(1, 2), generated=(3,))
+    fields: dict[str, Any] = json.loads(wire.pack("open", 1, **wire.request_fields(request)))
+    layout: dict[str, Any] = json.loads(wire.pack("done", 1, layout=wire.layout_fields(LAYOUT)))
+    for said in (fields, layout, fields["sampling"], layout["layout"]):
+        said[data.draw(st.sampled_from(sorted(said)))] = data.draw(JSON)
+    fields.update(changes)
+    for said, read in (
+        (fields, lambda message: wire.request_of(message, request.tokens)),
+        (layout, wire.layout_of),
+        (fields, wire.error_of),
+    ):
+        with suppress(Damaged):
+            read(wire.unpack(json.dumps(said).encode()))
+
+
+def test_tokens_that_are_none_are_refused() -> None:
+    with pytest.raises(Damaged, match="7 bytes"):
+        wire.tokens_of(memoryview(bytes(7)))
