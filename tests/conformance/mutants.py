@@ -461,6 +461,15 @@ class ForgetsToResume(SimEngine):
             yield source
 
 
+@engine_caught_by("test_a_stop_that_is_cancelled_leaves_no_request_stopped")
+class StopsForAMoveThatHasGone(SimEngine):
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        async with super().export_kv(request) as source:
+            yield source
+        source._ended = False  # type: ignore[attr-defined]
+
+
 @engine_caught_by("test_blocks_that_were_not_committed_are_given_back")
 class KeepsReservedBlocks(SimEngine):
     @asynccontextmanager

@@ -141,7 +141,7 @@ class TorchKVSource(KVSource):
         self._tokens: tuple[int, ...] = ()
         self._num_tokens = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._stopped = False
+        self._stopped = self._was_asked_to_stop = False
 
     async def num_tokens(self) -> int:
         await self._desk.between_steps(self._count)
@@ -157,17 +157,18 @@ class TorchKVSource(KVSource):
         return KVPages(first_block, num_tokens, out.numpy().data)
 
     async def stop(self) -> Stopped:
+        self._was_asked_to_stop = True  # the thread will do it, also if nobody waits for that any more
         await self._desk.between_steps(self._park)
         return Stopped(self._tokens, self._num_tokens)
 
     async def release(self) -> None:
         self._desk.life.refuse_if_lost()
-        self._stopped = False
+        self._was_asked_to_stop = False
         self._give_up()
 
     def resume(self) -> None:
         """Let the request go on where it stopped, if it did."""
-        if self._stopped and not self._desk.life.is_lost:
+        if self._was_asked_to_stop and not self._desk.life.is_lost:
             self._desk.ask(self._unpark)
 
     # ------------------------------------------------------------------ on the engine's thread

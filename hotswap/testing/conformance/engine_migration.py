@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
+import anyio
 import pytest
 
 from hotswap.engine import Engine
@@ -92,6 +93,19 @@ class MigrationChecks(EngineSuite):
             ):
                 await self.read_full_blocks(source)
                 await source.stop()
+            for reader in readers:
+                await self.assert_whole(reader, pair.bench.card)
+
+    @check
+    async def test_a_stop_that_is_cancelled_leaves_no_request_stopped(self) -> None:
+        async with self.pair() as pair:
+            requests = self.long_requests(pair.bench.card)
+            async with self.streaming(pair.source, requests) as readers:
+                for request in requests:
+                    async with pair.export(request.id) as source:
+                        with anyio.CancelScope() as scope:
+                            scope.cancel()
+                            await source.stop()
             for reader in readers:
                 await self.assert_whole(reader, pair.bench.card)
 

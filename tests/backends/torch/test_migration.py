@@ -1,0 +1,79 @@
+"""Both ends of a move hold on to what they use and let go of the rest, whoever goes and whenever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from hotswap import ModelId, Request, RequestId, Sampling
+from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.backends.torch.batcher import Sequence
+from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.worker import Pieces
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.zoo import make_model
+
+LLAMA = ModelId("llama")
+
+
+@pytest.fixture(scope="module")
+def store() -> DictStore:
+    store = DictStore()
+    store.add(LLAMA, make_model("llama"))
+    return store
+
+
+@asynccontextmanager
+async def serving(store: DictStore, name: str = "e0") -> AsyncGenerator[TorchEngine]:
+    skeletons = SkeletonCache()
+    async with TorchEngine(
+        name, kv_tokens=2048, memory_bytes="64 MiB", threads=1, skeletons=skeletons
+    ) as engine:
+        await engine.load(store.card(LLAMA), store)
+        yield engine
+
+
+def ask(name: str = "r", *, prompt_tokens: int = 3, max_tokens: int = 200) -> Request:
+    return Request(
+        id=RequestId(name),
+        model=LLAMA,
+        prompt=tuple(range(2, 2 + prompt_tokens)),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+@asynccontextmanager
+async def held_up(engine: TorchEngine) -> AsyncGenerator[None]:
+    """Keep the engine's thread busy for as long as the block runs, as a long step would."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def work(runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+        began.set()
+        go_on.wait()
+        yield from ()
+
+    engine._desk().ask(work)
+    await anyio.to_thread.run_sync(began.wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+async def test_a_request_goes_on_whose_stop_was_cancelled_during_a_step(store: DictStore) -> None:
+    request = ask()
+    async with serving(store) as engine, engine.stream(request) as tokens, AsyncExitStack() as move:
+        await anext(tokens)
+        source = await move.enter_async_context(engine.export_kv(request.id))
+        async with held_up(engine):
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await source.stop()
+            await move.aclose()
+        with anyio.fail_after(60):
+            assert len(await tokens.collect()) == 199
