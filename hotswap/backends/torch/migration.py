@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
-import anyio.to_thread
 import torch
 from torch import Tensor
 
+from hotswap.backends.stores.unbroken import in_thread
 from hotswap.backends.torch.adapters.plan import RankRange
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import KVCache, blocks_for
@@ -266,7 +266,7 @@ class TorchKVSink(KVSink):
         self._writing = True
         try:
             if size_bytes <= _SMALL_BYTES:
-                await anyio.to_thread.run_sync(self._write_now, pages, data)
+                await in_thread(partial(self._write_now, pages, data))  # blocks go back when it has ended
             else:
                 await self._desk.between_steps(partial(self._write, pages, data))
         finally:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import anyio
 import anyio.to_thread
 import pytest
+from torch import Tensor
 
 from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.batcher import Sequence
+from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.worker import Pieces
 from tests.backends.torch.dict_store import DictStore
@@ -77,3 +80,46 @@ async def test_a_request_goes_on_whose_stop_was_cancelled_during_a_step(store: D
             await move.aclose()
         with anyio.fail_after(60):
             assert len(await tokens.collect()) == 199
+
+
+async def test_blocks_are_kept_while_they_are_written_although_the_move_is_cancelled(
+    store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    honest = KVCache.restore
+
+    def restore(self: KVCache, block: int, data: Tensor) -> None:
+        began.set()
+        go_on.wait()
+        honest(self, block, data)
+
+    async def look(engine: TorchEngine) -> int:
+        """The free blocks, once what was begun has come to the engine's thread and its report has come back."""
+        for _ in range(3):
+            async with engine.import_kv(ask("another")):
+                pass
+        return engine.view().num_free_kv_blocks
+
+    request = ask(prompt_tokens=100)
+    async with (
+        serving(store, "a") as engine,
+        serving(store, "b") as other,
+        engine.stream(request) as tokens,
+    ):
+        await anext(tokens)
+
+        async def move() -> None:
+            async with engine.export_kv(request.id) as source, other.import_kv(request) as sink:
+                await sink.reserve(96)
+                await sink.write(await source.read(0, 96))
+
+        monkeypatch.setattr(KVCache, "restore", restore)
+        task = asyncio.get_running_loop().create_task(move())
+        await anyio.to_thread.run_sync(began.wait)
+        task.cancel()  # as `asyncio.timeout` does, which no shield holds back
+        num_blocks = other.view().num_kv_blocks
+        assert await look(other) == num_blocks - 3
+        go_on.set()
+        with suppress(asyncio.CancelledError):
+            await task
+        assert await look(other) == num_blocks
