@@ -507,6 +507,7 @@ class TorchEngine(Engine):
             cache=forward.cache,
             weights=f"{model.fingerprint} {self._settings.invariant}",
             epoch=self._num_loads,
+            current=lambda: self._models.desk,
         )
 
     def _desk(self) -> Desk:
@@ -519,9 +520,11 @@ class TorchEngine(Engine):
             )
         return self._models.desk
 
-    def _give_up(self, ticket: int) -> None:
-        self._streams.close(ticket, RequestEvicted(f"Engine {self.id!r} gave a request up that moves on."))
-        self._running_worker.remove(ticket)
+    def _give_up(self, ticket: int) -> bool:
+        error = RequestEvicted(f"Engine {self.id!r} gave a request up that moves on.")
+        if was_open := self._streams.close(ticket, error):
+            self._running_worker.remove(ticket)
+        return was_open
 
     def _deliver(self, report: Report) -> None:
         self._books = report

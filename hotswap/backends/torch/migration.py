@@ -52,6 +52,7 @@ class Desk:
         cache: Where the blocks lie.
         weights: Stands for the weights that compute.
         epoch: Which load they came with.
+        current: The engine's desk now; with another, or none, the model has gone.
     """
 
     life: Life
@@ -61,6 +62,7 @@ class Desk:
     cache: KVCache
     weights: str
     epoch: int
+    current: Callable[[], Desk | None]
 
     def layout_for(self, request: Request) -> KVLayout:
         """Return what the KV blocks of a request mean here."""
@@ -77,6 +79,12 @@ class Desk:
             block_bytes=self.cache.block_bytes,
         )
 
+    def refuse_if_gone(self) -> None:
+        """Raise `InstanceLost` if the engine is lost, `MigrationAborted` if the model has gone."""
+        self.life.refuse_if_lost()
+        if self.current() is not self:
+            raise _gone()
+
     async def between_steps(self, begin: Callable[[Runner, Mapping[int, Sequence]], Pieces]) -> None:
         """Do something on the thread, between two steps.
 
@@ -84,6 +92,7 @@ class Desk:
             MigrationAborted: the model has gone.
             InstanceLost: the engine is lost.
         """
+        self.refuse_if_gone()
         job = _Job(begin, self.runner, self.post)
         self.worker.work(job)
         try:
@@ -132,10 +141,10 @@ class TorchKVSource(KVSource):
         desk: The engine's.
         ticket: The request's in the engine.
         layout: What the blocks mean.
-        give_up: Ends the request's stream, and has the engine forget it.
+        give_up: Ends the request's stream, and has the engine forget it; false if it had ended before.
     """
 
-    def __init__(self, desk: Desk, ticket: int, layout: KVLayout, give_up: Callable[[], None]) -> None:
+    def __init__(self, desk: Desk, ticket: int, layout: KVLayout, give_up: Callable[[], bool]) -> None:
         self.layout = layout
         self._desk, self._ticket, self._give_up = desk, ticket, give_up
         self._tokens: tuple[int, ...] = ()
@@ -162,9 +171,10 @@ class TorchKVSource(KVSource):
         return Stopped(self._tokens, self._num_tokens)
 
     async def release(self) -> None:
-        self._desk.life.refuse_if_lost()
+        self._desk.refuse_if_gone()
+        if not self._give_up():
+            raise aborted("release", "the request has ended or was taken away")
         self._was_asked_to_stop = False
-        self._give_up()
 
     def resume(self) -> None:
         """Let the request go on where it stopped, if it did."""
@@ -289,7 +299,7 @@ class TorchKVSink(KVSink):
         self._closed = True
 
     def _hear(self) -> None:
-        self._desk.life.refuse_if_lost()
+        self._desk.refuse_if_gone()
         if self._closed:
             raise aborted("copy", f"its destination heard nothing for {self._lapse_s:g} s")
         self._timer.cancel()

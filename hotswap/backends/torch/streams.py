@@ -40,11 +40,13 @@ class Streams:
                 return ticket, self._requests[ticket]
         return None
 
-    def close(self, ticket: int, error: Exception) -> None:
-        """End a stream, after the tokens it holds, with an error; one that has ended stays as it is."""
-        if (tokens := self._open.pop(ticket, None)) is not None:
+    def close(self, ticket: int, error: Exception) -> bool:
+        """End a stream, after the tokens it holds, with an error; false if it had ended before."""
+        tokens = self._open.pop(ticket, None)
+        if tokens is not None:
             tokens.close(error)
         self._note_drained()
+        return tokens is not None
 
     def leave(self, ticket: int) -> bool:
         """Forget a stream whose reader has left; false if it had ended before."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import pytest
 
 from hotswap.engine import Engine
-from hotswap.errors import MigrationAborted, RequestEvicted
-from hotswap.migration import KVSink, KVSource, SupportsMigration
+from hotswap.errors import InstanceLost, MigrationAborted, RequestEvicted
+from hotswap.migration import KVPages, KVSink, KVSource, SupportsMigration
 from hotswap.request import Request, RequestId
 from hotswap.testing.conformance.engine_suite import Bench, EngineSuite, Reader, collect, no_requests
 from hotswap.testing.conformance.suite import check, until
@@ -36,6 +37,11 @@ class Pair:
         """The taking end."""
         assert isinstance(self.destination, SupportsMigration)
         return self.destination.import_kv(request)
+
+    def back(self, request: Request) -> AbstractAsyncContextManager[KVSink]:
+        """A taking end of the engine that gives."""
+        assert isinstance(self.source, SupportsMigration)
+        return self.source.import_kv(request)
 
 
 class MigrationChecks(EngineSuite):
@@ -144,6 +150,33 @@ class MigrationChecks(EngineSuite):
                     await source.stop()
 
     @check
+    async def test_a_request_that_has_gone_cannot_be_released(self) -> None:
+        async with self.pair() as pair:
+            request = self.long_requests(pair.bench.card, 1)[0]
+            async with AsyncExitStack() as move:
+                async with pair.source.stream(request) as tokens:
+                    await anext(tokens)
+                    source = await move.enter_async_context(pair.export(request.id))
+                    await source.stop()
+                with pytest.raises(MigrationAborted):
+                    await source.release()
+
+    @check
+    async def test_every_verb_of_a_move_ends_when_its_engine_is_lost(self) -> None:
+        if not self.can_lose:
+            pytest.skip("write lose(engine) and set can_lose")
+        async with self.pair() as pair, AsyncExitStack() as moves:
+            requests = self.long_requests(pair.bench.card, 2)
+            async with self.streaming(pair.source, requests):
+                source = await moves.enter_async_context(pair.export(requests[0].id))
+                sink = await moves.enter_async_context(pair.back(requests[1]))
+                self.lose(pair.source)
+                await self.assert_all_raise(InstanceLost, source, sink)
+            with suppress(InstanceLost):  # some do not come back
+                await pair.source.unload()
+            await self.assert_all_raise((MigrationAborted, InstanceLost), source, sink)
+
+    @check
     async def test_an_unknown_request_cannot_leave(self) -> None:
         async with self.pair() as pair:
             with pytest.raises(MigrationAborted):
@@ -178,6 +211,23 @@ class MigrationChecks(EngineSuite):
             yield Pair(bench, bench.engine, other)
             await until(lambda: no_requests(other))
             self.assert_books(other)
+
+    async def assert_all_raise(
+        self, error: type[Exception] | tuple[type[Exception], ...], source: KVSource, sink: KVSink
+    ) -> None:
+        """Raise unless every verb of both ends raises an error."""
+        pages = KVPages(0, 0, memoryview(bytearray()))
+        for verb in (
+            source.num_tokens,
+            partial(source.read, 0, 1),
+            source.stop,
+            source.release,
+            partial(sink.reserve, 1),
+            partial(sink.write, pages),
+            partial(sink.commit, ()),
+        ):
+            with pytest.raises(error):
+                await verb()
 
     async def read_full_blocks(self, source: KVSource) -> int:
         """Read what is full now; return how many tokens that is."""

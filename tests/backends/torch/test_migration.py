@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import anyio
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
-from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import KVCache
-from hotswap.backends.torch.runner import Runner
-from hotswap.backends.torch.worker import Pieces
+from hotswap.backends.torch.runner import Report, Runner
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 
@@ -50,34 +48,28 @@ def ask(name: str = "r", *, prompt_tokens: int = 3, max_tokens: int = 200) -> Re
     )
 
 
-@asynccontextmanager
-async def held_up(engine: TorchEngine) -> AsyncGenerator[None]:
-    """Keep the engine's thread busy for as long as the block runs, as a long step would."""
+async def test_a_request_goes_on_whose_stop_was_cancelled_during_a_step(
+    store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began, go_on = threading.Event(), threading.Event()
+    honest = Runner.step
 
-    def work(runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+    def step(self: Runner) -> Report:
         began.set()
         go_on.wait()
-        yield from ()
+        return honest(self)
 
-    engine._desk().ask(work)
-    await anyio.to_thread.run_sync(began.wait)
-    try:
-        yield
-    finally:
-        go_on.set()
-
-
-async def test_a_request_goes_on_whose_stop_was_cancelled_during_a_step(store: DictStore) -> None:
     request = ask()
     async with serving(store) as engine, engine.stream(request) as tokens, AsyncExitStack() as move:
         await anext(tokens)
         source = await move.enter_async_context(engine.export_kv(request.id))
-        async with held_up(engine):
-            with anyio.CancelScope() as scope:
-                scope.cancel()
-                await source.stop()
-            await move.aclose()
+        monkeypatch.setattr(Runner, "step", step)
+        await anyio.to_thread.run_sync(began.wait)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await source.stop()
+        await move.aclose()
+        go_on.set()
         with anyio.fail_after(60):
             assert len(await tokens.collect()) == 199
 
@@ -94,7 +86,7 @@ async def test_blocks_are_kept_while_they_are_written_although_the_move_is_cance
         honest(self, block, data)
 
     async def look(engine: TorchEngine) -> int:
-        """The free blocks, once what was begun has come to the engine's thread and its report has come back."""
+        """The free blocks, once the engine's thread has done what it was asked and reported it."""
         for _ in range(3):
             async with engine.import_kv(ask("another")):
                 pass
