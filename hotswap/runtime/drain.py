@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import anyio
-from anyio.lowlevel import checkpoint
 
 from hotswap.action import DrainRecord, MigrationWay
 from hotswap.errors import MigrationAborted
@@ -40,30 +39,31 @@ class Drainer:
     async def run(
         self, instance: Instance, *, deadline_s: float | None, way: MigrationWay | None, reason: str
     ) -> DrainRecord:
-        """Return once no request runs on an instance, to which nobody sends any while it is `draining`.
+        """Return once an instance is charged with no request; nobody sends any while it is `draining`.
 
-        Requests move one after the other. One for which there is no room elsewhere stays until it ends or
-        there is; after `deadline_s` seconds the rest wait for a place in the waiting room, before others
-        that came later.
+        One that was sent there before is waited for as those that run are, and a move there is given up when
+        its stage ends. Requests move one after the other. One for which there is no room elsewhere stays
+        until it ends or there is; after `deadline_s` seconds the rest wait for a place in the waiting room,
+        before others that came later.
         """
         started_s, moved = anyio.current_time(), 0
         began_with = {flight.request.id for flight in self._on(instance)}
         failures: dict[RequestId, int] = {}
         cut: set[RequestId] = set()
         with anyio.move_on_after(float("inf") if deadline_s is None else deadline_s):
-            while flights := self._on(instance):
-                for flight in flights:
+            while instance.num_requests:
+                for flight in self._on(instance):
                     if await self._move(flight, instance, way, reason, failures):
                         moved += 1
                     elif failures.get(flight.request.id, 0) >= _MAX_FAILURES:
                         cut.add(flight.request.id)
                         flight.cut()
                 await anyio.sleep(_RETRY_S)
-        while flights := self._on(instance):
-            for flight in flights:
+        while instance.num_requests:
+            for flight in self._on(instance):
                 cut.add(flight.request.id)
                 flight.cut()
-            await checkpoint()
+            await anyio.sleep(_RETRY_S)
         return DrainRecord(
             instance=instance.id,
             reason=reason,

@@ -141,6 +141,8 @@ class Move:
                     raise self._abort(
                         "rounds", f"{num_left} tokens came during the last of {self.num_stages}"
                     )
+                self.stage = "rounds"
+                self._require_here()
                 await self._prefill(request, num_sent)
                 num_sent = request.num_tokens
             self.stage = "hand over"
@@ -157,6 +159,7 @@ class Move:
         block_tokens, num_copied = source.layout.block_tokens, sink.num_present_blocks
         for _ in range(self._limits.max_stages):
             with self._timed("reserve"):
+                self._require_here()
                 num_full = await source.num_tokens() // block_tokens
                 await sink.reserve((num_full + 1) * block_tokens)
             if num_full - num_copied < self._limits.last_stage_blocks:
@@ -260,6 +263,8 @@ class Move:
         view = self.destination.view()
         if view.state is not InstanceState.SERVING or view.model != self.flight.request.model:
             raise self._abort(self.stage, f"instance {view.id!r} is {view.state} with model {view.model!r}")
+        if view.draining:
+            raise self._abort(self.stage, f"instance {view.id!r} is being drained")
 
     def _abort(self, stage: str, because: str) -> MigrationAborted:
         return MigrationAborted(

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from hotswap import ConfigError, Fleet, InstanceId, InstanceState, ModelId, Sampling, SwapFailed, SwapRefused
+from hotswap.action import MigrationWay
 from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, expected, idle, models, read, sim_fleet, store_of, until
 
@@ -79,6 +80,32 @@ async def test_after_the_deadline_the_rest_wait_for_a_place_and_go_on() -> None:
         assert record.num_evicted == 3
         assert len(fleet.view().waiting) == 3
         fleet.reopen("e0")
+
+
+@virtual_time
+async def test_a_request_that_was_sent_before_the_drain_is_not_forgotten() -> None:
+    async with replicas(1, "a") as fleet, fleet.stream("a", (1, 2, 3), LONG) as stream:
+        # Its place is granted, and its task has not run.
+        record = await fleet.drain("e0", deadline_s=0.0)
+        assert (record.num_evicted, fleet.view().instance(E0).num_requests) == (1, 0)
+        fleet.reopen("e0")
+        assert [token.id async for token in stream] == expected(stream.request)
+
+
+@pytest.mark.parametrize("way", ["kv", "tokens"])
+@virtual_time
+async def test_no_move_brings_a_request_to_an_instance_that_drains(way: MigrationWay) -> None:
+    async with replicas(2, "a") as fleet, fleet.stream("a", range(1, 900), LONG) as stream:
+        first = await anext(stream)
+        at = stream.hops[-1].instance
+        other = E1 if at == E0 else E0
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: fleet.migrate(stream.request.id, to=other, way=way))
+            await until(lambda: fleet.view().running[0].moving)
+            await fleet.drain(other)
+            assert fleet.view().instance(other).num_requests == 0
+        assert [(move.outcome, stream.num_hops) for move in fleet.migrations] == [("aborted", 1)]
+        assert [first.id, *[token.id async for token in stream]] == expected(stream.request)
 
 
 @virtual_time
