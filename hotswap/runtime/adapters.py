@@ -7,7 +7,7 @@ model, and what has gone comes back with the next request for it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -26,7 +26,7 @@ from hotswap.errors import (
     UnknownAdapter,
 )
 from hotswap.model import Adapter
-from hotswap.request import AdapterId, ModelId, Request
+from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.runtime.instance import Instance
 from hotswap.telemetry import Telemetry
 from hotswap.view import FleetView, InstanceId, InstanceState
@@ -108,11 +108,11 @@ class Adapters:
             yield
             return
         shelf = self._shelves.setdefault(instance.id, _Shelf(instance, self._telemetry))
-        await shelf.take(self._known[request.model, request.adapter], span)
+        await shelf.take(self._known[request.model, request.adapter], request.id, span)
         try:
             yield
         finally:
-            shelf.give_back(request.adapter)
+            shelf.give_back(request.adapter, request.id)
 
     def forget(self, instance: InstanceId) -> None:
         """Forget an instance that has left the fleet."""
@@ -127,32 +127,33 @@ class _Shelf:
 
     What is held, the engine's view says; here is counted who uses it. A request that finds its adapter held
     uses it at once. Others wait in line, in which one at a time loads, and drops before what is unused. Where
-    all is in use, the one that was asked for longest ago takes on nobody more until it has gone.
+    all is in use, the one that was asked for longest ago takes on nobody more until it has gone; a request
+    whose move uses it here already is nobody more.
     """
 
     def __init__(self, instance: Instance, telemetry: Telemetry) -> None:
         self._instance = instance
         self._telemetry = telemetry
         self._line = anyio.Lock()
-        self._num_users: Counter[AdapterId] = Counter()
+        self._users: dict[AdapterId, Counter[RequestId]] = defaultdict(Counter)
         self._asked_for: dict[AdapterId, None] = {}  # the latest last
         self._leaving: AdapterId | None = None
         self._given_back = anyio.Event()
 
-    async def take(self, adapter: Adapter, span: Span) -> None:
+    async def take(self, adapter: Adapter, user: RequestId, span: Span) -> None:
         """Return once the adapter is held, and count a user of it."""
         name = AdapterId(adapter.id)
-        if not self._holds(name) or name == self._leaving:
+        if not self._holds(name) or (name == self._leaving and user not in self._users[name]):
             async with self._line:
                 while not self._holds(name):
                     await self._load(adapter, span)
         self._asked_for.pop(name, None)
         self._asked_for[name] = None
-        self._num_users[name] += 1
+        self._users[name][user] += 1
 
-    def give_back(self, adapter: AdapterId) -> None:
+    def give_back(self, adapter: AdapterId, user: RequestId) -> None:
         """Count a user less."""
-        self._num_users[adapter] -= 1
+        self._users[adapter] -= Counter([user])
         self._given_back.set()
 
     async def _load(self, adapter: Adapter, span: Span) -> None:
@@ -183,9 +184,9 @@ class _Shelf:
         oldest = [*(held - set(self._asked_for)), *(name for name in self._asked_for if name in held)]
         if not oldest:
             return False
-        self._leaving = next((name for name in oldest if not self._num_users[name]), oldest[0])
+        self._leaving = next((name for name in oldest if not self._users[name]), oldest[0])
         try:
-            while self._num_users[self._leaving]:
+            while self._users[self._leaving]:
                 self._given_back = anyio.Event()
                 await self._given_back.wait()
             await engine.drop_adapter(self._leaving)

@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -160,6 +161,32 @@ async def test_who_waits_for_room_moves_on_when_its_instance_is_swapped() -> Non
             await fleet.swap("e1", to="a")
             await fleet.swap("e0", to="b")
         assert set(engines[1].loaded) == set(NAMES[:3])
+        idle(fleet)
+
+
+@pytest.mark.parametrize("num_turns", range(0, 60, 6))
+@virtual_time
+async def test_a_request_that_moves_in_does_not_wait_for_another_that_waits_for_its_adapter_to_go(
+    num_turns: int,
+) -> None:
+    """The move uses the adapter already, which is to go for another's; so nobody would ever get further."""
+    engines = Counting("e0"), Counting("e1", max_adapters=1)
+    async with fleet_of(*engines) as fleet:
+        await fleet.swap("e0", to="a")
+        async with anyio.create_task_group() as clients:
+            clients.start_soon(read, fleet, "a", "x0", 0, 200)
+            await until(lambda: fleet.view().instances[0].num_running == 1)
+            await anyio.sleep(0.3)
+            await fleet.swap("e1", to="a")
+            clients.start_soon(fleet.drain, "e0")
+            for _ in range(num_turns):  # wherever the move is then
+                await checkpoint()
+            clients.start_soon(read, fleet, "a", "x1")
+        [move] = fleet.migrations
+        assert move.outcome == "done"
+        assert move.downtime_s < 0.2
+        assert engines[1].loaded in (["x0", "x1"], ["x1", "x0"])
+        fleet.reopen("e0")
         idle(fleet)
 
 
