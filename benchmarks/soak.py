@@ -1,0 +1,247 @@
+"""Four engines under load, moved, drained, swapped, replaced and full of faults: is every stream right?
+
+    python -m benchmarks soak                          a minute
+    python -m benchmarks soak --minutes 5 --json soak.json
+
+Clients ask four engines of one process, a thread each, for three small models from a disk. Engines are lost,
+late and short of memory, shards are missing, damaged and late, all by seed (`hotswap.testing.chaos`);
+meanwhile requests move and instances are drained, swapped and replaced at random, some of it cancelled half
+way. Every stream is compared with that of an engine that nothing disturbs, and in the end everything must
+have been given back and the process be no larger than before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import anyio
+
+from benchmarks.measure import machine, versions, write_json
+from benchmarks.soak_clients import Ask, Crowd
+from benchmarks.soak_course import FINDINGS, Course, Place, soak
+from benchmarks.soak_hands import Engines, Pace
+from benchmarks.table import show
+from benchmarks.watch import ALLOWED, describe, watching
+from hotswap import Fleet, MigrationLimits, Model, ModelCard, ModelId, Request, RequestId, Sampling
+from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
+from hotswap.testing.chaos import ChaosEngine, EngineFaults, StoreFaults, chaotic_engine, chaotic_store
+
+__all__ = ["Settings", "main", "measure"]
+
+_WORK = Path(".cache/benchmarks")
+_MODELS = ("llama", "qwen", "mistral")
+_VOCABULARY = 512
+_GREEDY = Sampling(max_tokens=1, ignore_eos=True)
+_SAMPLED = replace(_GREEDY, temperature=0.9, top_k=40, top_p=0.9, repetition_penalty=1.2)
+_ENGINE_FAULTS = EngineFaults(
+    loss_every_s=15.0,
+    stuck=0.2,
+    delay=0.02,
+    delay_s=0.05,
+    stall=0.001,
+    stall_s=0.2,
+    no_memory=0.1,
+    abort=0.02,
+)
+_STORE_FAULTS = StoreFaults(
+    bytes_per_s=200e6, delay=0.1, delay_s=0.05, missing=0.03, error=0.05, corrupt=0.05, refuse=0.3
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to do.
+
+    Attributes:
+        course: How much goes on, and how long.
+        engines: How many.
+        asks: Different requests, each of which is made many times.
+        seed: Of everything that is random.
+        sample_s: Seconds between two looks at memory, descriptors and threads.
+    """
+
+    course: Course = field(
+        default_factory=lambda: Course(crowd=Crowd(size=16), pace=Pace(), quiet_s=10.0, seconds=60.0)
+    )
+    engines: int = 4
+    asks: int = 90
+    seed: int = 1
+    sample_s: float = 1.0
+
+
+def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
+    """Carry the soak out and return its report."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="soak-", dir=directory) as work:
+        root = _write_models(Path(work))
+        return {
+            "machine": machine(root),
+            "versions": versions("torch", "transformers"),
+            "settings": asdict(settings),
+            **anyio.run(_soak, root, settings),
+        }
+
+
+async def _soak(root: Path, settings: Settings) -> dict[str, Any]:
+    random = Random(settings.seed)
+    asks = await _make_asks(root, random, settings.asks)
+    place = _make_place(root, random, settings.engines, asks)
+    async with watching(settings.sample_s) as samples:
+        report = await soak(place, settings.course, settings.seed)
+    resources = {name: describe(samples[name], allowance) for name, allowance in ALLOWED.items()}
+    return {**report, "resources": resources}
+
+
+def _write_models(directory: Path) -> Path:
+    """Write a store of small random models whose greedy text is not a fixed point."""
+    import torch
+    import transformers
+
+    from hotswap.backends.stores.convert import convert
+
+    shape: dict[str, Any] = {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    configs = (
+        transformers.LlamaConfig(**shape),
+        transformers.Qwen3Config(**shape, head_dim=32),
+        transformers.MistralConfig(**shape, sliding_window=24),
+    )
+    models: Any = transformers.AutoModelForCausalLM
+    for seed, (name, config) in enumerate(zip(_MODELS, configs, strict=True)):
+        torch.manual_seed(seed)
+        model = models.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim >= 2:
+                    parameter.mul_(8.0)
+        model.save_pretrained(directory / name)
+        convert(directory / name, directory / "store", model_id=name)
+    return directory / "store"
+
+
+async def _make_asks(root: Path, random: Random, count: int) -> list[Ask]:
+    """Return requests with what each generates on an engine that nothing disturbs."""
+    asks: list[Ask] = []
+
+    async def answer(engine: TorchEngine, ask: Ask, number: int) -> None:
+        request = Request(
+            id=RequestId(f"{number}"), model=ModelId(ask.model), prompt=ask.prompt, sampling=ask.sampling
+        )
+        async with engine.stream(request) as tokens:
+            asks.append(replace(ask, expected=tuple([token.id async for token in tokens])))
+
+    async with NvmeStore(root) as store, _make_engine("undisturbed", SkeletonCache()) as engine:
+        for name in _MODELS:
+            await engine.load(ModelCard.of(Model(name), await store.manifest(ModelId(name))), store)
+            async with anyio.create_task_group() as tasks:
+                for number in range(count // len(_MODELS)):
+                    tasks.start_soon(answer, engine, _make_ask(name, random, number), number)
+            await engine.unload()
+    return asks
+
+
+def _make_ask(model: str, random: Random, seed: int) -> Ask:
+    sampling = random.choice([_GREEDY, _SAMPLED])
+    return Ask(
+        model=model,
+        prompt=tuple(random.randrange(2, _VOCABULARY) for _ in range(random.choice([1, 7, 31, 32, 60, 130]))),
+        sampling=replace(sampling, max_tokens=random.randrange(20, 120), seed=seed),
+    )
+
+
+def _make_engine(name: str, skeletons: SkeletonCache) -> TorchEngine:
+    return TorchEngine(
+        name, kv_tokens=1024, memory_bytes="64 MiB", threads=1, max_requests=8, skeletons=skeletons
+    )
+
+
+def _make_place(root: Path, random: Random, num_engines: int, asks: Sequence[Ask]) -> Place:
+    """A fleet whose host tier has room for two of the three models; one of them keeps two replicas."""
+    numbers, skeletons = itertools.count(), SkeletonCache()
+
+    def make_engine() -> ChaosEngine:
+        engine = _make_engine(f"e{next(numbers)}", skeletons)
+        return chaotic_engine(engine, Random(random.getrandbits(64)), _ENGINE_FAULTS)
+
+    largest_bytes = max(file.stat().st_size for file in root.rglob("*"))
+    tiers = TieredStore(PinnedStore(5 * largest_bytes // 2), NvmeStore(root))
+    store = chaotic_store(tiers, Random(random.getrandbits(64)), _STORE_FAULTS)
+    engines = Engines(make_engine, num_engines)
+    fleet = Fleet(
+        engines=engines.present,
+        store=store,
+        models=[Model(name, min_replicas=2 if name == "llama" else 0) for name in _MODELS],
+        router=LeastLoadedRouter(),
+        scheduler=WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=0.3),
+        interval_s=0.1,
+        max_load_attempts=1_000_000,  # no client shall be told of the store's faults
+        migration_limits=MigrationLimits(per_instance=2),
+    )
+    return Place(fleet=fleet, engines=engines, store=store, asks=asks, num_lent=lambda: tiers.num_lent)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Soak, print tables, write the report; 1 if a stream was wrong, something was left over, or it grows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description=__doc__.partition("\n")[0])
+    default = Settings()
+    parser.add_argument("--minutes", type=float, help="with faults; 1 by default, 5 with --full")
+    parser.add_argument("--clients", type=int, default=default.course.crowd.size, help="at once")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of everything that is random")
+    parser.add_argument("--full", action="store_true", help="five minutes")
+    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    options = parser.parse_args(arguments)
+    # oneDNN keeps what it compiled for the last 1,024 shapes, hundreds of megabytes: no warm-up fills that.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    minutes = options.minutes or (5.0 if options.full else 1.0)
+    crowd = replace(default.course.crowd, size=options.clients)
+    course = replace(default.course, crowd=crowd, seconds=60 * minutes)
+    report = measure(replace(default, course=course, seed=options.seed))
+    _print(report)
+    if options.json:
+        write_json(options.json, report)
+    flat = all(figure["flat"] for figure in report["resources"].values())
+    return int(not flat or any(report[finding] for finding in FINDINGS))
+
+
+def _print(report: dict[str, Any]) -> None:
+    phases = ("quiet", "disturbed")
+    pauses = [[phase, *(f"{1e3 * s:.1f}" for s in report[phase]["pause_s"].values())] for phase in phases]
+    show("between two tokens of a client, in ms", ("", "p50", "p99", "p99.9", "max"), pauses)
+    for what in ("faults", "moves", "swaps", "drains"):
+        show(what, ("", "times"), [[kind, f"{count:,}"] for kind, count in report[what].items()])
+    ends = [
+        [phase, ", ".join(f"{n:,} {end}" for end, n in report[phase]["requests"].items())] for phase in phases
+    ]
+    show("requests", ("", "ended"), ends)
+    rows = [
+        [name, f"{figure['early']:,.0f}", f"{figure['late']:,.0f}", f"{figure['limit']:,.0f}"]
+        for name, figure in report["resources"].items()
+    ]
+    show("what the process takes", ("", "early", "late", "at most"), rows)
+    for finding in FINDINGS:
+        print(f"{finding}: {report[finding] or 'none'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

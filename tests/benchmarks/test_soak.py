@@ -1,0 +1,43 @@
+"""A slice of the soak, counted and not timed, and what it says of growth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import soak
+from benchmarks.soak_clients import Crowd
+from benchmarks.soak_course import FINDINGS, Course
+from benchmarks.soak_hands import Pace
+from benchmarks.watch import Allowance, describe
+
+NUM_REQUESTS = 200
+
+
+@pytest.mark.slow
+def test_every_stream_is_right_among_faults_and_nothing_is_left(tmp_path: Path) -> None:
+    course = Course(crowd=Crowd(size=12, think_s=0.02), pace=Pace(), requests=NUM_REQUESTS)
+    report = soak.measure(soak.Settings(course=course, asks=30), tmp_path)
+    assert {finding: report[finding] for finding in FINDINGS} == {finding: [] for finding in FINDINGS}
+    ends = report["disturbed"]["requests"]
+    assert sum(ends.values()) == NUM_REQUESTS
+    assert ends["done"] > NUM_REQUESTS / 2
+    assert sum(report["faults"].values()) > 10
+    assert report["moves"].get("kv done", 0) + report["moves"].get("tokens done", 0) > 0
+    assert report["swaps"]["done"] > 2
+    assert set(report["resources"]) == {"memory_bytes", "descriptors", "threads"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("samples", "flat"),
+    [
+        ([5], True),
+        ([10, 20, 100, 100, 101, 99, 105, 106], True),
+        ([10, 20, 100, 100, 150, 150, 110, 112], True),
+        ([100, 100, 100, 100, 110, 110, 112, 113], False),
+    ],
+)
+def test_a_figure_is_flat_if_its_last_third_is_not_over_its_first(samples: list[int], flat: bool) -> None:
+    assert describe(samples, Allowance(0.1, 1))["flat"] is flat
