@@ -73,17 +73,17 @@ class MaskPattern:
 
     def __init__(self, function: MaskFunction) -> None:
         self._function = function
-        self._cache: dict[tuple[int, int], Tensor] = {}
+        self._cache: dict[tuple[int, int, int], Tensor] = {}
 
     def of(self, segment: Segment, first: int, last: int, num_keys: int) -> Tensor:
         """Return `[n, last - first, num_keys]` bools for the queries `first` to `last` of each request."""
-        cached = self._cache.get((segment.start, first))
+        cached = self._cache.get((segment.start, first, num_keys))
         if cached is None:
             queries = segment.positions[:, first:last, None]
             keys = torch.arange(num_keys, device=queries.device)
             zero = torch.zeros((), dtype=torch.long, device=queries.device)
             cached = self._function(zero, zero, queries, keys) & (keys <= queries)
-            self._cache[segment.start, first] = cached
+            self._cache[segment.start, first, num_keys] = cached
         return cached
 
 
@@ -277,7 +277,7 @@ class _Heads:
         folded = queries.reshape(n, m, self.kv_heads, self.group, -1).transpose(1, 2)
         for first, last in itertools.pairwise((*range(0, m, tile), m)):
             # Whole blocks, so that rows are summed in lanes of the same width however a prompt is cut.
-            end = -(-segment.ends[last - 1] // block_tokens) * block_tokens
+            end = -(-segment.ends[last - 1] // block_tokens) * block_tokens if m > 1 else keys.shape[2]
             mask = pattern.of(segment, first, last, end)[:, None, :, None]
             part = self._tile(folded[:, :, first:last], keys[:, :, :end], values[:, :, :end], mask)
             tiles.append(part)

@@ -41,6 +41,12 @@ class _Layer:
     buffers: tuple[Tensor, Tensor]
     step: int
 
+    def first(self, tokens: int) -> Gathered:
+        """The first `tokens`, or all there is room for where a part would be copied to be multiplied."""
+        if self.keys.dtype is torch.float32:
+            return self.keys[:, :, :tokens], self.values[:, :, :tokens]
+        return self.keys, self.values
+
 
 class Run:
     """Some requests that decode together; made and found again by `Runs`."""
@@ -81,7 +87,7 @@ class Run:
     def read(
         self, layer: int, keys: Tensor, values: Tensor, tokens: int, gather: Callable[[], Gathered]
     ) -> Gathered:
-        """Return what the requests' blocks hold of a layer, in their first `tokens` slots.
+        """Return what the requests' blocks hold of a layer, in their first `tokens` slots or more of them.
 
         Args:
             layer: Its number.
@@ -95,7 +101,7 @@ class Run:
             kept.keys[self._order, :, self._at] = keys
             kept.values[self._order, :, self._at] = values
             kept.step = self._step
-            return kept.keys[:, :, :tokens], kept.values[:, :, :tokens]
+            return kept.first(tokens)
         gathered = gather()
         if self._step:  # a run of one step would be kept in vain
             self._keep(layer, gathered)
