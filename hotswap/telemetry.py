@@ -69,6 +69,7 @@ MIGRATIONS = "hotswap.migrations"
 DOWNTIME = "hotswap.migration.downtime"
 ESTIMATE_ERROR = "hotswap.migration.estimate_error"
 ADAPTERS_HELD = "hotswap.adapters.held"
+CONTROL_ERRORS = "hotswap.control.errors"
 
 Attributes = Mapping[str, AttributeValue]
 
@@ -97,6 +98,9 @@ class Telemetry:
         self.downtime = self.meter.create_histogram(DOWNTIME, "s", "What a client waits for a move")
         self.estimate_error = self.meter.create_histogram(
             ESTIMATE_ERROR, "s", "Downtime of moves less what was expected"
+        )
+        self.control_errors = self.meter.create_counter(
+            CONTROL_ERRORS, "{error}", "Plans that failed, and actions of plans that could not be begun"
         )
         self._wall_ns_at_zero: int | None = None
 

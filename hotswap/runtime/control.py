@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from hotswap.runtime.instance import Instance
 from hotswap.runtime.swapper import Swapper
 from hotswap.scheduler import Scheduler
 from hotswap.store import SupportsPrefetch, WeightStore
+from hotswap.telemetry import Telemetry
 from hotswap.view import FleetView, InstanceId
 
 if TYPE_CHECKING:
@@ -31,8 +33,8 @@ class Control:
     """Asks the scheduler every `interval_s`, and at once after `ask`, and starts what it answers.
 
     Actions run as tasks of the fleet; one on an instance that is not free, or that failed a moment ago, is
-    dropped: the scheduler sees the next view and asks again. A scheduler that raises is logged and asked
-    again next time.
+    dropped: the scheduler sees the next view and asks again. A scheduler that raises, or asks for what makes
+    no sense, is logged, counted and asked again next time; streams and other actions go on.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class Control:
         instances: dict[InstanceId, Instance],
         store: WeightStore,
         swapper: Swapper,
-        migrate: Callable[[Migrate], Coroutine[object, object, None]],
+        migrate: Callable[[Migrate], None],
         tasks: TaskGroup,
+        telemetry: Telemetry,
         interval_s: float,
     ) -> None:
         self._scheduler = scheduler
@@ -53,7 +56,7 @@ class Control:
         self._store = store
         self._swapper = swapper
         self._migrate = migrate
-        self._tasks = tasks
+        self._tasks, self._telemetry = tasks, telemetry
         self._interval_s = interval_s
         self._asked = anyio.Event()
         self._prefetching: set[ModelId] = set()
@@ -66,8 +69,9 @@ class Control:
         """Observe, plan and apply until cancelled."""
         while True:
             self._asked = anyio.Event()
-            self._revive()
-            self._apply(self._plan())
+            with self._forgiving("The control loop failed in this turn"):
+                self._revive()
+            self._plan()
             with anyio.move_on_after(self._pause_s()):
                 await self._asked.wait()
 
@@ -76,22 +80,31 @@ class Control:
         retry_s = min((i.next_retry_s() for i in self._instances.values()), default=math.inf)
         return min(self._interval_s, retry_s - anyio.current_time())
 
-    def _plan(self) -> Sequence[Action]:
-        try:
-            return tuple(self._scheduler.plan(self._observe()))
-        except Exception:
-            log.exception("Scheduler %r failed to plan; the fleet goes on as it is.", self._scheduler)
-            return ()
+    def _plan(self) -> None:
+        with self._forgiving("Scheduler %r failed to plan", self._scheduler):
+            for action in tuple(self._scheduler.plan(self._observe())):
+                with self._forgiving("Action %r of scheduler %r was not begun", action, self._scheduler):
+                    self._start(action)
 
-    def _apply(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case Swap() | Unload():
-                    self._start_swap(action)
-                case Prefetch():
-                    self._start_prefetch(action)
-                case Migrate():
-                    self._tasks.start_soon(self._migrate, action, name=f"move {action.request}")
+    @contextmanager
+    def _forgiving(self, what: str, *whose: object) -> Generator[None]:
+        """Log and count an error, which is no reason to end streams: who caused it is asked again."""
+        try:
+            yield
+        except Exception:
+            log.exception(f"{what}; the fleet goes on as it is.", *whose)
+            self._telemetry.control_errors.add(1)
+
+    def _start(self, action: Action) -> None:
+        match action:
+            case Swap() | Unload():
+                self._start_swap(action)
+            case Prefetch():
+                self._start_prefetch(action)
+            case Migrate():
+                self._migrate(action)
+            case _:
+                raise TypeError(f"{action!r} is no action; plan Swap, Unload, Prefetch and Migrate.")
 
     def _start_swap(self, action: Swap | Unload) -> None:
         instance = self._instances.get(action.instance)

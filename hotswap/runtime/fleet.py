@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import anyio
@@ -18,7 +19,6 @@ from hotswap.errors import (
     FleetClosed,
     HotswapError,
     InvalidRequest,
-    MigrationAborted,
     SwapRefused,
 )
 from hotswap.migration import Mover
@@ -208,6 +208,7 @@ class Fleet(AsyncContextManagerMixin):
             swapper=self._swapper,
             migrate=self._migrate,
             tasks=tasks,
+            telemetry=self._telemetry,
             interval_s=self._interval_s,
         )
         tasks.start_soon(self._control.run, name="hotswap control")
@@ -417,13 +418,12 @@ class Fleet(AsyncContextManagerMixin):
         move = self._migrator.run(flight, self._instance(to), way=way, reason=reason)
         return await self._while_open(move, f"the move of request {request!r}")
 
-    async def _migrate(self, action: Migrate) -> None:
-        """As a plan asks for it: what cannot be begun is dropped."""
+    def _migrate(self, action: Migrate) -> None:
+        """As a plan asks for it; what has gone meanwhile is dropped."""
         flight, destination = self._flights.get(action.request), self._instances.get(action.destination)
-        if flight is None or destination is None:
-            return
-        with suppress(MigrationAborted):
-            await self._migrator.run(flight, destination, way=action.way, reason=action.reason)
+        if flight is not None and destination is not None:
+            move = partial(self._migrator.run_planned, way=action.way, reason=action.reason)
+            self._open_tasks().start_soon(move, flight, destination, name=f"move {action.request}")
 
     async def drain(
         self,

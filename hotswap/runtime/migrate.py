@@ -70,6 +70,17 @@ class Migrator:
         """Whether an instance takes part in as many moves as it may."""
         return self._num_moves[instance.id] >= self.limits.per_instance
 
+    async def run_planned(
+        self, flight: Flight, destination: Instance, *, way: MigrationWay | None, reason: str
+    ) -> None:
+        """Run a planned move; what cannot be begun is dropped, and its failure ends nothing else."""
+        try:
+            await self.run(flight, destination, way=way, reason=reason)
+        except MigrationAborted:
+            return
+        except Exception:  # not of the move: a mover's fault, say
+            log.exception("The move of request %r broke off.", flight.request.id)
+
     async def run(
         self, flight: Flight, destination: Instance, *, way: MigrationWay | None, reason: str
     ) -> MigrationRecord:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import anyio
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
 from hotswap import (
@@ -14,9 +17,14 @@ from hotswap import (
     FleetView,
     InstanceId,
     InstanceState,
+    InstanceView,
     MemoryNotReclaimed,
+    Migrate,
     ModelCard,
     ModelId,
+    MoveChoice,
+    Mover,
+    MoveView,
     Prefetch,
     Sampling,
     Scheduler,
@@ -29,6 +37,7 @@ from hotswap import (
 )
 from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, idle, read, sim_fleet, store_of, until
+from tests.runtime.test_telemetry import metrics_of
 
 SOME = Sampling(max_tokens=25, ignore_eos=True)
 E0 = InstanceId("e0")
@@ -116,6 +125,91 @@ async def test_a_scheduler_that_raises_while_its_plan_is_read_does_not_end_the_f
         await fleet.swap("e0", to="a")
         await read(fleet, "a", (1,), SOME)
     assert "failed to plan" in caplog.text
+
+
+class Moody(Scheduler):
+    """Does something else with every plan, in turn, and says how often it was asked."""
+
+    def __init__(self, *moods: Callable[[FleetView], object]) -> None:
+        self.moods, self.num_plans = moods, 0
+
+    def plan(self, fleet: FleetView) -> Any:
+        self.num_plans += 1
+        return self.moods[self.num_plans % len(self.moods)](fleet)
+
+
+def blow_up(fleet: FleetView) -> None:
+    raise ZeroDivisionError("a scheduler's own fault")
+
+
+def talk_nonsense(fleet: FleetView) -> object:
+    return ["swap", Swap(instance=["e0"], model={}), Migrate(request=[], destination=E0)]  # type: ignore[arg-type]
+
+
+def move_about(fleet: FleetView) -> list[Action]:
+    """Move every request to the other of two instances."""
+    here = {InstanceId("e0"): InstanceId("e1"), InstanceId("e1"): InstanceId("e0")}
+    return [Migrate(request=running.id, destination=here[running.instance]) for running in fleet.running]
+
+
+class NoIdea(Mover):
+    """Cannot choose."""
+
+    def choose(self, move: MoveView) -> MoveChoice:
+        raise ZeroDivisionError("a mover's own fault")
+
+
+@virtual_time
+async def test_streams_go_on_whatever_the_scheduler_does(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler, reader = Moody(blow_up, talk_nonsense, move_about), InMemoryMetricReader()
+    meters = MeterProvider([reader])
+    async with sim_fleet("a", scheduler=scheduler, interval_s=0.1, meter_provider=meters) as fleet:
+        for name in ("e0", "e1"):
+            await fleet.swap(name, to="a")
+        async with anyio.create_task_group() as clients:
+            for number in range(4):
+                clients.start_soon(read, fleet, "a", (number,), Sampling(max_tokens=200, ignore_eos=True))
+        idle(fleet)
+        assert "done" in {move.outcome for move in fleet.migrations}, "a plan is as good as ever afterwards"
+    assert scheduler.num_plans > 10
+    assert "a scheduler's own fault" in caplog.text
+    assert "is no action" in caplog.text
+    assert sum(metrics_of(reader.get_metrics_data())["hotswap.control.errors"]) > 10
+
+
+@virtual_time
+async def test_a_mover_that_raises_in_a_planned_move_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with sim_fleet("a", scheduler=Moody(move_about), mover=NoIdea(), interval_s=0.1) as fleet:
+        for name in ("e0", "e1"):
+            await fleet.swap(name, to="a")
+        await read(fleet, "a", (1,), Sampling(max_tokens=100, ignore_eos=True))
+        idle(fleet)
+    assert "a mover's own fault" in caplog.text
+
+
+class Shy(WrapperEngine):
+    """Says nothing of itself for some turns of the control loop."""
+
+    num_secrets = 0
+
+    def view(self) -> InstanceView:
+        if self.num_secrets:
+            self.num_secrets -= 1
+            raise ZeroDivisionError("an engine's own fault")
+        return super().view()
+
+
+@virtual_time
+async def test_an_engine_that_cannot_be_looked_at_ends_no_stream(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Shy(engine_of("e0"))
+    async with sim_fleet("a", engines=[engine], interval_s=0.01) as fleet:
+        async with fleet.stream("a", (1,), SOME) as stream:
+            await anext(stream)
+            engine.num_secrets = 3
+            assert len(await stream.collect()) == 24
+        assert engine.num_secrets == 0
+        idle(fleet)
+    assert "an engine's own fault" in caplog.text
 
 
 class NoDisk(WrapperStore):
