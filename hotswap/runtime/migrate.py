@@ -135,8 +135,8 @@ class Migrator:
                 await move.with_blocks()
                 return "done"
             except MigrationAborted as exc:
-                # Blocks that cannot move, or find no room, are no reason to stay.
-                if not may_fall_back or exc.stage not in ("export", "reserve"):
+                # Blocks that cannot move, find no room or have no way are no reason to stay.
+                if not may_fall_back or exc.stage not in ("export", "reserve", "link"):
                     raise
         await move.as_tokens()
         return "done"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import ClassVar, Self
 
 import anyio
@@ -55,8 +56,9 @@ async def loaded(store: DictStore, skeletons: SkeletonCache, name: str) -> Async
         yield engine
 
 
-async def undisturbed(store: DictStore, skeletons: SkeletonCache) -> list[int]:
-    async with loaded(store, skeletons, "oracle") as engine, engine.stream(make_request(store)) as tokens:
+async def undisturbed(store: DictStore, skeletons: SkeletonCache, sampling: Sampling = SAMPLING) -> list[int]:
+    request = replace(make_request(store), sampling=sampling)
+    async with loaded(store, skeletons, "oracle") as engine, engine.stream(request) as tokens:
         return [token.id for token in await tokens.collect()]
 
 
@@ -117,6 +119,9 @@ class FarEngine(WrapperEngine):
             yield self
             await self._near.aclose()
 
+    async def break_link(self) -> None:
+        await self._near.aclose()
+
     @asynccontextmanager
     async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
         async with self._torch.export_kv(request) as source:
@@ -153,6 +158,38 @@ async def test_a_fleet_moves_requests_over_a_link(
                     assert record.outcome in ("done", "finished"), record
                     assert record.way == "kv"
         assert any(record.outcome == "done" for record in fleet.migrations)
+    assert read == await undisturbed(store, skeletons)
+
+
+async def test_a_request_goes_as_tokens_where_the_link_is_broken(
+    store: DictStore, skeletons: SkeletonCache
+) -> None:
+    engines = [FarEngine(make_engine(name, skeletons), "tcp") for name in ("e0", "e1")]
+    fleet = Fleet(
+        engines=engines,
+        store=store,
+        models=[Model(KIND)],
+        router=LeastLoadedRouter(),
+        scheduler=Idle(),
+    )
+    async with fleet:
+        for engine in engines:
+            await fleet.swap(engine.id, to=KIND)
+            await engine.break_link()
+        read: list[int] = []
+        async with fleet.stream(KIND, PROMPT, SAMPLING) as stream:
+            async for token in stream:
+                read.append(token.id)
+                if len(read) in (10, 20):
+                    to = "e1" if stream.hops[-1].instance == "e0" else "e0"
+                    record = await fleet.migrate(
+                        stream.request.id, to=to, way="kv" if len(read) == 10 else None
+                    )
+                    if len(read) == 10:
+                        assert (record.outcome, record.way) == ("aborted", "kv")
+                        assert "link" in record.error
+                    else:
+                        assert (record.outcome, record.way) == ("done", "tokens")
     assert read == await undisturbed(store, skeletons)
 
 
