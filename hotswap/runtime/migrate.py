@@ -124,6 +124,7 @@ class Migrator:
         finally:
             record = _record(move, choice, outcome, error, started_s, reason, span)
             self._keep(record, span, error if outcome in ("aborted", "cancelled") else None)
+            error = None  # or it and this frame keep each other, and with them both engines' KV blocks
         return record
 
     async def _carry_out(self, move: Move, way: MigrationWay, *, may_fall_back: bool) -> MigrationOutcome:

@@ -106,6 +106,7 @@ class SwapJob:
         finally:
             self.record = self._write(started_s, outcome, error, span)
             self._close(span, error)
+            error = None  # or it and this frame keep each other, and with them what a load had made
         return self.record
 
     async def _steps(self, span: Span) -> None:

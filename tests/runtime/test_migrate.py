@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
 
+import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
-from hotswap import Fleet, InstanceState, Model, Request, RequestId, Sampling
+from hotswap import (
+    Fleet,
+    InstanceState,
+    InvalidRequest,
+    MigrationAborted,
+    Model,
+    Request,
+    RequestId,
+    Sampling,
+)
 from hotswap.action import MigrationWay
 from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.backends.torch.kv import KVCache
 from hotswap.policies import LeastLoadedRouter
+from hotswap.testing.chaos import EngineFaults, chaotic_engine
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 from tests.runtime.support import Idle, until
@@ -98,3 +113,53 @@ async def test_a_moved_stream_is_that_of_an_undisturbed_run(
             assert instance.num_requests == 0
             assert instance.state is InstanceState.SERVING
         await until(lambda: all(i.num_free_kv_blocks == i.num_kv_blocks for i in fleet.view().instances))
+
+
+async def test_moves_that_fail_keep_no_blocks_of_engines_that_have_unloaded(
+    store: DictStore, skeletons: SkeletonCache
+) -> None:
+    """Not even until the collector comes: the next model may need their memory."""
+    random, faults = Random(3), EngineFaults(abort=0.1)
+    engines = [
+        chaotic_engine(make_engine(name, skeletons, kv_tokens=512), Random(number), faults)
+        for number, name in enumerate(("e0", "e1"))
+    ]
+    fleet = Fleet(
+        engines=engines,
+        store=store,
+        models=[Model("llama")],
+        router=LeastLoadedRouter(),
+        scheduler=Idle(),
+    )
+
+    async def ask_for_ever() -> None:
+        while True:
+            prompt = tuple(random.randrange(2, 500) for _ in range(40))
+            async with fleet.stream("llama", prompt, GREEDY) as stream:
+                await stream.collect()
+
+    async with fleet:
+        for engine in engines:
+            engine.injector.armed = False
+            await fleet.swap(engine.id, to="llama")
+            engine.injector.armed = True
+        caches = [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is KVCache]
+        assert len(caches) >= 2
+        gc.disable()
+        try:
+            async with anyio.create_task_group() as clients:
+                for _ in range(6):
+                    clients.start_soon(ask_for_ever)
+                while len(failed := [m for m in fleet.migrations if m.outcome == "aborted"]) < 20:
+                    await checkpoint()
+                    for request in fleet.view().running[:1]:
+                        to = "e1" if request.instance == "e0" else "e0"
+                        with suppress(InvalidRequest, MigrationAborted), anyio.move_on_after(1):
+                            await fleet.migrate(request.id, to=to, way="kv")
+                clients.cancel_scope.cancel()
+            for engine in engines:
+                await fleet.unload(engine.id)
+            assert len({move.stage for move in failed}) > 2, failed
+            assert [cache() for cache in caches if cache() is not None] == []
+        finally:
+            gc.enable()

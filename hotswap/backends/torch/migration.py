@@ -97,10 +97,11 @@ class Desk:
         self.worker.work(job)
         try:
             await self.life.unless_lost(job.ended.wait())
+            if job.error is not None:
+                raise job.error
         finally:
             job.cancelled = True
-        if job.error is not None:
-            raise job.error
+            job.error = None  # or it and the job keep each other, and with them the blocks
 
     def ask(self, begin: Callable[[Runner, Mapping[int, Sequence]], Pieces]) -> None:
         """Have something done on the thread before whatever is asked later; nobody waits for it."""
@@ -127,7 +128,8 @@ class _Job:
             yield
 
     def end(self, error: Exception | None) -> None:
-        self.error = error
+        if not self.cancelled:
+            self.error = error
         self.post(self.ended.set)
 
     def drop(self) -> None:
