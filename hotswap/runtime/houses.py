@@ -25,8 +25,7 @@ class Houses(AsyncContextManagerMixin):
     """
 
     def __init__(self) -> None:
-        self._leaving: dict[InstanceId, anyio.Event] = {}
-        self._left: dict[InstanceId, anyio.Event] = {}
+        self._guests: dict[InstanceId, tuple[anyio.Event, anyio.Event]] = {}  # told to leave, has left
         self._tasks: TaskGroup | None = None
 
     @asynccontextmanager
@@ -35,7 +34,7 @@ class Houses(AsyncContextManagerMixin):
             try:
                 yield self
             finally:
-                for leaving in self._leaving.values():
+                for leaving, _ in self._guests.values():
                     leaving.set()
 
     async def move_in(self, instance: Instance) -> None:
@@ -45,18 +44,19 @@ class Houses(AsyncContextManagerMixin):
 
     async def move_out(self, instance: Instance) -> None:
         """Stop an engine that moved in; others stay as they are."""
-        if (leaving := self._leaving.get(instance.id)) is not None:
+        if (guest := self._guests.get(instance.id)) is not None:
+            leaving, left = guest
             leaving.set()
-            await self._left[instance.id].wait()
+            await left.wait()
 
     async def _keep(self, instance: Instance, *, task_status: TaskStatus[None]) -> None:
         leaving, left = anyio.Event(), anyio.Event()
         try:
             async with instance.engine:
-                self._leaving[instance.id], self._left[instance.id] = leaving, left
+                self._guests[instance.id] = leaving, left
                 task_status.started()
                 with anyio.CancelScope(shield=True):  # requests end first, whatever ends the fleet
                     await leaving.wait()
         finally:
-            self._leaving.pop(instance.id, None)
+            self._guests.pop(instance.id, None)
             left.set()
