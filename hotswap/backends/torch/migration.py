@@ -274,6 +274,8 @@ class TorchKVSink(KVSink):
         room = (self.num_present_blocks + len(self._blocks)) * self.layout.block_tokens
         if len(pages.data) != size_bytes or first > self._num_tokens or first + pages.num_tokens > room:
             raise aborted("copy", f"pages of tokens {first} to {first + pages.num_tokens} do not fit")
+        if not size_bytes:
+            return
         data = torch.frombuffer(pages.data, dtype=torch.uint8)
         self._writing = True
         try:

@@ -75,7 +75,7 @@ class RemoteSink(KVSink):
         """Cut pages into parts of whole blocks that the link takes."""
         block_tokens, block_bytes = self.layout.block_tokens, self.layout.block_bytes
         most = max(1, self._channel.max_payload_bytes // max(1, block_bytes))
-        num_blocks = -(-pages.num_tokens // block_tokens)
+        num_blocks = max(1, -(-pages.num_tokens // block_tokens))  # none at all is a call too
         return [
             KVPages(
                 pages.first_block + at,
@@ -243,8 +243,7 @@ async def _carry_out(sink: KVSink, message: Message, payload: memoryview) -> Non
         case "reserve":
             await sink.reserve(wire.size(message, "num_tokens"))
         case "write":
-            first_block = wire.size(message, "first_block")
-            num_tokens = wire.size(message, "num_tokens", least=1)
+            first_block, num_tokens = wire.size(message, "first_block"), wire.size(message, "num_tokens")
             await sink.write(KVPages(first_block, num_tokens, payload))
         case "commit":
             await sink.commit(wire.tokens_of(payload))

@@ -78,14 +78,14 @@ def unpack(message: bytes) -> Message:
         return Message(fields.text("verb"), fields.size("number"), fields)
 
 
-def size(message: Message, name: str, *, least: int = 0) -> int:
-    """Return a field that is a whole number, `least` or more.
+def size(message: Message, name: str) -> int:
+    """Return a field that is a whole number, 0 or more.
 
     Raises:
         Damaged: it is none.
     """
     with _understood():
-        return message.fields.size(name, least=least)
+        return message.fields.size(name)
 
 
 # ---------------------------------------------------------------------- errors

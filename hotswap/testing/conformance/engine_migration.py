@@ -177,6 +177,11 @@ class MigrationChecks(EngineSuite):
             await self.assert_all_raise((MigrationAborted, InstanceLost), source, sink)
 
     @check
+    async def test_no_blocks_at_all_may_be_written(self) -> None:
+        async with self.pair() as pair, pair.take(self.request(pair.bench.card)) as sink:
+            await sink.write(KVPages(0, 0, memoryview(bytearray())))
+
+    @check
     async def test_an_unknown_request_cannot_leave(self) -> None:
         async with self.pair() as pair:
             with pytest.raises(MigrationAborted):

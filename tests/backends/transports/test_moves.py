@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import anyio
 import pytest
 
-from hotswap import Fleet, Model, Request, RequestId, Sampling, WrapperEngine
+from hotswap import Engine, Fleet, Model, Request, RequestId, Sampling, WrapperEngine
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.transports import remote_sink, serve_sink
 from hotswap.migration import KVSink, KVSource
@@ -197,6 +197,7 @@ class FarChecks(MigrationChecks):
     """What holds for engines that give each other requests holds over a link."""
 
     models = (Model("a"), Model("b"))
+    can_lose = True
     kind: ClassVar[str]
     skeletons: ClassVar[SkeletonCache]
     store: ClassVar[DictStore]
@@ -213,6 +214,11 @@ class FarChecks(MigrationChecks):
 
     def make_store(self) -> DictStore:
         return DictStore(self.store.manifests, self.store.buffers)
+
+    def lose(self, engine: Engine) -> None:
+        assert isinstance(engine, FarEngine)
+        assert isinstance(engine.wrapped, TorchEngine)
+        engine.wrapped.lose()
 
 
 class TestOverMemory(FarChecks):

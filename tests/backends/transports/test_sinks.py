@@ -83,6 +83,12 @@ async def test_moves_arrive_one_after_another(kind: str) -> None:
     assert engine.requests == [REQUEST] * 4
 
 
+async def test_no_pages_are_written_too() -> None:
+    async with served(engine := RecordingEngine()) as channel, remote_sink(channel, REQUEST) as sink:
+        await sink.write(KVPages(0, 0, memoryview(bytearray())))
+    assert engine.heard == [("open",), ("write", 0, 0, b"")]
+
+
 async def test_pages_are_cut_where_the_link_is_narrow() -> None:
     engine = RecordingEngine()
     near, far = memory_channels(max_payload_bytes=3 * BLOCK)
@@ -250,7 +256,7 @@ async def closed(channel: Channel) -> bool:
 STRANGE = [
     wire.pack("sing", 1),
     wire.pack("reserve", 2, num_tokens=-1),
-    wire.pack("write", 2, first_block=0, num_tokens=0),
+    wire.pack("write", 2, first_block=0),
     wire.pack("open", 1, id="r"),
 ]
 
