@@ -39,6 +39,8 @@ IMPLEMENTATION = "hotswap_paged"
 # terms in fp32 (MKL), and in bf16 beyond about 768 (oneDNN, with bf16 instructions) or already below 512
 # (without them).
 _SHORT_CHUNK, _LONG_CHUNK = 128, 512
+# Rows of a request up to which the products of its chunks are taken together.
+_FEW_ROWS = 64
 # Floats of the CPU's widest vector.
 _LANES = 16
 # Scores of one tile of queries, in elements: 16 MiB of fp32.
@@ -309,13 +311,24 @@ class _Heads:
         num_keys, chunk = weights.shape[-1], _LONG_CHUNK if native else _SHORT_CHUNK
         if not self.min_rows or num_keys <= chunk:
             return self._product(weights, values)
-        total: Tensor | None = None
-        for first in range(0, num_keys, chunk):
-            keys = slice(first, first + chunk)
-            part = self._product(weights[..., keys], values[..., keys, :]).float()
-            total = part if total is None else total.add_(part)
-        assert total is not None
+        total, *others = self._chunk_products(weights, values, chunk)
+        for part in others:  # one after the other: their number must not change the order
+            total += part
         return total.to(values.dtype)
+
+    def _chunk_products(self, weights: Tensor, values: Tensor, chunk: int) -> list[Tensor]:
+        """The products of each chunk of keys, in fp32."""
+        num_keys, parts = weights.shape[-1], list[Tensor]()
+        whole = num_keys // chunk if weights.shape[-2] <= _FEW_ROWS else 0
+        if whole > 1:  # of a decode, all at once: they are small
+            first = slice(whole * chunk)
+            rows = weights[..., first].reshape(*weights.shape[:-1], whole, chunk).transpose(2, 3)
+            keyed = values[:, :, first].reshape(*values.shape[:2], whole, chunk, -1)
+            parts += self._product(rows, keyed).float().unbind(2)
+        for at in range(len(parts) * chunk, num_keys, chunk):
+            keys = slice(at, at + chunk)
+            parts.append(self._product(weights[..., keys], values[..., keys, :]).float())
+        return parts
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """`left @ right` with at least `min_rows` rows: fewer would take a kernel of another rounding."""
@@ -323,4 +336,4 @@ class _Heads:
         if rows >= self.min_rows:
             return torch.matmul(left, right)
         more = functional.pad(left, (0, 0, 0, self.min_rows - rows))
-        return torch.matmul(more, right)[:, :, :rows]
+        return torch.matmul(more, right)[..., :rows, :]
