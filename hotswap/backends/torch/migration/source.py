@@ -1,0 +1,145 @@
+"""The giving end of a move: KV blocks are read while their request decodes, the rest once it has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Sequence as Items
+from contextlib import asynccontextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hotswap.backends.torch.batcher import Sequence
+from hotswap.backends.torch.kv import blocks_for
+from hotswap.backends.torch.migration.desk import PIECE_BYTES, Desk, aborted, beside
+from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.worker import Pieces
+from hotswap.migration import KVLayout, KVPages, KVSource, Stopped
+
+__all__ = ["TorchKVSource", "lent_source"]
+
+
+class TorchKVSource(KVSource):
+    """The blocks of one request of an engine.
+
+    Args:
+        desk: The engine's.
+        ticket: The request's in the engine.
+        layout: What the blocks mean.
+        give_up: Ends the request's stream, and has the engine forget it; false if it had ended before.
+    """
+
+    def __init__(self, desk: Desk, ticket: int, layout: KVLayout, give_up: Callable[[], bool]) -> None:
+        self.layout = layout
+        self._desk, self._ticket, self._give_up = desk, ticket, give_up
+        self._tokens: tuple[int, ...] = ()
+        self._num_tokens = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._parked: tuple[Runner, Sequence] | None = None
+        self._was_asked_to_stop = False
+
+    async def num_tokens(self) -> int:
+        await self._desk.between_steps(self._count)
+        return self._num_tokens
+
+    async def read(self, first_block: int, num_tokens: int) -> KVPages:
+        num_blocks = blocks_for(num_tokens, self.layout.block_tokens)
+        size_bytes = num_blocks * self.layout.block_bytes
+        if len(self._buffer) < size_bytes:
+            self._buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        out = self._buffer[:size_bytes]
+        if self._parked is None:
+            await self._desk.between_steps(partial(self._copy, first_block, num_tokens, out))
+        else:
+            await self._copy_parked(*self._parked, first_block, num_tokens, out)
+        return KVPages(first_block, num_tokens, out.numpy().data)
+
+    async def stop(self) -> Stopped:
+        self._was_asked_to_stop = True  # the thread will do it, also if nobody waits for that any more
+        await self._desk.between_steps(self._park)
+        return Stopped(self._tokens, self._num_tokens)
+
+    async def release(self) -> None:
+        self._desk.refuse_if_gone()
+        if not self._give_up():
+            raise aborted("release", "the request has ended or was taken away")
+        self._was_asked_to_stop = False
+
+    def resume(self) -> None:
+        """Let the request go on where it stopped, if it did; there is nothing to read any more."""
+        self._parked = None
+        if self._was_asked_to_stop and not self._desk.life.is_lost:
+            self._desk.ask(self._unpark)
+
+    async def _copy_parked(
+        self, runner: Runner, sequence: Sequence, first_block: int, num_tokens: int, out: Tensor
+    ) -> None:
+        """Copy beside the step that runs: a client waits, and no step writes where a parked request reads."""
+        blocks = sequence.blocks[first_block : first_block + len(out) // self.layout.block_bytes]
+        if self._num_tokens < first_block * self.layout.block_tokens + num_tokens:
+            raise aborted("copy", "the request has fewer tokens than that")
+        await beside(partial(self._save, blocks, out), len(out))
+        self._desk.refuse_if_gone()
+        # Others write to its blocks only after it has left the parked ones.
+        if sequence not in runner.batcher.parked:
+            raise aborted("copy", "the request has ended or was taken away")
+
+    def _save(self, blocks: Items[int], out: Tensor) -> None:
+        size = self.layout.block_bytes
+        for at, block in enumerate(blocks):
+            self._desk.cache.save(block, out[at * size : (at + 1) * size])
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def _count(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+        self._num_tokens = self._sequence(runner, sequences).num_computed
+        yield from ()
+
+    def _copy(
+        self,
+        first_block: int,
+        num_tokens: int,
+        out: Tensor,
+        runner: Runner,
+        sequences: Mapping[int, Sequence],
+    ) -> Pieces:
+        block_bytes, block_tokens = self.layout.block_bytes, self.layout.block_tokens
+        most = max(1, PIECE_BYTES // block_bytes)
+        for at in range(blocks_for(num_tokens, block_tokens)):
+            sequence = self._sequence(runner, sequences)
+            if sequence.num_computed < first_block * block_tokens + num_tokens:
+                raise aborted("copy", "the request gave its KV blocks back for older ones")
+            self._save([sequence.blocks[first_block + at]], out[at * block_bytes : (at + 1) * block_bytes])
+            if (at + 1) % most == 0:
+                yield
+
+    def _park(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+        sequence = self._sequence(runner, sequences)
+        runner.batcher.park(sequence)
+        self._tokens, self._num_tokens = tuple(sequence.tokens), sequence.num_computed
+        self._parked = runner, sequence
+        yield from ()
+
+    def _unpark(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+        if (sequence := sequences.get(self._ticket)) is not None:
+            runner.batcher.unpark(sequence)
+        yield from ()
+
+    def _sequence(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Sequence:
+        sequence = sequences.get(self._ticket)
+        if sequence is None:
+            raise aborted("copy", "the request has ended or was taken away")
+        if sequence not in (runner.batcher.running if self._parked is None else runner.batcher.parked):
+            raise aborted("copy", "the request waits for KV blocks, which others took")
+        return sequence
+
+
+@asynccontextmanager
+async def lent_source(source: TorchKVSource) -> AsyncGenerator[TorchKVSource]:
+    """Lend a source; a request that was stopped and not released goes on afterwards."""
+    try:
+        await source.num_tokens()
+        yield source
+    finally:
+        source.resume()
