@@ -69,8 +69,8 @@ class Settings:
 
     contexts: tuple[int, ...] = (256, 512, 1024)
     repeats: int = 3
-    hidden: int = 512
-    layers: int = 8
+    hidden: int = 1024
+    layers: int = 12
     before: int = 24
 
 
@@ -124,10 +124,11 @@ def _write_model(settings: Settings, directory: Path) -> None:
         hidden_size=settings.hidden,
         intermediate_size=3 * settings.hidden,
         num_hidden_layers=settings.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=max(2, settings.hidden // 64),
+        num_key_value_heads=2,
         max_position_embeddings=16_384,
         eos_token_id=None,
+        dtype="bfloat16",
     )
     torch.manual_seed(0)
     models: Any = transformers.AutoModelForCausalLM
