@@ -49,7 +49,7 @@ _LONGEST = 1024
 # A blocking copy stops at once, whatever there is to copy.
 _LIMITS = {
     "kv": MigrationLimits(),
-    "tokens": MigrationLimits(),
+    "tokens": MigrationLimits(stage_s=600),  # a round is a whole prefill
     "blocking": MigrationLimits(last_stage_blocks=1 << 20),
     "recompute": MigrationLimits(),
 }
@@ -61,6 +61,7 @@ class Settings:
 
     Attributes:
         contexts: Tokens that the moving request has.
+        ways: How it moves.
         repeats: Moves of each way and context.
         hidden: Width of the model.
         layers: Depth of the model.
@@ -68,6 +69,7 @@ class Settings:
     """
 
     contexts: tuple[int, ...] = (256, 512, 1024)
+    ways: tuple[str, ...] = tuple(_LIMITS)
     repeats: int = 3
     hidden: int = 1024
     layers: int = 12
@@ -86,13 +88,13 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
             "machine": machine(Path(work)),
             "versions": versions("torch", "transformers"),
             "settings": asdict(settings),
-            "gap_s": {way: {} for way in _LIMITS},
+            "gap_s": {way: {} for way in settings.ways},
             "step_s": {"normal": [], "migrating": []},
             "step_ratio": [],
             "copied_bytes": {},
         }
         for context in settings.contexts:
-            for way in rounds(tuple(_LIMITS), 1):
+            for way in rounds(settings.ways, 1):
                 anyio.run(_measure, Path(work), settings, context, way, report)
     return {**report, "ratios": _ratios(settings, report)}
 
@@ -104,13 +106,20 @@ def _ratios(settings: Settings, report: dict[str, Any]) -> dict[str, float]:
         way: {context: statistics.median(seen) for context, seen in gaps.items()}
         for way, gaps in report["gap_s"].items()
     }
-    return {
-        "kv_longest_over_shortest": gap_s["kv"][longest] / gap_s["kv"][shortest],
-        "recompute_over_kv_at_longest": gap_s["recompute"][longest] / gap_s["kv"][longest],
-        "blocking_over_kv_at_longest": gap_s["blocking"][longest] / gap_s["kv"][longest],
-        "recompute_over_tokens_at_longest": gap_s["recompute"][longest] / gap_s["tokens"][longest],
-        "step_beside_a_move": statistics.median(report["step_ratio"] or [float("nan")]),
+    asked = {
+        "kv_longest_over_shortest": (("kv", longest), ("kv", shortest)),
+        "recompute_over_kv_at_longest": (("recompute", longest), ("kv", longest)),
+        "blocking_over_kv_at_longest": (("blocking", longest), ("kv", longest)),
+        "recompute_over_tokens_at_longest": (("recompute", longest), ("tokens", longest)),
     }
+    ratios = {
+        name: gap_s[way][context] / gap_s[beside][at]
+        for name, ((way, context), (beside, at)) in asked.items()
+        if {way, beside} <= gap_s.keys()
+    }
+    if report["step_ratio"]:
+        ratios["step_beside_a_move"] = statistics.median(report["step_ratio"])
+    return ratios
 
 
 def _write_model(settings: Settings, directory: Path) -> None:
@@ -272,12 +281,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--full", action="store_true", help="contexts up to 8,192 tokens, five repeats")
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
+    parser.add_argument("--ways", nargs="+", choices=_LIMITS, help="how requests move; all ways by default")
     parser.add_argument("--repeats", type=int, help="moves of each kind")
     parser.add_argument("--json", type=Path, help="where the whole report goes")
     options = parser.parse_args(arguments)
     settings = FULL if options.full else Settings()
     if options.contexts:
         settings = replace(settings, contexts=tuple(options.contexts))
+    if options.ways:
+        settings = replace(settings, ways=tuple(options.ways))
     if options.repeats:
         settings = replace(settings, repeats=options.repeats)
     report = measure(settings)
