@@ -143,6 +143,7 @@ async def test_moves_that_fail_keep_no_blocks_of_engines_that_have_unloaded(
             engine.injector.armed = False
             await fleet.swap(engine.id, to="llama")
             engine.injector.armed = True
+        gc.collect()  # those that other tests left
         caches = [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is KVCache]
         assert len(caches) >= 2
         gc.disable()
