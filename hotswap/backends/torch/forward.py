@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from hotswap.backends.torch.adapters.plan import RankRange, adaptation
 from hotswap.backends.torch.attention import Segment, Step, running
 from hotswap.backends.torch.blocks import Copy
+from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.backends.torch.kv import KVCache, blocks_for
+from hotswap.backends.torch.linear import LEAST_ROWS
 from hotswap.backends.torch.products import RowInvariant
 
 __all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble", "least_rows"]
@@ -99,7 +101,7 @@ class Forward(ABC):
 
 
 class LocalForward(Forward):
-    """A model in this process; `chore` is what `improve` does, and a step has `min_tokens` rows at least."""
+    """A model in this process; `chore` is what `improve` does, the rest is for `assemble`."""
 
     def __init__(
         self,
@@ -107,13 +109,13 @@ class LocalForward(Forward):
         cache: KVCache,
         *,
         min_rows: int,
-        min_tokens: int | None = None,
+        linear_only: bool = False,
         chore: Callable[[], bool] = lambda: False,
     ) -> None:
         self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
         self.cache = cache
         self._model, self._chore = model, chore
-        self._min_rows, self._min_tokens = min_rows, min_tokens
+        self._min_rows, self._linear_only = min_rows, linear_only
         self._work = Work(())
 
     def submit(self, work: Work) -> None:
@@ -123,7 +125,7 @@ class LocalForward(Forward):
         self.cache.copy(self._work.copies)
         self.cache.clear(self._work.fresh)
         pieces = self._work.pieces
-        batch = assemble(pieces, self.cache, min_rows=self._min_rows, min_tokens=self._min_tokens)
+        batch = assemble(pieces, self.cache, min_rows=self._min_rows, linear_only=self._linear_only)
         return batch.logits(self._model)
 
     def improve(self) -> bool:
@@ -134,13 +136,13 @@ def least_rows(device: torch.device, threads: int, dtype: torch.dtype) -> int:
     """The least number of rows at which a matrix product on the CPU no longer rounds by its number of rows.
 
     Measured: fp32 takes another kernel below 4 rows on some CPUs and below 6 on others, also for a part of
-    the rows where several threads share fewer than 12; bf16 for a single row. 0 on other devices, where no
-    such number is known.
+    the rows where several threads share fewer than 12; bf16 for a single row, and with instructions for it
+    not even then. 0 on other devices, where no such number is known.
     """
     if device.type != "cpu":
         return 0
     if dtype is torch.bfloat16:
-        return 4
+        return 2 if multiplies_bf16() else 4
     return 8 if threads == 1 else 12
 
 
@@ -154,7 +156,7 @@ class Batch:
         keep: The rows whose logits are wanted, padded to the least number of rows.
         num_kept: How many of them are no padding.
         step: What the layers need to know.
-        mixed: Whether others than linear layers multiply by weights, and bits must not depend on the batch.
+        watched: Whether products that are not those of linear layers are to be rounded alike for any batch.
     """
 
     ids: Tensor
@@ -162,7 +164,7 @@ class Batch:
     keep: Tensor
     num_kept: int
     step: Step
-    mixed: bool = False
+    watched: bool = False
 
     def logits(self, model: nn.Module, embeds: Tensor | None = None) -> Tensor:
         """Run the model and return `[pieces that sample, vocabulary]`, in order.
@@ -170,7 +172,7 @@ class Batch:
         With `embeds`, `[1, T, width]`, the model is given these in place of the ids.
         """
         start: dict[str, Tensor] = {"input_ids": self.ids} if embeds is None else {"inputs_embeds": embeds}
-        with running(self.step), RowInvariant() if self.mixed else nullcontext():
+        with running(self.step), RowInvariant() if self.watched else nullcontext():
             # The mask of ones keeps transformers from taking the row for packed sequences of its own.
             out: Any = model(
                 **start,
@@ -182,13 +184,17 @@ class Batch:
         return cast("Tensor", out.logits[0])[: self.num_kept]
 
 
-def assemble(
-    pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, min_tokens: int | None = None
-) -> Batch:
-    """Lay the pieces out in one row of at least `min_tokens` tokens.
+def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_only: bool = False) -> Batch:
+    """Lay the pieces out in one row.
 
-    If that is `None`, or `min_rows`, others than linear layers multiply by weights, and are watched over.
     Neighbouring pieces of one token are batched: sort them by length, so that little padding is gathered.
+
+    Args:
+        pieces: The tokens, of at most one piece for each request.
+        cache: Where their keys and values lie.
+        min_rows: The least number of rows of a matrix product; 0 where bits may depend on the batch.
+        linear_only: Whether linear layers are all that multiplies by weights: these need fewer rows than
+            `min_rows`. Where they are not, the others are watched over, which costs time.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -209,7 +215,7 @@ def assemble(
                 adapted.append((piece.adapter, rows, len(keep) if piece.samples else None))
             if piece.samples:
                 keep.append(len(ids) - 1)
-    least = min_rows if min_tokens is None else min_tokens
+    least = min(min_rows, LEAST_ROWS) if linear_only else min_rows
     num_kept, padding = len(keep), [0] * (least - len(ids))
     keep += [0] * max(0, least - num_kept)
     on = cache.device
@@ -227,7 +233,7 @@ def assemble(
             min_rows=min_rows,
             adapters=adaptation(adapted, on),
         ),
-        mixed=0 < min_rows <= least,
+        watched=min_rows > 0 and not linear_only,
     )
 
 

@@ -199,12 +199,11 @@ class LocalLoader(Loader):
             )
         self._runs = cache.runs
         self._fit()
-        min_rows = self._min_rows(model.skeleton.dtype)
         return LocalForward(
             model.skeleton.module,
             cache,
-            min_rows=min_rows,
-            min_tokens=min(min_rows, model.skeleton.least_tokens),
+            min_rows=self._min_rows(model.skeleton.dtype),
+            linear_only=model.skeleton.linear_only,
             chore=partial(self.pack_next, model),
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.kv import LayerShape
-from hotswap.backends.torch.linear import LEAST_ROWS, LinearLayer, linear_layers
+from hotswap.backends.torch.linear import LinearLayer, linear_layers
 from hotswap.backends.torch.weights import Views
 from hotswap.errors import ShardCorrupt, UnsupportedModel
 from hotswap.model import TensorSpec
@@ -120,11 +119,10 @@ class Skeleton:
             slot.holder[slot.key] = slot.original
 
     @property
-    def least_tokens(self) -> int:
-        """With how many tokens the bits of what is bound do not depend on their number, attention aside.
+    def linear_only(self) -> bool:
+        """Whether linear layers of oneDNN's are all that multiplies by a matrix of what is bound.
 
-        Two, where linear layers of oneDNN's are all that multiplies by a matrix; more than any row has, where
-        other matrices are, of which nobody knows by what they are multiplied.
+        Other matrices, as of a mixture's experts, are multiplied nobody knows how.
         """
         packable = {id(layer.stored) for layer in self.linears if layer.packable}
         holders = cast("Iterator[nn.Module]", self.module.modules())
@@ -135,7 +133,7 @@ class Skeleton:
             for parameter in holder.parameters(recurse=False)
             if parameter.ndim > 1
         )
-        return LEAST_ROWS if all(id(matrix) in packable for matrix in matrices) else sys.maxsize
+        return all(id(matrix) in packable for matrix in matrices)
 
     @contextmanager
     def eager(self) -> Generator[None]:

@@ -18,12 +18,12 @@ from hotswap import Sampling
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.batcher import Batcher, Sequence
 from hotswap.backends.torch.blocks import BlockPool
-from hotswap.backends.torch.forward import LocalForward, Work, least_rows
+from hotswap.backends.torch.forward import LocalForward, Piece, Work, assemble, least_rows
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import Shelf, linear_layers
 from hotswap.backends.torch.sampling import Sampler
 from tests.backends.torch import zoo
-from tests.backends.torch.zoo import VOCABULARY, least_tokens, make_model
+from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
@@ -63,6 +63,22 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
         differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
         assert differing == [], f"of {len(lone)}, with a budget of {budget}"
     assert packs.complete
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("architecture", "watched"), [("llama", False), ("mixtral", True), ("gpt2", False)])
+def test_only_steps_with_products_of_other_layers_are_watched_over(
+    architecture: str, watched: bool, dtype: torch.dtype
+) -> None:
+    """The watch looks at every function that a model calls, in vain for most models."""
+    model = make_model(architecture, dtype=dtype)
+    one = [Piece([1], 0, [1], True)]
+    for num_threads in (1, 2):
+        min_rows = least_rows(CPU, num_threads, dtype)
+        cache = KVCache(1, BLOCK_TOKENS, CPU)
+        batch = assemble(one, cache, min_rows=min_rows, linear_only=linear_only(model))
+        assert batch.watched == watched
+    assert not assemble(one, cache, min_rows=0).watched
 
 
 _WIDE: dict[str, Any] = {
@@ -148,8 +164,7 @@ def _run(
     ]
     if min_rows is None:
         min_rows = least_rows(CPU, torch.get_num_threads(), model.dtype)
-    min_tokens = min(min_rows, least_tokens(model))
-    forward = LocalForward(model, cache, min_rows=min_rows, min_tokens=min_tokens)
+    forward = LocalForward(model, cache, min_rows=min_rows, linear_only=linear_only(model))
     seen: Logits = {}
     while waiting or batcher.running or batcher.waiting:
         if waiting and (random.random() < 0.5 or not batcher.running):

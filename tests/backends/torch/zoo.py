@@ -118,12 +118,12 @@ def make_model(
     return model.eval()
 
 
-def least_tokens(model: Any) -> int:
-    """How many rows the engine gives each step of the model at least, where bits must not depend on it."""
+def linear_only(model: Any) -> bool:
+    """Whether the engine finds that linear layers are all that multiplies by weights of the model."""
     specs, size_bytes = layout(model)
     skeleton = Skeleton(json.dumps(model.config.to_dict()), torch.device("cpu"))
     skeleton.bind(torch.zeros(size_bytes, dtype=torch.uint8), specs)
-    return skeleton.least_tokens
+    return skeleton.linear_only
 
 
 def generate(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -62,7 +62,7 @@ class Stage:
         if place.grid.tp > 1:
             plan.install(self._skeleton.module, group, part.whole)
         stages.install(self._skeleton.module, self._skeleton.num_layers, place, self._entrance)
-        self._min_rows = min_rows(self._skeleton.dtype)
+        self._min_rows, self._linear_only = min_rows(self._skeleton.dtype), self._skeleton.linear_only
         self._cache: KVCache | None = None
 
     @property
@@ -88,9 +88,9 @@ class Stage:
         assert self._cache is not None, "the engine opens a cache before it steps"
         self._cache.copy(command.work.copies)
         self._cache.clear(command.work.fresh)
-        least = min(self._min_rows, self._skeleton.least_tokens)
-        batch = assemble(command.work.pieces, self._cache, min_rows=self._min_rows, min_tokens=least)
-        num_tokens = sum(len(piece.tokens) for piece in command.work.pieces)
+        pieces = command.work.pieces
+        batch = assemble(pieces, self._cache, min_rows=self._min_rows, linear_only=self._linear_only)
+        num_tokens = sum(len(piece.tokens) for piece in pieces)
         embeds = self._enter(num_tokens, num_tokens if command.eager else batch.ids.shape[1])
         try:
             logits = self._eager(command, embeds) if command.eager else batch.logits(self._model, embeds)

@@ -22,7 +22,7 @@ from hotswap.backends.torch.forward import LocalForward, Piece, Work, least_rows
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import linear_layers
 from tests.backends.torch.adapters.files import write
-from tests.backends.torch.zoo import VOCABULARY, least_tokens, make_model
+from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model
 
 CPU = torch.device("cpu")
 RANKS = (1, 4, 8, 8, 16, 24, 64)
@@ -162,8 +162,7 @@ def _run(
     """The logits behind the prompt and five tokens of each request, in steps that chance composes."""
     cache = KVCache(BLOCKS * len(prompts), 16, CPU)
     min_rows = least_rows(CPU, torch.get_num_threads(), model.dtype)
-    min_tokens = min(min_rows, least_tokens(model))
-    forward = LocalForward(model, cache, min_rows=min_rows, min_tokens=min_tokens)
+    forward = LocalForward(model, cache, min_rows=min_rows, linear_only=linear_only(model))
     tokens, starts = [list(prompt) for prompt in prompts], [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     while unfinished := [n for n in range(len(prompts)) if len(logits[n]) < 6]:
