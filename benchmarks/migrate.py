@@ -16,8 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -79,8 +80,23 @@ class Settings:
 FULL = Settings(contexts=(256, 512, 1024, 2048, 4096, 8192), repeats=5)
 
 
-def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
-    """Carry the benchmark out and return its report, seconds of each move."""
+def _keep_nothing(report: dict[str, Any]) -> None:
+    """What is kept of reports that are not done."""
+
+
+def measure(
+    settings: Settings,
+    directory: Path = _WORK,
+    *,
+    keep: Callable[[dict[str, Any]], None] = _keep_nothing,
+) -> dict[str, Any]:
+    """Carry the benchmark out and return its report, seconds of each move.
+
+    Args:
+        settings: What to measure.
+        directory: Where the model is written, and deleted in the end.
+        keep: Is given the report so far whenever a way was measured at a context: some take minutes.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="migrate-", dir=directory) as work:
         _write_model(settings, Path(work))
@@ -89,6 +105,7 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
             "versions": versions("torch", "transformers"),
             "settings": asdict(settings),
             "gap_s": {way: {} for way in settings.ways},
+            "own_step_s": {},
             "step_s": {"normal": [], "migrating": []},
             "step_ratio": [],
             "copied_bytes": {},
@@ -96,26 +113,30 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
         for context in settings.contexts:
             for way in rounds(settings.ways, 1):
                 anyio.run(_measure, Path(work), settings, context, way, report)
-    return {**report, "ratios": _ratios(settings, report)}
+                report["ratios"] = _ratios(settings, report)
+                keep(report)
+    return report
 
 
 def _ratios(settings: Settings, report: dict[str, Any]) -> dict[str, float]:
-    """What the gaps say together, of medians."""
+    """What the gaps that were seen say together, of medians."""
     shortest, longest = str(min(settings.contexts)), str(max(settings.contexts))
     gap_s = {
         way: {context: statistics.median(seen) for context, seen in gaps.items()}
         for way, gaps in report["gap_s"].items()
     }
+    gap_s["own step"] = {context: statistics.median(seen) for context, seen in report["own_step_s"].items()}
     asked = {
         "kv_longest_over_shortest": (("kv", longest), ("kv", shortest)),
         "recompute_over_kv_at_longest": (("recompute", longest), ("kv", longest)),
+        "kv_over_own_step_at_longest": (("kv", longest), ("own step", longest)),
         "blocking_over_kv_at_longest": (("blocking", longest), ("kv", longest)),
         "recompute_over_tokens_at_longest": (("recompute", longest), ("tokens", longest)),
     }
     ratios = {
         name: gap_s[way][context] / gap_s[beside][at]
         for name, ((way, context), (beside, at)) in asked.items()
-        if {way, beside} <= gap_s.keys()
+        if context in gap_s.get(way, {}) and at in gap_s.get(beside, {})
     }
     if report["step_ratio"]:
         ratios["step_beside_a_move"] = statistics.median(report["step_ratio"])
@@ -250,6 +271,8 @@ async def _measure(root: Path, settings: Settings, context: int, way: str, repor
                 if turn:
                     gaps.append(moving.gap_s)
                     if way == "kv":
+                        steps_s = moving.steps_s(began_s, moved_s)
+                        report["own_step_s"].setdefault(str(context), []).extend(steps_s)
                         _note_steps(report, beside, (began_s, moved_s), (moved_s, done_s))
                 tasks.cancel_scope.cancel()
             await fleet.unload(source)
@@ -292,10 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = replace(settings, ways=tuple(options.ways))
     if options.repeats:
         settings = replace(settings, repeats=options.repeats)
-    report = measure(settings)
-    _print(settings, report)
-    if options.json:
-        write_json(options.json, report)
+    keep = partial(write_json, options.json) if options.json else _keep_nothing
+    _print(settings, measure(settings, keep=keep))
     return 0
 
 
@@ -304,6 +325,11 @@ def _print(settings: Settings, report: dict[str, Any]) -> None:
         [way, *(Summary.of([1e3 * s for s in gaps[str(c)]]).format(1) for c in settings.contexts)]
         for way, gaps in report["gap_s"].items()
     ]
+    own = report["own_step_s"]
+    if own:
+        rows.append(
+            ["its step", *(Summary.of([1e3 * s for s in own[str(c)]]).format(1) for c in settings.contexts)]
+        )
     show("what a client waits, in ms", ("", *(f"{c} tokens" for c in settings.contexts)), rows)
     steps = report["step_s"]
     rows = [[kind, Summary.of([1e3 * s for s in steps[kind]]).format(1)] for kind in steps if steps[kind]]

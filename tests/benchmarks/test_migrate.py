@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,19 @@ from benchmarks import migrate
 @pytest.mark.slow
 def test_every_way_moves_every_context(tmp_path: Path) -> None:
     settings = migrate.Settings(contexts=(64, 128), repeats=1, hidden=64, layers=2, before=4)
-    report = migrate.measure(settings, tmp_path)
+    kept: list[int] = []
+
+    def keep(report: dict[str, Any]) -> None:
+        kept.append(sum(map(len, report["gap_s"].values())))
+
+    report = migrate.measure(settings, tmp_path, keep=keep)
+    assert kept == list(range(1, 9))
     assert {way: set(gaps) for way, gaps in report["gap_s"].items()} == {
         way: {"64", "128"} for way in ("kv", "tokens", "blocking", "recompute")
     }
     assert all(len(gaps) == 1 and gaps[0] > 0 for seen in report["gap_s"].values() for gaps in seen.values())
     assert report["copied_bytes"]["128"] > report["copied_bytes"]["64"] > 0
     assert report["step_s"]["normal"]
-    assert report["ratios"]["recompute_over_kv_at_longest"] > 0
+    assert set(report["own_step_s"]) == {"64", "128"}
+    assert {"recompute_over_kv_at_longest", "kv_over_own_step_at_longest"} <= report["ratios"].keys()
     assert list(tmp_path.iterdir()) == []
