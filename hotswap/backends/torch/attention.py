@@ -17,7 +17,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +26,20 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hotswap.backends.torch.adapters.plan import Adaptation
 from hotswap.backends.torch.device import multiplies_bf16
-from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.kv import KVCache, lines_of
 from hotswap.backends.torch.runs import Run
 from hotswap.errors import UnsupportedModel
 
-__all__ = ["IMPLEMENTATION", "MaskPattern", "Segment", "Step", "current", "register", "running"]
+__all__ = [
+    "IMPLEMENTATION",
+    "MaskPattern",
+    "Segment",
+    "Step",
+    "current",
+    "even_blocks",
+    "register",
+    "running",
+]
 
 IMPLEMENTATION = "hotswap_paged"
 
@@ -41,6 +49,8 @@ IMPLEMENTATION = "hotswap_paged"
 _SHORT_CHUNK, _LONG_CHUNK = 128, 512
 # Rows of a request up to which the products of its chunks are taken together.
 _FEW_ROWS = 64
+# From so many chunks on a decode gathers whole ones, so that none is copied to be multiplied.
+_MANY_CHUNKS = 8
 # Floats of the CPU's widest vector.
 _LANES = 16
 # Scores of one tile of queries, in elements: 16 MiB of fp32.
@@ -66,6 +76,24 @@ _HARMLESS = frozenset(
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+def even_blocks(num_blocks: int, block_tokens: int) -> int:
+    """How many blocks to gather for a decode that has `num_blocks`."""
+    chunk = max(1, _LONG_CHUNK // block_tokens)
+    return num_blocks if num_blocks < _MANY_CHUNKS * chunk else -(-num_blocks // chunk) * chunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hidden:
+    """Which scores are left out: `mask`, `[n, 1, queries, 1, keys - first]`, of the keys from `first` on."""
+
+    mask: Tensor
+    first: int
+
+    def strike(self, scores: Tensor) -> None:
+        """Leave them out of `[n, kv_heads, queries, group, keys]`."""
+        scores[..., self.first :].masked_fill_(self.mask, float("-inf"))
+
+
 class MaskPattern:
     """Which keys a query may see, as a function of absolute positions, for the layers that share it.
 
@@ -75,18 +103,32 @@ class MaskPattern:
 
     def __init__(self, function: MaskFunction) -> None:
         self._function = function
-        self._cache: dict[tuple[int, int, int], Tensor] = {}
+        self._cache: dict[tuple[int, int, int], _Hidden] = {}
 
-    def of(self, segment: Segment, first: int, last: int, num_keys: int) -> Tensor:
-        """Return `[n, last - first, num_keys]` bools for the queries `first` to `last` of each request."""
+    def of(self, segment: Segment, first: int, last: int, num_keys: int) -> _Hidden:
+        """Return what the queries `first` to `last` of each request may not see of `num_keys` keys."""
         cached = self._cache.get((segment.start, first, num_keys))
         if cached is None:
-            queries = segment.positions[:, first:last, None]
-            keys = torch.arange(num_keys, device=queries.device)
-            zero = torch.zeros((), dtype=torch.long, device=queries.device)
-            cached = self._function(zero, zero, queries, keys) & (keys <= queries)
+            hidden = ~self.visible(segment, first, last, num_keys)
+            since = _first_hidden(hidden)
+            cached = _Hidden(hidden[:, None, :, None, since:], since)
             self._cache[segment.start, first, num_keys] = cached
         return cached
+
+    def visible(self, segment: Segment, first: int, last: int, num_keys: int) -> Tensor:
+        """Return `[n, last - first, num_keys]` bools for the queries `first` to `last` of each request."""
+        queries = segment.positions[:, first:last, None]
+        keys = torch.arange(num_keys, device=queries.device)
+        zero = torch.zeros((), dtype=torch.long, device=queries.device)
+        return self._function(zero, zero, queries, keys) & (keys <= queries)
+
+
+def _first_hidden(hidden: Tensor) -> int:
+    """The first key that a query may not see; 0 on devices that would have to be waited for."""
+    if hidden.device.type != "cpu":
+        return 0
+    columns = hidden.flatten(0, -2).any(0)
+    return int(columns.to(torch.uint8).argmax()) if bool(columns.any()) else len(columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,14 +148,13 @@ class Segment:
     positions: Tensor
     ends: tuple[int, ...]
     run: Run | None = None
-    _lines: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _lines: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
 
-    def lines(self, heads: int) -> Tensor:
-        """`[n * heads * num_blocks]`: where each head's blocks lie in pools of so many heads."""
-        lines = self._lines.get(heads)
+    def lines(self, heads: int, first: int = 0) -> Tensor:
+        """`[n * heads * blocks]`: where each head's blocks from `first` on lie in pools of so many heads."""
+        lines = self._lines.get((heads, first))
         if lines is None:
-            each = torch.arange(heads, device=self.table.device)[None, :, None]
-            lines = self._lines[heads] = (self.table[:, None, :] * heads + each).reshape(-1)
+            lines = self._lines[heads, first] = lines_of(self.table[:, first:], heads)
         return lines
 
     @property
@@ -241,9 +282,12 @@ def paged_attention(
 
 def _read(cache: KVCache, layer: int, segment: Segment, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """`[n, kv_heads, tokens, dim]` of a segment's blocks, to which `[kv_heads, rows, dim]` were appended."""
-    gather = partial(cache.gather, layer, segment.lines(key.shape[0]), segment.num_requests)
+
+    def gather(first: int) -> tuple[Tensor, Tensor]:
+        return cache.gather(layer, segment.lines(key.shape[0], first), segment.num_requests)
+
     if segment.run is None:
-        return gather()
+        return gather(0)
     tokens = segment.table.shape[1] * cache.block_tokens
     return segment.run.read(layer, key.transpose(0, 1), value.transpose(0, 1), tokens, gather)
 
@@ -280,20 +324,21 @@ class _Heads:
         for first, last in itertools.pairwise((*range(0, m, tile), m)):
             # Whole blocks, so that rows are summed in lanes of the same width however a prompt is cut.
             end = -(-segment.ends[last - 1] // block_tokens) * block_tokens if m > 1 else keys.shape[2]
-            mask = pattern.of(segment, first, last, end)[:, None, :, None]
-            part = self._tile(folded[:, :, first:last], keys[:, :, :end], values[:, :, :end], mask)
+            hidden = pattern.of(segment, first, last, end)
+            part = self._tile(folded[:, :, first:last], keys[:, :, :end], values[:, :, :end], hidden)
             tiles.append(part)
         out = torch.cat(tiles, 2) if len(tiles) > 1 else tiles[0]
         return out.transpose(1, 2).reshape(n * m, self.num_heads, -1)
 
-    def _tile(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def _tile(self, queries: Tensor, keys: Tensor, values: Tensor, hidden: _Hidden) -> Tensor:
         """`[n, kv_heads, m, group, value_dim]` of queries `[n, kv_heads, m, group, key_dim]`."""
         n, kv_heads, m, group, dim = queries.shape
         rows = queries.reshape(n, kv_heads, m * group, dim)
         scores = self._product(rows, keys.transpose(-1, -2)).float().mul_(self.scale)
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        scores = scores.view(n, kv_heads, m, group, -1).masked_fill_(~mask, float("-inf"))
+        scores = scores.view(n, kv_heads, m, group, -1)
+        hidden.strike(scores)
         weights = self._softmax(scores).to(values.dtype).view(n, kv_heads, m * group, -1)
         return self._weigh(weights, values).view(n, kv_heads, m, group, -1)
 

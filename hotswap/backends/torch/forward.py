@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hotswap.backends.torch.adapters.plan import RankRange, adaptation
-from hotswap.backends.torch.attention import Segment, Step, running
+from hotswap.backends.torch.attention import Segment, Step, even_blocks, running
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.backends.torch.kv import KVCache, blocks_for
@@ -265,6 +265,7 @@ def _segment(start: int, group: list[Piece], cache: KVCache) -> Segment:
     spans = [range(piece.start, piece.end) for piece in group]
     run = None
     if len(group[0].tokens) == 1:
+        width = even_blocks(width, cache.block_tokens)
         rows = zip(table, held, spans, strict=True)
         run = cache.runs.claim([(row[:num], span.start) for row, num, span in rows])
     return Segment(

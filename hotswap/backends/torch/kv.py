@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hotswap.backends.torch.blocks import Copy
-from hotswap.backends.torch.runs import Runs
+from hotswap.backends.torch.runs import Prelude, Runs
 
-__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "most_runs_bytes"]
+__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "lines_of", "most_runs_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,12 @@ def blocks_for(num_tokens: int, block_tokens: int) -> int:
 def most_runs_bytes(cache_bytes: int) -> int:
     """How much memory runs may take at most beside a cache of so many bytes."""
     return cache_bytes // 2
+
+
+def lines_of(table: Tensor, heads: int) -> Tensor:
+    """Return where each head's blocks lie, `[n * heads * num_blocks]`, of a table `[n, num_blocks]`."""
+    each = torch.arange(heads, device=table.device)[None, :, None]
+    return (table[:, None, :] * heads + each).reshape(-1)
 
 
 class KVCache:
@@ -146,8 +152,14 @@ class KVCache:
         self._keys[layer][blocks, :, offsets] = key[0].transpose(0, 1)
         self._values[layer][blocks, :, offsets] = value[0].transpose(0, 1)
 
+    def prepare(self, prelude: Prelude, layer: int) -> None:
+        """Gather what the blocks of a prelude hold of a layer."""
+        table = torch.tensor([prelude.blocks], device=self.device)
+        lines = lines_of(table, self._keys[layer].shape[1])
+        self.runs.prepare(prelude, layer, self.gather(layer, lines, 1))
+
     def gather(self, layer: int, lines: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[n, kv_heads, m * block_tokens, dim]` of blocks (`Segment.lines`).
+        """Return keys and values `[n, kv_heads, m * block_tokens, dim]` of blocks (`lines_of`).
 
         Both lie in scratch memory that the next call overwrites: fresh pages would cost ten times the copy.
         """

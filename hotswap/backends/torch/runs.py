@@ -8,17 +8,20 @@ for as many layers as it has room for.
 A run is known by its requests' blocks and positions. Blocks are append-only, and whoever changes what is in
 one (`KVCache.clear`, `KVCache.copy`) has the runs that hold it forgotten, so a run that goes on holds what
 its blocks hold.
+
+A request that arrives with its blocks would wait for all of them to be gathered in its first step. So what is
+full is gathered while others are still on their way (`Prelude`), and its run begins with that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-__all__ = ["Row", "Run", "Runs"]
+__all__ = ["Gathered", "Prelude", "Row", "Run", "Runs"]
 
 Row = tuple[Sequence[int], int]
 """A request that decodes: its blocks up to the token that is computed, and that token's position."""
@@ -28,8 +31,8 @@ Gathered = tuple[Tensor, Tensor]
 
 # Runs that had no step for so many of them are over; parts of a batch that take turns have one every few.
 _PATIENCE_STEPS = 8
-# Room for more blocks, so that a run is not gathered anew with each: so many, or a share of those there are.
-_MORE_BLOCKS, _MORE_SHARE = 2, 4
+# Room for more blocks, so that a run is not gathered anew with each: a share of those there are, in limits.
+_MORE_SHARE, _LEAST_MORE_BLOCKS, _MOST_MORE_TOKENS = 4, 2, 512
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +41,7 @@ class _Layer:
 
     keys: Tensor
     values: Tensor
-    buffers: tuple[Tensor, Tensor]
+    buffers: list[Tensor]
     step: int
 
     def first(self, tokens: int) -> Gathered:
@@ -46,6 +49,21 @@ class _Layer:
         if self.keys.dtype is torch.float32:
             return self.keys[:, :, :tokens], self.values[:, :, :tokens]
         return self.keys, self.values
+
+
+@dataclass(slots=True, eq=False)
+class Prelude:
+    """The first blocks of a request that is to decode here soon, gathered layer by layer.
+
+    Attributes:
+        blocks: Full ones, from the request's first on.
+        awaited: Whether the request is still to come; once it is not, the prelude goes after a few steps.
+    """
+
+    blocks: list[int]
+    awaited: bool = True
+    last_used: int = 0
+    layers: dict[int, _Layer] = field(default_factory=dict[int, _Layer])
 
 
 class Run:
@@ -85,7 +103,7 @@ class Run:
         self._at = torch.tensor(self._positions)
 
     def read(
-        self, layer: int, keys: Tensor, values: Tensor, tokens: int, gather: Callable[[], Gathered]
+        self, layer: int, keys: Tensor, values: Tensor, tokens: int, gather: Callable[[int], Gathered]
     ) -> Gathered:
         """Return what the requests' blocks hold of a layer, in their first `tokens` slots or more of them.
 
@@ -94,7 +112,8 @@ class Run:
             keys: `[n, kv_heads, key_dim]` of this step's tokens, which are in the blocks already.
             values: `[n, kv_heads, value_dim]` of this step's tokens.
             tokens: A multiple of the tokens of a block.
-            gather: Gathers it from the blocks, into memory that is valid until the next call.
+            gather: Gathers it from the blocks, all but so many of each request's first, into memory that is
+                valid until the next call.
         """
         kept = self._layers.get(layer)
         if kept is not None and kept.step == self._step - 1 and tokens <= kept.keys.shape[2]:
@@ -102,31 +121,17 @@ class Run:
             kept.values[self._order, :, self._at] = values
             kept.step = self._step
             return kept.first(tokens)
-        gathered = gather()
-        if self._step:  # a run of one step would be kept in vain
-            self._keep(layer, gathered)
-        return gathered
-
-    def _keep(self, layer: int, gathered: Gathered) -> None:
+        if not self._step and (found := self._owner.take_prelude(self._tables, layer, tokens)) is not None:
+            kept, num_blocks = found
+            behind = slice(num_blocks * self._owner.block_tokens, tokens)
+            kept.keys[:, :, behind], kept.values[:, :, behind] = gather(num_blocks)
+            self._layers[layer] = kept
+            return kept.first(tokens)
+        gathered = gather(0)
         self._give_back(layer)
-        num_requests, _, tokens, _ = gathered[0].shape
-        block_tokens = self._owner.block_tokens
-        more = max(_MORE_BLOCKS, tokens // block_tokens // _MORE_SHARE) * block_tokens
-        made: list[Tensor] = []
-        buffers: list[Tensor] = []
-        for part in gathered:
-            shape = (num_requests, part.shape[1], tokens + more, part.shape[3])
-            size_bytes = torch.Size(shape).numel() * part.dtype.itemsize
-            buffer = self._owner.take(size_bytes)
-            if buffer is None:
-                self._owner.put(buffers)
-                return
-            buffers.append(buffer)
-            made.append(buffer[:size_bytes].view(part.dtype).view(shape))
-            made[-1][:, :, :tokens] = part
-        # A masked key has weight zero, and zero times a NaN that was there before would be a NaN.
-        made[1][:, :, tokens:] = 0
-        self._layers[layer] = _Layer(made[0], made[1], (buffers[0], buffers[1]), self._step)
+        if self._step and (made := self._owner.keep(gathered, self._step)) is not None:
+            self._layers[layer] = made  # from the second step on: a run of one would be kept in vain
+        return gathered
 
     def _give_back(self, layer: int) -> None:
         if (kept := self._layers.pop(layer, None)) is not None:
@@ -153,6 +158,7 @@ class Runs:
         self._limit_bytes = most_bytes
         self.used_bytes = 0
         self._runs: list[Run] = []
+        self._preludes: list[Prelude] = []
         self._free: list[Tensor] = []
         self._step = 0
 
@@ -164,7 +170,9 @@ class Runs:
         """Begin a step: runs that ended some steps ago are closed, and all where the memory is wanted."""
         self._step += 1
         crowded = self.used_bytes > self._limit_bytes
-        self._close(run for run in self._runs if crowded or run.last_used + _PATIENCE_STEPS < self._step)
+        since = self._step - _PATIENCE_STEPS
+        self._close(run for run in self._runs if crowded or run.last_used < since)
+        self._drop(p for p in self._preludes if crowded or (not p.awaited and p.last_used < since))
         if crowded:
             self._free.clear()
             self.used_bytes = 0
@@ -187,9 +195,70 @@ class Runs:
         """Close the runs that hold one of these blocks, whose content changes."""
         changed = set(blocks)
         self._close(run for run in self._runs if not run.blocks.isdisjoint(changed))
+        self._drop(p for p in self._preludes if not changed.isdisjoint(p.blocks))
 
-    def take(self, size_bytes: int) -> Tensor | None:
-        """Lend a buffer of bytes, that long or longer; `None` if there is no room."""
+    def prelude(self, blocks: Sequence[int]) -> Prelude:
+        """Return a new one for a request that will come with these blocks, which are full."""
+        made = Prelude(list(blocks))
+        self._preludes.append(made)
+        return made
+
+    def prepare(self, prelude: Prelude, layer: int, gathered: Gathered) -> None:
+        """Keep what its blocks hold of a layer, if there is room and it was not dropped."""
+        if prelude in self._preludes and (kept := self.keep(gathered, 0)) is not None:
+            prelude.layers[layer] = kept
+
+    def release(self, prelude: Prelude) -> None:
+        """Keep it for a few more steps only: the request is here, or will not come."""
+        prelude.awaited, prelude.last_used = False, self._step
+
+    def take_prelude(self, tables: Sequence[list[int]], layer: int, tokens: int) -> tuple[_Layer, int] | None:
+        """Return a layer of a request's prelude with room for `tokens`, and how many blocks it has."""
+        for prelude in self._preludes:
+            blocks, kept = prelude.blocks, prelude.layers.get(layer)
+            if (
+                kept is not None
+                and len(tables) == 1
+                and tables[0][: len(blocks)] == blocks
+                and tokens <= kept.keys.shape[2]
+            ):
+                del prelude.layers[layer]
+                return kept, len(blocks)
+        return None
+
+    def keep(self, gathered: Gathered, step: int) -> _Layer | None:
+        """Return a copy with room for more tokens; `None` if there is no memory for it."""
+        num_requests, _, tokens, _ = gathered[0].shape
+        share = min(tokens // self.block_tokens // _MORE_SHARE, _MOST_MORE_TOKENS // self.block_tokens)
+        more = max(_LEAST_MORE_BLOCKS, share) * self.block_tokens
+        shapes = [(num_requests, part.shape[1], tokens + more, part.shape[3]) for part in gathered]
+        sizes = [
+            torch.Size(s).numel() * part.dtype.itemsize for s, part in zip(shapes, gathered, strict=True)
+        ]
+        buffers = self.take(sizes)
+        if not buffers:
+            return None
+        keys, values = (
+            buffer[:size].view(part.dtype).view(shape)
+            for buffer, size, part, shape in zip(buffers, sizes, gathered, shapes, strict=True)
+        )
+        keys[:, :, :tokens], values[:, :, :tokens] = gathered
+        # A masked key has weight zero, and zero times a NaN that was there before would be a NaN.
+        values[:, :, tokens:] = 0
+        return _Layer(keys, values, buffers, step)
+
+    def take(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Lend buffers of so many bytes or more, one for each size; none if there is no room for all."""
+        taken: list[Tensor] = []
+        for size_bytes in sizes:
+            buffer = self._take(size_bytes)
+            if buffer is None:
+                self.put(taken)
+                return []
+            taken.append(buffer)
+        return taken
+
+    def _take(self, size_bytes: int) -> Tensor | None:
         # One that was used before has its pages: new ones would cost more than what is written there.
         fitting = [buffer for buffer in self._free if size_bytes <= len(buffer) <= 2 * size_bytes]
         if fitting:
@@ -211,6 +280,13 @@ class Runs:
         for run in list(runs):
             run.close()
             self._runs.remove(run)
+
+    def _drop(self, preludes: Iterable[Prelude]) -> None:
+        for prelude in list(preludes):
+            self._preludes.remove(prelude)
+            for kept in prelude.layers.values():
+                self.put(kept.buffers)
+            prelude.layers.clear()
 
     def __repr__(self) -> str:
         return f"<Runs [{len(self._runs)} runs, {self.used_bytes:,} of {self._limit_bytes:,} bytes]>"

@@ -20,28 +20,28 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    honest = attention.MaskPattern.of
+    honest = attention.MaskPattern.visible
 
-    def of(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
+    def visible(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
         mask: Tensor = honest(self, segment, first, last, num_keys)
         oldest = mask & ~torch.cat([torch.zeros_like(mask[..., :1]), mask[..., :-1]], -1)
         wrong: Tensor = mask & ~(oldest & (mask.sum(-1, keepdim=True) > 23))
         return wrong
 
-    patch.setattr(attention.MaskPattern, "of", of)
+    patch.setattr(attention.MaskPattern, "visible", visible)
 
 
 def own_key_dropped_while_decoding(patch: pytest.MonkeyPatch) -> None:
-    honest = attention.MaskPattern.of
+    honest = attention.MaskPattern.visible
 
-    def of(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
+    def visible(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
         mask: Tensor = honest(self, segment, first, last, num_keys)
         keys = torch.arange(num_keys)
         own = keys == segment.positions[:, first:last, None]
         wrong: Tensor = mask & ~(own & (segment.num_queries == 1) & (keys > 30))
         return wrong
 
-    patch.setattr(attention.MaskPattern, "of", of)
+    patch.setattr(attention.MaskPattern, "visible", visible)
 
 
 def keys_one_slot_late(patch: pytest.MonkeyPatch) -> None:
@@ -108,14 +108,14 @@ def positions_by_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def padding_of_a_batch_attended_to(patch: pytest.MonkeyPatch) -> None:
-    honest = attention.MaskPattern.of
+    honest = attention.MaskPattern.visible
 
-    def of(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
+    def visible(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
         mask: Tensor = honest(self, segment, first, last, num_keys)
         wrong: Tensor = mask | (torch.arange(num_keys) >= num_keys - 1) & (segment.num_requests > 2)
         return wrong
 
-    patch.setattr(attention.MaskPattern, "of", of)
+    patch.setattr(attention.MaskPattern, "visible", visible)
 
 
 FAULTS: dict[Plant, str] = {

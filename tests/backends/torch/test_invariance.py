@@ -81,6 +81,33 @@ def test_only_steps_with_products_of_other_layers_are_watched_over(
     assert not assemble(one, cache, min_rows=0).watched
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_so_are_those_of_long_contexts(architecture: str, dtype: torch.dtype) -> None:
+    """Whose decodes gather more blocks than they have, from a length on that one of these reaches."""
+    random = Random(4)
+    config = zoo.CONFIGS[architecture]()
+    config.max_position_embeddings = 8192
+    model = _paged(make_model(config, dtype=dtype))
+    linear_layers(model)
+    prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in (4090, 4500, 40)]
+    lone: Logits = {}
+    for ticket, prompt in enumerate(prompts):
+        lone |= _run(model, {ticket: prompt}, budget=4096, random=Random(0), p_preempt=0.0, num_blocks=640)
+    for runs_bytes in (0, 1 << 30):
+        mixed = _run(
+            model,
+            dict(enumerate(prompts)),
+            budget=1000,
+            random=random,
+            p_preempt=0.0,
+            runs_bytes=runs_bytes,
+            num_blocks=640,
+        )
+        differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
+        assert differing == [], f"of {len(lone)}, with {runs_bytes} bytes for runs"
+
+
 _WIDE: dict[str, Any] = {
     "gpt2": transformers.GPT2Config(
         n_embd=1024, n_layer=1, n_head=16, n_positions=256, vocab_size=VOCABULARY
@@ -151,10 +178,11 @@ def _run(
     min_rows: int | None = None,
     runs_bytes: int = 0,
     chore: Callable[[], bool] = lambda: False,
+    num_blocks: int = 128,
 ) -> Logits:
     """The logits behind every token of every request, by ticket and position."""
-    blocks = BlockPool(128)
-    cache = KVCache(128, BLOCK_TOKENS, CPU, runs_bytes=runs_bytes)
+    blocks = BlockPool(num_blocks)
+    cache = KVCache(num_blocks, BLOCK_TOKENS, CPU, runs_bytes=runs_bytes)
     batcher = Batcher(
         blocks, block_tokens=BLOCK_TOKENS, token_budget=budget, max_requests=6, prefix_reuse=reuse
     )

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotswap.backends.torch.blocks import Copy
-from hotswap.backends.torch.kv import KVCache, LayerShape
-from hotswap.backends.torch.runs import Row, Run, Runs
+from hotswap.backends.torch.kv import KVCache, LayerShape, lines_of
+from hotswap.backends.torch.runs import Prelude, Row, Run, Runs
 
 BLOCK, HEADS, DIM, NUM_BLOCKS = 16, 2, 4, 24
 LAYERS = (LayerShape(HEADS, DIM, DIM, torch.float32),) * 2
@@ -35,6 +35,18 @@ class Decoding:
         for at in range(num_tokens):
             self._grow(blocks, at)
             self._write([(blocks, at)], layers=(0, 1))
+
+    def foresee(self, random: Random) -> Prelude | None:
+        """Have some of the last request's full blocks gathered before its first step, in some layers."""
+        blocks, num_tokens = self.requests[-1]
+        if num_tokens < BLOCK:
+            return None
+        prelude = self.cache.runs.prelude(blocks[: random.randint(1, num_tokens // BLOCK)])
+        for layer in random.sample([0, 1], random.randint(0, 2)):
+            self.cache.prepare(prelude, layer)
+        if random.random() < 0.8:
+            self.cache.runs.release(prelude)
+        return prelude
 
     def leave(self, index: int) -> None:
         blocks, _ = self.requests.pop(index)
@@ -60,10 +72,9 @@ class Decoding:
         width = max(len(blocks) for blocks, _ in rows)
         table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks, _ in rows])
 
-        def gather() -> tuple[Tensor, Tensor]:
-            self.num_gathers += 1
-            lines = (table[:, None] * HEADS + torch.arange(HEADS)[None, :, None]).reshape(-1)
-            return self.cache.gather(layer, lines, len(rows))
+        def gather(first: int) -> tuple[Tensor, Tensor]:
+            self.num_gathers += first == 0
+            return self.cache.gather(layer, lines_of(table[:, first:], HEADS), len(rows))
 
         read = [part.clone() for part in run.read(layer, keys, values, width * BLOCK, gather)]
         for part, pool in zip(read, (self.cache._keys[layer], self.cache._values[layer]), strict=True):
@@ -96,6 +107,8 @@ def test_what_is_read_is_what_the_blocks_hold_whoever_comes_and_goes(seed: int, 
     for _ in range(40):
         if len(decoding.requests) < 3 and random.random() < 0.1:
             decoding.add(random.choice([1, 15, 16, 40]))
+            if random.random() < 0.5:
+                decoding.foresee(random)
         elif (decoding.requests and random.random() < 0.1) or len(decoding.free) < 4:
             decoding.leave(random.randrange(len(decoding.requests)))
         decoding.step(random.choice([(0, 1), (0, 1), (0, 1), (0,), (0, 1, 1)]))
@@ -109,6 +122,48 @@ def test_blocks_are_gathered_twice_and_then_no_more() -> None:
     for _ in range(30):
         decoding.step()
     assert decoding.num_gathers == 2 * len(LAYERS)
+
+
+def test_a_request_that_was_foreseen_gathers_nothing_but_its_tail() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(40)
+    prelude = decoding.cache.runs.prelude(decoding.requests[0][0][:2])
+    for layer in range(len(LAYERS)):
+        decoding.cache.prepare(prelude, layer)
+    for _ in range(20):
+        decoding.step()
+    assert decoding.num_gathers == 0
+
+
+def test_a_prelude_of_blocks_that_were_handed_on_is_not_read() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(32)
+    blocks, _ = decoding.requests[0]
+    prelude = decoding.cache.runs.prelude(blocks)
+    for layer in range(len(LAYERS)):
+        decoding.cache.prepare(prelude, layer)
+    decoding.cache.clear(blocks)
+    decoding.cache._keys[0][blocks] = 7.0
+    decoding.step()
+    assert decoding.num_gathers == len(LAYERS)
+
+
+def test_what_was_foreseen_and_never_came_gives_its_memory_back() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(32)
+    prelude = decoding.cache.runs.prelude(decoding.requests[0][0])
+    decoding.cache.prepare(prelude, 0)
+    held = decoding.cache.runs.used_bytes
+    decoding.leave(0)
+    for _ in range(20):
+        decoding.step()
+    assert prelude.layers, "it is awaited"
+    decoding.cache.runs.release(prelude)
+    for _ in range(20):
+        decoding.step()
+    assert not prelude.layers
+    assert len(decoding.cache.runs.take([held // 2, held // 2])) == 2
+    assert decoding.cache.runs.used_bytes == held, "its memory serves others"
 
 
 def test_a_block_that_was_handed_on_is_not_read_from_a_run() -> None:

@@ -18,6 +18,7 @@ from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.migration.desk import PIECE_BYTES, Desk, aborted, beside
 from hotswap.backends.torch.prefix import block_content, extend_keys, find_prefix, root_key
 from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.runs import Prelude
 from hotswap.backends.torch.worker import Pieces
 from hotswap.migration import KVLayout, KVPages, KVSink
 from hotswap.request import Request
@@ -57,6 +58,7 @@ class TorchKVSink(KVSink):
         self._blocks: list[int] = []  # taken for what is to come
         self._keys: list[bytes] = []  # of the request's full blocks
         self._num_tokens = 0  # there, from the first on
+        self._prelude: Prelude | None = None  # of what is full
         self._closed = self._writing = False
         self._timer = asyncio.get_running_loop().call_later(lapse_s, self._lapse)
 
@@ -154,6 +156,22 @@ class TorchKVSink(KVSink):
             self._desk.cache.restore(block, part)
             if count % most == 0:
                 yield
+        end = pages.first_block * self.layout.block_tokens + pages.num_tokens
+        yield from self._prepare(end // self.layout.block_tokens)
+
+    def _prepare(self, num_full: int) -> Pieces:
+        """Gather the request's full blocks now, so that its first step need not."""
+        cache = self._desk.cache
+        if not cache.runs.most_bytes:
+            return
+        if self._prelude is not None:
+            cache.runs.release(self._prelude)
+        self._prelude = cache.runs.prelude([*self._present, *self._blocks][:num_full])
+        for layer in cache.layers:
+            if self._closed:
+                return
+            cache.prepare(self._prelude, layer)
+            yield
 
     def _write_now(self, pages: KVPages, data: Tensor) -> None:
         for block, part in self._parts(pages, data):
@@ -186,6 +204,8 @@ class TorchKVSink(KVSink):
     def _give(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
         runner.batcher.blocks.give([*self._present, *self._blocks])
         self._present, self._blocks = [], []
+        if self._prelude is not None:
+            self._desk.cache.runs.release(self._prelude)
         yield from ()
 
 
