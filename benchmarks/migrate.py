@@ -12,6 +12,7 @@ what the move costs others. After each move the engine that was left is unloaded
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -89,6 +90,7 @@ def measure(
     directory: Path = _WORK,
     *,
     keep: Callable[[dict[str, Any]], None] = _keep_nothing,
+    begun: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Carry the benchmark out and return its report, seconds of each move.
 
@@ -96,11 +98,12 @@ def measure(
         settings: What to measure.
         directory: Where the model is written, and deleted in the end.
         keep: Is given the report so far whenever a way was measured at a context: some take minutes.
+        begun: A report that broke off: what it has is left out, and the rest is added to it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="migrate-", dir=directory) as work:
         _write_model(settings, Path(work))
-        report: dict[str, Any] = {
+        report: dict[str, Any] = begun or {
             "machine": machine(Path(work)),
             "versions": versions("torch", "transformers"),
             "settings": asdict(settings),
@@ -112,19 +115,22 @@ def measure(
         }
         for context in settings.contexts:
             for way in rounds(settings.ways, 1):
+                if report["gap_s"].setdefault(way, {}).get(str(context)):
+                    continue
                 anyio.run(_measure, Path(work), settings, context, way, report)
-                report["ratios"] = _ratios(settings, report)
+                report["ratios"] = _ratios(report)
                 keep(report)
     return report
 
 
-def _ratios(settings: Settings, report: dict[str, Any]) -> dict[str, float]:
+def _ratios(report: dict[str, Any]) -> dict[str, float]:
     """What the gaps that were seen say together, of medians."""
-    shortest, longest = str(min(settings.contexts)), str(max(settings.contexts))
     gap_s = {
-        way: {context: statistics.median(seen) for context, seen in gaps.items()}
+        way: {context: statistics.median(seen) for context, seen in gaps.items() if seen}
         for way, gaps in report["gap_s"].items()
     }
+    contexts = sorted({int(context) for gaps in gap_s.values() for context in gaps})
+    shortest, longest = str(contexts[0]), str(contexts[-1])
     gap_s["own step"] = {context: statistics.median(seen) for context, seen in report["own_step_s"].items()}
     asked = {
         "kv_longest_over_shortest": (("kv", longest), ("kv", shortest)),
@@ -241,7 +247,7 @@ async def _measure(root: Path, settings: Settings, context: int, way: str, repor
         for turn in range(settings.repeats + 1):
             source, destination = ("e0", "e1") if turn % 2 == 0 else ("e1", "e0")
             await fleet.swap(destination, to=_MODEL)
-            sampling = Sampling(max_tokens=_LONGEST, ignore_eos=True)
+            sampling = Sampling(max_tokens=3 * _LONGEST, ignore_eos=True)
             for instance in (source, destination):
                 fleet.reopen(instance)
             async with anyio.create_task_group() as tasks:
@@ -307,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=_LIMITS, help="how requests move; all ways by default")
     parser.add_argument("--repeats", type=int, help="moves of each kind")
     parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser.add_argument("--add", action="store_true", help="to the report that is there, what it lacks")
     options = parser.parse_args(arguments)
     settings = FULL if options.full else Settings()
     if options.contexts:
@@ -316,21 +323,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.repeats:
         settings = replace(settings, repeats=options.repeats)
     keep = partial(write_json, options.json) if options.json else _keep_nothing
-    _print(settings, measure(settings, keep=keep))
+    begun = json.loads(options.json.read_text()) if options.add else None
+    _print(measure(settings, keep=keep, begun=begun))
     return 0
 
 
-def _print(settings: Settings, report: dict[str, Any]) -> None:
-    rows = [
-        [way, *(Summary.of([1e3 * s for s in gaps[str(c)]]).format(1) for c in settings.contexts)]
-        for way, gaps in report["gap_s"].items()
-    ]
-    own = report["own_step_s"]
-    if own:
-        rows.append(
-            ["its step", *(Summary.of([1e3 * s for s in own[str(c)]]).format(1) for c in settings.contexts)]
-        )
-    show("what a client waits, in ms", ("", *(f"{c} tokens" for c in settings.contexts)), rows)
+def _print(report: dict[str, Any]) -> None:
+    series = {**report["gap_s"], "its step": report["own_step_s"]}
+    contexts = sorted({int(context) for seen in series.values() for context in seen})
+
+    def cell(seen: dict[str, list[float]], context: int) -> str:
+        figures = seen.get(str(context))
+        return Summary.of([1e3 * s for s in figures]).format(1) if figures else "-"
+
+    rows = [[name, *(cell(seen, context) for context in contexts)] for name, seen in series.items()]
+    show("what a client waits, in ms", ("", *(f"{context} tokens" for context in contexts)), rows)
     steps = report["step_s"]
     rows = [[kind, Summary.of([1e3 * s for s in steps[kind]]).format(1)] for kind in steps if steps[kind]]
     if report["step_ratio"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,11 @@ def test_every_way_moves_every_context(tmp_path: Path) -> None:
     assert set(report["own_step_s"]) == {"64", "128"}
     assert {"recompute_over_kv_at_longest", "kv_over_own_step_at_longest"} <= report["ratios"].keys()
     assert list(tmp_path.iterdir()) == []
+    # A report that broke off is gone on with, and what it has is left as it is.
+    broken = json.loads(json.dumps(report))
+    del broken["gap_s"]["blocking"]["128"]
+    del kept[:]
+    whole = migrate.measure(settings, tmp_path, keep=keep, begun=broken)
+    assert kept == [8]
+    assert whole["gap_s"]["kv"] == report["gap_s"]["kv"]
+    assert set(whole["gap_s"]["blocking"]) == {"64", "128"}
