@@ -19,10 +19,11 @@ import anyio.to_thread
 import torch
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from hotswap.backends.life import Life
+from hotswap.backends.servable import check_servable
 from hotswap.backends.torch.adapters.holder import AdapterHolder, Held
-from hotswap.backends.torch.admission import check_servable, to_sequence
+from hotswap.backends.torch.admission import to_sequence
 from hotswap.backends.torch.forward import Forward, LocalForward
-from hotswap.backends.torch.life import Life
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.migration import (
     Desk,
@@ -489,7 +490,13 @@ class TorchEngine(Engine):
                 f"Engine {self.id!r} is {self._life.state} with model {self._model!r} and admits no request "
                 f"for {request.model!r}; ask another."
             )
-        check_servable(request, model, kv_tokens=self._models.num_blocks * self._kv.block_tokens)
+        check_servable(
+            request,
+            model.card.id,
+            context=model.context,
+            vocabulary=model.vocabulary,
+            kv_tokens=self._models.num_blocks * self._kv.block_tokens,
+        )
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open(request)
         ranks = adapter.ranks if adapter else None

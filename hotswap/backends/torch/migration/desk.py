@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import anyio
 from anyio.lowlevel import checkpoint
 
+from hotswap.backends.life import Life
 from hotswap.backends.stores.unbroken import in_thread
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import KVCache
-from hotswap.backends.torch.life import Life
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.worker import Pieces, Worker
 from hotswap.errors import MigrationAborted

@@ -1,0 +1,50 @@
+"""What a request must be to be served to its end."""
+
+from __future__ import annotations
+
+from hotswap.errors import InvalidRequest, PromptTooLong
+from hotswap.request import ModelId, Request
+
+__all__ = ["check_servable", "most_tokens"]
+
+
+def check_servable(
+    request: Request, model: ModelId, *, context: int, vocabulary: int, kv_tokens: int
+) -> None:
+    """Refuse what could not be served to its end, before it takes anything.
+
+    Args:
+        request: What is asked for.
+        model: The model that is loaded, for errors.
+        context: The longest request that it serves, in tokens.
+        vocabulary: Its token ids are less than this.
+        kv_tokens: Tokens that all KV blocks hold.
+
+    Raises:
+        InvalidRequest: it has all its tokens already, or some that the model does not know.
+        PromptTooLong: it fills the context, or would outgrow `kv_tokens`.
+    """
+    if request.remaining_tokens < 1:
+        raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
+    tokens = request.tokens
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise InvalidRequest(
+            f"Request {request.id!r} has token {max(tokens) if min(tokens) >= 0 else min(tokens)}, but the "
+            f"vocabulary of {model!r} has {vocabulary}; use the model's own tokenizer."
+        )
+    if len(tokens) >= context:
+        raise PromptTooLong(
+            f"Request {request.id!r} has {len(tokens)} tokens, but the context of {model!r} holds "
+            f"{context}; shorten the prompt."
+        )
+    # The last token is sampled and never computed.
+    if (most := most_tokens(request, context) - 1) > kv_tokens:
+        raise PromptTooLong(
+            f"Request {request.id!r} may grow to {most} tokens, but the KV blocks hold {kv_tokens}; lower "
+            "max_tokens or give the engine more of them."
+        )
+
+
+def most_tokens(request: Request, context: int) -> int:
+    """How long a request may grow, prompt included."""
+    return min(len(request.prompt) + request.sampling.max_tokens, context)
