@@ -22,6 +22,14 @@ def _check(holds: bool, otherwise: str) -> None:
         raise InvalidRequest(otherwise)
 
 
+def _is_bias(pair: object) -> bool:
+    match pair:
+        case (int(token), int() | float() as bias):
+            return token >= 0 and -100.0 <= bias <= 100.0
+        case _:
+            return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the next token is chosen and when to stop; the default is greedy.
@@ -31,6 +39,8 @@ class Sampling:
 
     `top_k=0` and `top_p=1.0` are off. `repetition_penalty` divides the positive and multiplies the negative
     logits of every token seen so far, prompt included (Keskar et al., CTRL, arXiv:1909.05858, section 4.1).
+    `frequency_penalty` and `presence_penalty` are taken from the logits of tokens generated so far, the one
+    for each time, the other once. `logit_bias` adds to the logits of tokens, before all penalties.
     `stop` strings match the decoded text and are cut from it; `stop_token_ids` add to the model's own end
     tokens, which `ignore_eos` switches off. No stop of any kind fires before `min_tokens` tokens.
     """
@@ -41,6 +51,9 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -61,6 +74,15 @@ class Sampling:
         _check(
             0.0 < self.repetition_penalty < float("inf"),
             f"repetition_penalty is {self.repetition_penalty!r}, it must be over 0; 1 is off.",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            in_range = -2.0 <= penalty <= 2.0
+            _check(in_range, f"{name} is {penalty!r}, it must lie between -2 and 2; 0 is off.")
+        _check(
+            type(self.logit_bias) is tuple and all(map(_is_bias, self.logit_bias)),
+            f"logit_bias is {self.logit_bias!r}, it must be a tuple of pairs: a token, and what is added to "
+            "its logit, between -100 and 100.",
         )
         _check(
             type(self.stop) is tuple and all(self.stop),

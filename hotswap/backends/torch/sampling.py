@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,21 +22,30 @@ class Sampler:
         sampling: What the request asks for.
         stop_ids: Its end tokens, which may not come before `sampling.min_tokens`.
         seen: The tokens so far, prompt included; kept up to date by `saw`.
+        num_prompt: How many of them are the prompt's.
     """
 
-    def __init__(self, sampling: Sampling, stop_ids: Iterable[int], seen: Iterable[int]) -> None:
+    def __init__(
+        self, sampling: Sampling, stop_ids: Iterable[int], seen: Sequence[int], num_prompt: int | None = None
+    ) -> None:
         self._sampling = sampling
         self._stop_ids = tuple(stop_ids)
         self._seen = set(seen) if sampling.repetition_penalty != 1.0 else None
+        counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
+        generated = seen[len(seen) if num_prompt is None else num_prompt :]
+        self._generated = Counter(generated) if counts else None
 
     def saw(self, token: int) -> None:
         """Count a token as seen."""
         if self._seen is not None:
             self._seen.add(token)
+        if self._generated is not None:
+            self._generated[token] += 1
 
     def is_plain(self, index: int) -> bool:
         """Whether position `index` of the generation is the largest logit, untouched."""
-        return self._sampling.temperature == 0 and self._seen is None and not self._forbids_stop(index)
+        changed = self._seen is not None or self._generated is not None or self._sampling.logit_bias
+        return self._sampling.temperature == 0 and not changed and not self._forbids_stop(index)
 
     def choose(self, logits: Tensor, index: int) -> int:
         """Return the token at position `index` of the generation, from fp32 logits `[vocabulary]`."""
@@ -54,11 +64,19 @@ class Sampler:
         return bool(self._stop_ids) and index < self._sampling.min_tokens
 
     def _penalised(self, logits: Tensor) -> Tensor:
+        for token, bias in self._sampling.logit_bias:
+            if token < len(logits):
+                logits[token] += bias
         if self._seen:
             ids = torch.tensor(sorted(self._seen), device=logits.device)
             ids = ids[ids < len(logits)]
             seen, penalty = logits[ids], self._sampling.repetition_penalty
             logits[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        if self._generated:
+            counts = {token: count for token, count in sorted(self._generated.items()) if token < len(logits)}
+            ids = torch.tensor(list(counts), device=logits.device)
+            times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+            logits[ids] -= self._sampling.frequency_penalty * times + self._sampling.presence_penalty
         return logits
 
 

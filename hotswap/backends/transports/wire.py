@@ -187,11 +187,22 @@ def _sampling(fields: Fields) -> Sampling:
         top_k=_one(fields, "top_k", int),
         top_p=_number(fields, "top_p"),
         repetition_penalty=_number(fields, "repetition_penalty"),
+        presence_penalty=_number(fields, "presence_penalty"),
+        frequency_penalty=_number(fields, "frequency_penalty"),
+        logit_bias=tuple(_bias(fields, pair) for pair in _list(fields, "logit_bias")),
         seed=_one(fields, "seed", int),
         stop=tuple(_items(fields, "stop", str)),
         stop_token_ids=tuple(_items(fields, "stop_token_ids", int)),
         ignore_eos=_one(fields, "ignore_eos", bool),
     )
+
+
+def _bias(fields: Fields, pair: object) -> tuple[int, float]:
+    match pair:
+        case [int(token), int() | float() as bias] if abs(bias) < LARGEST:
+            return token, float(bias)
+        case _:
+            raise fields.wrong(f"{pair!r} is no token with a bias")
 
 
 def layout_fields(layout: KVLayout) -> dict[str, object]:

@@ -117,6 +117,9 @@ async def test_sampled_requests_go_on_as_they_would_have() -> None:
             top_k=random.choice([0, 40]),
             top_p=random.choice([1.0, 0.9]),
             repetition_penalty=random.choice([1.0, 1.3]),
+            presence_penalty=random.choice([0.0, 0.7]),
+            frequency_penalty=random.choice([0.0, 0.4]),
+            logit_bias=random.choice([(), ((7, 2.5), (11, -3.0))]),
             seed=seed,
         )
         for seed in range(len(prompts))

@@ -100,14 +100,43 @@ def test_greedy_with_penalty_follows_transformers() -> None:
     assert draw(Sampling(repetition_penalty=1.8), logits, 0, seen=seen) == int(expected)
 
 
+def test_tokens_are_penalised_for_each_time_and_for_once_if_they_were_generated() -> None:
+    """As OpenAI states it: `mu[j] - c[j] * frequency - (c[j] > 0) * presence`; a prompt does not count."""
+    logits = torch.tensor([5.0, 4.8, 4.5, 4.1, 0.0])
+    prompt, generated = (0, 0, 0, 2), (1, 1, 2)
+
+    def chosen(*, frequency_penalty: float = 0.0, presence_penalty: float = 0.0) -> int:
+        sampling = Sampling(frequency_penalty=frequency_penalty, presence_penalty=presence_penalty)
+        sampler = Sampler(sampling, (), (*prompt, *generated), len(prompt))
+        sampler.saw(0)
+        return choose(logits[None], [sampler], [4])[0]
+
+    assert chosen() == 0
+    assert chosen(frequency_penalty=0.1) == 0  # 4.9 against 4.6 and 4.4
+    assert chosen(frequency_penalty=0.1, presence_penalty=0.4) == 0  # 4.5 against 4.2, 4.0 and 4.1
+    assert chosen(presence_penalty=1.0) == 3  # 4.0 against 3.8, 3.5 and 4.1
+    assert chosen(frequency_penalty=1.0) == 3
+    assert chosen(frequency_penalty=-1.0) == 1  # 6.0 against 6.8
+
+
+def test_a_bias_is_added_before_the_penalties() -> None:
+    logits = torch.tensor([1.0, 2.0, 3.0])
+    assert draw(Sampling(logit_bias=((0, 2.5), (2, -0.5), (99, 9.0))), logits, 0) == 0
+    # 3.5 halved is less than 2.5; were the bias added to the halved logit, it would be 3.
+    biased = Sampling(logit_bias=((0, 2.5), (2, -0.5)), repetition_penalty=2.0)
+    assert draw(biased, logits, 0, seen=(0,)) == 2
+
+
 def test_the_logits_are_left_as_they_were() -> None:
     logits = logits_of(0)
     before = logits.clone()
-    draw(
-        Sampling(temperature=0.5, top_k=3, repetition_penalty=2.0, min_tokens=2),
-        logits,
-        0,
-        seen=(1,),
-        stop=(2,),
+    sampling = Sampling(
+        temperature=0.5,
+        top_k=3,
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        logit_bias=((3, 1.0),),
+        min_tokens=2,
     )
+    choose(logits[None], [Sampler(sampling, (2,), (1, 4), 1)], [0])
     assert torch.equal(logits, before)

@@ -1,0 +1,39 @@
+"""What a request may ask for is checked where it is written down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotswap import InvalidRequest, Sampling
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("max_tokens", 0),
+        ("min_tokens", 200),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", -3),
+        ("logit_bias", {3: 1.0}),
+        ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", ((3, 101.0),)),
+        ("logit_bias", ((3,),)),
+        ("stop", ("",)),
+        ("stop", "END"),
+    ],
+)
+def test_a_field_out_of_range_is_refused_by_name(field: str, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        Sampling(**{field: wrong})
+
+
+def test_what_lies_in_range_is_not() -> None:
+    Sampling(presence_penalty=-2, frequency_penalty=2, logit_bias=((0, -100.0), (5, 100.0)), stop=("END",))
