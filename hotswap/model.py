@@ -199,9 +199,12 @@ class HostBuffer:
     """A rank's whole flat buffer in host memory, lent to be read in place; `data` cannot be written.
 
     `tier` names where the bytes were when they were asked for; `pinned` says that a device may copy from
-    them asynchronously.
+    them asynchronously. Other processes of the machine find them in `file` from `file_offset_bytes` on, and
+    may map them while they are lent; `None` where they lie in this process alone.
     """
 
     data: memoryview
     tier: str = ""
     pinned: bool = False
+    file: Path | None = None
+    file_offset_bytes: int = 0

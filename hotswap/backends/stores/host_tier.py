@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import anyio
@@ -38,6 +39,11 @@ class RankBuffer(Protocol):
     @property
     def data(self) -> memoryview:
         """All of it, not to be written."""
+        ...
+
+    @property
+    def place(self) -> tuple[Path | None, int]:
+        """The file in which other processes find it, and where there; none if they cannot."""
         ...
 
     def has(self, shard: Shard) -> bool:
@@ -147,8 +153,9 @@ class HostTier(WeightStore):
                 yield None
                 return
             data = buffer.data
+            file, offset_bytes = buffer.place
             try:
-                yield HostBuffer(data, self.name, buffer.pinned)
+                yield HostBuffer(data, self.name, buffer.pinned, file, offset_bytes)
             finally:
                 give_back(data)
 

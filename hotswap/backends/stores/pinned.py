@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Self
 
 import anyio
@@ -228,6 +229,10 @@ class _RankBuffer:
     @property
     def whole(self) -> bool:
         return self.filled == self._shards
+
+    @property
+    def place(self) -> tuple[Path | None, int]:
+        return None, 0
 
     @property
     def data(self) -> memoryview:

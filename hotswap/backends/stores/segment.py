@@ -218,6 +218,11 @@ class Segment:
         self.memory = whole[label.head_bytes : label.head_bytes + label.buffer_bytes]
         whole.release()
 
+    @property
+    def path(self) -> Path:
+        """The file, by the name that it has now."""
+        return self._path
+
     @classmethod
     def create(cls, directory: Path, label: Label) -> Self:
         """Make a segment that is coming, sparse still; the directory's books are locked meanwhile."""

@@ -51,6 +51,10 @@ class SharedBuffer:
     def data(self) -> memoryview:
         return self.segment.memory.toreadonly()
 
+    @property
+    def place(self) -> tuple[Path | None, int]:
+        return self.segment.path, self.label.head_bytes
+
     def has(self, shard: Shard) -> bool:
         return self.segment.has(self.numbers[shard])
 

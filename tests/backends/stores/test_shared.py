@@ -120,6 +120,18 @@ async def test_both_look_at_the_same_pages(machine: Machine) -> None:
         assert bytes(mine.data) == bytes(theirs.data) != before
 
 
+async def test_what_is_lent_is_found_by_other_processes_in_its_file(machine: Machine) -> None:
+    manifest = machine.put(world_size=2)
+    async with machine.store() as store:
+        for rank in (0, 1):
+            async with store.lend(manifest, rank) as buffer:
+                assert buffer is not None
+                assert buffer.file is not None
+                with buffer.file.open("rb") as file:
+                    file.seek(buffer.file_offset_bytes)
+                    assert file.read(len(buffer.data)) == bytes(buffer.data)
+
+
 async def test_a_restart_finds_its_models_warm(machine: Machine) -> None:
     manifest = machine.put()
     async with machine.store() as store:
