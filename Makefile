@@ -6,6 +6,8 @@
 #   PYTHON       the Python to make .venv with: the first found that is 3.11 or newer.
 #   ARGS         more arguments for pytest or for the demo: make test ARGS="tests/policies -x"
 #   WORKERS      test processes: one per core, eight at most. 0 runs them in pytest's own.
+#   WITHOUT      make test WITHOUT=vllm leaves out the tests over vLLM, and the gigabyte that they install;
+#                so do ARGS, which choose other tests.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,6 +17,7 @@ SHELL := bash
 CONSTRAINTS ?= constraints/cpu.txt
 EXTRAS ?= dev,torch
 ARGS ?=
+WITHOUT ?=
 WORKERS ?= auto
 
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
@@ -32,17 +35,25 @@ PYTEST := $(BIN)/python -m pytest
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test gpu-test bench bench-env vllm-env check public-types format wheel clean
+.PHONY: help venv demo test vllm-test gpu-test bench bench-env vllm-env check public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 	@echo "With a GPU: add CONSTRAINTS=constraints/cuda.txt"
+
+venv: $(READY)  ## make .venv, as everything else does first
 
 demo: $(READY)  ## serve three models on two engines and watch them swap
 	@$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(READY)  ## run every test that needs no GPU
 	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile $(ARGS)
+	@$(if $(ARGS)$(filter vllm,$(WITHOUT)),echo "The tests over vLLM are left out.",$(MAKE) --no-print-directory vllm-test)
+
+# One thread, so that cores may be forked; what vLLM itself is warned of is not ours.
+vllm-test: $(VLLM)/.ready  ## run the tests of the vLLM backend, over the real vLLM for CPUs
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "not gpu" -o filterwarnings=default \
+	    -n 2 --dist=loadfile tests/backends/vllm $(ARGS)
 
 gpu-test: $(READY)  ## run the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
@@ -53,7 +64,7 @@ bench: $(READY) bench-env  ## run the benchmarks, each printing a ratio beside a
 # The peers have an environment of their own, since they may want other versions than we do.
 bench-env: $(BENCH)/.ready  ## install the loaders that the benchmarks compare with
 
-vllm-env: $(VLLM)/.ready  ## install vLLM for CPUs, which `benchmarks engine` compares with; over a gigabyte
+vllm-env: $(VLLM)/.ready  ## install vLLM for CPUs, for its tests and for `benchmarks engine`; over a gigabyte
 
 check: $(READY)  ## format, lint, types and floors
 	$(BIN)/ruff format --check .
@@ -91,6 +102,8 @@ $(VLLM)/.ready: benchmarks/requirements-vllm.txt | $(READY)
 	@rm -rf $(VLLM) && $(BIN)/python -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,testing]" \
+	    psutil pytest-timeout pytest-xdist
 	@touch $@
 
 # One after the other: a peer that cannot be installed here leaves the others, and the report says that it is missing.

@@ -1,0 +1,255 @@
+"""A vLLM core: an engine in a process of its own, our end of it, and cores that wait for their next model.
+
+To start a core takes seconds, to give a running one other weights of the same architecture a fraction of one.
+So a core whose model was unloaded waits in a pool, and the next model of its architecture takes it over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hotswap.backends.stores.unbroken import in_thread, unbroken
+from hotswap.backends.vllm import worker
+from hotswap.backends.vllm.names import named
+from hotswap.backends.vllm.settings import Settings, StartMethod, architecture_of
+from hotswap.backends.vllm.staging import CONFIG, Staged
+from hotswap.backends.vllm.stats import Stats
+from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
+
+__all__ = ["Core", "CorePool", "start"]
+
+log = logging.getLogger("hotswap.vllm")
+
+_T = TypeVar("_T")
+
+# Cores are made one after the other, by a thread that lives as long as the process: the kernel ends a core
+# when the thread ends that made it.
+_maker = ThreadPoolExecutor(1, thread_name_prefix="hotswap vllm cores")
+_making: list[int] = []
+
+
+def _arm_child() -> None:
+    if _making:
+        worker.die_with_parent(_making[0])
+
+
+os.register_at_fork(after_in_child=_arm_child)
+
+
+class Core:
+    """A vLLM core that serves one model at a time; lives on the event loop it was started from.
+
+    Attributes:
+        llm: vLLM's own client.
+        stats: What its scheduler said last.
+        weights: Stands for the weights it has, as prefix caches must tell them apart; empty while unknown.
+        died: Called on the event loop when its process has ended unasked.
+        resumes: Whether requests go on in it as if they had begun there; see `resume`.
+    """
+
+    def __init__(self, llm: Any, stats: Stats, directory: Path, architecture: str) -> None:
+        self.llm, self.stats = llm, stats
+        self.weights = ""
+        self.resumes = True
+        self.architecture = architecture
+        self._directory = directory
+        config: Any = llm.vllm_config
+        self.block_tokens = int(config.cache_config.block_size)
+        # One block is everyone's padding.
+        self.num_blocks = int(config.cache_config.num_gpu_blocks) - 1
+        self.context = int(config.model_config.max_model_len)
+        self.vocabulary = int(config.model_config.get_vocab_size())
+        manager: Any = llm.engine_core.resources.engine_manager
+        self.processes: list[Any] = list(manager.processes)
+        self.died: Callable[[], None] = lambda: None
+        self._is_dead = self._stopped = False
+        self._loop = asyncio.get_running_loop()
+        self._sentinel: int = self.processes[0].sentinel
+        self._loop.add_reader(self._sentinel, self._note_death)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process has ended, or cannot serve any more."""
+        return self._is_dead or bool(self.llm.errored)
+
+    def _note_death(self) -> None:
+        self._loop.remove_reader(self._sentinel)
+        self._is_dead = True
+        self.died()
+
+    async def reload(self, staged: Staged, weights: str) -> None:
+        """Replace the weights by others of the same architecture, unless it has them; nothing may run.
+
+        Raises:
+            UnsupportedModel: vLLM could not take them; the core is of no use any more.
+            InstanceLost: its process ended.
+        """
+        if self.weights == weights:
+            return
+        self.weights = ""
+        await self.llm.engine_core.pause_scheduler_async("abort", False)
+        await self.call(
+            self.llm.collective_rpc("hotswap_reload", args=(str(staged.index),)),
+            f"take the weights of {staged.card.id!r}",
+        )
+        await self.llm.engine_core.resume_scheduler_async()
+        self.weights = weights
+
+    async def call(self, work: Awaitable[_T], what: str) -> _T:
+        """Return what the core answers.
+
+        Raises:
+            InstanceLost: its process ended.
+            UnsupportedModel: it answered with an error.
+        """
+        try:
+            return await work
+        except Exception as exc:
+            if self.is_dead or isinstance(exc, named("vllm.v1.engine.exceptions:EngineDeadError")):
+                raise InstanceLost(f"vLLM's core has ended while it was to {what}.") from exc
+            raise UnsupportedModel(f"vLLM could not {what}: {exc}") from exc
+
+    def kill(self) -> None:
+        """End its processes at once, without telling whoever waits for its death."""
+        self._loop.remove_reader(self._sentinel)
+        self._is_dead = True
+        for process in self.processes:
+            process.kill()
+
+    async def stop(self) -> None:
+        """End it and free what it has; again does nothing. Cannot be interrupted."""
+        if self._stopped:
+            return
+        self._stopped = self._is_dead = True
+        self._loop.remove_reader(self._sentinel)
+        if (handler := self.llm.output_handler) is not None:
+            handler.cancel()  # or it logs that the core has ended
+        await in_thread(self._stop)
+
+    def _stop(self) -> None:
+        self.llm.shutdown(timeout=0)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+async def start(settings: Settings, staged: Staged) -> Core:
+    """Start a core with a model; takes seconds, during which the event loop goes on.
+
+    Cannot be interrupted: whoever is cancelled meanwhile has a core all the same.
+
+    Raises:
+        UnsupportedModel: vLLM refuses the model, or the arguments.
+        OutOfMemory: vLLM found too little memory.
+    """
+    stats, loop = Stats(), asyncio.get_running_loop()
+    try:
+        llm, directory = await unbroken(lambda: loop.run_in_executor(_maker, _make, settings, staged, stats))
+    except Exception as exc:
+        raise _why_not(exc, staged) from exc
+    return Core(llm, stats, directory, architecture_of(staged.manifest.config))
+
+
+def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Path]:
+    """In the thread that makes cores."""
+    on_cpu = bool(named("vllm.platforms:current_platform").is_cpu())
+    # The config outlives the staged weights.
+    directory = Path(tempfile.mkdtemp(prefix="hotswap-vllm-core-"))
+    try:
+        shutil.copyfile(staged.directory / CONFIG, directory / CONFIG)
+        arguments = settings.vllm_arguments(directory, staged.index, on_cpu=on_cpu)
+        config = named("vllm.engine.arg_utils:AsyncEngineArgs")(**arguments).create_engine_config()
+        _choose_start(settings.start, on_cpu=on_cpu)
+        _making.append(os.getpid())
+        os.environ[worker.FAMILY] = str(os.getpid())
+        try:
+            return named("vllm.v1.engine.async_llm:AsyncLLM").from_vllm_config(
+                config, stat_loggers=[stats.logger]
+            ), directory
+        finally:
+            _making.clear()
+            del os.environ[worker.FAMILY]
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _choose_start(start: StartMethod | None, *, on_cpu: bool) -> None:
+    """Say how the core's process is made; vLLM's own choice is set anew with each config.
+
+    A fork takes two seconds where a fresh interpreter takes ten, but is a trap for a process that has
+    computed with several OpenMP threads, which do not exist in the child.
+    """
+    if start is None and on_cpu:
+        start = "fork" if torch.get_num_threads() == 1 else "spawn"
+    if start is not None:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start
+
+
+def _why_not(error: Exception, staged: Staged) -> Exception:
+    text = f"vLLM could not start with {staged.card.id!r}: {error}"
+    if isinstance(error, MemoryError) or "memory" in str(error).lower():
+        return OutOfMemory(text)
+    return UnsupportedModel(text)
+
+
+class CorePool:
+    """Cores that wait for their next model. May be shared by engines of one event loop.
+
+    On a CPU a waiting core keeps the memory of its weights and KV blocks; on a GPU it sleeps, its weights and
+    KV blocks dropped.
+
+    Args:
+        max_idle: How many may wait; the one that waited longest goes first.
+    """
+
+    def __init__(self, max_idle: int = 1) -> None:
+        self.max_idle = max_idle
+        self._idle: list[tuple[Settings, Core]] = []
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def take(self, settings: Settings, architecture: str, weights: str) -> Core | None:
+        """Return a core that can take weights of the architecture over, best one that has them already."""
+        self._idle = [(held, core) for held, core in self._idle if not core.is_dead]
+        fitting = [
+            core for held, core in self._idle if held == settings and core.architecture == architecture
+        ]
+        chosen = next((core for core in fitting if core.weights == weights), fitting[-1] if fitting else None)
+        self._idle = [entry for entry in self._idle if entry[1] is not chosen]
+        return chosen
+
+    async def give(self, settings: Settings, core: Core) -> None:
+        """Take a core back that runs nothing; one too many is stopped, and a dead one."""
+        if core.is_dead:
+            await core.stop()
+            return
+        self._idle.append((settings, core))
+        await self.shrink(self.max_idle)
+
+    async def shrink(self, most: int) -> None:
+        """Stop waiting cores until so many are left. Cannot be interrupted."""
+        while len(self._idle) > most:
+            _, core = self._idle.pop(0)
+            await core.stop()
+
+    async def close(self) -> None:
+        """Stop all that wait; with the pool of one engine its end does. Cannot be interrupted."""
+        await self.shrink(0)
+
+    def __repr__(self) -> str:
+        return f"<CorePool [{len(self._idle)} of {self.max_idle} idle]>"

@@ -1,0 +1,156 @@
+"""What hotswap uses of vLLM, all of it named here, and what it relies on of each name.
+
+Much of it is not promised to stay. So versions are pinned to a range (`hotswap[vllm]`), and `drift` says what
+an installed version has changed: a test asks it, and so may whoever wants to try another version.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["RELIED_ON", "drift", "named"]
+
+_ENGINE = "vllm.v1.engine.async_llm:AsyncLLM"
+_ARGUMENTS = "vllm.engine.arg_utils:AsyncEngineArgs"
+_SAMPLING = "vllm.sampling_params:SamplingParams"
+_LORA = "vllm.lora.request:LoRARequest"
+
+RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        # In our process.
+        f"{_ENGINE}.from_vllm_config": ("vllm_config", "stat_loggers"),
+        f"{_ENGINE}.add_request": (
+            "request_id",
+            "prompt",
+            "params",
+            "lora_request",
+            "trace_headers",
+            "priority",
+        ),
+        f"{_ENGINE}.abort": ("request_id", "internal"),
+        f"{_ENGINE}.collective_rpc": ("method", "timeout", "args", "kwargs"),
+        f"{_ENGINE}.add_lora": ("lora_request",),
+        f"{_ENGINE}.remove_lora": ("lora_id",),
+        f"{_ENGINE}.sleep": ("level", "mode"),
+        f"{_ENGINE}.wake_up": ("tags",),
+        f"{_ENGINE}.get_num_queued_tokens": (),
+        f"{_ENGINE}.shutdown": ("timeout",),
+        f"{_ENGINE}.errored": (),
+        "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async": ("mode", "clear_cache"),
+        "vllm.v1.engine.core_client:AsyncMPClient.resume_scheduler_async": (),
+        "vllm.v1.engine.output_processor:RequestOutputCollector.get": (),
+        "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait": (),
+        "vllm.v1.engine.output_processor:RequestOutputCollector.close": (),
+        "vllm.v1.engine.exceptions:EngineDeadError": (),
+        _ARGUMENTS: (
+            "model",
+            "skip_tokenizer_init",
+            "load_format",
+            "model_loader_extra_config",
+            "worker_extension_cls",
+            "distributed_executor_backend",
+            "dtype",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_memory_bytes",
+            "block_size",
+            "enforce_eager",
+            "enable_prefix_caching",
+            "enable_lora",
+            "max_loras",
+            "max_cpu_loras",
+            "max_lora_rank",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "scheduling_policy",
+            "enable_sleep_mode",
+            "disable_log_stats",
+            "enable_log_requests",
+            "otlp_traces_endpoint",
+        ),
+        f"{_ARGUMENTS}.create_engine_config": (),
+        _SAMPLING: (
+            "max_tokens",
+            "min_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
+            "stop_token_ids",
+            "ignore_eos",
+            "detokenize",
+            "output_kind",
+            "extra_args",
+        ),
+        "vllm.sampling_params:RequestOutputKind": (),
+        _LORA: ("lora_name", "lora_int_id", "lora_path"),
+        "vllm.v1.metrics.loggers:StatLoggerBase.record": (
+            "scheduler_stats",
+            "iteration_stats",
+            "mm_cache_stats",
+            "engine_idx",
+        ),
+        "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
+        # In the processes of the core.
+        "vllm.model_executor.model_loader:register_model_loader": ("load_format",),
+        "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER": (),
+        "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_weights": (
+            "model",
+            "model_config",
+        ),
+        "vllm.v1.worker.gpu_worker:Worker.reload_weights": (),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": ("weights_iterator",),
+        "vllm.v1.request:Request.from_engine_core_request": ("request", "block_hasher"),
+        "vllm.v1.request:Request.append_output_token_ids": ("token_ids",),
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
+            "sampling_params",
+            "generator",
+            "output_token_ids",
+        ),
+        "vllm.v1.structured_output:StructuredOutputManager._create_grammar": ("request",),
+    }
+)
+"""Every name that is used, and the parameters by which it is called."""
+
+
+def named(path: str) -> Any:
+    """Return what lies at `"module:name.name"`, or the module itself.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: it has no such name.
+    """
+    module, _, names = path.partition(":")
+    found: Any = import_module(module)
+    for name in filter(None, names.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+def drift() -> list[str]:
+    """Return a sentence for each name of the installed vLLM that is not as hotswap needs it."""
+    return [sentence for path, wanted in RELIED_ON.items() if (sentence := _difference(path, wanted))]
+
+
+def _difference(path: str, wanted: tuple[str, ...]) -> str:
+    try:
+        found = named(path)
+    except (ImportError, AttributeError) as exc:
+        return f"{path} is gone: {exc}."
+    if not wanted:
+        return ""
+    signature = inspect.signature(found)
+    parameters = signature.parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return ""
+    missing = [name for name in wanted if name not in parameters]
+    return f"{path} takes no {', '.join(missing)} any more: it is now {path}{signature}." if missing else ""

@@ -1,0 +1,92 @@
+"""Requests that go on in another vLLM as if they had begun there.
+
+A request that moves has generated tokens already. Given to vLLM as a longer prompt, they would count as
+prompt: penalties of what was generated, seeded noise, least lengths and grammars would begin anew. So they
+are marked as generated before its scheduler and its worker see the request, and what hangs on their number is
+brought forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from hotswap.backends.vllm.names import named
+
+__all__ = ["RESUMED", "apply"]
+
+RESUMED = "hotswap_resumed"
+"""The entry of `SamplingParams.extra_args` that holds the tokens generated so far."""
+
+_done: list[bool] = []
+
+
+def apply() -> None:
+    """Teach vLLM in this process; again changes nothing. Requests that carry nothing are served as ever."""
+    if _done:
+        return
+    _done.append(True)
+    _teach_requests()
+    _teach_runners()
+    _teach_grammars()
+
+
+def _carried(sampling_params: Any) -> list[int]:
+    extra = None if sampling_params is None else sampling_params.extra_args
+    return list(extra.get(RESUMED, ())) if extra else []
+
+
+def _teach_requests() -> None:
+    request_class: Any = named("vllm.v1.request:Request")
+    make = request_class.from_engine_core_request.__func__
+
+    @functools.wraps(make)
+    def from_engine_core_request(cls: Any, request: Any, block_hasher: Any) -> Any:
+        made = make(cls, request, block_hasher)
+        if carried := _carried(made.sampling_params):
+            made.append_output_token_ids(carried)
+            made.prefill_stats = None  # which count on a prompt that is all there is to prefill
+        return made
+
+    request_class.from_engine_core_request = classmethod(from_engine_core_request)
+
+
+def _teach_runners() -> None:
+    """The runner's own books of a request: its tokens, and where its noise has come to."""
+    runner: Any = named("vllm.v1.worker.gpu_model_runner")
+    state_class: Any = runner.CachedRequestState
+
+    @functools.wraps(state_class)
+    def make_state(*args: Any, **given: Any) -> Any:
+        if carried := _carried(given.get("sampling_params")):
+            given["output_token_ids"] = carried
+            _bring_forward(given.get("generator"), len(carried))
+        return state_class(*args, **given)
+
+    runner.CachedRequestState = make_state
+
+
+def _bring_forward(generator: Any, num_tokens: int) -> None:
+    """Draw what `num_tokens` seeded tokens have drawn: on a CPU one integer each."""
+    if generator is None:
+        return
+    import torch
+
+    if generator.device.type == "cpu":
+        for _ in range(num_tokens):
+            torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+
+
+def _teach_grammars() -> None:
+    manager: Any = named("vllm.v1.structured_output:StructuredOutputManager")
+    make = manager._create_grammar
+
+    @functools.wraps(make)
+    def create_grammar(self: Any, request: Any) -> Any:
+        grammar = make(self, request)
+        carried = _carried(request.sampling_params)
+        if carried and not grammar.accept_tokens(request.request_id, carried):
+            raise ValueError(f"The tokens of request {request.request_id!r} do not fit its grammar.")
+        return grammar
+
+    manager._create_grammar = create_grammar

@@ -1,0 +1,130 @@
+"""What a `VllmEngine` was asked for, and the arguments of vLLM that it comes to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hotswap.errors import ConfigError, ShardCorrupt
+from hotswap.hardware import parse_bytes
+
+__all__ = ["Settings", "StartMethod", "architecture_of"]
+
+StartMethod = Literal["fork", "spawn"]
+
+_UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+# What a config says of the checkpoint rather than of the architecture.
+_IMMATERIAL = frozenset(
+    {
+        "_name_or_path",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "transformers_version",
+        "use_cache",
+    }
+)
+# What the engine itself decides.
+_OURS = frozenset(
+    {"model", "load_format", "model_loader_extra_config", "worker_extension_cls", "disable_log_stats"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of `VllmEngine` that its cores depend on; see there."""
+
+    kv_bytes: int | str = "1 GiB"
+    kv_block_tokens: int | None = None
+    dtype: str = "auto"
+    tp: int = 1
+    pp: int = 1
+    max_requests: int = 64
+    token_budget: int | None = None
+    prefix_reuse: bool = True
+    eager: bool = True
+    max_adapters: int = 0
+    max_adapter_rank: int = 16
+    memory_bytes: int | str | None = None
+    start: StartMethod | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "max_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give 1 or more.")
+        if self.max_adapters < 0:
+            raise ConfigError(f"max_adapters is {self.max_adapters}; give 0 or more.")
+        if self.start not in (None, "fork", "spawn"):
+            raise ConfigError(f"start is {self.start!r}; it is 'fork', 'spawn' or None.")
+        if taken := sorted(_OURS & self.arguments.keys()):
+            raise ConfigError(f"The engine itself decides {', '.join(taken)} of vLLM; leave it out.")
+        parse_bytes(self.kv_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """The memory that the instance may use: that of the machine unless told otherwise."""
+        if self.memory_bytes is not None:
+            return parse_bytes(self.memory_bytes)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def vllm_arguments(self, directory: Path, index: Path, *, on_cpu: bool) -> dict[str, Any]:
+        """Return what vLLM is started with for a model whose config lies in `directory`."""
+        ranks = self.tp * self.pp
+        given: dict[str, Any] = {
+            "model": str(directory),
+            "skip_tokenizer_init": True,
+            "load_format": "hotswap",
+            "model_loader_extra_config": {"index": str(index)},
+            "worker_extension_cls": "hotswap.backends.vllm.worker.WorkerExtension",
+            "dtype": self.dtype,
+            "max_model_len": -1,  # the model's context, or what the KV blocks hold
+            "max_num_seqs": self.max_requests,
+            "kv_cache_memory_bytes": parse_bytes(self.kv_bytes),
+            "enforce_eager": self.eager,
+            "enable_prefix_caching": self.prefix_reuse,
+            "tensor_parallel_size": self.tp,
+            "pipeline_parallel_size": self.pp,
+            "scheduling_policy": "priority",
+            "disable_log_stats": True,
+            "enable_log_requests": False,
+            # One process less, where one is enough.
+            "distributed_executor_backend": _UNIPROC if ranks == 1 else "mp",
+        }
+        if self.kv_block_tokens is not None:
+            given["block_size"] = self.kv_block_tokens
+        if self.token_budget is not None:
+            given["max_num_batched_tokens"] = self.token_budget
+        if self.max_adapters:
+            # One more than are ever held: on a CPU, requests without an adapter get that of the last place
+            # when they share a batch with others (seen with 0.32), so that place is to stay empty.
+            places = self.max_adapters + 1
+            given |= {
+                "enable_lora": True,
+                "max_loras": places,
+                "max_cpu_loras": places,
+                "max_lora_rank": self.max_adapter_rank,
+            }
+        if not on_cpu:
+            given["enable_sleep_mode"] = True
+        return given | dict(self.arguments)
+
+
+def architecture_of(config_text: str) -> str:
+    """Return the same text for configs whose models differ in their weights alone.
+
+    Raises:
+        ShardCorrupt: the config is no JSON object.
+    """
+    try:
+        parsed: object = json.loads(config_text)
+    except ValueError as exc:
+        raise ShardCorrupt(f"The model's config is no JSON ({exc}); convert the model again.") from exc
+    if not isinstance(parsed, dict):
+        raise ShardCorrupt("The model's config is no JSON object; convert the model again.")
+    material = {str(key): value for key, value in parsed.items() if key not in _IMMATERIAL}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return json.dumps(material, sort_keys=True)

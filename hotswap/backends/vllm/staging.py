@@ -1,0 +1,188 @@
+"""Weights on their way to another process: a file in memory, and an index that says what lies where in it.
+
+vLLM's processes map the file, and each reads what its rank needs. A store that keeps models in memory that
+processes share lends its own file, and nothing is copied. For any other a file is made in shared memory and
+filled by the verbs that every store has; it goes once vLLM has read it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from hotswap.errors import OutOfMemory, ShardCorrupt, UnsupportedModel
+from hotswap.model import Manifest, ModelCard, Shard
+from hotswap.store import SupportsLend, SupportsReadInto, WeightStore
+
+__all__ = ["CONFIG", "INDEX", "Staged", "stage"]
+
+log = logging.getLogger("hotswap.vllm")
+
+CONFIG, INDEX, _WEIGHTS = "config.json", "hotswap.json", "weights.bin"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """A model's weights where another process of this machine finds them.
+
+    Attributes:
+        card: The model.
+        manifest: What its store says of it.
+        directory: Holds their index and the model's config, and the weights unless the store lends them.
+        loan: What the store lends.
+    """
+
+    card: ModelCard
+    manifest: Manifest
+    directory: Path
+    loan: AsyncExitStack | None = None
+
+    @property
+    def index(self) -> Path:
+        """What a process is given to find the weights by."""
+        return self.directory / INDEX
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that they take beside what the store holds anyway."""
+        return self.manifest.buffer_bytes if self.loan is None else 0
+
+    async def release(self) -> None:
+        """Free it; processes that have it mapped keep it until they let go. Cannot be interrupted."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(_remove, self.directory)
+            if self.loan is not None:
+                await self.loan.aclose()
+
+
+async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Staged:
+    """Bring a model's weights to memory that processes share; interrupted, nothing is left there.
+
+    Raises:
+        UnsupportedModel: the store has the model cut for ranks, or quantised in a way of its own.
+        OutOfMemory: there is no room for them.
+        ShardCorrupt: the store's bytes do not fit its manifest.
+        StoreError: they could not be read.
+    """
+    if manifest.world_size != 1 or manifest.quantization:
+        cut = f"cut for {manifest.world_size} ranks" if manifest.world_size != 1 else manifest.quantization
+        raise UnsupportedModel(
+            f"Model {card.id!r} is {cut} in its store, and vLLM cuts and quantises models itself; convert it "
+            "again, whole."
+        )
+    directory = await anyio.to_thread.run_sync(_make_directory)
+    loan = AsyncExitStack()
+    try:
+        lent = await _borrow(loan, store, manifest)
+        if lent is None:
+            await anyio.to_thread.run_sync(_make_file, directory, manifest)
+            await _fill(directory, store, manifest)
+        place = (directory / _WEIGHTS, 0) if lent is None else lent
+        await anyio.to_thread.run_sync(_write_index, directory, manifest, *place)
+    except BaseException:
+        await Staged(card, manifest, directory, loan).release()
+        raise
+    return Staged(card, manifest, directory, None if lent is None else loan)
+
+
+async def _borrow(loan: AsyncExitStack, store: WeightStore, manifest: Manifest) -> tuple[Path, int] | None:
+    """The store's own file, and where in it the weights begin, if it has them in one."""
+    if not isinstance(store, SupportsLend):
+        return None
+    buffer = await loan.enter_async_context(store.lend(manifest))
+    if buffer is not None and buffer.file is not None:
+        return buffer.file, buffer.file_offset_bytes
+    await loan.aclose()
+    return None
+
+
+def _make_directory() -> Path:
+    within = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix="hotswap-vllm-", dir=within))
+
+
+def _make_file(directory: Path, manifest: Manifest) -> None:
+    """Make a file of the right length, whose room is taken already."""
+    try:
+        with (directory / _WEIGHTS).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, manifest.buffer_bytes))
+    except OSError as exc:
+        raise OutOfMemory(
+            f"{directory.parent} has no room for the {manifest.buffer_bytes:,} bytes of {manifest.model!r} "
+            f"on their way to vLLM ({exc.strerror}); free some."
+        ) from exc
+
+
+async def _fill(directory: Path, store: WeightStore, manifest: Manifest) -> None:
+    with (
+        (directory / _WEIGHTS).open("r+b") as file,
+        mmap.mmap(file.fileno(), 0) as mapped,
+        memoryview(mapped) as whole,
+    ):
+        for shard in manifest.shards_of(0):
+            await _read(store, shard, whole)
+
+
+async def _read(store: WeightStore, shard: Shard, whole: memoryview) -> None:
+    end = shard.buffer_offset_bytes + shard.size_bytes
+    if not 0 <= shard.buffer_offset_bytes <= end <= len(whole):
+        raise _misfit(shard, shard.buffer_offset_bytes)
+    if isinstance(store, SupportsReadInto):
+        with whole[shard.buffer_offset_bytes : end] as place:
+            if await store.read_into(shard, place) is not None:
+                return
+    at = shard.buffer_offset_bytes
+    async with store.open(shard) as chunks:
+        async for chunk in chunks:
+            if chunk.offset_bytes != at or at + chunk.data.nbytes > end:
+                raise _misfit(shard, chunk.offset_bytes)
+            await anyio.to_thread.run_sync(_copy, whole, at, chunk.data)
+            at += chunk.data.nbytes
+    if at != end:
+        raise _misfit(shard, at)
+
+
+def _copy(whole: memoryview, at: int, data: memoryview) -> None:
+    whole[at : at + data.nbytes] = data
+
+
+def _misfit(shard: Shard, at: int) -> ShardCorrupt:
+    return ShardCorrupt(
+        f"{shard.file!r} of {shard.model!r} does not fit its index at byte {at}; convert the model again."
+    )
+
+
+def _write_index(directory: Path, manifest: Manifest, file: Path, offset_bytes: int) -> None:
+    tensors = [
+        [
+            tensor.name,
+            tensor.dtype,
+            list(tensor.shape),
+            list(tensor.stride),
+            offset_bytes + tensor.offset_bytes,
+        ]
+        for tensor in manifest.tensors_of(0)
+    ]
+    index = {"file": str(file), "tensors": tensors}
+    (directory / INDEX).write_text(json.dumps(index))
+    (directory / CONFIG).write_text(manifest.config)
+
+
+def _remove(directory: Path) -> None:
+    try:
+        shutil.rmtree(directory)
+    except OSError as exc:
+        log.warning("%s could not be removed (%s); remove it by hand.", directory, exc)
+        with suppress(OSError):
+            (directory / _WEIGHTS).unlink()

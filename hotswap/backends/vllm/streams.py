@@ -1,0 +1,210 @@
+"""The streams of one engine: each has a task that hands on what vLLM's core generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.servable import most_tokens
+from hotswap.backends.vllm.core import Core
+from hotswap.backends.vllm.names import named
+from hotswap.backends.vllm.resume import RESUMED
+from hotswap.errors import InvalidRequest
+from hotswap.model import ModelCard
+from hotswap.request import Request, Token
+from hotswap.stream import TokenQueue
+
+__all__ = ["Stream", "Streams", "sampling_params"]
+
+
+def sampling_params(request: Request, card: ModelCard, context: int, *, resumes: bool) -> Any:
+    """Return what vLLM is asked for. Text, and so stop strings, are ours; end tokens come from the card.
+
+    Where vLLM `resumes`, it is asked for the whole generation, of which some tokens are there already; else
+    for the rest, as if those had been part of the prompt.
+    """
+    sampling, begun = request.sampling, len(request.generated)
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else card.eos_token_ids)}
+    passed = 0 if resumes else begun
+    max_tokens = most_tokens(request, context) - len(request.prompt) - passed
+    return named("vllm.sampling_params:SamplingParams")(
+        max_tokens=max_tokens,
+        min_tokens=min(max(0, sampling.min_tokens - passed), max_tokens),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed if sampling.temperature > 0 else None,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        stop_token_ids=sorted(ends),
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=named("vllm.sampling_params:RequestOutputKind").DELTA,
+        extra_args={RESUMED: list(request.generated)} if begun and resumes else None,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A request inside vLLM.
+
+    Attributes:
+        request: As it came.
+        tokens: Where its tokens go.
+        num_tokens: How many it has, prompt included.
+        begun: Whether a token has come.
+    """
+
+    request: Request
+    tokens: TokenQueue = field(default_factory=TokenQueue)
+    num_tokens: int = 0
+    begun: bool = False
+    _left: bool = False
+    _inside: Any = None
+
+    def leave(self) -> bool:
+        """Want nothing more of it; true if the core must be told to abort it."""
+        self._left = True
+        return self._inside is not None
+
+    async def run(self, core: Core, params: Any, adapter: Any) -> None:
+        """Hand tokens on until the request ends or is left."""
+        request, llm = self.request, core.llm
+        tokens = request.prompt if core.resumes else request.tokens
+        prompt = {"prompt_token_ids": list(tokens), "cache_salt": core.weights}
+        inside = await llm.add_request(
+            request.id, prompt, params, lora_request=adapter, priority=-request.priority
+        )
+        if self._left:
+            await llm.abort(inside.request_id, internal=True)
+            return
+        self._inside = inside
+        try:
+            finished = False
+            while not finished:
+                output = inside.get_nowait() or await inside.get()
+                finished = output.finished or self._left
+                self._hand_on(output)
+        finally:
+            self._inside = None
+            inside.close()
+
+    async def abort(self, core: Core) -> None:
+        """Have the core forget it."""
+        if self._inside is not None:
+            await core.llm.abort(self._inside.request_id, internal=True)
+
+    def _hand_on(self, output: Any) -> None:
+        completion = output.outputs[0]
+        ids: list[int] = list(completion.token_ids)
+        reason = completion.finish_reason if output.finished else None
+        if not self.begun:
+            self.tokens.num_reused_tokens = int(output.num_cached_tokens or 0)
+        for place, id in enumerate(ids, start=1):
+            ended = reason if place == len(ids) and reason in ("stop", "length") else None
+            index = self.num_tokens - len(self.request.prompt)
+            self.tokens.put(Token(id=int(id), index=index, finish_reason=ended))
+            self.num_tokens += 1
+            self.begun = True
+        if reason in ("stop", "length"):
+            self.tokens.close()
+
+
+class Streams:
+    """The open streams of one core; belongs to the event loop. `len` counts them."""
+
+    def __init__(self) -> None:
+        self._open: list[Stream] = []
+        self._drained = anyio.Event()
+        self._gone = anyio.Event()
+        self._num_tasks = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_begun(self) -> int:
+        """Those of which a token has come."""
+        return sum(stream.begun for stream in self._open)
+
+    def num_blocks(self, block_tokens: int) -> int:
+        """KV blocks that those hold whose prompt is computed; what they share counts for each."""
+        return sum(-(-stream.num_tokens // block_tokens) for stream in self._open if stream.begun)
+
+    def open(self, request: Request) -> Stream:
+        """Return a new stream, open from now on."""
+        stream = Stream(request, num_tokens=request.num_tokens)
+        self._open.append(stream)
+        return stream
+
+    def start(self, tasks: TaskGroup, stream: Stream, core: Core, params: Any, adapter: Any) -> None:
+        """Have the core generate it."""
+        self._num_tasks += 1
+        tasks.start_soon(self._run, stream, core, params, adapter, name=f"stream {stream.request.id}")
+
+    async def _run(self, stream: Stream, core: Core, params: Any, adapter: Any) -> None:
+        try:
+            await stream.run(core, params, adapter)
+        except Exception as exc:
+            # What ends a core ends its streams, and is told by whoever watches over it.
+            if not core.is_dead:
+                stream.tokens.close(InvalidRequest(f"vLLM refused {stream.request!r}: {exc}"))
+                self._forget(stream)
+        else:
+            if stream.tokens.closed:
+                self._forget(stream)
+        finally:
+            self._num_tasks -= 1
+            if not self._num_tasks:
+                self._gone.set()
+
+    def leave(self, tasks: TaskGroup, stream: Stream, core: Core) -> None:
+        """Forget a stream whose reader has left, and have the core forget it too."""
+        if stream.leave():
+            tasks.start_soon(self._abort, stream, core)
+        self._forget(stream)
+
+    async def _abort(self, stream: Stream, core: Core) -> None:
+        try:
+            await stream.abort(core)
+        except Exception:
+            if not core.is_dead:
+                raise
+
+    def close_all(self, tasks: TaskGroup, core: Core | None, error: Callable[[], Exception]) -> int:
+        """End every stream, after the tokens it holds, with an error of its own; return how many."""
+        closed = list(self._open)
+        for stream in closed:
+            stream.tokens.close(error())
+            if core is not None:
+                self.leave(tasks, stream, core)
+        self._open.clear()
+        self._drained.set()
+        return len(closed)
+
+    async def wait_until_drained(self, deadline_s: float) -> None:
+        """Return once none is open, or after `deadline_s`."""
+        await checkpoint()
+        with anyio.move_on_after(deadline_s):
+            while self._open:
+                self._drained = anyio.Event()
+                await self._drained.wait()
+
+    async def wait_until_gone(self) -> None:
+        """Return once no task hands on tokens any more."""
+        while self._num_tasks:
+            self._gone = anyio.Event()
+            await self._gone.wait()
+
+    def _forget(self, stream: Stream) -> None:
+        if stream in self._open:
+            self._open.remove(stream)
+        if not self._open:
+            self._drained.set()

@@ -1,0 +1,220 @@
+"""Cores are started, taken over, killed and stopped, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from hotswap import (
+    Adapter,
+    Fleet,
+    InstanceLost,
+    InstanceState,
+    Model,
+    ModelId,
+    Request,
+    RequestId,
+    Sampling,
+    StoreError,
+    UnsupportedAdapter,
+)
+from hotswap.backends.vllm import VllmEngine
+from hotswap.policies import LeastLoadedRouter
+from hotswap.testing.conformance.suite import until
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.vllm.support import make_engine, make_store
+from tests.runtime.support import Idle
+
+
+def ask(model: str = "a", name: str = "r", max_tokens: int = 8) -> Request:
+    return Request(
+        id=RequestId(name),
+        model=ModelId(model),
+        prompt=(5, 6, 7),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+async def generate(engine: VllmEngine, request: Request) -> list[int]:
+    async with engine.stream(request) as tokens:
+        return [token.id for token in await tokens.collect()]
+
+
+def process_of(engine: VllmEngine) -> int:
+    assert engine._core is not None
+    return int(engine._core.processes[0].pid)
+
+
+async def test_a_core_is_taken_over_by_the_same_architecture_alone() -> None:
+    store = make_store()
+    async with make_engine() as engine:
+        seen: dict[str, int] = {}
+        texts: dict[str, list[int]] = {}
+        for name in ("a", "b", "a", "deep", "a"):
+            await engine.load(store.card(name), store)
+            tokens = await generate(engine, ask(name))
+            assert texts.setdefault(name, tokens) == tokens
+            if name in ("a", "b") and "deep" not in seen:
+                assert seen.setdefault("first", process_of(engine)) == process_of(engine)
+            else:
+                assert process_of(engine) not in seen.values()
+            seen[name] = process_of(engine)
+            await engine.unload()
+        assert len({tuple(tokens) for tokens in texts.values()}) == 3
+
+
+async def test_prefixes_of_other_weights_are_never_taken_for_ones_own() -> None:
+    store, prompt = make_store(), tuple(range(2, 200))
+    request = Request(
+        id=RequestId("r"), model=ModelId("a"), prompt=prompt, sampling=Sampling(max_tokens=8, ignore_eos=True)
+    )
+    async with make_engine() as engine:
+        texts: list[tuple[list[int], int]] = []
+        for name in ("a", "b", "a"):
+            await engine.load(store.card(name), store)
+            async with engine.stream(replace(request, model=ModelId(name))) as tokens:
+                ids = [token.id for token in await tokens.collect()]
+                texts.append((ids, tokens.num_reused_tokens))
+            await engine.unload()
+    (first, none), (other, none_either), (again, reused) = texts
+    assert first == again != other
+    assert none == none_either == 0
+    assert reused >= 128, "on the way back its own prefix is still there"
+
+
+async def test_ten_starts_and_stops_leave_nothing_behind() -> None:
+    store, me = make_store(), psutil.Process()
+
+    async def cycle() -> None:
+        async with make_engine() as engine:
+            await engine.load(store.card("a"), store)
+            await generate(engine, ask())
+            await engine.unload()
+
+    def held() -> tuple[int, int, int, int]:
+        gc.collect()  # vLLM's client and its sockets' contexts keep each other
+        shared = len(list(Path("/dev/shm").iterdir()))
+        return me.num_fds(), threading.active_count(), len(me.children(recursive=True)), shared
+
+    for _ in range(2):
+        await cycle()
+    before, before_bytes = held(), me.memory_info().rss
+    for _ in range(8):
+        await cycle()
+    assert all(now <= then for now, then in zip(held(), before, strict=True)), (held(), before)
+    assert me.memory_info().rss - before_bytes < 40 << 20
+
+
+async def test_twenty_streams_outlive_the_core_that_they_ran_in() -> None:
+    store, killed = make_store(), list[int]()
+    prompts = [tuple(range(2 + at, 12 + at)) for at in range(20)]
+    sampling = Sampling(max_tokens=40, ignore_eos=True, temperature=0.8, seed=3)
+    received: list[list[int]] = [[] for _ in prompts]
+    one, other = make_engine("one"), make_engine("other")
+
+    async def read(fleet: Fleet, at: int) -> None:
+        async with fleet.stream("a", prompts[at], sampling) as tokens:
+            async for token in tokens:
+                received[at].append(token.id)
+                if not killed and all(received):
+                    killed.append(process_of(one))
+                    os.kill(killed[0], signal.SIGKILL)
+
+    async with make_fleet(store, one, other) as fleet:
+        for name in ("one", "other"):
+            await fleet.swap(name, to="a")
+        async with anyio.create_task_group() as tasks:
+            for at in range(len(prompts)):
+                tasks.start_soon(read, fleet, at)
+        assert killed
+        assert not psutil.pid_exists(killed[0]) or psutil.Process(killed[0]).status() == "zombie"
+        assert one.view().state is not InstanceState.SERVING
+        for prompt, tokens in zip(prompts, received, strict=True):
+            async with fleet.stream("a", prompt, sampling) as stream:
+                assert [token.id for token in await stream.collect()] == tokens
+    assert psutil.Process().children(recursive=True) == []
+
+
+def make_fleet(store: DictStore, *engines: VllmEngine) -> Fleet:
+    return Fleet(
+        engines=engines,
+        store=store,
+        models=[Model("a")],
+        router=LeastLoadedRouter(),
+        scheduler=Idle(),
+        interval_s=3600.0,
+    )
+
+
+async def test_a_core_that_ends_while_nothing_runs_is_noticed_at_once() -> None:
+    store = make_store()
+    async with make_engine() as engine:
+        await engine.load(store.card("a"), store)
+        os.kill(process_of(engine), signal.SIGKILL)
+        with anyio.fail_after(30):
+            await until(lambda: engine.view().state is InstanceState.LOST)
+        with pytest.raises(InstanceLost):
+            await generate(engine, ask())
+        await engine.unload()
+        await engine.load(store.card("b"), store)
+        assert len(await generate(engine, ask("b"))) == 8
+
+
+async def test_an_adapter_that_is_wrong_costs_nobody_else_anything(tmp_path: Path) -> None:
+    store = make_store()
+    async with make_engine(max_adapters=1) as engine:
+        await engine.load(store.card("a"), store)
+        before = await generate(engine, ask())
+        with pytest.raises(StoreError):
+            await engine.load_adapter(Adapter("x", "a", tmp_path / "nowhere"))
+        (tmp_path / "bad").mkdir()
+        (tmp_path / "bad" / "adapter_config.json").write_text('{"r": 4, "target_modules": ["q_proj"]}')
+        (tmp_path / "bad" / "adapter_model.safetensors").write_bytes(b"no tensors")
+        with pytest.raises(UnsupportedAdapter):
+            await engine.load_adapter(Adapter("y", "a", tmp_path / "bad"))
+        assert await generate(engine, ask()) == before
+
+
+_ORPHAN = """
+    import os, signal, sys
+    import anyio
+    from tests.backends.vllm.support import make_engine, make_store
+
+    async def main():
+        store = make_store()
+        async with make_engine(start=sys.argv[1]) as engine:
+            await engine.load(store.card("a"), store)
+            print(engine._core.processes[0].pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if __name__ == "__main__":
+        anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_core_ends_with_its_parent_however_that_ends(start: str, tmp_path: Path) -> None:
+    script = tmp_path / "orphan.py"
+    script.write_text(textwrap.dedent(_ORPHAN))
+    run = subprocess.run(
+        [sys.executable, str(script), start],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    core = int(run.stdout.split()[-1])
+    gone, _ = psutil.wait_procs([psutil.Process(core)] if psutil.pid_exists(core) else [], timeout=30)
+    assert not psutil.pid_exists(core) or gone or psutil.Process(core).status() == psutil.STATUS_ZOMBIE
