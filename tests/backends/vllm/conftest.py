@@ -1,4 +1,4 @@
-"""These tests need vLLM, which has an environment of its own: `make test` and `make vllm-test` run them there."""
+"""These tests need vLLM, which has an environment of its own: `make test` runs them there."""
 
 from importlib.util import find_spec
 
