@@ -17,6 +17,7 @@ BENCHMARKS = {
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
     "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
+    "killed": "a process of an engine killed under 100 streams: what their clients wait",
     "load": "weights into host memory: this store, the raw disk, and the loaders people use today",
     "migrate": "requests that move: what their clients wait, by way and context, and what others notice",
     "overhead": "what a fleet adds to each token over the engine's own stream",

@@ -1,0 +1,222 @@
+"""What clients wait when the process of an engine is killed in the middle of their streams.
+
+    python -m benchmarks killed --json killed.json
+
+Two engines serve one model, one of them on two processes. One of these is killed with -9 while each engine
+has half of the streams; those that it had go on elsewhere. What their clients wait then is compared with a
+prefill of the same tokens, all of them at once, on the engine that is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+
+from benchmarks.by_hand import ByHand
+from benchmarks.measure import Summary, machine, versions, write_json
+from benchmarks.table import show
+from hotswap import Fleet, Model, Sampling
+from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.backends.torch import TorchEngine
+from hotswap.policies import LeastLoadedRouter
+
+__all__ = ["Settings", "main", "measure"]
+
+_WORK = Path(".cache/benchmarks")
+_MODEL = "m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        streams: How many run, on both engines together.
+        prompt: Tokens of each prompt.
+        repeats: How often a process is killed.
+        hidden: Width of the model.
+        layers: Depth of the model.
+        interval_s: The fleet's control period.
+    """
+
+    streams: int = 100
+    prompt: int = 64
+    repeats: int = 3
+    hidden: int = 256
+    layers: int = 4
+    interval_s: float = 0.25
+
+
+def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
+    """Carry the benchmark out and return its report, in seconds."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="killed-", dir=directory) as work:
+        _write_model(settings, Path(work))
+        report: dict[str, Any] = {
+            "machine": machine(Path(work)),
+            "versions": versions("torch", "transformers"),
+            "settings": asdict(settings),
+            "gap_s": [],
+            "prefill_s": [],
+        }
+        for _ in range(settings.repeats):
+            gap_s, prefill_s = anyio.run(_measure, Path(work), settings)
+            report["gap_s"].append(gap_s)
+            report["prefill_s"].append(prefill_s)
+    report["longest_over_bound"] = [
+        max(gaps) / (max(prefills) + 2 * settings.interval_s)
+        for gaps, prefills in zip(report["gap_s"], report["prefill_s"], strict=True)
+    ]
+    return report
+
+
+def _write_model(settings: Settings, directory: Path) -> None:
+    import torch
+    import transformers
+
+    from hotswap.backends.stores.convert import convert
+
+    config: Any = transformers.LlamaConfig(
+        vocab_size=2048,
+        hidden_size=settings.hidden,
+        intermediate_size=3 * settings.hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=max(2, settings.hidden // 64),
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    models: Any = transformers.AutoModelForCausalLM
+    models.from_config(config).save_pretrained(directory / "checkpoint")
+    convert(directory / "checkpoint", directory / "store", model_id=_MODEL)
+
+
+async def _measure(root: Path, settings: Settings) -> tuple[list[float], list[float]]:
+    """Kill once: what each stream waited that moved, and how long the same tokens take elsewhere."""
+    common: dict[str, Any] = {"threads": 1, "kv_tokens": 65_536, "max_requests": settings.streams}
+    ranked, single = TorchEngine("ranked", pp=2, **common), TorchEngine("single", **common)
+    prompts = [
+        tuple((7 * stream + 3 * place) % 2000 for place in range(settings.prompt))
+        for stream in range(settings.streams)
+    ]
+    times: list[list[float]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    seams: dict[int, int] = {}
+    killed: list[int] = []
+
+    async def read(fleet: Fleet, stream: int) -> None:
+        sampling = Sampling(max_tokens=48, ignore_eos=True)
+        async with fleet.stream(_MODEL, prompts[stream], sampling) as arriving:
+            async for token in arriving:
+                times[stream].append(time.perf_counter())
+                tokens[stream].append(token.id)
+                if not killed and all(len(seen) >= 8 for seen in tokens):
+                    killed.append(_kill_one())
+            if arriving.num_hops > 1:
+                seams[stream] = arriving.hops[-1].first_index
+
+    async with Fleet(
+        engines=[ranked, single],
+        store=TieredStore(PinnedStore("256 MiB"), NvmeStore(root / "store")),
+        models=[Model(_MODEL)],
+        router=LeastLoadedRouter(),
+        scheduler=ByHand(),
+        interval_s=settings.interval_s,
+    ) as fleet:
+        for engine in (ranked, single):
+            await fleet.swap(engine.id, to=_MODEL)
+        async with anyio.create_task_group() as tasks:
+            for stream in range(settings.streams):
+                tasks.start_soon(read, fleet, stream)
+        gaps = [times[stream][seam] - times[stream][seam - 1] for stream, seam in seams.items()]
+        moved = [(*prompts[stream], *tokens[stream][:seam]) for stream, seam in seams.items()]
+        others = [prompts[stream] for stream in range(settings.streams) if stream not in seams]
+        return gaps, await _prefills(fleet, moved, others)
+
+
+def _kill_one() -> int:
+    """Kill a process of the engine that has some, and return its number."""
+    ranks = [child for child in psutil.Process().children() if "rank" in " ".join(child.cmdline())]
+    victim = ranks[-1]
+    victim.kill()
+    return int(victim.pid)
+
+
+async def _prefills(
+    fleet: Fleet, prompts: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]
+) -> list[float]:
+    """Seconds to the first token of each, all asked for at once, beside others that decode.
+
+    The first token is another one, so that no prefix is known.
+    """
+    seconds: list[float] = []
+    decoding, all_decode = 0, anyio.Event()
+
+    async def decode(prompt: tuple[int, ...]) -> None:
+        nonlocal decoding
+        async with fleet.stream(_MODEL, prompt, Sampling(max_tokens=1024, ignore_eos=True)) as tokens:
+            await anext(tokens)
+            decoding += 1
+            if decoding == len(others):
+                all_decode.set()
+            async for _ in tokens:
+                pass
+
+    async def first(prompt: tuple[int, ...]) -> None:
+        sampling = Sampling(max_tokens=40, ignore_eos=True)
+        async with fleet.stream(_MODEL, (1999, *prompt[1:]), sampling) as tokens:
+            await anext(tokens)
+            seconds.append(time.perf_counter() - began_s)
+            await tokens.collect()  # as those that moved decode on beside the others' prefills
+
+    async with anyio.create_task_group() as background:
+        for prompt in others:
+            background.start_soon(decode, (1998, *prompt[1:]))
+        await all_decode.wait()
+        began_s = time.perf_counter()
+        async with anyio.create_task_group() as tasks:
+            for prompt in prompts:
+                tasks.start_soon(first, prompt)
+        background.cancel_scope.cancel()
+    return seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the report; the exit status is 1 if clients waited longer than they may."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks killed", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--full", action="store_true", help="what it does anyway")
+    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    options = parser.parse_args(arguments)
+    report = measure(Settings())
+    rows: list[list[str]] = []
+    for gaps, prefills, ratio in zip(
+        report["gap_s"], report["prefill_s"], report["longest_over_bound"], strict=True
+    ):
+        waited = Summary.of([1e3 * s for s in gaps]).format(0)
+        rows.append([str(len(gaps)), waited, f"{1e3 * max(prefills):.0f}", f"{ratio:.2f}"])
+    show(
+        "a process killed under running streams, in ms",
+        ("streams moved", "what they waited", "last prefill of the same", "longest over its bound"),
+        rows,
+    )
+    print(f"median of the longest: {statistics.median(max(gaps) for gaps in report['gap_s']):.3f} s")
+    if options.json:
+        write_json(options.json, report)
+    return int(statistics.median(report["longest_over_bound"]) > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
