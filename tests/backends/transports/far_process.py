@@ -21,6 +21,7 @@ def request_from(message: bytes) -> Request:
     sampling: dict[str, Any] = fields.pop("sampling")
     for name in ("stop", "stop_token_ids"):
         sampling[name] = tuple(sampling[name])
+    sampling["logit_bias"] = tuple(map(tuple, sampling["logit_bias"]))
     for name in ("prompt", "generated"):
         fields[name] = tuple(fields[name])
     return Request(**fields, sampling=Sampling(**sampling))
