@@ -56,7 +56,8 @@ SWAP_PHASES = ["hotswap.preflight", "hotswap.evict", "hotswap.unload", "hotswap.
 
 def test_every_example_is_imported_here() -> None:
     here = {module.__name__ for module in globals().values() if isinstance(module, ModuleType)}
-    files = {path.stem for path in Path(*examples.__path__).glob("*.py")} - {"__init__"}
+    # That with vLLM is tested where vLLM is.
+    files = {path.stem for path in Path(*examples.__path__).glob("*.py")} - {"__init__", "vllm_fleet"}
     assert files
     assert {f"examples.{file}" for file in files} - here == set()
 

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,12 +36,18 @@ _T = TypeVar("_T")
 # Cores are made one after the other, by a thread that lives as long as the process: the kernel ends a core
 # when the thread ends that made it.
 _maker = ThreadPoolExecutor(1, thread_name_prefix="hotswap vllm cores")
-_making: list[int] = []
+# The process and the thread that make one now; in the core itself and its ranks, any thread.
+_making: list[tuple[int, int | None]] = []
 
 
 def _arm_child() -> None:
-    if _making:
-        worker.die_with_parent(_making[0])
+    """In a process that the maker of cores has forked, and in those that it forks in turn."""
+    if not _making:
+        return
+    parent, thread = _making.pop()
+    if thread in (None, threading.get_ident()):
+        _making.append((os.getpid(), None))
+        worker.die_with_parent(parent)
 
 
 os.register_at_fork(after_in_child=_arm_child)
@@ -97,13 +104,13 @@ class Core:
         if self.weights == weights:
             return
         self.weights = ""
-        await self.llm.engine_core.pause_scheduler_async("abort", False)
-        await self.call(
-            self.llm.collective_rpc("hotswap_reload", args=(str(staged.index),)),
-            f"take the weights of {staged.card.id!r}",
-        )
-        await self.llm.engine_core.resume_scheduler_async()
+        await self.call(self._reload(staged), f"take the weights of {staged.card.id!r}")
         self.weights = weights
+
+    async def _reload(self, staged: Staged) -> None:
+        await self.llm.engine_core.pause_scheduler_async("abort", False)
+        await self.llm.collective_rpc("hotswap_reload", args=(str(staged.index),))
+        await self.llm.engine_core.resume_scheduler_async()
 
     async def call(self, work: Awaitable[_T], what: str) -> _T:
         """Return what the core answers.
@@ -160,7 +167,15 @@ async def start(settings: Settings, staged: Staged) -> Core:
         llm, directory = await unbroken(lambda: loop.run_in_executor(_maker, _make, settings, staged, stats))
     except Exception as exc:
         raise _why_not(exc, staged) from exc
-    return Core(llm, stats, directory, architecture_of(staged.manifest.config))
+    core = Core(llm, stats, directory, architecture_of(staged.manifest.config))
+    if settings.pp > 1:
+        # Stages learn in a first pass what they hand on, and the core ends with a request that comes before.
+        try:
+            await core.call(llm.collective_rpc("execute_dummy_batch"), "try its stages out")
+        except BaseException:
+            await core.stop()
+            raise
+    return core
 
 
 def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Path]:
@@ -173,7 +188,10 @@ def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Path]:
         arguments = settings.vllm_arguments(directory, staged.index, on_cpu=on_cpu)
         config = named("vllm.engine.arg_utils:AsyncEngineArgs")(**arguments).create_engine_config()
         _choose_start(settings.start, on_cpu=on_cpu)
-        _making.append(os.getpid())
+        if on_cpu and settings.num_ranks > 1:
+            # Ranks would each be bound to a NUMA node of their own, and refuse to start without.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        _making.append((os.getpid(), threading.get_ident()))
         os.environ[worker.FAMILY] = str(os.getpid())
         try:
             return named("vllm.v1.engine.async_llm:AsyncLLM").from_vllm_config(

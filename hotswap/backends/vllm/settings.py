@@ -66,6 +66,11 @@ class Settings:
         parse_bytes(self.kv_bytes)
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that compute."""
+        return self.tp * self.pp
+
+    @property
     def total_bytes(self) -> int:
         """The memory that the instance may use: that of the machine unless told otherwise."""
         if self.memory_bytes is not None:
@@ -74,7 +79,6 @@ class Settings:
 
     def vllm_arguments(self, directory: Path, index: Path, *, on_cpu: bool) -> dict[str, Any]:
         """Return what vLLM is started with for a model whose config lies in `directory`."""
-        ranks = self.tp * self.pp
         given: dict[str, Any] = {
             "model": str(directory),
             "skip_tokenizer_init": True,
@@ -93,7 +97,7 @@ class Settings:
             "disable_log_stats": True,
             "enable_log_requests": False,
             # One process less, where one is enough.
-            "distributed_executor_backend": _UNIPROC if ranks == 1 else "mp",
+            "distributed_executor_backend": _UNIPROC if self.num_ranks == 1 else "mp",
         }
         if self.kv_block_tokens is not None:
             given["block_size"] = self.kv_block_tokens
