@@ -109,7 +109,8 @@ async def _borrow(loan: AsyncExitStack, store: WeightStore, manifest: Manifest) 
 
 def _make_directory() -> Path:
     within = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="hotswap-vllm-", dir=within))
+    # By its name one can tell whose it is, if the process was killed.
+    return Path(tempfile.mkdtemp(prefix=f"hotswap-vllm-{os.getpid()}-", dir=within))
 
 
 def _make_file(directory: Path, manifest: Manifest) -> None:
