@@ -102,6 +102,9 @@ class Adapters:
                 except UnsupportedModel as exc:
                     raise UnsupportedAdapter(str(exc)) from exc
                 if self._core is not core:
+                    # The core waits for its next model: what it was given now would take a place there.
+                    if not core.is_dead:
+                        await core.call(core.llm.remove_lora(number), "drop an adapter")
                     raise InstanceError(
                         f"Engine {self._engine!r} unloaded the model of adapter {name!r} while that was "
                         "read; ask again."

@@ -19,6 +19,7 @@ import pytest
 from hotswap import (
     Adapter,
     Fleet,
+    InstanceError,
     InstanceLost,
     InstanceState,
     Model,
@@ -32,8 +33,10 @@ from hotswap import (
 from hotswap.backends.vllm import VllmEngine
 from hotswap.policies import LeastLoadedRouter
 from hotswap.testing.conformance.suite import until
+from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
-from tests.backends.vllm.support import make_engine, make_store
+from tests.backends.torch.zoo import make_model
+from tests.backends.vllm.support import llama, make_engine, make_store
 from tests.runtime.support import Idle
 
 
@@ -186,10 +189,40 @@ async def test_an_adapter_that_is_wrong_costs_nobody_else_anything(tmp_path: Pat
         assert await generate(engine, ask()) == before
 
 
+async def test_an_adapter_that_comes_after_its_model_went_takes_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, began, go_on = make_store(), anyio.Event(), anyio.Event()
+    source = write(tmp_path / "x", make_model(llama(), seed=1), seed=1, r=4, names=("q_proj",))
+    async with make_engine(max_adapters=1) as engine:
+        await engine.load(store.card("a"), store)
+        assert engine._core is not None
+        llm = engine._core.llm
+        honest = llm.add_lora
+
+        async def add_lora(lora: object) -> object:
+            began.set()
+            await go_on.wait()
+            return await honest(lora)
+
+        monkeypatch.setattr(llm, "add_lora", add_lora)
+
+        async def ask_for_it() -> None:
+            with pytest.raises(InstanceError):
+                await engine.load_adapter(Adapter("x", "a", source))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask_for_it)
+            await began.wait()
+            await engine.unload()
+            go_on.set()
+        assert list(await llm.list_loras()) == []
+
+
 _ORPHAN = """
     import os, signal, sys
     import anyio
-    from tests.backends.vllm.support import make_engine, make_store
+    from tests.backends.vllm.support import llama, make_engine, make_store
 
     async def main():
         store = make_store()
