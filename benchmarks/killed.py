@@ -193,7 +193,7 @@ async def _prefills(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write the report; the exit status is 1 if clients waited longer than they may."""
+    """Measure, print, write the report; the exit status is 1 if a client waited longer than it may."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks killed", description=__doc__.partition("\n")[0]
     )
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"median of the longest: {statistics.median(max(gaps) for gaps in report['gap_s']):.3f} s")
     if options.json:
         write_json(options.json, report)
-    return int(statistics.median(report["longest_over_bound"]) > 1)
+    return int(max(report["longest_over_bound"]) > 1)
 
 
 if __name__ == "__main__":

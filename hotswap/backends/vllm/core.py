@@ -208,8 +208,8 @@ def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Path]:
 def _choose_start(start: StartMethod | None, *, on_cpu: bool) -> None:
     """Say how the core's process is made; vLLM's own choice is set anew with each config.
 
-    A fork takes two seconds where a fresh interpreter takes ten, but is a trap for a process that has
-    computed with several OpenMP threads, which do not exist in the child.
+    A fork is several times as quick as a fresh interpreter, but a trap for a process that has computed with
+    several OpenMP threads, which do not exist in the child.
     """
     if start is None and on_cpu:
         start = "fork" if torch.get_num_threads() == 1 else "spawn"

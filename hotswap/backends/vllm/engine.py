@@ -64,8 +64,8 @@ class VllmEngine(Engine):
         max_adapter_rank: The largest of them.
         memory_bytes: What weights and KV blocks may take; the machine's memory if `None`.
         cores: Where cores wait between models; one of the engine's own, of one core, if `None`.
-        start: How a core's process is made: `"fork"` (2 s, safe while this process has computed with one
-            thread only) or `"spawn"` (10 s); chosen by that if `None`.
+        start: How a core's process is made: `"fork"` (quick, safe while this process has computed with
+            one thread only) or `"spawn"`; chosen by that if `None`.
         arguments: More arguments for vLLM's `AsyncEngineArgs`.
 
     Raises:
