@@ -171,9 +171,11 @@ class Worker:
             if self._stopping:
                 return False
             commands, self._commands = self._commands, deque()
-        for command in commands:
-            command()
-        if commands and self._runner is not None:
+        had_commands = bool(commands)
+        while commands:
+            # None is kept: who is told of a `detach` may count on it that earlier ones hold no runner.
+            commands.popleft()()
+        if had_commands and self._runner is not None:
             self._publish(self._runner.report())
         return True
 

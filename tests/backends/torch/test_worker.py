@@ -1,8 +1,10 @@
-"""When the worker does chores: between steps, but not where these are to keep to a latency."""
+"""When the worker does chores, and what it has let go of when it says that a model is detached."""
 
 from __future__ import annotations
 
 import threading
+import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.forward import Forward, Work
 from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.sampling import Sampler
-from hotswap.backends.torch.worker import Worker
+from hotswap.backends.torch.worker import Pieces, Worker
 
 
 class Chores(Forward):
@@ -56,3 +58,46 @@ def test_chores_wait_for_requests_only_where_steps_are_timed(is_timed: bool) -> 
     worker.stop()
     worker.join()
     assert forward.seen == ({0} if is_timed else {0, 1})
+
+
+@dataclass
+class Idle:
+    """A job that is done at once and keeps its runner, as a copy of KV blocks does."""
+
+    runner: Runner
+
+    def begin(self, runner: Runner, sequences: object) -> Pieces:
+        yield from ()
+
+    def end(self, error: Exception | None) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+def test_whoever_is_told_of_a_detachment_finds_the_model_gone() -> None:
+    """Also when jobs came in the same breath: the next model may need the memory at once."""
+    forward, attached, go_on = Chores(), threading.Event(), threading.Event()
+    gone: list[bool] = []
+    told = threading.Event()
+
+    def publish(report: Report) -> None:
+        attached.set()
+        go_on.wait(30)
+
+    def done() -> None:
+        gone.append(watched() is None)
+        told.set()
+
+    worker = Worker("test", threads=1, publish=publish, ended=lambda error: None)
+    runner = Runner(forward, forward.batcher, None)
+    watched = weakref.ref(runner)
+    worker.attach(runner)
+    assert attached.wait(30)
+    worker.work(Idle(runner))
+    worker.detach(done)
+    del runner
+    go_on.set()
+    assert told.wait(30)
+    worker.stop()
+    worker.join()
+    assert gone == [True]
