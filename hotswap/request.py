@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NewType
@@ -30,6 +31,21 @@ def _is_bias(pair: object) -> bool:
             return False
 
 
+def _check_grammar(json_schema: object, regex: object, min_tokens: int) -> None:
+    for name, text in (("json_schema", json_schema), ("regex", regex)):
+        _check(
+            isinstance(text, str), f"{name} is {text!r}, it must be text (of a schema, json.dumps makes it)."
+        )
+    _check(not (json_schema and regex), "Give a json_schema or a regex; a generation is held to one grammar.")
+    _check(min_tokens == 0, "A grammar says where a generation ends: with one, min_tokens must be 0.")
+    if json_schema:
+        try:
+            parsed: object = json.loads(str(json_schema))
+        except ValueError as exc:
+            raise InvalidRequest(f"json_schema is no JSON: {exc}.") from exc
+        _check(isinstance(parsed, dict), f"json_schema is {json_schema!r}, it must be a JSON object.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the next token is chosen and when to stop; the default is greedy.
@@ -43,6 +59,10 @@ class Sampling:
     for each time, the other once. `logit_bias` adds to the logits of tokens, before all penalties.
     `stop` strings match the decoded text and are cut from it; `stop_token_ids` add to the model's own end
     tokens, which `ignore_eos` switches off. No stop of any kind fires before `min_tokens` tokens.
+
+    `json_schema` (the text of one) and `regex` hold the generation to a grammar: it is such JSON, or matches
+    as a whole, unless `max_tokens` come first. Engines that cannot do that refuse the request. The model's
+    own end tokens count even with `ignore_eos`, since nothing may follow.
     """
 
     max_tokens: int = 128
@@ -58,6 +78,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    json_schema: str = ""
+    regex: str = ""
 
     def __post_init__(self) -> None:
         _check(self.max_tokens >= 1, f"max_tokens is {self.max_tokens!r}, it must be 1 or more.")
@@ -88,6 +110,13 @@ class Sampling:
             type(self.stop) is tuple and all(self.stop),
             f"stop is {self.stop!r}, it must be a tuple of strings, none of them empty.",
         )
+        if self.has_grammar:
+            _check_grammar(self.json_schema, self.regex, self.min_tokens)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the generation is held to a grammar."""
+        return bool(self.json_schema or self.regex)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,10 @@ from hotswap import InvalidRequest, Sampling
         ("logit_bias", ((3,),)),
         ("stop", ("",)),
         ("stop", "END"),
+        ("json_schema", "no JSON"),
+        ("json_schema", "[1, 2]"),
+        ("json_schema", {"type": "object"}),
+        ("regex", 3),
     ],
 )
 def test_a_field_out_of_range_is_refused_by_name(field: str, wrong: Any) -> None:
@@ -35,5 +39,14 @@ def test_a_field_out_of_range_is_refused_by_name(field: str, wrong: Any) -> None
         Sampling(**{field: wrong})
 
 
+def test_a_grammar_stands_alone() -> None:
+    with pytest.raises(InvalidRequest, match="one grammar"):
+        Sampling(json_schema="{}", regex="a+")
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        Sampling(regex="a+", min_tokens=3)
+
+
 def test_what_lies_in_range_is_not() -> None:
+    Sampling(regex="a+", max_tokens=3)
+    Sampling(json_schema='{"type": "object"}')
     Sampling(presence_penalty=-2, frequency_penalty=2, logit_bias=((0, -100.0), (5, 100.0)), stop=("END",))

@@ -9,7 +9,13 @@ __all__ = ["check_servable", "most_tokens"]
 
 
 def check_servable(
-    request: Request, model: ModelId, *, context: int, vocabulary: int, kv_tokens: int
+    request: Request,
+    model: ModelId,
+    *,
+    context: int,
+    vocabulary: int,
+    kv_tokens: int,
+    no_grammar: str = "",
 ) -> None:
     """Refuse what could not be served to its end, before it takes anything.
 
@@ -19,13 +25,16 @@ def check_servable(
         context: The longest request that it serves, in tokens.
         vocabulary: Its token ids are less than this.
         kv_tokens: Tokens that all KV blocks hold.
+        no_grammar: Why requests cannot be held to a grammar; empty where they can.
 
     Raises:
-        InvalidRequest: it has all its tokens already, or some that the model does not know.
+        InvalidRequest: it has all its tokens already, or some that the model does not know, or a grammar.
         PromptTooLong: it fills the context, or would outgrow `kv_tokens`.
     """
     if request.remaining_tokens < 1:
         raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
+    if request.sampling.has_grammar and no_grammar:
+        raise InvalidRequest(f"Request {request.id!r} is to be held to a grammar, but {no_grammar}.")
     tokens = request.tokens
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise InvalidRequest(

@@ -62,6 +62,15 @@ class HfTokenizer:
         """Return the token ids of `text`, with the special tokens that the model wants around it."""
         return self._tokenizer.encode(text).ids
 
+    @property
+    def text(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json`, without truncation and padding."""
+        return self._tokenizer.to_str()
+
+    def piece(self, token: int) -> str | None:
+        """Return how the vocabulary writes a token; `None` if it has none of that id."""
+        return self._tokenizer.id_to_token(token)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` without special tokens; incomplete characters become U+FFFD."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -194,6 +194,8 @@ def _sampling(fields: Fields) -> Sampling:
         stop=tuple(_items(fields, "stop", str)),
         stop_token_ids=tuple(_items(fields, "stop_token_ids", int)),
         ignore_eos=_one(fields, "ignore_eos", bool),
+        json_schema=_one(fields, "json_schema", str),
+        regex=_one(fields, "regex", str),
     )
 
 

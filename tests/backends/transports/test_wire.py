@@ -34,12 +34,15 @@ SAMPLINGS = st.builds(
     stop_token_ids=TOKENS,
     ignore_eos=st.booleans(),
 )
+GRAMMARS = st.builds(Sampling, regex=st.text()) | st.builds(
+    Sampling, json_schema=st.dictionaries(st.text(), st.integers()).map(json.dumps)
+)
 REQUESTS = st.builds(
     Request,
     id=st.text().map(RequestId),
     model=st.text().map(ModelId),
     prompt=TOKENS.filter(bool),
-    sampling=SAMPLINGS,
+    sampling=SAMPLINGS | GRAMMARS,
     generated=TOKENS,
     adapter=st.none() | st.text().map(AdapterId),
     priority=st.integers(),
