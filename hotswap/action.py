@@ -90,7 +90,8 @@ class SwapRecord:
     """What a swap did: phases in order, requests evicted, bytes loaded and from which tier.
 
     `model_after` is what the instance serves once the swap ended, whatever its outcome: the new model, the
-    old one, or `None` for EMPTY. `downtime_s` runs from the moment the instance stopped admitting to the
+    old one, or `None` for EMPTY. `road` is how the engine came by the new model, in its own words, where it
+    has more ways than one. `downtime_s` runs from the moment the instance stopped admitting to the
     moment it serves again.
     """
 
@@ -107,6 +108,7 @@ class SwapRecord:
     num_evicted: int = 0
     loaded_bytes: int = 0
     tier: str = ""
+    road: str = ""
     error: str = ""
     trace_id: str = ""
 

@@ -47,6 +47,7 @@ REASON = "hotswap.swap.reason"
 OUTCOME = "hotswap.swap.outcome"
 EVICTED = "hotswap.swap.evicted_requests"
 DOWNTIME_S = "hotswap.swap.downtime_s"
+ROAD = "hotswap.swap.road"
 DESTINATION = "hotswap.migrate.destination"
 WAY = "hotswap.migrate.way"
 STAGE = "hotswap.migrate.stage"
@@ -145,11 +146,15 @@ class Telemetry:
         parent: Span | None = None,
         links: Sequence[SpanContext] = (),
     ) -> Generator[Span]:
-        """Bracket a block by a span; what the block raises is recorded on it."""
+        """Bracket a block by a span; what the block raises is recorded on it.
+
+        In the block it is the current span, so that those of engines and stores become its children.
+        """
         span = self.start(name, attributes, parent=parent, links=links)
         error: BaseException | None = None
         try:
-            yield span
+            with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+                yield span
         except BaseException as exc:
             error = exc
             raise

@@ -50,7 +50,8 @@ class InstanceView:
     `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
     it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
     that can hold none. `serving_since_s` is the loop time at which the present model became ready, `None` if
-    there is none.
+    there is none. `road` is how the engine came by it, in the engine's own words, where it has more ways than
+    one.
     """
 
     id: InstanceId
@@ -67,6 +68,7 @@ class InstanceView:
     adapters: tuple[AdapterId, ...] = ()
     max_adapters: int = 0
     preloaded: ModelId | None = None
+    road: str = ""
     num_requests: int = 0
     swapping: bool = False
     target: ModelId | None = None

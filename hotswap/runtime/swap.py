@@ -25,8 +25,9 @@ from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
-from hotswap.store import SupportsLend, SupportsReadInto, WeightStore, WrapperStore
+from hotswap.store import SupportsLend, SupportsReadInto, SupportsTokenizer, WeightStore, WrapperStore
 from hotswap.telemetry import Telemetry
+from hotswap.text import Tokenizer
 from hotswap.view import InstanceState
 
 __all__ = ["SwapJob", "SwapLimits"]
@@ -233,6 +234,7 @@ class SwapJob:
             num_evicted=self._num_evicted,
             loaded_bytes=self._store.num_bytes,
             tier=self._store.tier,
+            road=after.road if outcome == "done" else "",
             error=_brief(error) if error is not None else "",
             trace_id=format_trace_id(span.get_span_context().trace_id),
         )
@@ -246,6 +248,7 @@ class SwapJob:
                 tm.EVICTED: record.num_evicted,
                 tm.LOADED_BYTES: record.loaded_bytes,
                 tm.TIER: record.tier,
+                tm.ROAD: record.road,
                 tm.DOWNTIME_S: record.downtime_s,
             }
         )
@@ -276,6 +279,10 @@ class _MeteredStore(WrapperStore):
         self.num_bytes = 0
         self.tier = ""
         self.buffered = False
+
+    async def tokenizer(self, model: ModelId) -> Tokenizer | None:
+        wrapped = self.wrapped
+        return await wrapped.tokenizer(model) if isinstance(wrapped, SupportsTokenizer) else None
 
     @asynccontextmanager
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
