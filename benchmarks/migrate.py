@@ -109,6 +109,7 @@ def measure(
             "settings": asdict(settings),
             "gap_s": {way: {} for way in settings.ways},
             "own_step_s": {},
+            "later_step_s": {},
             "step_s": {"normal": [], "migrating": []},
             "step_ratio": [],
             "copied_bytes": {},
@@ -131,11 +132,13 @@ def _ratios(report: dict[str, Any]) -> dict[str, float]:
     }
     contexts = sorted({int(context) for gaps in gap_s.values() for context in gaps})
     shortest, longest = str(contexts[0]), str(contexts[-1])
-    gap_s["own step"] = {context: statistics.median(seen) for context, seen in report["own_step_s"].items()}
+    for name, key in (("own step", "own_step_s"), ("later step", "later_step_s")):
+        gap_s[name] = {context: statistics.median(seen) for context, seen in report.get(key, {}).items()}
     asked = {
         "kv_longest_over_shortest": (("kv", longest), ("kv", shortest)),
         "recompute_over_kv_at_longest": (("recompute", longest), ("kv", longest)),
         "kv_over_own_step_at_longest": (("kv", longest), ("own step", longest)),
+        "kv_over_later_step_at_longest": (("kv", longest), ("later step", longest)),
         "blocking_over_kv_at_longest": (("blocking", longest), ("kv", longest)),
         "recompute_over_tokens_at_longest": (("recompute", longest), ("tokens", longest)),
     }
@@ -217,6 +220,12 @@ class _Stream:
         seam = self.hop.first_index
         return self.times_s[seam] - self.times_s[seam - 1]
 
+    @property
+    def later_steps_s(self) -> list[float]:
+        """Between the tokens after that, where it is now."""
+        times = self.times_s[self.hop.first_index :]
+        return [later - earlier for earlier, later in pairwise(times)]
+
     def steps_s(self, begin_s: float, end_s: float) -> list[float]:
         """Between tokens that came in that time."""
         times = [at for at in self.times_s if begin_s <= at <= end_s]
@@ -279,6 +288,7 @@ async def _measure(root: Path, settings: Settings, context: int, way: str, repor
                     if way == "kv":
                         steps_s = moving.steps_s(began_s, moved_s)
                         report["own_step_s"].setdefault(str(context), []).extend(steps_s)
+                        report["later_step_s"].setdefault(str(context), []).extend(moving.later_steps_s)
                         _note_steps(report, beside, (began_s, moved_s), (moved_s, done_s))
                 tasks.cancel_scope.cancel()
             await fleet.unload(source)
@@ -329,7 +339,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(report: dict[str, Any]) -> None:
-    series = {**report["gap_s"], "its step": report["own_step_s"]}
+    series = {
+        **report["gap_s"],
+        "its step before": report["own_step_s"],
+        "its step after": report.get("later_step_s", {}),
+    }
     contexts = sorted({int(context) for seen in series.values() for context in seen})
 
     def cell(seen: dict[str, list[float]], context: int) -> str:

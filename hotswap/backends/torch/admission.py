@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hotswap.backends.servable import most_tokens
 from hotswap.backends.torch.adapters.plan import RankRange
 from hotswap.backends.torch.batcher import Sequence
@@ -14,15 +16,22 @@ __all__ = ["to_sequence"]
 
 
 def to_sequence(
-    request: Request, ticket: int, model: LoadedModel, adapter: RankRange | None, *, epoch: int
+    request: Request,
+    ticket: int,
+    model: LoadedModel,
+    adapter: RankRange | None,
+    *,
+    epoch: int,
+    keys_of: Callable[[Request, bytes], tuple[bytes, ...]] | None = None,
 ) -> Sequence:
     """Return the request as the batcher sees it, to be computed by the weights of load `epoch`.
 
-    It goes on after what it has generated.
+    It goes on after what it has generated. `keys_of` knows the keys of its first blocks, if anyone does.
     """
     eos = frozenset[int]() if request.sampling.ignore_eos else model.eos_token_ids
     stop_ids = eos | frozenset(request.sampling.stop_token_ids)
     tokens = list(request.tokens)
+    root = root_key(epoch, 0 if adapter is None else adapter.serial)
     return Sequence(
         ticket=ticket,
         tokens=tokens,
@@ -33,5 +42,6 @@ def to_sequence(
         min_tokens=request.sampling.min_tokens,
         adapter=adapter,
         priority=request.priority,
-        root=root_key(epoch, 0 if adapter is None else adapter.serial),
+        root=root,
+        keys=[] if keys_of is None else list(keys_of(request, root)),
     )

@@ -496,11 +496,14 @@ class TorchEngine(Engine):
             context=model.context,
             vocabulary=model.vocabulary,
             kv_tokens=self._models.num_blocks * self._kv.block_tokens,
+            no_grammar="the torch engine has none; ask a VllmEngine",
         )
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open(request)
         ranks = adapter.ranks if adapter else None
-        self._running_worker.add(to_sequence(request, ticket, model, ranks, epoch=self._num_loads))
+        keys_of = self._models.desk.keys_of if self._models.desk is not None else None
+        sequence = to_sequence(request, ticket, model, ranks, epoch=self._num_loads, keys_of=keys_of)
+        self._running_worker.add(sequence)
         return ticket, tokens, adapter
 
     def _make_desk(self, model: LoadedModel, forward: Forward, runner: Runner) -> Desk | None:

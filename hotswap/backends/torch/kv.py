@@ -118,20 +118,24 @@ class KVCache:
                 pool[copy.target, :, :num_tokens] = pool[copy.source, :, :num_tokens]
                 pool[copy.target, :, num_tokens:] = 0
 
-    def save(self, block: int, out: Tensor) -> None:
-        """Copy a block of all layers to host memory: `out` is uint8, `block_bytes` of it."""
-        at = 0
-        for pool in self._pools():
-            size = pool[block].numel() * pool.itemsize
-            out[at : at + size].view(pool.dtype).copy_(pool[block].view(-1))
-            at += size
+    def save(self, blocks: Sequence[int], out: Tensor) -> None:
+        """Copy blocks, all layers of each, to host memory: `out` is uint8, `block_bytes` for each."""
+        index = torch.tensor(blocks, device=self.device)
+        for pool, part in self._parts(out, len(blocks)):
+            part.copy_(pool.index_select(0, index).view(len(blocks), -1))
 
-    def restore(self, block: int, data: Tensor) -> None:
-        """Fill a block, which nobody reads yet, with what `save` wrote. Any thread may."""
-        at = 0
+    def restore(self, blocks: Sequence[int], data: Tensor) -> None:
+        """Fill blocks, which nobody reads yet, with what `save` wrote. Any thread may."""
+        index = torch.tensor(blocks, device=self.device)
+        for pool, part in self._parts(data, len(blocks)):
+            pool.index_copy_(0, index, part.to(self.device).view(len(blocks), *pool.shape[1:]))
+
+    def _parts(self, data: Tensor, num_blocks: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each pool, and what of the blocks' bytes is its own: `[num_blocks, elements]`."""
+        rows, at = data.view(num_blocks, -1), 0
         for pool in self._pools():
-            size = pool[block].numel() * pool.itemsize
-            pool[block].view(-1).copy_(data[at : at + size].view(pool.dtype))
+            size = pool[0].numel() * pool.itemsize
+            yield pool, rows[:, at : at + size].view(pool.dtype)
             at += size
 
     @property

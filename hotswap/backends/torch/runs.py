@@ -212,6 +212,11 @@ class Runs:
         """Keep it for a few more steps only: the request is here, or will not come."""
         prelude.awaited, prelude.last_used = False, self._step
 
+    def drop(self, prelude: Prelude) -> None:
+        """Give its memory back at once."""
+        if prelude in self._preludes:
+            self._drop([prelude])
+
     def take_prelude(self, tables: Sequence[list[int]], layer: int, tokens: int) -> tuple[_Layer, int] | None:
         """Return a layer of a request's prelude with room for `tokens`, and how many blocks it has."""
         for prelude in self._preludes:
@@ -231,7 +236,10 @@ class Runs:
         num_requests, _, tokens, _ = gathered[0].shape
         share = min(tokens // self.block_tokens // _MORE_SHARE, _MOST_MORE_TOKENS // self.block_tokens)
         more = max(_LEAST_MORE_BLOCKS, share) * self.block_tokens
-        shapes = [(num_requests, part.shape[1], tokens + more, part.shape[3]) for part in gathered]
+        room = tokens + more
+        if more >= _MOST_MORE_TOKENS:  # long decodes are gathered in whole chunks of that
+            room = -(-room // _MOST_MORE_TOKENS) * _MOST_MORE_TOKENS
+        shapes = [(num_requests, part.shape[1], room, part.shape[3]) for part in gathered]
         sizes = [
             torch.Size(s).numel() * part.dtype.itemsize for s, part in zip(shapes, gathered, strict=True)
         ]

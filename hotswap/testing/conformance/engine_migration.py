@@ -150,6 +150,17 @@ class MigrationChecks(EngineSuite):
                     await source.stop()
 
     @check
+    async def test_a_stopped_request_that_was_taken_away_cannot_be_copied(self) -> None:
+        async with self.pair() as pair:
+            request = self.long_requests(pair.bench.card, 1)[0]
+            async with self.streaming(pair.source, [request]), pair.export(request.id) as source:
+                stopped = await source.stop()
+                await pair.source.evict(deadline_s=0)
+                await until(lambda: no_requests(pair.source))
+                with pytest.raises(MigrationAborted):
+                    await source.read(0, stopped.num_computed)
+
+    @check
     async def test_a_request_that_has_gone_cannot_be_released(self) -> None:
         async with self.pair() as pair:
             request = self.long_requests(pair.bench.card, 1)[0]

@@ -84,8 +84,8 @@ def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
 def last_token_lost_on_resuming(patch: pytest.MonkeyPatch) -> None:
     honest = admission.to_sequence
 
-    def to_sequence(request: Any, ticket: int, model: Any, adapter: Any, *, epoch: int) -> Any:
-        sequence = honest(request, ticket, model, adapter, epoch=epoch)
+    def to_sequence(request: Any, ticket: int, model: Any, adapter: Any, **given: Any) -> Any:
+        sequence = honest(request, ticket, model, adapter, **given)
         if request.generated:
             sequence.tokens[-1] = sequence.tokens[0]
         return sequence

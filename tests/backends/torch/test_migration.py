@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from hotswap import ModelId, Request, RequestEvicted, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.migration import desk, sink
+from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.runs import Runs
 from tests.backends.torch.dict_store import DictStore
@@ -33,10 +35,10 @@ def store() -> DictStore:
 
 
 @asynccontextmanager
-async def serving(store: DictStore, name: str = "e0") -> AsyncGenerator[TorchEngine]:
+async def serving(store: DictStore, name: str = "e0", kv_tokens: int = 2048) -> AsyncGenerator[TorchEngine]:
     skeletons = SkeletonCache()
     async with TorchEngine(
-        name, kv_tokens=2048, memory_bytes="64 MiB", threads=1, skeletons=skeletons
+        name, kv_tokens=kv_tokens, memory_bytes="64 MiB", threads=1, skeletons=skeletons
     ) as engine:
         await engine.load(store.card(LLAMA), store)
         yield engine
@@ -91,7 +93,7 @@ async def test_what_arrives_early_is_gathered_before_the_first_step(
         return taken
 
     monkeypatch.setattr(Runs, "take_prelude", take_prelude)
-    async with serving(store, "a") as engine, serving(store, "b") as other:
+    async with serving(store, "a") as engine, serving(store, "b", kv_tokens=384) as other:
         for prompt_tokens in (100, 112, 127):
             request = ask(prompt_tokens=prompt_tokens, max_tokens=60)
             async with engine.stream(request) as tokens:
@@ -99,11 +101,14 @@ async def test_what_arrives_early_is_gathered_before_the_first_step(
             async with engine.stream(request) as tokens:
                 moved = [(await anext(tokens)).id for _ in range(3)]
                 async with engine.export_kv(request.id) as source, other.import_kv(request) as taker:
-                    early = 96 - 96 % taker.layout.block_tokens
+                    block_tokens = taker.layout.block_tokens
+                    half, early = (size - size % block_tokens for size in (48, 96))
                     await taker.reserve(prompt_tokens + 40)
-                    await taker.write(await source.read(0, early))
+                    # In several parts, of which there is memory to gather one: the last.
+                    await taker.write(await source.read(0, half))
+                    await taker.write(await source.read(half // block_tokens, early - half))
                     stopped = await source.stop()
-                    first = early // taker.layout.block_tokens
+                    first = early // block_tokens
                     await taker.reserve(stopped.num_computed)
                     await taker.write(await source.read(first, stopped.num_computed - early))
                     await taker.commit(stopped.tokens)
@@ -119,16 +124,30 @@ async def test_what_arrives_early_is_gathered_before_the_first_step(
             await other.load(store.card(LLAMA), store)
 
 
+async def test_what_was_announced_of_a_request_is_believed_of_that_very_one_alone(store: DictStore) -> None:
+    """Or another would be given the blocks of tokens that it does not have, or of another adapter's."""
+    async with serving(store) as engine:
+        front, request = engine._desk(), ask(prompt_tokens=100)
+        async with engine.import_kv(request):
+            root = root_key(front.epoch)
+            assert len(front.keys_of(request, root)) == 100 // engine.view().kv_block_tokens
+            assert front.keys_of(request.continued([7]), root) == front.keys_of(request, root)
+            assert front.keys_of(replace(request, prompt=(9, *request.prompt[1:])), root) == ()
+            assert front.keys_of(replace(request, id=RequestId("another")), root) == ()
+            assert front.keys_of(request, root_key(front.epoch, 1)) == ()
+        assert front.keys_of(request, root) == ()
+
+
 async def test_blocks_are_kept_while_they_are_written_although_the_move_is_cancelled(
     store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, go_on = threading.Event(), threading.Event()
     honest = KVCache.restore
 
-    def restore(self: KVCache, block: int, data: Tensor) -> None:
+    def restore(self: KVCache, blocks: Sequence[int], data: Tensor) -> None:
         began.set()
         go_on.wait()
-        honest(self, block, data)
+        honest(self, blocks, data)
 
     async def look(engine: TorchEngine) -> int:
         """The free blocks, once the engine's thread has done what it was asked and reported it."""

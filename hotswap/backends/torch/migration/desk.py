@@ -16,12 +16,21 @@ from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.worker import Pieces, Worker
 from hotswap.errors import MigrationAborted
 from hotswap.migration import KVLayout
-from hotswap.request import Request
+from hotswap.request import Request, RequestId
 
-__all__ = ["PIECE_BYTES", "Desk", "aborted", "beside"]
+__all__ = ["PIECE_BYTES", "Announced", "Desk", "aborted", "beside"]
 
 # Bytes that are copied in one go, between two steps; a block is the least.
 PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The tokens of a request that arrives, when its move began, and the keys of its full blocks."""
+
+    tokens: tuple[int, ...]
+    root: bytes
+    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,8 @@ class Desk:
         weights: Stands for the weights that compute.
         epoch: Which load they came with.
         current: The engine's desk now; with another, or none, the model has gone.
+        arriving: What was announced of requests that arrive: their tokens then, and the keys of their full
+            blocks behind a root.
     """
 
     life: Life
@@ -47,6 +58,14 @@ class Desk:
     weights: str
     epoch: int
     current: Callable[[], Desk | None]
+    arriving: dict[RequestId, Announced] = field(default_factory=dict[RequestId, Announced])
+
+    def keys_of(self, request: Request, root: bytes) -> tuple[bytes, ...]:
+        """Return the keys of a request's first blocks if it was announced, so that nobody waits for them."""
+        announced = self.arriving.get(request.id)
+        if announced is None or announced.root != root:
+            return ()
+        return announced.keys if request.tokens[: len(announced.tokens)] == announced.tokens else ()
 
     def layout_for(self, request: Request) -> KVLayout:
         """Return what the KV blocks of a request mean here."""

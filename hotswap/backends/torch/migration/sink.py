@@ -15,7 +15,7 @@ from torch import Tensor
 from hotswap.backends.torch.adapters.plan import RankRange
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import blocks_for
-from hotswap.backends.torch.migration.desk import PIECE_BYTES, Desk, aborted, beside
+from hotswap.backends.torch.migration.desk import PIECE_BYTES, Announced, Desk, aborted, beside
 from hotswap.backends.torch.prefix import block_content, extend_keys, find_prefix, root_key
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.runs import Prelude
@@ -58,6 +58,7 @@ class TorchKVSink(KVSink):
         self._blocks: list[int] = []  # taken for what is to come
         self._keys: list[bytes] = []  # of the request's full blocks
         self._num_tokens = 0  # there, from the first on
+        self._num_published = 0  # of the request's blocks
         self._prelude: Prelude | None = None  # of what is full
         self._closed = self._writing = False
         self._timer = asyncio.get_running_loop().call_later(lapse_s, self._lapse)
@@ -65,6 +66,8 @@ class TorchKVSink(KVSink):
     async def open(self) -> None:
         """Find what the engine has already of the request's tokens."""
         await self._desk.between_steps(self._find)
+        announced = Announced(self._request.tokens, self._root, tuple(self._keys))
+        self._desk.arriving[self._request.id] = announced
         self._num_tokens = self.num_present_blocks * self.layout.block_tokens
 
     async def reserve(self, num_tokens: int) -> None:
@@ -105,6 +108,7 @@ class TorchKVSink(KVSink):
     def close(self) -> None:
         """Let go of all blocks; those that were published stay for as long as nobody wants the room."""
         self._timer.cancel()
+        self._desk.arriving.pop(self._request.id, None)
         if not self._closed and not self._desk.life.is_lost:
             self._desk.ask(self._give)
         self._closed = True
@@ -129,7 +133,7 @@ class TorchKVSink(KVSink):
         found = find_prefix(pool, self._keys_of(tokens), self._root, tokens, self.layout.block_tokens).blocks
         pool.hold(found)
         self._present = list(found)
-        self.num_present_blocks = len(found)
+        self.num_present_blocks = self._num_published = len(found)
         yield from ()
 
     def _take(self, num_tokens: int, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
@@ -149,23 +153,28 @@ class TorchKVSink(KVSink):
     def _write(
         self, pages: KVPages, data: Tensor, runner: Runner, sequences: Mapping[int, Sequence]
     ) -> Pieces:
-        most = max(1, PIECE_BYTES // self.layout.block_bytes)
-        for count, (block, part) in enumerate(self._parts(pages, data), start=1):
+        blocks, data = self._missing(pages, data)
+        most, size = max(1, PIECE_BYTES // self.layout.block_bytes), self.layout.block_bytes
+        for at in range(0, len(blocks), most):
             if self._closed:
                 return
-            self._desk.cache.restore(block, part)
-            if count % most == 0:
-                yield
-        end = pages.first_block * self.layout.block_tokens + pages.num_tokens
-        yield from self._prepare(end // self.layout.block_tokens)
+            part = blocks[at : at + most]
+            self._desk.cache.restore(part, data[at * size : (at + len(part)) * size])
+            yield
+        num_full = (
+            pages.first_block * self.layout.block_tokens + pages.num_tokens
+        ) // self.layout.block_tokens
+        # What was announced and is here needs no commit: it is the prefix of those tokens, whoever has them.
+        yield from self._publish(self._request.tokens, runner, sequences, most=num_full)
+        yield from self._prepare(num_full)
 
     def _prepare(self, num_full: int) -> Pieces:
-        """Gather the request's full blocks now, so that its first step need not."""
-        cache = self._desk.cache
-        if not cache.runs.most_bytes:
+        """Once the last of them come, gather the request's full blocks, so that its first step need not."""
+        cache, num_announced = self._desk.cache, self._request.num_tokens // self.layout.block_tokens
+        if not cache.runs.most_bytes or num_full + _SMALL_BLOCKS < num_announced:
             return
         if self._prelude is not None:
-            cache.runs.release(self._prelude)
+            cache.runs.drop(self._prelude)  # at once, whose memory the next one takes
         self._prelude = cache.runs.prelude([*self._present, *self._blocks][:num_full])
         for layer in cache.layers:
             if self._closed:
@@ -174,26 +183,35 @@ class TorchKVSink(KVSink):
             yield
 
     def _write_now(self, pages: KVPages, data: Tensor) -> None:
-        for block, part in self._parts(pages, data):
-            self._desk.cache.restore(block, part)
+        blocks, data = self._missing(pages, data)
+        if blocks:
+            self._desk.cache.restore(blocks, data)
 
-    def _parts(self, pages: KVPages, data: Tensor) -> list[tuple[int, Tensor]]:
+    def _missing(self, pages: KVPages, data: Tensor) -> tuple[list[int], Tensor]:
         """The pages' blocks with their bytes, those left out that were here before."""
-        blocks = [*self._present, *self._blocks]
         size = self.layout.block_bytes
-        return [
-            (blocks[pages.first_block + at], data[at * size : (at + 1) * size])
-            for at in range(len(data) // size)
-            if pages.first_block + at >= self.num_present_blocks
-        ]
+        first = max(pages.first_block, self.num_present_blocks)
+        end = pages.first_block + len(data) // size
+        blocks = [*self._present, *self._blocks][first:end]
+        return blocks, data[(first - pages.first_block) * size :]
 
-    def _publish(self, tokens: Items[int], runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+    def _publish(
+        self,
+        tokens: Items[int],
+        runner: Runner,
+        sequences: Mapping[int, Sequence],
+        *,
+        most: int | None = None,
+    ) -> Pieces:
+        """Let requests find the blocks of these tokens that they do not yet: the first `most`, or all."""
         block_tokens, pool, keys = self.layout.block_tokens, runner.batcher.blocks, self._keys_of(tokens)
-        for at in range(self.num_present_blocks, blocks_for(len(tokens), block_tokens)):
+        end = blocks_for(len(tokens), block_tokens) if most is None else min(most, len(keys))
+        for at in range(self._num_published, end):
             content = block_content(
                 keys[at - 1] if at else self._root, tokens[at * block_tokens : (at + 1) * block_tokens]
             )
             pool.publish(self._blocks[at - self.num_present_blocks], content)
+        self._num_published = max(self._num_published, end)
         yield from ()
 
     def _keys_of(self, tokens: Items[int]) -> list[bytes]:

@@ -76,9 +76,12 @@ class TorchKVSource(KVSource):
         self, runner: Runner, sequence: Sequence, first_block: int, num_tokens: int, out: Tensor
     ) -> None:
         """Copy beside the step that runs: a client waits, and no step writes where a parked request reads."""
-        blocks = sequence.blocks[first_block : first_block + len(out) // self.layout.block_bytes]
+        num_blocks = len(out) // self.layout.block_bytes
+        blocks = sequence.blocks[first_block : first_block + num_blocks]
         if self._num_tokens < first_block * self.layout.block_tokens + num_tokens:
             raise aborted("copy", "the request has fewer tokens than that")
+        if len(blocks) < num_blocks:
+            raise aborted("copy", "the request has ended or was taken away")
         await beside(partial(self._save, blocks, out), len(out))
         self._desk.refuse_if_gone()
         # Others write to its blocks only after it has left the parked ones.
@@ -86,9 +89,7 @@ class TorchKVSource(KVSource):
             raise aborted("copy", "the request has ended or was taken away")
 
     def _save(self, blocks: Items[int], out: Tensor) -> None:
-        size = self.layout.block_bytes
-        for at, block in enumerate(blocks):
-            self._desk.cache.save(block, out[at * size : (at + 1) * size])
+        self._desk.cache.save(blocks, out)
 
     # ------------------------------------------------------------------ on the engine's thread
 
@@ -105,14 +106,16 @@ class TorchKVSource(KVSource):
         sequences: Mapping[int, Sequence],
     ) -> Pieces:
         block_bytes, block_tokens = self.layout.block_bytes, self.layout.block_tokens
+        end = first_block + blocks_for(num_tokens, block_tokens)
         most = max(1, PIECE_BYTES // block_bytes)
-        for at in range(blocks_for(num_tokens, block_tokens)):
+        for first in range(first_block, end, most):
             sequence = self._sequence(runner, sequences)
             if sequence.num_computed < first_block * block_tokens + num_tokens:
                 raise aborted("copy", "the request gave its KV blocks back for older ones")
-            self._save([sequence.blocks[first_block + at]], out[at * block_bytes : (at + 1) * block_bytes])
-            if (at + 1) % most == 0:
-                yield
+            blocks = sequence.blocks[first : min(first + most, end)]
+            at = (first - first_block) * block_bytes
+            self._save(blocks, out[at : at + len(blocks) * block_bytes])
+            yield
 
     def _park(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
         sequence = self._sequence(runner, sequences)
