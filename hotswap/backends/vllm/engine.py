@@ -13,17 +13,24 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.life import Life
 from hotswap.backends.servable import check_servable
-from hotswap.backends.stores.unbroken import unbroken
 from hotswap.backends.vllm.adapters import Adapters, Held
-from hotswap.backends.vllm.core import Core, CorePool, start
-from hotswap.backends.vllm.settings import Settings, StartMethod, architecture_of
-from hotswap.backends.vllm.staging import Staged, stage
+from hotswap.backends.vllm.core import Core, CorePool
+from hotswap.backends.vllm.loading import Loader
+from hotswap.backends.vllm.migration import (
+    Desk,
+    VllmKVSink,
+    VllmKVSource,
+    aborted,
+    lent_sink,
+    lent_source,
+)
+from hotswap.backends.vllm.settings import Settings, StartMethod
 from hotswap.backends.vllm.streams import Stream, Streams, sampling_params
-from hotswap.backends.vllm.trial import try_resumption
 from hotswap.engine import Engine
-from hotswap.errors import InstanceError, OutOfMemory, RequestEvicted
-from hotswap.model import Adapter, Manifest, ModelCard
-from hotswap.request import AdapterId, Request
+from hotswap.errors import InstanceError, RequestEvicted
+from hotswap.migration import KVSink, KVSource
+from hotswap.model import Adapter, ModelCard
+from hotswap.request import AdapterId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
 from hotswap.view import InstanceId, InstanceState, InstanceView
@@ -110,15 +117,12 @@ class VllmEngine(Engine):
             arguments=arguments or {},
         )
         self._life = Life(self.id)
-        self._cores = cores if cores is not None else CorePool()
-        self._owns_cores = cores is None
+        self._loader = Loader(self.id, self._settings, self._life, cores)
         self._core: Core | None = None
-        self._ready: Core | None = None  # of a load under way
         self._card: ModelCard | None = None
         self._context = 0
-        self._staged: Staged | None = None
-        self._is_staging = False
         self._streams = Streams()
+        self._sinks: list[VllmKVSink] = []
         self._adapters = Adapters(self.id, most=max_adapters, max_rank=max_adapter_rank)
         self._tasks: TaskGroup | None = None
 
@@ -134,9 +138,7 @@ class VllmEngine(Engine):
                 self._life.has_begun = False
                 with anyio.CancelScope(shield=True):
                     await self._release()
-                    await self._drop_staged()
-                    if self._owns_cores:
-                        await self._cores.close()
+                    await self._loader.close()
                 self._life.state = _EMPTY
                 tasks.cancel_scope.cancel()
 
@@ -146,7 +148,7 @@ class VllmEngine(Engine):
         self._life.require(_EMPTY, "load")
         self._life.state = _LOADING
         try:
-            core = await self._life.unless_lost(self._bring(model, store))
+            core = await self._life.unless_lost(self._loader.bring(model, store))
         except BaseException:
             if self._life.state is _LOADING:
                 self._life.state = _EMPTY
@@ -168,26 +170,19 @@ class VllmEngine(Engine):
         await checkpoint_if_cancelled()
 
     def can_preload(self, model: ModelCard) -> bool:
-        staged_bytes = self._staged.size_bytes if self._staged else 0
-        return self._weight_bytes - staged_bytes + model.weight_bytes <= self._settings.total_bytes
+        return self._loaded_bytes + model.weight_bytes <= self._settings.total_bytes
 
     async def preload(self, model: ModelCard, store: WeightStore) -> None:
-        if self._staged is not None and self._staged.card == model:
-            return await checkpoint()
+        staged = self._loader.staged
+        if staged is not None and staged.card == model:
+            await checkpoint()
+            return
         self._life.require(_SERVING, "preload")
-        if self._is_staging:
-            raise InstanceError(f"Engine {self.id!r} is preloading already; cancel that first.")
-        await self._drop_staged()
-        self._is_staging = True
-        try:
-            self._staged = await self._life.unless_lost(self._stage(model, store))
-        finally:
-            self._is_staging = False
-        return None
+        await self._loader.preload(model, store, self._loaded_bytes)
 
     async def drop_preload(self) -> None:
         await checkpoint()
-        await self._drop_staged()
+        await self._loader.drop_preload()
 
     # ------------------------------------------------------------------ adapters
 
@@ -221,6 +216,32 @@ class VllmEngine(Engine):
             raise
         return self._evict_all(f"A deadline of {deadline_s} s passed")
 
+    # ------------------------------------------------------------------ migration
+
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        desk, stream = self._desk("export"), self._streams.find(request)
+        if stream is None:
+            raise aborted("export", f"engine {self.id!r} has no request {request!r}")
+        give_up = partial(self._give_up, stream, desk.core)
+        async with lent_source(VllmKVSource(desk, stream, give_up)) as source:
+            yield source
+
+    @asynccontextmanager
+    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+        desk = self._desk("reserve")
+        if self._life.state is not _SERVING or self._card is None or self._card.id != request.model:
+            raise aborted("reserve", f"engine {self.id!r} is {self._life.state} with another model")
+        adapter = self._adapters.use(request.adapter)
+        sink = VllmKVSink(desk, request, self._sinks.remove)
+        self._sinks.append(sink)
+        try:
+            async with lent_sink(sink):
+                yield sink
+        finally:
+            if adapter is not None:
+                adapter.num_users -= 1
+
     # ------------------------------------------------------------------ faults
 
     def lose(self, reason: str = "it was dropped on purpose") -> None:
@@ -240,6 +261,7 @@ class VllmEngine(Engine):
         running = max(begun, min(core.stats.num_running, len(self._streams))) if core else 0
         num_blocks = core.num_blocks if core else 0
         block_tokens = core.block_tokens if core else 16
+        taken = self._streams.num_blocks(block_tokens) + sum(sink.num_blocks for sink in self._sinks)
         return InstanceView(
             id=self.id,
             state=self._life.state,
@@ -248,13 +270,14 @@ class VllmEngine(Engine):
             num_waiting=len(self._streams) - running,
             max_requests=self._settings.max_requests,
             num_kv_blocks=num_blocks,
-            num_free_kv_blocks=max(0, num_blocks - self._streams.num_blocks(block_tokens)),
+            num_free_kv_blocks=max(0, num_blocks - taken),
             kv_block_tokens=block_tokens,
             memory_bytes=self._settings.total_bytes,
-            weight_bytes=self._weight_bytes,
+            weight_bytes=self._loaded_bytes + self._loader.staged_bytes,
             adapters=() if self._life.is_lost else self._adapters.names,
             max_adapters=self._settings.max_adapters,
-            preloaded=self._staged.card.id if self._staged else None,
+            preloaded=self._loader.staged.card.id if self._loader.staged else None,
+            road=self._loader.road if core else "",
         )
 
     @property
@@ -272,60 +295,12 @@ class VllmEngine(Engine):
         """Whether requests go on here as if they had begun here, whatever their sampling; true when EMPTY."""
         return self._core.resumes if self._core else True
 
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether requests can leave and arrive with their KV blocks, else as tokens; true when EMPTY."""
+        return self._core.blocks is not None if self._core else True
+
     # ------------------------------------------------------------------ loading
-
-    async def _bring(self, model: ModelCard, store: WeightStore) -> Core:
-        await checkpoint()
-        staged, self._staged = self._staged, None
-        if staged is not None and staged.card.id != model.id:
-            await staged.release()
-            staged = None
-        if staged is None:
-            staged = await self._stage(model, store)
-        try:
-            await unbroken(partial(self._make_ready, staged))
-            self._life.refuse_if_lost()
-            await checkpoint_if_cancelled()
-        except BaseException:
-            await unbroken(self._give_ready_back)
-            raise
-        finally:
-            await staged.release()
-        core, self._ready = self._ready, None
-        assert core is not None, "it was made ready"
-        return core
-
-    async def _stage(self, model: ModelCard, store: WeightStore) -> Staged:
-        manifest = await store.manifest(model.id)
-        if manifest.buffer_bytes + self._weight_bytes > self._settings.total_bytes:
-            raise OutOfMemory(
-                f"Model {model.id!r} takes {manifest.buffer_bytes:,} bytes, and engine {self.id!r} has "
-                f"{self._settings.total_bytes - self._weight_bytes:,} left; use a larger one."
-            )
-        return await stage(store, model, manifest)
-
-    async def _make_ready(self, staged: Staged) -> None:
-        """Have a core with the model's weights: one that waits, or a new one. Is not to be interrupted."""
-        weights = _fingerprint(staged.manifest)
-        core = self._cores.take(self._settings, architecture_of(staged.manifest.config), weights)
-        if core is None:
-            if self._owns_cores:  # whose memory this one takes
-                await self._cores.close()
-            core = await start(self._settings, staged)
-            prepared = try_resumption(core, staged.card, weights)
-        else:
-            prepared = core.reload(staged, weights)
-        try:
-            await prepared
-        except BaseException:
-            await core.stop()
-            raise
-        self._ready = core
-
-    async def _give_ready_back(self) -> None:
-        core, self._ready = self._ready, None
-        if core is not None:
-            await self._cores.give(self._settings, core)
 
     def _serve(self, model: ModelCard, core: Core) -> None:
         self._core, self._card = core, model
@@ -343,18 +318,15 @@ class VllmEngine(Engine):
         core = self._core
         if core is None:
             return
+        for sink in tuple(self._sinks):
+            sink.close()
         await self._adapters.forget()
         self._core = self._card = None
         if core.is_dead:
             await core.stop()
         else:
-            await self._cores.give(self._settings, core)
+            await self._loader.give(core)
         await self._streams.wait_until_gone()
-
-    async def _drop_staged(self) -> None:
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            await staged.release()
 
     # ------------------------------------------------------------------ streams
 
@@ -372,12 +344,26 @@ class VllmEngine(Engine):
             context=self._context,
             vocabulary=core.vocabulary,
             kv_tokens=core.num_blocks * core.block_tokens,
+            no_grammar=_no_grammar(core, request),
         )
         adapter = self._adapters.use(request.adapter)
         stream = self._streams.open(request)
-        params = sampling_params(request, card, self._context, resumes=core.resumes)
+        arrival = next((s.id for s in self._sinks if s.committed and s.request.id == request.id), None)
+        params = sampling_params(request, card, self._context, resumes=core.resumes, arrival=arrival)
         self._streams.start(self._running, stream, core, params, adapter.lora if adapter else None)
         return stream, core, adapter
+
+    def _desk(self, stage: str) -> Desk:
+        """Return what both ends of a move use."""
+        self._life.refuse_if_lost()
+        core = self._core
+        if core is None or core.blocks is None:
+            raise aborted(stage, f"engine {self.id!r} has no KV blocks that can move")
+        return Desk(self._life, core, core.blocks, lambda: self._core)
+
+    def _give_up(self, stream: Stream, core: Core) -> bool:
+        evicted = RequestEvicted(f"Engine {self.id!r} gave {stream.request.id!r} away; it goes on elsewhere.")
+        return self._streams.give_up(self._running, stream, core, evicted)
 
     def _evict_all(self, why: str) -> int:
         return self._streams.close_all(
@@ -400,12 +386,14 @@ class VllmEngine(Engine):
         return self._tasks
 
     @property
-    def _weight_bytes(self) -> int:
-        loaded = self._card.weight_bytes if self._card and not self._life.is_lost else 0
-        return loaded + (self._staged.size_bytes if self._staged else 0)
+    def _loaded_bytes(self) -> int:
+        return self._card.weight_bytes if self._card and not self._life.is_lost else 0
 
 
-def _fingerprint(manifest: Manifest) -> str:
-    """The same for the same weights of the same model, where the store takes checksums."""
-    sums = " ".join(shard.checksum for shard in manifest.shards_of(0))
-    return f"{manifest.model} {sums}"
+def _no_grammar(core: Core, request: Request) -> str:
+    """Why a core cannot hold a request to a grammar; empty if it can."""
+    if not core.has_grammars:
+        return "its store has no tokenizer of the model; convert the model with its tokenizer.json"
+    if request.generated and not core.resumes:
+        return "this vLLM would begin the grammar anew after what was generated elsewhere"
+    return ""

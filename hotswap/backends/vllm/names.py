@@ -18,6 +18,7 @@ _ENGINE = "vllm.v1.engine.async_llm:AsyncLLM"
 _ARGUMENTS = "vllm.engine.arg_utils:AsyncEngineArgs"
 _SAMPLING = "vllm.sampling_params:SamplingParams"
 _LORA = "vllm.lora.request:LoRARequest"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -40,8 +41,10 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         f"{_ENGINE}.get_num_queued_tokens": (),
         f"{_ENGINE}.shutdown": ("timeout",),
         f"{_ENGINE}.errored": (),
+        "vllm.config:ObservabilityConfig": ("otlp_traces_endpoint",),
         "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async": ("mode", "clear_cache"),
         "vllm.v1.engine.core_client:AsyncMPClient.resume_scheduler_async": (),
+        "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async": ("method", "args"),
         "vllm.v1.engine.output_processor:RequestOutputCollector.get": (),
         "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait": (),
         "vllm.v1.engine.output_processor:RequestOutputCollector.close": (),
@@ -72,6 +75,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "disable_log_stats",
             "enable_log_requests",
             "otlp_traces_endpoint",
+            "kv_transfer_config",
         ),
         f"{_ARGUMENTS}.create_engine_config": (),
         _SAMPLING: (
@@ -90,8 +94,11 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "detokenize",
             "output_kind",
             "extra_args",
+            "structured_outputs",
         ),
         "vllm.sampling_params:RequestOutputKind": (),
+        "vllm.sampling_params:StructuredOutputsParams": ("json", "regex"),
+        "vllm.config:KVTransferConfig": ("kv_connector", "kv_connector_module_path", "kv_role"),
         _LORA: ("lora_name", "lora_int_id", "lora_path"),
         "vllm.v1.metrics.loggers:StatLoggerBase.record": (
             "scheduler_stats",
@@ -116,6 +123,41 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "generator",
             "output_token_ids",
         ),
+        "vllm.v1.engine.core:EngineCore": (),
+        "vllm.v1.request:RequestStatus.RUNNING": (),
+        "vllm.v1.metrics.stats:PrefillStats": (
+            "num_prompt_tokens",
+            "num_computed_tokens",
+            "num_cached_tokens",
+        ),
+        "vllm.v1.kv_cache_interface:FullAttentionSpec": (),
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": ("request_id",),
+        "vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids": (),
+        "vllm.v1.core.block_pool:BlockPool.get_new_blocks": ("num_blocks",),
+        "vllm.v1.core.block_pool:BlockPool.free_blocks": ("ordered_blocks",),
+        "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": (),
+        "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": (
+            "request",
+            "blocks",
+            "num_cached_blocks",
+            "num_full_blocks",
+            "block_size",
+            "kv_cache_group_id",
+        ),
+        f"{_CONNECTOR}:KVConnectorBase_V1": ("vllm_config", "role", "kv_cache_config"),
+        f"{_CONNECTOR}:KVConnectorBase_V1.on_new_request": ("request",),
+        f"{_CONNECTOR}:KVConnectorBase_V1.get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+        f"{_CONNECTOR}:KVConnectorBase_V1.update_state_after_alloc": (
+            "request",
+            "blocks",
+            "num_external_tokens",
+        ),
+        f"{_CONNECTOR}:KVConnectorBase_V1.build_connector_meta": ("scheduler_output",),
+        f"{_CONNECTOR}:KVConnectorBase_V1.register_kv_caches": ("kv_caches",),
+        f"{_CONNECTOR}:KVConnectorBase_V1.start_load_kv": ("forward_context",),
+        f"{_CONNECTOR}:SupportsHMA.request_finished_all_groups": ("request", "block_ids"),
+        f"{_CONNECTOR}:KVConnectorMetadata": (),
+        "vllm.distributed.kv_transfer:get_kv_transfer_group": (),
         "vllm.v1.structured_output:StructuredOutputManager._create_grammar": ("request",),
     }
 )

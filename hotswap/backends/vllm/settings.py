@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hotswap.backends.vllm.names import named
 from hotswap.errors import ConfigError, ShardCorrupt
 from hotswap.hardware import parse_bytes
 
@@ -77,14 +78,22 @@ class Settings:
             return parse_bytes(self.memory_bytes)
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-    def vllm_arguments(self, directory: Path, index: Path, *, on_cpu: bool) -> dict[str, Any]:
+    def vllm_arguments(
+        self, directory: Path, index: Path, *, on_cpu: bool, has_tokenizer: bool
+    ) -> dict[str, Any]:
         """Return what vLLM is started with for a model whose config lies in `directory`."""
         given: dict[str, Any] = {
             "model": str(directory),
-            "skip_tokenizer_init": True,
+            # Text is the fleet's; grammars alone need to know how tokens are written.
+            "skip_tokenizer_init": not has_tokenizer,
             "load_format": "hotswap",
             "model_loader_extra_config": {"index": str(index)},
-            "worker_extension_cls": "hotswap.backends.vllm.worker.WorkerExtension",
+            "worker_extension_cls": "hotswap.backends.vllm.inside.worker.WorkerExtension",
+            "kv_transfer_config": named("vllm.config:KVTransferConfig")(
+                kv_connector="HotswapConnector",
+                kv_connector_module_path="hotswap.backends.vllm.inside.connector",
+                kv_role="kv_both",
+            ),
             "dtype": self.dtype,
             "max_model_len": -1,  # the model's context, or what the KV blocks hold
             "max_num_seqs": self.max_requests,

@@ -20,15 +20,18 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from hotswap.backends.tokenizer import HfTokenizer
+from hotswap.backends.vllm.settings import architecture_of
 from hotswap.errors import OutOfMemory, ShardCorrupt, UnsupportedModel
 from hotswap.model import Manifest, ModelCard, Shard
-from hotswap.store import SupportsLend, SupportsReadInto, WeightStore
+from hotswap.store import SupportsLend, SupportsReadInto, SupportsTokenizer, WeightStore
 
-__all__ = ["CONFIG", "INDEX", "Staged", "stage"]
+__all__ = ["CONFIG", "INDEX", "TOKENIZER", "TOKENIZER_CONFIG", "Staged", "stage"]
 
 log = logging.getLogger("hotswap.vllm")
 
 CONFIG, INDEX, _WEIGHTS = "config.json", "hotswap.json", "weights.bin"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -39,14 +42,26 @@ class Staged:
     Attributes:
         card: The model.
         manifest: What its store says of it.
-        directory: Holds their index and the model's config, and the weights unless the store lends them.
+        directory: Holds their index, the model's config and tokenizer, and the weights unless they are lent.
+        tokenizer: The tokenizer's text; empty where the store has none.
         loan: What the store lends.
     """
 
     card: ModelCard
     manifest: Manifest
     directory: Path
+    tokenizer: str = ""
     loan: AsyncExitStack | None = None
+
+    @property
+    def architecture(self) -> str:
+        """The same text for models whose weights are all that differs, by name and shape their tensors too.
+
+        Raises:
+            ShardCorrupt: the config is no JSON object.
+        """
+        tensors = sorted((tensor.name, tensor.shape) for tensor in self.manifest.tensors_of(0))
+        return f"{architecture_of(self.manifest.config)} {tensors} {self.tokenizer}"
 
     @property
     def index(self) -> Path:
@@ -82,8 +97,9 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
             "again, whole."
         )
     directory = await anyio.to_thread.run_sync(_make_directory)
-    loan = AsyncExitStack()
+    loan, tokenizer = AsyncExitStack(), ""
     try:
+        tokenizer = await _write_tokenizer(directory, store, card)
         lent = await _borrow(loan, store, manifest)
         if lent is None:
             await anyio.to_thread.run_sync(_make_file, directory, manifest)
@@ -91,9 +107,23 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
         place = (directory / _WEIGHTS, 0) if lent is None else lent
         await anyio.to_thread.run_sync(_write_index, directory, manifest, *place)
     except BaseException:
-        await Staged(card, manifest, directory, loan).release()
+        await Staged(card, manifest, directory, loan=loan).release()
         raise
-    return Staged(card, manifest, directory, None if lent is None else loan)
+    return Staged(card, manifest, directory, tokenizer, None if lent is None else loan)
+
+
+async def _write_tokenizer(directory: Path, store: WeightStore, card: ModelCard) -> str:
+    """Write the model's tokenizer as transformers reads it, if the store has it; return its text."""
+    tokenizer = await store.tokenizer(card.id) if isinstance(store, SupportsTokenizer) else None
+    if not isinstance(tokenizer, HfTokenizer):
+        return ""
+    # What ends a generation ends a grammar.
+    end = next((piece for token in card.eos_token_ids if (piece := tokenizer.piece(token))), None)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end} if end else {})}
+    text = tokenizer.text
+    (directory / TOKENIZER).write_text(text)
+    (directory / TOKENIZER_CONFIG).write_text(json.dumps(config))
+    return text
 
 
 async def _borrow(loan: AsyncExitStack, store: WeightStore, manifest: Manifest) -> tuple[Path, int] | None:

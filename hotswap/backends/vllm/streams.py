@@ -12,25 +12,32 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.servable import most_tokens
 from hotswap.backends.vllm.core import Core
+from hotswap.backends.vllm.inside.connector import ARRIVAL
+from hotswap.backends.vllm.inside.resume import RESUMED
 from hotswap.backends.vllm.names import named
-from hotswap.backends.vllm.resume import RESUMED
 from hotswap.errors import InvalidRequest
 from hotswap.model import ModelCard
-from hotswap.request import Request, Token
+from hotswap.request import Request, RequestId, Sampling, Token
 from hotswap.stream import TokenQueue
 
 __all__ = ["Stream", "Streams", "sampling_params"]
 
 
-def sampling_params(request: Request, card: ModelCard, context: int, *, resumes: bool) -> Any:
+def sampling_params(
+    request: Request, card: ModelCard, context: int, *, resumes: bool, arrival: str | None = None
+) -> Any:
     """Return what vLLM is asked for. Text, and so stop strings, are ours; end tokens come from the card.
 
     Where vLLM `resumes`, it is asked for the whole generation, of which some tokens are there already; else
-    for the rest, as if those had been part of the prompt.
+    for the rest, as if those had been part of the prompt. `arrival` names the sink that has its KV blocks.
     """
     sampling, begun = request.sampling, len(request.generated)
-    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else card.eos_token_ids)}
+    free = sampling.ignore_eos and not sampling.has_grammar
+    ends = {*sampling.stop_token_ids, *(() if free else card.eos_token_ids)}
     passed = 0 if resumes else begun
+    extra: dict[str, Any] = {RESUMED: list(request.generated)} if begun and resumes else {}
+    if arrival is not None:
+        extra["kv_transfer_params"] = {ARRIVAL: arrival}
     max_tokens = most_tokens(request, context) - len(request.prompt) - passed
     return named("vllm.sampling_params:SamplingParams")(
         max_tokens=max_tokens,
@@ -47,7 +54,17 @@ def sampling_params(request: Request, card: ModelCard, context: int, *, resumes:
         ignore_eos=True,
         detokenize=False,
         output_kind=named("vllm.sampling_params:RequestOutputKind").DELTA,
-        extra_args={RESUMED: list(request.generated)} if begun and resumes else None,
+        extra_args=extra or None,
+        structured_outputs=_grammar(sampling),
+    )
+
+
+def _grammar(sampling: Sampling) -> Any:
+    """Return what vLLM calls a grammar; `None` without one."""
+    if not sampling.has_grammar:
+        return None
+    return named("vllm.sampling_params:StructuredOutputsParams")(
+        json=sampling.json_schema or None, regex=sampling.regex or None
     )
 
 
@@ -68,10 +85,28 @@ class Stream:
     begun: bool = False
     _left: bool = False
     _inside: Any = None
+    _more: anyio.Event = field(default_factory=anyio.Event)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still read, and has not ended."""
+        return not self._left and not self.tokens.closed
+
+    @property
+    def inside_id(self) -> str | None:
+        """What its core calls it; `None` while it is none of the core's."""
+        return None if self._inside is None else self._inside.request_id
+
+    async def has(self, num_tokens: int) -> None:
+        """Wait until it has so many, prompt included, or is open no more."""
+        while self.num_tokens < num_tokens and self.is_open:
+            self._more = anyio.Event()
+            await self._more.wait()
 
     def leave(self) -> bool:
         """Want nothing more of it; true if the core must be told to abort it."""
         self._left = True
+        self._more.set()
         return self._inside is not None
 
     async def run(self, core: Core, params: Any, adapter: Any) -> None:
@@ -80,7 +115,12 @@ class Stream:
         tokens = request.prompt if core.resumes else request.tokens
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": core.weights}
         inside = await llm.add_request(
-            request.id, prompt, params, lora_request=adapter, priority=-request.priority
+            request.id,
+            prompt,
+            params,
+            lora_request=adapter,
+            priority=-request.priority,
+            trace_headers=core.trace_headers(),
         )
         if self._left:
             await llm.abort(inside.request_id, internal=True)
@@ -115,6 +155,7 @@ class Stream:
             self.begun = True
         if reason in ("stop", "length"):
             self.tokens.close()
+        self._more.set()
 
 
 class Streams:
@@ -143,6 +184,18 @@ class Streams:
         stream = Stream(request, num_tokens=request.num_tokens)
         self._open.append(stream)
         return stream
+
+    def find(self, request: RequestId) -> Stream | None:
+        """Return the open stream of a request."""
+        return next((stream for stream in reversed(self._open) if stream.request.id == request), None)
+
+    def give_up(self, tasks: TaskGroup, stream: Stream, core: Core, error: Exception) -> bool:
+        """End a stream with an error, after the tokens it holds; false if it had ended before."""
+        if stream not in self._open:
+            return False
+        stream.tokens.close(error)
+        self.leave(tasks, stream, core)
+        return True
 
     def start(self, tasks: TaskGroup, stream: Stream, core: Core, params: Any, adapter: Any) -> None:
         """Have the core generate it."""

@@ -1,35 +1,48 @@
-"""Whether a core resumes requests as it should: tried out when it has started, since no vLLM promises it."""
+"""Whether a core resumes requests and moves their KV blocks as it should.
+
+Tried out when it has started: no vLLM promises either.
+"""
 
 from __future__ import annotations
 
 import logging
 
+import anyio
+
+from hotswap.backends.life import Life
 from hotswap.backends.vllm.core import Core
+from hotswap.backends.vllm.migration import Desk, VllmKVSink, VllmKVSource, lent_sink, lent_source, look_at
 from hotswap.backends.vllm.streams import Stream, sampling_params
+from hotswap.errors import HotswapError, InstanceLost, MigrationAborted
 from hotswap.model import ModelCard
 from hotswap.request import Request, RequestId, Sampling
+from hotswap.view import InstanceId
 
-__all__ = ["try_resumption"]
+__all__ = ["try_core"]
 
 log = logging.getLogger("hotswap.vllm")
 
 _NUM_TOKENS, _CUT = 6, 3
 
 
-async def try_resumption(core: Core, card: ModelCard, weights: str) -> None:
-    """Note on a new core whether a seeded generation goes on where it was cut; says so in the log if not.
+async def try_core(core: Core, card: ModelCard, weights: str) -> None:
+    """Note on a new core what it can do, and say in the log what it cannot.
+
+    A seeded generation is cut and resumed; then the KV blocks of another, one of them full, leave the core
+    and come back to it.
 
     Raises:
         InstanceLost: the core ended.
         UnsupportedModel: it cannot generate at all.
     """
+    core.weights, core.resumes, core.blocks = weights, True, None
+    prompt = tuple(1 + place % (core.vocabulary - 1) for place in range(core.block_tokens + 3))
     request = Request(
         id=RequestId("trial"),
         model=card.id,
-        prompt=(1, 2, 3),
+        prompt=prompt if _has_room(core, prompt) else (1, 2, 3),
         sampling=Sampling(max_tokens=_NUM_TOKENS, temperature=1.0, seed=7, ignore_eos=True),
     )
-    core.weights, core.resumes = weights, True
     whole = await _generate(core, request, card)
     rest = await _generate(core, request.continued(whole[:_CUT]), card)
     core.resumes = whole == whole[:_CUT] + rest
@@ -38,6 +51,77 @@ async def try_resumption(core: Core, card: ModelCard, weights: str) -> None:
             "This vLLM does not resume requests as hotswap asks: those that are sampled with a seed will, "
             "once they have moved, go on with other tokens than they would have had. Greedy ones will not."
         )
+    elif request.prompt == prompt:
+        await _try_blocks(core, request, card, whole)
+
+
+def _has_room(core: Core, prompt: tuple[int, ...]) -> bool:
+    """Whether a core holds a prompt and what it generates twice over, with its sink's blocks."""
+    return len(prompt) + _NUM_TOKENS <= core.context and core.num_blocks >= 10
+
+
+async def _try_blocks(core: Core, request: Request, card: ModelCard, whole: list[int]) -> None:
+    """Note what the core's KV blocks are, if a request goes on with them as it would have without."""
+    core.blocks = await look_at(core)
+    if core.blocks is None:
+        log.info("Requests leave this core for %r without their KV blocks.", card.id)
+        return
+    try:
+        moved = await core.call(_move(core, request, card), "move KV blocks")
+    except InstanceLost:
+        raise
+    except (HotswapError, ExceptionGroup) as exc:
+        moved, because = [], f"{type(exc).__name__}: {exc}"
+    else:
+        because = "the tokens that came then are others"
+    if moved != whole:
+        core.blocks = None
+        log.warning(
+            "This vLLM does not move KV blocks as hotswap asks (%s): requests move as tokens, which are "
+            "computed again.",
+            because,
+        )
+
+
+async def _move(core: Core, request: Request, card: ModelCard) -> list[int]:
+    """Move a request out of a core and into it again; return its tokens."""
+    assert core.blocks is not None, "the caller looked"
+    stream = Stream(request, num_tokens=request.num_tokens)
+    moved: list[int] = []
+
+    def give_up() -> bool:
+        stream.leave()
+        return True
+
+    async with anyio.create_task_group() as tasks:
+        desk = Desk(Life(InstanceId("trial")), core, core.blocks, lambda: core)
+        params = sampling_params(request, card, core.context, resumes=True)
+        tasks.start_soon(stream.run, core, params, None)
+        await stream.has(request.num_tokens + 1)
+        source, sink = VllmKVSource(desk, stream, give_up), VllmKVSink(desk, request, lambda sink: None)
+        async with lent_source(source), lent_sink(sink):
+            stopped = await source.stop()
+            await sink.reserve(stopped.num_computed)
+            await sink.write(await source.read(0, stopped.num_computed))
+            await sink.commit(stopped.tokens)
+            await source.release()
+            await stream.abort(core)
+            moved += stopped.tokens[len(request.prompt) :]
+            moved += await _arrive(core, request.continued(moved), card, sink, stopped.num_computed)
+    return moved
+
+
+async def _arrive(
+    core: Core, request: Request, card: ModelCard, sink: VllmKVSink, num_computed: int
+) -> list[int]:
+    """Return the tokens of a request that finds its blocks, all of them."""
+    stream = Stream(request, num_tokens=request.num_tokens)
+    params = sampling_params(request, card, core.context, resumes=True, arrival=sink.id)
+    await stream.run(core, params, None)
+    found = stream.tokens.num_reused_tokens
+    if found != num_computed:
+        raise MigrationAborted(f"{found} of {num_computed} tokens were found", stage="arrive")
+    return [token.id for token in await stream.tokens.collect()]
 
 
 async def _generate(core: Core, request: Request, card: ModelCard) -> list[int]:

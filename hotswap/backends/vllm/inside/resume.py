@@ -13,7 +13,7 @@ from typing import Any
 
 from hotswap.backends.vllm.names import named
 
-__all__ = ["RESUMED", "apply"]
+__all__ = ["RESUMED", "apply", "carried_tokens"]
 
 RESUMED = "hotswap_resumed"
 """The entry of `SamplingParams.extra_args` that holds the tokens generated so far."""
@@ -31,7 +31,8 @@ def apply() -> None:
     _teach_grammars()
 
 
-def _carried(sampling_params: Any) -> list[int]:
+def carried_tokens(sampling_params: Any) -> list[int]:
+    """Return what a request that is given to vLLM with these has generated elsewhere."""
     extra = None if sampling_params is None else sampling_params.extra_args
     return list(extra.get(RESUMED, ())) if extra else []
 
@@ -43,9 +44,9 @@ def _teach_requests() -> None:
     @functools.wraps(make)
     def from_engine_core_request(cls: Any, request: Any, block_hasher: Any) -> Any:
         made = make(cls, request, block_hasher)
-        if carried := _carried(made.sampling_params):
+        if carried := carried_tokens(made.sampling_params):
             made.append_output_token_ids(carried)
-            made.prefill_stats = None  # which count on a prompt that is all there is to prefill
+            made.prefill_stats = None  # which count on a prompt that is all there is; see `connector`
         return made
 
     request_class.from_engine_core_request = classmethod(from_engine_core_request)
@@ -58,7 +59,7 @@ def _teach_runners() -> None:
 
     @functools.wraps(state_class)
     def make_state(*args: Any, **given: Any) -> Any:
-        if carried := _carried(given.get("sampling_params")):
+        if carried := carried_tokens(given.get("sampling_params")):
             given["output_token_ids"] = carried
             _bring_forward(given.get("generator"), len(carried))
         return state_class(*args, **given)
@@ -84,7 +85,7 @@ def _teach_grammars() -> None:
     @functools.wraps(make)
     def create_grammar(self: Any, request: Any) -> Any:
         grammar = make(self, request)
-        carried = _carried(request.sampling_params)
+        carried = carried_tokens(request.sampling_params)
         if carried and not grammar.accept_tokens(request.request_id, carried):
             raise ValueError(f"The tokens of request {request.request_id!r} do not fit its grammar.")
         return grammar

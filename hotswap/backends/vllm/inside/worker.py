@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
-from hotswap.backends.vllm import resume
+from hotswap.backends.vllm.inside import resume
+from hotswap.backends.vllm.inside.blocks import teach_cores
+from hotswap.backends.vllm.inside.connector import HotswapConnector
+from hotswap.backends.vllm.inside.pages import Pages
 from hotswap.backends.vllm.names import named
 
 __all__ = ["FAMILY", "LOAD_FORMAT", "WorkerExtension", "die_with_parent", "register", "tensors_of"]
@@ -32,6 +35,7 @@ class WorkerExtension:
     """Methods that every worker of a core gains, to be called by name."""
 
     model_runner: Any
+    rank: int
 
     def hotswap_reload(self, index: str) -> None:
         """Replace the weights by others of the same architecture."""
@@ -40,6 +44,27 @@ class WorkerExtension:
     def hotswap_process(self) -> int:
         """Return the worker's process id."""
         return os.getpid()
+
+    def hotswap_block_shape(self) -> list[Any]:
+        """Return the bytes of a KV block here, and each layer's dtype and shape; empty if none can move."""
+        pages = self._hotswap_pages()
+        return [] if pages is None else [pages.block_bytes, pages.shapes]
+
+    def hotswap_save(self, blocks: list[int], path: str, block_bytes: int, offsets: list[int]) -> None:
+        """Write this rank's part of KV blocks to a file."""
+        pages = self._hotswap_pages()
+        assert pages is not None, "who has no shape is asked for no blocks"
+        pages.save(blocks, Path(path), block_bytes, offsets[self.rank])
+
+    def hotswap_restore(self, blocks: list[int], path: str, block_bytes: int, offsets: list[int]) -> None:
+        """Fill this rank's part of KV blocks from a file."""
+        pages = self._hotswap_pages()
+        assert pages is not None, "who has no shape is given no blocks"
+        pages.restore(blocks, Path(path), block_bytes, offsets[self.rank])
+
+    def _hotswap_pages(self) -> Pages | None:
+        connector = named("vllm.distributed.kv_transfer:get_kv_transfer_group")()
+        return connector.pages if isinstance(connector, HotswapConnector) else None
 
 
 def tensors_of(index: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -58,11 +83,12 @@ def tensors_of(index: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def register() -> None:
-    """Make our weights and requests that go on known to vLLM in this process; again changes nothing."""
+    """Teach vLLM in this process what it does not know (see `inside`); again changes nothing."""
     loaders = named("vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER")
     if LOAD_FORMAT not in loaders:
         named("vllm.model_executor.model_loader:register_model_loader")(LOAD_FORMAT)(_make_loader())
     resume.apply()
+    teach_cores()
 
 
 def _make_loader() -> type:

@@ -1,0 +1,160 @@
+"""hotswap's KV connector: how a vLLM core finds the KV blocks of a request that arrives with them.
+
+Imported in the processes of a core alone, since its base classes are vLLM's. vLLM makes one beside the
+scheduler, which holds the blocks, and one in each worker, which copies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hotswap.backends.vllm.inside.pages import Pages
+from hotswap.backends.vllm.inside.resume import carried_tokens
+from hotswap.backends.vllm.names import named
+
+__all__ = ["ARRIVAL", "Held", "HotswapConnector"]
+
+ARRIVAL = "hotswap_arrival"
+"""The entry of `kv_transfer_params` that names the sink whose blocks a request has come for."""
+
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_Connector: Any = named(f"{_BASE}:KVConnectorBase_V1")
+_SupportsHMA: Any = named(f"{_BASE}:SupportsHMA")
+_Metadata: Any = named(f"{_BASE}:KVConnectorMetadata")
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Blocks that are nobody's but a sink's.
+
+    Attributes:
+        blocks: vLLM's, in the order of the request's.
+        tokens: What the request is to begin with, once it is known.
+        num_computed: How many of them have keys and values in the blocks.
+        published: Whether the prefix cache knows the full ones.
+    """
+
+    blocks: list[Any] = field(default_factory=list[Any])
+    tokens: list[int] = field(default_factory=list[int])
+    num_computed: int = 0
+    published: bool = False
+
+
+@dataclass
+class _Copies(_Metadata):  # type: ignore[misc]  # vLLM is untyped here
+    """What the workers copy before their next pass: `(from, to)`."""
+
+    pairs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+
+class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
+    """Both roles of the connector; see the module.
+
+    Attributes:
+        held: By sink, beside the scheduler.
+        pages: The blocks, in a worker; `None` where a cache cannot be told into blocks.
+    """
+
+    supports_sleep_mode = True
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)  # pyright: ignore[reportUnknownMemberType]
+        self.held: dict[str, Held] = {}
+        self.pages: Pages | None = None
+        self._num_blocks = int(kv_cache_config.num_blocks)
+        self._block_tokens = int(vllm_config.cache_config.block_size)
+        self._arriving: dict[str, Held] = {}
+        self._resumed: dict[str, Any] = {}
+        self._pairs: list[tuple[int, int]] = []
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is lost with blocks that are: they are computed again."""
+        return False
+
+    # ------------------------------------------------------------------ beside the scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        """Have a request that was announced find its blocks."""
+        if carried_tokens(request.sampling_params):
+            self._resumed[request.request_id] = request
+        told: dict[str, Any] = request.kv_transfer_params or {}
+        held = self.held.get(told.get(ARRIVAL, ""))
+        if held is None or request.all_token_ids[: held.num_computed] != held.tokens[: held.num_computed]:
+            return
+        self._arriving[request.request_id] = held
+        pool = self._kv_cache_manager.block_pool
+        if pool.enable_caching and not held.published:
+            num_full = held.num_computed // self._block_tokens
+            pool.cache_full_blocks(request, held.blocks, 0, num_full, self._block_tokens, 0)
+            held.published = True
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Say how many tokens the held blocks have beside what the prefix cache knows."""
+        held = self._arriving.get(request.request_id)
+        if held is None or not held.blocks:
+            return 0, False
+        return max(0, min(held.num_computed, request.num_tokens - 1) - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note what is to be copied into blocks that the request was given."""
+        held = self._arriving.get(request.request_id)
+        if held is None or not num_external_tokens:
+            return
+        end = min(held.num_computed, request.num_tokens - 1)
+        first = (end - num_external_tokens) // self._block_tokens
+        targets = blocks.get_block_ids()[0]
+        for place in range(first, -(-end // self._block_tokens)):
+            self._pairs.append((held.blocks[place].block_id, targets[place]))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Tell the workers what to copy, and vLLM what a resumed request found."""
+        for new in scheduler_output.scheduled_new_reqs:
+            if (request := self._resumed.pop(new.req_id, None)) is not None:
+                request.prefill_stats = named("vllm.v1.metrics.stats:PrefillStats")(
+                    num_prompt_tokens=request.num_tokens,
+                    num_computed_tokens=request.num_tokens - new.num_computed_tokens,
+                    num_cached_tokens=new.num_computed_tokens,
+                )
+        pairs, self._pairs = self._pairs, []
+        return _Copies(pairs=pairs)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        """Forget a request; its blocks are vLLM's to free."""
+        self._arriving.pop(request.request_id, None)
+        self._resumed.pop(request.request_id, None)
+        return False, None
+
+    request_finished_all_groups = request_finished
+
+    def reset_cache(self) -> bool:
+        """There is nothing beside what sinks hold."""
+        return True
+
+    # ------------------------------------------------------------------ in a worker
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        """Learn where the blocks lie."""
+        try:
+            self.pages = Pages(kv_caches.values(), self._num_blocks)
+        except (ValueError, AttributeError):  # what a hybrid model keeps besides is no tensor of blocks
+            self.pages = None
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Copy what the pass reads."""
+        pairs = self._get_connector_metadata().pairs
+        if pairs and self.pages is not None:
+            self.pages.copy(pairs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All was copied before the pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """Blocks are read when they are asked for, between passes."""
+
+    def wait_for_save(self) -> None:
+        """See `save_kv_layer`."""

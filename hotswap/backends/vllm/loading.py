@@ -1,0 +1,150 @@
+"""How models come into a `VllmEngine`: weights are staged, and a core takes them over or is started."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
+from opentelemetry.trace import get_current_span
+
+from hotswap.backends.life import Life
+from hotswap.backends.stores.unbroken import unbroken
+from hotswap.backends.vllm.core import Core, CorePool, start
+from hotswap.backends.vllm.settings import Settings
+from hotswap.backends.vllm.staging import Staged, stage
+from hotswap.backends.vllm.trial import try_core
+from hotswap.errors import InstanceError, OutOfMemory
+from hotswap.model import Manifest, ModelCard
+from hotswap.store import WeightStore
+from hotswap.view import InstanceId
+
+__all__ = ["Loader"]
+
+
+class Loader:
+    """Brings models in for one engine, and takes cores back; lives on the event loop.
+
+    Args:
+        engine: Its name, for errors.
+        settings: What its cores depend on.
+        life: Ends every wait when the engine is lost.
+        cores: Where cores wait; one of its own, of one core, if `None`.
+
+    Attributes:
+        staged: A model's weights that were preloaded.
+        road: How the last core came by its model.
+    """
+
+    def __init__(self, engine: InstanceId, settings: Settings, life: Life, cores: CorePool | None) -> None:
+        self.staged: Staged | None = None
+        self.road = ""
+        self._engine, self._settings, self._life = engine, settings, life
+        self._cores = cores if cores is not None else CorePool()
+        self._owns_cores = cores is None
+        self._is_staging = False
+        self._ready: Core | None = None  # of a load under way
+
+    @property
+    def staged_bytes(self) -> int:
+        """The memory that preloaded weights take."""
+        return self.staged.size_bytes if self.staged else 0
+
+    async def preload(self, model: ModelCard, store: WeightStore, held_bytes: int) -> None:
+        """Stage a model beside `held_bytes` of another's weights, in place of any that was before."""
+        if self._is_staging:
+            raise InstanceError(f"Engine {self._engine!r} is preloading already; cancel that first.")
+        await self.drop_preload()
+        self._is_staging = True
+        try:
+            self.staged = await self._life.unless_lost(self._stage(model, store, held_bytes))
+        finally:
+            self._is_staging = False
+
+    async def drop_preload(self) -> None:
+        """Forget what was preloaded. Cannot be interrupted."""
+        staged, self.staged = self.staged, None
+        if staged is not None:
+            await staged.release()
+
+    async def bring(self, model: ModelCard, store: WeightStore) -> Core:
+        """Return a core with a model: one that waits, or a new one. Interrupted, the core waits again.
+
+        Raises:
+            OutOfMemory: the model does not fit.
+            UnsupportedModel: vLLM refuses it.
+            InstanceLost: the core ended, or the engine.
+            StoreError: its weights could not be read.
+        """
+        await checkpoint()
+        if self.staged is not None and self.staged.card.id != model.id:
+            await self.drop_preload()
+        staged, self.staged = self.staged, None
+        if staged is None:
+            staged = await self._stage(model, store, 0)
+        try:
+            await unbroken(partial(self._make_ready, staged))
+            self._life.refuse_if_lost()
+            await checkpoint_if_cancelled()
+        except BaseException:
+            await unbroken(self._give_ready_back)
+            raise
+        finally:
+            await staged.release()
+        core, self._ready = self._ready, None
+        assert core is not None, "it was made ready"
+        return core
+
+    async def give(self, core: Core) -> None:
+        """Take a core back that runs nothing. Cannot be interrupted."""
+        await self._cores.give(self._settings, core)
+
+    async def close(self) -> None:
+        """Let go of everything but cores that others may have. Cannot be interrupted."""
+        await self.drop_preload()
+        if self._owns_cores:
+            await self._cores.close()
+
+    async def _stage(self, model: ModelCard, store: WeightStore, held_bytes: int) -> Staged:
+        manifest, most = await store.manifest(model.id), self._settings.total_bytes
+        if manifest.buffer_bytes + held_bytes > most:
+            raise OutOfMemory(
+                f"Model {model.id!r} takes {manifest.buffer_bytes:,} bytes, and engine {self._engine!r} has "
+                f"{most - held_bytes:,} left; use a larger one."
+            )
+        staged = await stage(store, model, manifest)
+        get_current_span().add_event("weights lie where vLLM's processes read them")
+        return staged
+
+    async def _make_ready(self, staged: Staged) -> None:
+        """Have a core with the model's weights. Is not to be interrupted."""
+        weights = _fingerprint(staged.manifest)
+        core = self._cores.take(self._settings, staged.architecture, weights)
+        if core is None:
+            if self._owns_cores:
+                await self._cores.make_room()
+            self.road, done = "new core", "vLLM's core was tried out"
+            core = await start(self._settings, staged)
+            get_current_span().add_event("vLLM's core was started")
+            prepared = try_core(core, staged.card, weights)
+        else:
+            kept = "woken" if core.is_asleep else "kept"
+            self.road, done = kept if core.weights == weights else "in place", "vLLM's core took the weights"
+            prepared = core.reload(staged, weights)
+        try:
+            await prepared
+        except BaseException:
+            await core.stop()
+            raise
+        get_current_span().add_event(done)
+        self._ready = core
+
+    async def _give_ready_back(self) -> None:
+        core, self._ready = self._ready, None
+        if core is not None:
+            await self.give(core)
+
+
+def _fingerprint(manifest: Manifest) -> str:
+    """The same for the same weights of the same model, where the store takes checksums."""
+    sums = " ".join(shard.checksum for shard in manifest.shards_of(0))
+    return f"{manifest.model} {sums}"

@@ -1,0 +1,149 @@
+"""Our end of a move: what it uses of an engine and its core, and the memory that goes to and fro."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from hotswap.backends.life import Life
+from hotswap.backends.vllm.core import Core
+from hotswap.backends.vllm.inside.blocks import METHOD
+from hotswap.backends.vllm.inside.pages import BlockShape
+from hotswap.errors import MigrationAborted, UnsupportedModel
+from hotswap.migration import KVLayout
+from hotswap.request import Request
+
+__all__ = ["PIECE_BYTES", "Desk", "SharedPages", "aborted", "look_at"]
+
+# Bytes that are copied in one go, between two steps; a block is the least.
+PIECE_BYTES = 8 << 20
+
+
+async def look_at(core: Core) -> BlockShape | None:
+    """Return what a core keeps in a block; `None` if its blocks cannot move.
+
+    Raises:
+        InstanceLost: the core ended.
+    """
+    try:
+        ranks = await core.call(_ask(core, "shape"), "say what its KV blocks are")
+    except UnsupportedModel:
+        return None
+    if not ranks:
+        return None
+    offsets = [sum(size for size, _ in ranks[:place]) for place in range(len(ranks))]
+    layers = [(dtype, tuple(shape)) for _, shapes in ranks for dtype, shape in shapes]
+    return BlockShape(offsets[-1] + ranks[-1][0], offsets, tuple(layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What both ends use of an engine, as long as one model serves.
+
+    Attributes:
+        life: Ends every wait when the engine is lost.
+        core: The engine's.
+        shape: What its blocks are.
+        current: The engine's core now; with another, or none, the model has gone.
+    """
+
+    life: Life
+    core: Core
+    shape: BlockShape
+    current: Callable[[], Core | None]
+
+    def layout_for(self, request: Request) -> KVLayout:
+        """Return what the KV blocks of a request mean here."""
+        tokens = self.core.block_tokens
+        # An attention backend orders keys and values as it likes: as one head, and its order by name.
+        layers = tuple(
+            (1, prod(shape) // tokens, 0, f"{dtype} {shape}") for dtype, shape in self.shape.layers
+        )
+        return KVLayout(
+            model=request.model,
+            weights=f"vLLM {self.core.weights}",
+            adapter=request.adapter,
+            block_tokens=tokens,
+            layers=layers,
+            block_bytes=self.shape.block_bytes,
+        )
+
+    def refuse_if_gone(self) -> None:
+        """Raise `InstanceLost` if the engine is lost, `MigrationAborted` if the model has gone."""
+        self.life.refuse_if_lost()
+        if self.current() is not self.core:
+            raise aborted("copy", "the model whose KV blocks these are was unloaded")
+
+    async def ask(self, verb: str, *arguments: Any) -> Any:
+        """Return what the core's `BlockVerbs` answers; interrupted, it does as it was told all the same.
+
+        Raises:
+            MigrationAborted: the model has gone, or the core could not do it.
+            InstanceLost: the engine is lost.
+        """
+        self.refuse_if_gone()
+        try:
+            answer = await self.life.unless_lost(
+                self.core.call(_ask(self.core, verb, *arguments), f"{verb} KV blocks")
+            )
+        except UnsupportedModel as exc:
+            raise aborted("copy", str(exc)) from exc
+        self.refuse_if_gone()
+        return answer
+
+    def tell(self, verb: str, *arguments: Any) -> None:
+        """Have the core do something before whatever it is asked later; nobody waits for it."""
+        if not self.life.is_lost:
+            self.core.tell(partial(_ask, self.core, verb, *arguments), f"{verb} KV blocks")
+
+
+class SharedPages:
+    """Memory that a core's workers map; gone with the last process that has it open."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("hotswap-kv")
+        self._mapped: mmap.mmap | None = None
+
+    @property
+    def path(self) -> str:
+        """Where another process of this user finds it."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def room(self, size_bytes: int) -> memoryview:
+        """Return its first bytes, having grown to hold so many.
+
+        Raises:
+            MigrationAborted: there is no memory.
+        """
+        if self._mapped is None or len(self._mapped) < size_bytes:
+            try:
+                os.posix_fallocate(self._file, 0, size_bytes)
+            except OSError as exc:
+                raise aborted(
+                    "copy", f"there is no memory for {size_bytes:,} bytes ({exc.strerror})"
+                ) from exc
+            self._mapped = mmap.mmap(self._file, size_bytes)
+        return memoryview(self._mapped)[:size_bytes]
+
+    def close(self) -> None:
+        """Let go of it; what was lent of it stays readable."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def aborted(stage: str, because: str) -> MigrationAborted:
+    """Return the error that says in which stage a move ended, and why."""
+    return MigrationAborted(
+        f"The move ended in {stage}: {because}. The request goes on without it.", stage=stage
+    )
+
+
+def _ask(core: Core, verb: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
+    answer: Coroutine[Any, Any, Any] = core.llm.engine_core.call_utility_async(METHOD, verb, list(arguments))
+    return answer

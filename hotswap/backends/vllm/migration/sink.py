@@ -1,0 +1,146 @@
+"""The taking end of a move: blocks held for a request, filled, and found when it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from uuid import uuid4
+
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.vllm.migration.desk import PIECE_BYTES, Desk, SharedPages, aborted
+from hotswap.migration import KVPages, KVSink
+from hotswap.request import Request
+
+__all__ = ["LAPSE_S", "VllmKVSink", "lent_sink"]
+
+# A sink that hears nothing for so long frees its blocks (Llumnix's engine: 10 s).
+LAPSE_S = 10.0
+
+
+class VllmKVSink(KVSink):
+    """Blocks that a core holds for a request that arrives.
+
+    Args:
+        desk: The engine's.
+        request: The request as it was when the move began.
+        ended: Called once with the sink, when it holds nothing any more.
+        lapse_s: How long it may hear nothing.
+
+    Attributes:
+        id: What the core knows it by.
+        request: As given.
+        num_blocks: How many it holds.
+        committed: Whether a stream of the request finds them.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        request: Request,
+        ended: Callable[[VllmKVSink], None],
+        lapse_s: float = LAPSE_S,
+    ) -> None:
+        self.id, self.request, self.layout = uuid4().hex, request, desk.layout_for(request)
+        self.num_blocks, self.committed = 0, False
+        self._desk, self._ended, self._lapse_s = desk, ended, lapse_s
+        self._num_tokens = 0  # there, from the first on
+        self._memory = SharedPages()
+        self._closed = self._writing = False
+        self._timer = self._wind_up()
+
+    async def reserve(self, num_tokens: int) -> None:
+        self._hear()
+        wanted = -(-num_tokens // self.layout.block_tokens)
+        if wanted <= self.num_blocks:
+            return await checkpoint()
+        if missing := await self._desk.ask("hold", self.id, wanted):
+            raise aborted("reserve", f"{missing} KV blocks are missing")
+        self._hear()
+        self.num_blocks = wanted
+        return None
+
+    async def write(self, pages: KVPages) -> None:
+        self._hear()
+        block_bytes, block_tokens = self.layout.block_bytes, self.layout.block_tokens
+        num_blocks, first = -(-pages.num_tokens // block_tokens), pages.first_block * block_tokens
+        room = self.num_blocks * block_tokens
+        if (
+            len(pages.data) != num_blocks * block_bytes
+            or first > self._num_tokens
+            or first + pages.num_tokens > room
+        ):
+            raise aborted("copy", f"pages of tokens {first} to {first + pages.num_tokens} do not fit")
+        most = max(1, PIECE_BYTES // block_bytes)
+        self._writing = True
+        try:
+            for at in range(0, num_blocks, most):
+                count = min(most, num_blocks - at)
+                room_for_it = self._memory.room(count * block_bytes)
+                room_for_it[:] = pages.data[at * block_bytes : (at + count) * block_bytes]
+                await self._restore(pages.first_block + at, count)
+        finally:
+            self._writing = False
+        if not num_blocks:
+            await checkpoint()
+        self._hear()
+        self._num_tokens = max(self._num_tokens, first + pages.num_tokens)
+
+    async def _restore(self, first_block: int, num_blocks: int) -> None:
+        done = await self._desk.ask(
+            "restore",
+            self.id,
+            first_block,
+            num_blocks,
+            self._memory.path,
+            self.layout.block_bytes,
+            self._desk.shape.offsets,
+        )
+        if not done:
+            raise aborted("copy", "its blocks were freed")
+
+    async def commit(self, tokens: Sequence[int]) -> None:
+        self._hear()
+        if tuple(tokens[: self.request.num_tokens]) != self.request.tokens:
+            raise aborted("commit", "the request is not the one that was announced")
+        if not await self._desk.ask("commit", self.id, list(tokens), min(self._num_tokens, len(tokens))):
+            raise aborted("commit", "its blocks were freed")
+        self._hear()
+        self.committed = True
+
+    def close(self) -> None:
+        """Let go of all blocks; what was found stays a prefix for as long as nobody wants the room."""
+        self._timer.cancel()
+        if not self._closed:
+            self._closed = True
+            self._desk.tell("drop", self.id)
+            self._memory.close()
+            self.num_blocks = 0
+            self._ended(self)
+
+    def _hear(self) -> None:
+        self._desk.refuse_if_gone()
+        if self._closed:
+            raise aborted("copy", f"its destination heard nothing for {self._lapse_s:g} s")
+        self._timer.cancel()
+        self._timer = self._wind_up()
+
+    def _wind_up(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._lapse_s, self._lapse)
+
+    def _lapse(self) -> None:
+        if self._writing:
+            self._timer = self._wind_up()
+        else:
+            self.close()
+
+
+@asynccontextmanager
+async def lent_sink(sink: VllmKVSink) -> AsyncGenerator[VllmKVSink]:
+    """Lend a sink; its blocks are let go afterwards."""
+    try:
+        await checkpoint()
+        yield sink
+    finally:
+        sink.close()

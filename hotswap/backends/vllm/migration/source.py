@@ -1,0 +1,106 @@
+"""The giving end of a move: KV blocks are read while their request decodes, the rest once it has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.vllm.migration.desk import PIECE_BYTES, Desk, SharedPages, aborted
+from hotswap.backends.vllm.streams import Stream
+from hotswap.migration import KVPages, KVSource, Stopped
+
+__all__ = ["VllmKVSource", "lent_source"]
+
+
+class VllmKVSource(KVSource):
+    """The blocks of one request of a core.
+
+    Args:
+        desk: The engine's.
+        stream: The request's.
+        give_up: Ends the request's stream, and has the core forget it; false if it had ended before.
+    """
+
+    def __init__(self, desk: Desk, stream: Stream, give_up: Callable[[], bool]) -> None:
+        self.layout = desk.layout_for(stream.request)
+        self._desk, self._stream, self._give_up = desk, stream, give_up
+        self._memory = SharedPages()
+        self._was_asked_to_stop = False
+
+    async def num_tokens(self) -> int:
+        return int(await self._ask("count"))
+
+    async def read(self, first_block: int, num_tokens: int) -> KVPages:
+        block_bytes = self.layout.block_bytes
+        num_blocks = -(-num_tokens // self.layout.block_tokens)
+        most = max(1, PIECE_BYTES // block_bytes)
+        # One piece at a time comes out of the shared memory, and more of them lie in memory of their own.
+        whole = memoryview(bytearray(num_blocks * block_bytes)) if num_blocks > most else None
+        data = self._memory.room(max(1, min(num_blocks, most) * block_bytes))[: num_blocks * block_bytes]
+        for at in range(0, num_blocks, most):
+            count = min(most, num_blocks - at)
+            await self._ask(
+                "save",
+                first_block + at,
+                count,
+                self._memory.path,
+                block_bytes,
+                self._desk.shape.offsets,
+            )
+            if whole is not None:
+                whole[at * block_bytes : (at + count) * block_bytes] = data[: count * block_bytes]
+        if not num_blocks:
+            await self._ask("count")
+        return KVPages(first_block, num_tokens, data if whole is None else whole)
+
+    async def stop(self) -> Stopped:
+        self._was_asked_to_stop = True  # the core will do it, also if nobody waits for that any more
+        while not (parked := await self._ask("park")):
+            await checkpoint()  # a step with it is under way
+        num_computed, tokens = parked
+        # What the core has said by then is on its way through vLLM's client.
+        await self._desk.life.unless_lost(self._stream.has(len(tokens)))
+        self._refuse_if_left()
+        return Stopped(tuple(tokens), num_computed)
+
+    async def release(self) -> None:
+        self._desk.refuse_if_gone()
+        await checkpoint()
+        if not self._give_up():
+            raise aborted("release", "the request has ended or was taken away")
+        self._was_asked_to_stop = False
+
+    def close(self) -> None:
+        """Let the request go on where it stopped, if it did; there is nothing to read any more."""
+        if self._was_asked_to_stop and (inside := self._stream.inside_id) is not None:
+            self._desk.tell("unpark", inside)
+        self._memory.close()
+
+    async def _ask(self, verb: str, *arguments: Any) -> Any:
+        """Ask the core about the request."""
+        self._desk.refuse_if_gone()
+        inside = self._refuse_if_left()
+        answer = await self._desk.ask(verb, inside, *arguments)
+        self._refuse_if_left()
+        if answer is None:
+            raise aborted("copy", "the request waits for KV blocks, which others took, or has just ended")
+        return answer
+
+    def _refuse_if_left(self) -> str:
+        inside = self._stream.inside_id
+        if inside is None or not self._stream.is_open:
+            raise aborted("copy", "the request has ended or was taken away")
+        return inside
+
+
+@asynccontextmanager
+async def lent_source(source: VllmKVSource) -> AsyncGenerator[VllmKVSource]:
+    """Lend a source; a request that was stopped and not released goes on afterwards."""
+    try:
+        await source.num_tokens()
+        yield source
+    finally:
+        source.close()

@@ -1,0 +1,195 @@
+"""Requests that move between vLLM cores with their KV blocks have the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+
+from hotswap import (
+    Adapter,
+    Fleet,
+    FleetStream,
+    MigrationAborted,
+    MigrationRecord,
+    Model,
+    Request,
+    RequestId,
+    Sampling,
+)
+from hotswap.action import MigrationWay
+from hotswap.backends.vllm import VllmEngine
+from hotswap.backends.vllm.migration import Desk, VllmKVSink
+from hotswap.policies import LeastLoadedRouter
+from hotswap.testing.conformance.suite import until
+from tests.backends.torch.adapters.files import write
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.zoo import make_model
+from tests.backends.vllm.support import llama, make_engine, make_store
+from tests.backends.vllm.test_resumption import KINDS, asked
+from tests.runtime.support import Idle
+
+
+def make_fleet(store: DictStore, *engines: VllmEngine, **given: Any) -> Fleet:
+    return Fleet(
+        engines=engines,
+        store=store,
+        models=[Model("a")],
+        router=LeastLoadedRouter(),
+        scheduler=Idle(),
+        interval_s=3600.0,
+        **given,
+    )
+
+
+async def read(
+    fleet: Fleet, request: Request, *, moves_at: list[int], way: MigrationWay | None = "kv"
+) -> Read:
+    """Read a stream that moves to the other engine once it has so many tokens, each time."""
+    got = Read([], [])
+    async with fleet.stream("a", request.prompt, request.sampling) as stream:
+        async for token in stream:
+            got.tokens.append(token.id)
+            # It may have ended, ahead of its reader.
+            if len(got.tokens) in moves_at and stream.request.id in [r.id for r in fleet.view().running]:
+                got.records.append(await move(fleet, stream, way))
+    return got
+
+
+class Read:
+    def __init__(self, tokens: list[int], records: list[MigrationRecord]) -> None:
+        self.tokens, self.records = tokens, records
+
+
+async def move(fleet: Fleet, stream: FleetStream, way: MigrationWay | None) -> MigrationRecord:
+    other = "one" if stream.hops[-1].instance == "other" else "other"
+    return await fleet.migrate(stream.request.id, to=other, way=way)
+
+
+async def serve(fleet: Fleet) -> None:
+    for name in ("one", "other"):
+        await fleet.swap(name, to="a")
+
+
+async def test_requests_of_every_kind_move_with_their_blocks_and_change_nothing() -> None:
+    store, random = make_store(), Random(2)
+    requests = [asked(kind, number) for kind in KINDS for number in range(3)]
+    outcomes: list[MigrationRecord] = []
+    async with make_fleet(store, make_engine("one"), make_engine("other")) as fleet:
+        await serve(fleet)
+        expected = {r.id: (await read(fleet, r, moves_at=[])).tokens for r in requests}
+
+        async def check(request: Request) -> None:
+            got = await read(fleet, request, moves_at=sorted(random.sample(range(1, 44), 3)))
+            assert got.tokens == expected[request.id], request
+            outcomes.extend(got.records)
+
+        for request in requests:
+            await check(request)
+        done = [record for record in outcomes if record.outcome == "done"]
+        assert len(done) >= 2 * len(requests), [record.error for record in outcomes]
+        assert {record.way for record in outcomes} == {"kv"}
+        assert all(record.copied_bytes > 0 for record in done)
+        await until(
+            lambda: all(view.num_free_kv_blocks == view.num_kv_blocks for view in fleet.view().instances)
+        )
+
+
+async def test_nothing_that_arrived_is_computed_again() -> None:
+    """Also where the engine keeps no prefixes."""
+    store, request = make_store(), asked("greedy", 1)
+    engines = make_engine("one"), make_engine("other", prefix_reuse=False)
+    for engine in engines:
+        assert isinstance(engine, VllmEngine)
+    async with engines[0] as one, engines[1] as other:
+        for engine in (one, other):
+            await engine.load(store.card("a"), store)
+            assert engine.moves_blocks
+        for source, destination in ((one, other), (other, one)):
+            got: list[int] = []
+            async with source.stream(request) as tokens:
+                got += [(await anext(tokens)).id for _ in range(7)]
+                async with source.export_kv(request.id) as giving, destination.import_kv(request) as taking:
+                    stopped = await giving.stop()
+                    await taking.reserve(stopped.num_computed)
+                    await taking.write(await giving.read(0, stopped.num_computed))
+                    await taking.commit(stopped.tokens)
+                    await giving.release()
+                    rest = request.continued(list(stopped.tokens[len(request.prompt) :]))
+                    async with destination.stream(rest) as arrived:
+                        await anext(arrived)
+                        assert arrived.num_reused_tokens == stopped.num_computed
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp=2", "pp=2"])
+async def test_every_rank_gives_and_takes_its_part(tp: int, pp: int) -> None:
+    store = make_store()
+    requests = [asked(kind, 1) for kind in KINDS]
+    engines = make_engine("one", tp=tp, pp=pp), make_engine("other", tp=tp, pp=pp)
+    async with make_fleet(store, *engines) as fleet:
+        await serve(fleet)
+        assert all(engine.moves_blocks for engine in engines)
+        for request in requests:
+            expected = (await read(fleet, request, moves_at=[])).tokens
+            got = await read(fleet, request, moves_at=[5, 20])
+            assert got.tokens == expected, request
+            assert [record.outcome for record in got.records] == ["done", "done"], got.records
+
+
+async def test_requests_of_an_adapter_move_with_it(tmp_path: Path) -> None:
+    store = make_store()
+    source = write(tmp_path / "x", make_model(llama(), seed=1), seed=1, r=4, names=("q_proj",), size=4.0)
+    engines = make_engine("one", max_adapters=1), make_engine("other", max_adapters=1)
+    async with make_fleet(store, *engines, adapters=[Adapter("x", "a", source)]) as fleet:
+        await serve(fleet)
+        request = Request(
+            id=RequestId("r"),
+            model=store.card("a").id,
+            prompt=tuple(range(2, 80)),
+            sampling=Sampling(max_tokens=40, ignore_eos=True),
+        )
+        plain = (await read(fleet, request, moves_at=[])).tokens
+        async with fleet.stream("a", request.prompt, request.sampling, adapter="x") as stream:
+            whole = [token.id for token in await stream.collect()]
+        got: list[int] = []
+        async with fleet.stream("a", request.prompt, request.sampling, adapter="x") as stream:
+            async for token in stream:
+                got.append(token.id)
+                if len(got) == 9:
+                    assert (await move(fleet, stream, "kv")).outcome == "done"
+        assert got == whole != plain
+
+
+async def test_where_blocks_cannot_move_requests_move_as_tokens() -> None:
+    """As with another connector, say of a cache that several engines share."""
+    store, request = make_store(), asked("seeded and penalised", 2)
+    offload = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": "/dev/shm/hotswap-test-unused"},
+    }
+    engines = make_engine("one"), make_engine("other", arguments={"kv_transfer_config": offload})
+    async with make_fleet(store, *engines) as fleet:
+        await serve(fleet)
+        assert [engine.moves_blocks for engine in engines] == [True, False]
+        expected = (await read(fleet, request, moves_at=[])).tokens
+        got = await read(fleet, request, moves_at=[6, 30], way=None)
+        assert got.tokens == expected
+        assert [(record.way, record.outcome) for record in got.records] == [("tokens", "done")] * 2
+
+
+async def test_a_destination_that_hears_nothing_frees_its_blocks() -> None:
+    store, request = make_store(), asked("greedy", 0)
+    async with make_engine() as engine:
+        await engine.load(store.card("a"), store)
+        assert engine._core is not None
+        assert engine._core.blocks is not None
+        lapsed = anyio.Event()
+        desk = Desk(engine._life, engine._core, engine._core.blocks, lambda: engine._core)
+        sink = VllmKVSink(desk, request, lambda sink: lapsed.set(), lapse_s=0.01)
+        await lapsed.wait()
+        with pytest.raises(MigrationAborted, match="heard nothing"):
+            await sink.reserve(32)
