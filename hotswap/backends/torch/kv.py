@@ -120,6 +120,8 @@ class KVCache:
 
     def save(self, blocks: Sequence[int], out: Tensor) -> None:
         """Copy blocks, all layers of each, to host memory: `out` is uint8, `block_bytes` for each."""
+        if not blocks:
+            return
         index = torch.tensor(blocks, device=self.device)
         for pool, part in self._parts(out, len(blocks)):
             part.copy_(pool.index_select(0, index).view(len(blocks), -1))

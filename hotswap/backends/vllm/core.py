@@ -18,6 +18,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
 import torch
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -89,6 +90,7 @@ class Core:
         self.died: Callable[[], None] = lambda: None
         self._is_dead = self._stopped = False
         self._told: set[asyncio.Task[None]] = set()
+        self._calls: set[anyio.CancelScope] = set()
         self._loop = asyncio.get_running_loop()
         self._sentinel: int = self.processes[0].sentinel
         self._loop.add_reader(self._sentinel, self._note_death)
@@ -101,7 +103,12 @@ class Core:
     def _note_death(self) -> None:
         self._loop.remove_reader(self._sentinel)
         self._is_dead = True
+        self._break_calls_off()
         self.died()
+
+    def _break_calls_off(self) -> None:
+        for scope in self._calls:
+            scope.cancel()
 
     def trace_headers(self) -> dict[str, str] | None:
         """Return what makes vLLM's span of a request a child of the current one; `None` if it makes none."""
@@ -151,24 +158,37 @@ class Core:
             UnsupportedModel: it answered with an error.
         """
         try:
-            return await work
+            # vLLM's client leaves who waits for a utility of a core that dies waiting.
+            with anyio.CancelScope() as scope:
+                self._calls.add(scope)
+                try:
+                    return await work
+                finally:
+                    self._calls.discard(scope)
+            raise InstanceLost(f"vLLM's core has ended while it was to {what}.")
+        except InstanceLost:
+            raise
         except Exception as exc:
             if self.is_dead or isinstance(exc, named("vllm.v1.engine.exceptions:EngineDeadError")):
                 raise InstanceLost(f"vLLM's core has ended while it was to {what}.") from exc
             raise UnsupportedModel(f"vLLM could not {what}: {exc}") from exc
 
-    def tell(self, work: Callable[[], Awaitable[object]], what: str) -> None:
-        """Have the core do something that nobody waits for, from any callback of the event loop."""
+    def tell(self, work: Callable[[], Awaitable[object]], what: str, then: Callable[[], None]) -> None:
+        """Have the core do something that nobody waits for, from any callback of the event loop.
+
+        `then` is called once it and all that was asked before are done, or never will be.
+        """
 
         async def tell() -> None:
-            if self.is_dead:
-                return
             try:
-                await self.call(work(), what)
+                if not self.is_dead:
+                    await self.call(work(), what)
             except InstanceLost:  # and with it all that it was told
                 return
             except UnsupportedModel:
                 log.exception("A core could not %s.", what)
+            finally:
+                then()
 
         task = self._loop.create_task(tell())
         self._told.add(task)
@@ -178,6 +198,7 @@ class Core:
         """End its processes at once, without telling whoever waits for its death."""
         self._loop.remove_reader(self._sentinel)
         self._is_dead = True
+        self._break_calls_off()
         for process in self.processes:
             process.kill()
 
@@ -189,9 +210,9 @@ class Core:
         self._loop.remove_reader(self._sentinel)
         if (handler := self.llm.output_handler) is not None:
             handler.cancel()  # or it logs that the core has ended
+        await in_thread(self._stop)
         for task in tuple(self._told):
             task.cancel()
-        await in_thread(self._stop)
 
     def _stop(self) -> None:
         self.llm.shutdown(timeout=0)

@@ -233,9 +233,9 @@ class VllmEngine(Engine):
         if self._life.state is not _SERVING or self._card is None or self._card.id != request.model:
             raise aborted("reserve", f"engine {self.id!r} is {self._life.state} with another model")
         adapter = self._adapters.use(request.adapter)
-        sink = VllmKVSink(desk, request, self._sinks.remove)
-        self._sinks.append(sink)
         try:
+            sink = VllmKVSink(desk, request, self._sinks.remove)
+            self._sinks.append(sink)
             async with lent_sink(sink):
                 yield sink
         finally:

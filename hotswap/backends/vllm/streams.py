@@ -15,7 +15,7 @@ from hotswap.backends.vllm.core import Core
 from hotswap.backends.vllm.inside.connector import ARRIVAL
 from hotswap.backends.vllm.inside.resume import RESUMED
 from hotswap.backends.vllm.names import named
-from hotswap.errors import InvalidRequest
+from hotswap.errors import InstanceError, InvalidRequest
 from hotswap.model import ModelCard
 from hotswap.request import Request, RequestId, Sampling, Token
 from hotswap.stream import TokenQueue
@@ -96,6 +96,10 @@ class Stream:
     def inside_id(self) -> str | None:
         """What its core calls it; `None` while it is none of the core's."""
         return None if self._inside is None else self._inside.request_id
+
+    def wake(self) -> None:
+        """Have those that wait for its tokens look again."""
+        self._more.set()
 
     async def has(self, num_tokens: int) -> None:
         """Wait until it has so many, prompt included, or is open no more."""
@@ -211,9 +215,14 @@ class Streams:
                 stream.tokens.close(InvalidRequest(f"vLLM refused {stream.request!r}: {exc}"))
                 self._forget(stream)
         else:
+            if stream.is_open:  # it was ended for a reason of vLLM's own
+                stream.tokens.close(
+                    InstanceError(f"vLLM ended {stream.request!r} by an error; its log says which.")
+                )
             if stream.tokens.closed:
                 self._forget(stream)
         finally:
+            stream.wake()
             self._num_tasks -= 1
             if not self._num_tasks:
                 self._gone.set()

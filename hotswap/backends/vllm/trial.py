@@ -6,6 +6,7 @@ Tried out when it has started: no vLLM promises either.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import anyio
 
@@ -23,6 +24,8 @@ __all__ = ["try_core"]
 log = logging.getLogger("hotswap.vllm")
 
 _NUM_TOKENS, _CUT = 6, 3
+# So many that a request is still there when it is to move, and how many of them are generated after that.
+_MOST_TOKENS, _NUM_AFTER = 64, 3
 
 
 async def try_core(core: Core, card: ModelCard, weights: str) -> None:
@@ -52,29 +55,31 @@ async def try_core(core: Core, card: ModelCard, weights: str) -> None:
             "once they have moved, go on with other tokens than they would have had. Greedy ones will not."
         )
     elif request.prompt == prompt:
-        await _try_blocks(core, request, card, whole)
+        await _try_blocks(core, replace(request, id=RequestId("trial of blocks")), card)
 
 
 def _has_room(core: Core, prompt: tuple[int, ...]) -> bool:
-    """Whether a core holds a prompt and what it generates twice over, with its sink's blocks."""
-    return len(prompt) + _NUM_TOKENS <= core.context and core.num_blocks >= 10
+    """Whether a core holds a prompt and what it generates three times over: leaving, held and arriving."""
+    most = len(prompt) + _MOST_TOKENS
+    return most <= core.context and core.num_blocks * core.block_tokens >= 4 * most
 
 
-async def _try_blocks(core: Core, request: Request, card: ModelCard, whole: list[int]) -> None:
+async def _try_blocks(core: Core, request: Request, card: ModelCard) -> None:
     """Note what the core's KV blocks are, if a request goes on with them as it would have without."""
     core.blocks = await look_at(core)
     if core.blocks is None:
         log.info("Requests leave this core for %r without their KV blocks.", card.id)
         return
+    weights, because = core.weights, "the tokens that came then are others"
     try:
         moved = await core.call(_move(core, request, card), "move KV blocks")
     except InstanceLost:
         raise
     except (HotswapError, ExceptionGroup) as exc:
         moved, because = [], f"{type(exc).__name__}: {exc}"
-    else:
-        because = "the tokens that came then are others"
-    if moved != whole:
+    finally:
+        core.weights = weights
+    if not moved or moved != await _generate(core, _lasting(request, len(moved)), card):
         core.blocks = None
         log.warning(
             "This vLLM does not move KV blocks as hotswap asks (%s): requests move as tokens, which are "
@@ -95,7 +100,7 @@ async def _move(core: Core, request: Request, card: ModelCard) -> list[int]:
 
     async with anyio.create_task_group() as tasks:
         desk = Desk(Life(InstanceId("trial")), core, core.blocks, lambda: core)
-        params = sampling_params(request, card, core.context, resumes=True)
+        params = sampling_params(_lasting(request, _MOST_TOKENS), card, core.context, resumes=True)
         tasks.start_soon(stream.run, core, params, None)
         await stream.has(request.num_tokens + 1)
         source, sink = VllmKVSource(desk, stream, give_up), VllmKVSink(desk, request, lambda sink: None)
@@ -107,8 +112,15 @@ async def _move(core: Core, request: Request, card: ModelCard) -> list[int]:
             await source.release()
             await stream.abort(core)
             moved += stopped.tokens[len(request.prompt) :]
-            moved += await _arrive(core, request.continued(moved), card, sink, stopped.num_computed)
+            # As if of other weights, whose prefixes the core knows none of: what it finds is what arrived.
+            core.weights += " (trial)"
+            arriving = _lasting(request, len(moved) + _NUM_AFTER).continued(moved)
+            moved += await _arrive(core, arriving, card, sink, stopped.num_computed)
     return moved
+
+
+def _lasting(request: Request, num_tokens: int) -> Request:
+    return replace(request, sampling=replace(request.sampling, max_tokens=num_tokens))
 
 
 async def _arrive(

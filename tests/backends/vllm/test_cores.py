@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import psutil
 import pytest
 
@@ -270,6 +271,25 @@ async def test_a_core_that_ends_while_nothing_runs_is_noticed_at_once() -> None:
         await engine.unload()
         await engine.load(store.card("b"), store)
         assert len(await generate(engine, ask("b"))) == 8
+
+
+async def test_nobody_waits_for_an_answer_of_a_core_that_died() -> None:
+    store = make_store()
+    async with make_engine() as engine:
+        await engine.load(store.card("a"), store)
+        core = engine._core
+        assert core is not None
+        os.kill(process_of(engine), signal.SIGSTOP)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_kill_soon, process_of(engine))
+            with anyio.fail_after(30), pytest.raises(InstanceLost):
+                await core.call(core.llm.collective_rpc("hotswap_process"), "answer")
+        await engine.unload()
+
+
+async def _kill_soon(process: int) -> None:
+    await anyio.lowlevel.checkpoint()
+    os.kill(process, signal.SIGKILL)
 
 
 async def test_an_adapter_that_is_wrong_costs_nobody_else_anything(tmp_path: Path) -> None:

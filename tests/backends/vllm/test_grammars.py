@@ -13,6 +13,7 @@ import pytest
 from hotswap import (
     Fleet,
     FleetStream,
+    InstanceError,
     InvalidRequest,
     Model,
     ModelId,
@@ -23,6 +24,7 @@ from hotswap import (
 )
 from hotswap.backends.vllm import VllmEngine
 from hotswap.policies import LeastLoadedRouter
+from hotswap.testing.conformance.suite import until
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 from tests.backends.vllm.support import llama, make_engine, make_store
@@ -158,6 +160,18 @@ async def test_a_grammar_that_is_none_is_its_own_requests_error_alone() -> None:
                 with pytest.raises(InvalidRequest):
                     await whole(engine, request)
         assert got == expected
+
+
+async def test_what_a_core_finds_wrong_with_a_grammar_ends_its_stream() -> None:
+    """As tokens that came from an engine with other rules for blanks; nobody is left to wait."""
+    store = make_texts()
+    async with make_engine() as engine:
+        await engine.load(store.card("a"), store)
+        strange = asked("regex", 0).continued(byte_level().encode("zz"))
+        with anyio.fail_after(30), pytest.raises(InstanceError):
+            await whole(engine, strange)
+        await until(lambda: engine.view().num_requests == 0 and engine.view().num_running == 0)
+        assert_keeps_to_it("regex", await whole(engine, asked("regex", 0)))
 
 
 async def test_another_tokenizer_is_another_core() -> None:

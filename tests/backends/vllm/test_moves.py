@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from hotswap import (
@@ -22,6 +23,7 @@ from hotswap import (
 )
 from hotswap.action import MigrationWay
 from hotswap.backends.vllm import VllmEngine
+from hotswap.backends.vllm.inside.blocks import METHOD
 from hotswap.backends.vllm.migration import Desk, VllmKVSink
 from hotswap.policies import LeastLoadedRouter
 from hotswap.testing.conformance.suite import until
@@ -69,6 +71,20 @@ async def move(fleet: Fleet, stream: FleetStream, way: MigrationWay | None) -> M
     return await fleet.migrate(stream.request.id, to=other, way=way)
 
 
+async def books(engine: VllmEngine) -> list[int]:
+    """What the core itself says: sinks that hold blocks, requests that are parked, free blocks."""
+    assert engine._core is not None
+    answer: list[int] = await engine._core.llm.engine_core.call_utility_async(METHOD, "books", [])
+    return answer
+
+
+async def until_let_go(engine: VllmEngine, num_free: int) -> None:
+    with anyio.move_on_after(10):
+        while await books(engine) != [0, 0, num_free]:
+            await anyio.lowlevel.checkpoint()
+    assert await books(engine) == [0, 0, num_free]
+
+
 async def serve(fleet: Fleet) -> None:
     for name in ("one", "other"):
         await fleet.swap(name, to="a")
@@ -78,8 +94,10 @@ async def test_requests_of_every_kind_move_with_their_blocks_and_change_nothing(
     store, random = make_store(), Random(2)
     requests = [asked(kind, number) for kind in KINDS for number in range(3)]
     outcomes: list[MigrationRecord] = []
-    async with make_fleet(store, make_engine("one"), make_engine("other")) as fleet:
+    engines = make_engine("one"), make_engine("other")
+    async with make_fleet(store, *engines) as fleet:
         await serve(fleet)
+        expected_free = {engine.id: (await books(engine))[2] for engine in engines}
         expected = {r.id: (await read(fleet, r, moves_at=[])).tokens for r in requests}
 
         async def check(request: Request) -> None:
@@ -96,6 +114,8 @@ async def test_requests_of_every_kind_move_with_their_blocks_and_change_nothing(
         await until(
             lambda: all(view.num_free_kv_blocks == view.num_kv_blocks for view in fleet.view().instances)
         )
+        for engine in engines:
+            await until_let_go(engine, expected_free[engine.id])
 
 
 async def test_nothing_that_arrived_is_computed_again() -> None:
@@ -187,9 +207,13 @@ async def test_a_destination_that_hears_nothing_frees_its_blocks() -> None:
         await engine.load(store.card("a"), store)
         assert engine._core is not None
         assert engine._core.blocks is not None
+        _, _, num_free = await books(engine)
         lapsed = anyio.Event()
         desk = Desk(engine._life, engine._core, engine._core.blocks, lambda: engine._core)
-        sink = VllmKVSink(desk, request, lambda sink: lapsed.set(), lapse_s=0.01)
+        sink = VllmKVSink(desk, request, lambda sink: lapsed.set(), lapse_s=0.5)
+        await sink.reserve(100)
+        assert await books(engine) == [1, 0, num_free - 4]
         await lapsed.wait()
+        await until_let_go(engine, num_free)
         with pytest.raises(MigrationAborted, match="heard nothing"):
             await sink.reserve(32)

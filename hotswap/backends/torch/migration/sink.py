@@ -164,6 +164,8 @@ class TorchKVSink(KVSink):
         num_full = (
             pages.first_block * self.layout.block_tokens + pages.num_tokens
         ) // self.layout.block_tokens
+        if self._closed:
+            return
         # What was announced and is here needs no commit: it is the prefix of those tokens, whoever has them.
         yield from self._publish(self._request.tokens, runner, sequences, most=num_full)
         yield from self._prepare(num_full)

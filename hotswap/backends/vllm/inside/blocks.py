@@ -30,6 +30,7 @@ class BlockVerbs:
         self._scheduler: Any = core.scheduler
         self._executor: Any = core.model_executor
         self._connector: Any = core.scheduler.connector
+        self._parked: dict[str, int] = {}  # and the step for which each waited before
 
     def shape(self) -> list[Any]:
         """Return what each rank keeps in a block: its bytes, and its layers' dtypes and shapes.
@@ -54,10 +55,17 @@ class BlockVerbs:
         return None if found is None else found.num_computed_tokens - found.num_in_flight_tokens
 
     def save(
-        self, request: str, first: int, num_blocks: int, path: str, block_bytes: int, offsets: list[int]
+        self,
+        request: str,
+        first: int,
+        num_blocks: int,
+        end: int,
+        path: str,
+        block_bytes: int,
+        offsets: list[int],
     ) -> bool | None:
-        """Write blocks of a request to a file."""
-        if self._in_batch(request) is None:
+        """Write blocks of a request, of whose tokens the first `end` must be computed, to a file."""
+        if (self.count(request) or 0) < end:  # also one that gave its blocks up and has some of them again
             return None
         blocks = self._scheduler.kv_cache_manager.get_block_ids(request)[0][first : first + num_blocks]
         if len(blocks) < num_blocks:
@@ -73,15 +81,17 @@ class BlockVerbs:
         found = self._in_batch(request)
         if found is None:
             return None
+        self._parked.setdefault(request, found.next_decode_eligible_step)
         found.next_decode_eligible_step = _NEVER
         if found.num_in_flight_tokens:
             return []
         return [found.num_computed_tokens, list(found.all_token_ids)]
 
     def unpark(self, request: str) -> None:
-        """Schedule it again, if it is still there."""
-        if (found := self._scheduler.requests.get(request)) is not None:
-            found.next_decode_eligible_step = 0
+        """Schedule it again, if it was parked and is still there."""
+        step, found = self._parked.pop(request, None), self._scheduler.requests.get(request)
+        if step is not None and found is not None:
+            found.next_decode_eligible_step = step
 
     # ------------------------------------------------------------------ requests that arrive
 
@@ -125,6 +135,11 @@ class BlockVerbs:
         if held is not None:
             self._scheduler.kv_cache_manager.block_pool.free_blocks(reversed(held.blocks))
             held.blocks = []
+
+    def books(self) -> list[int]:
+        """Return how many sinks hold blocks, how many requests are parked, and how many blocks are free."""
+        free: int = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return [len(self._connector.held), len(self._parked), free]
 
     def _in_batch(self, request: str) -> Any | None:
         found = self._scheduler.requests.get(request)

@@ -141,7 +141,8 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
         """Learn where the blocks lie."""
         try:
             self.pages = Pages(kv_caches.values(), self._num_blocks)
-        except (ValueError, AttributeError):  # what a hybrid model keeps besides is no tensor of blocks
+        except (ValueError, AttributeError, RuntimeError):
+            # What a hybrid model keeps besides is no tensor of blocks.
             self.pages = None
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:

@@ -96,17 +96,22 @@ class Desk:
         self.refuse_if_gone()
         return answer
 
-    def tell(self, verb: str, *arguments: Any) -> None:
-        """Have the core do something before whatever it is asked later; nobody waits for it."""
-        if not self.life.is_lost:
-            self.core.tell(partial(_ask, self.core, verb, *arguments), f"{verb} KV blocks")
+    def tell(self, verb: str, *arguments: Any, then: Callable[[], None]) -> None:
+        """Have the core do something that nobody waits for; `then` comes when all it was asked is done."""
+        if self.life.is_lost:
+            then()
+        else:
+            self.core.tell(partial(_ask, self.core, verb, *arguments), f"{verb} KV blocks", then)
 
 
 class SharedPages:
     """Memory that a core's workers map; gone with the last process that has it open."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("hotswap-kv")
+        try:
+            self._file = os.memfd_create("hotswap-kv")
+        except OSError as exc:
+            raise aborted("reserve", f"there is no memory to share ({exc.strerror})") from exc
         self._mapped: mmap.mmap | None = None
 
     @property
@@ -131,7 +136,10 @@ class SharedPages:
         return memoryview(self._mapped)[:size_bytes]
 
     def close(self) -> None:
-        """Let go of it; what was lent of it stays readable."""
+        """Let go of it; what was lent of it stays readable.
+
+        Only when no core is still to open it: its path is then that of whatever is opened next.
+        """
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

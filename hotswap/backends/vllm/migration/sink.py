@@ -114,8 +114,7 @@ class VllmKVSink(KVSink):
         self._timer.cancel()
         if not self._closed:
             self._closed = True
-            self._desk.tell("drop", self.id)
-            self._memory.close()
+            self._desk.tell("drop", self.id, then=self._memory.close)
             self.num_blocks = 0
             self._ended(self)
 

@@ -28,13 +28,13 @@ class VllmKVSource(KVSource):
         self.layout = desk.layout_for(stream.request)
         self._desk, self._stream, self._give_up = desk, stream, give_up
         self._memory = SharedPages()
-        self._was_asked_to_stop = False
+        self._inside = ""  # what the core calls the request
 
     async def num_tokens(self) -> int:
         return int(await self._ask("count"))
 
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
-        block_bytes = self.layout.block_bytes
+        block_bytes, end = self.layout.block_bytes, first_block * self.layout.block_tokens + num_tokens
         num_blocks = -(-num_tokens // self.layout.block_tokens)
         most = max(1, PIECE_BYTES // block_bytes)
         # One piece at a time comes out of the shared memory, and more of them lie in memory of their own.
@@ -46,6 +46,7 @@ class VllmKVSource(KVSource):
                 "save",
                 first_block + at,
                 count,
+                min((first_block + at + count) * self.layout.block_tokens, end),
                 self._memory.path,
                 block_bytes,
                 self._desk.shape.offsets,
@@ -57,7 +58,6 @@ class VllmKVSource(KVSource):
         return KVPages(first_block, num_tokens, data if whole is None else whole)
 
     async def stop(self) -> Stopped:
-        self._was_asked_to_stop = True  # the core will do it, also if nobody waits for that any more
         while not (parked := await self._ask("park")):
             await checkpoint()  # a step with it is under way
         num_computed, tokens = parked
@@ -71,18 +71,16 @@ class VllmKVSource(KVSource):
         await checkpoint()
         if not self._give_up():
             raise aborted("release", "the request has ended or was taken away")
-        self._was_asked_to_stop = False
 
     def close(self) -> None:
         """Let the request go on where it stopped, if it did; there is nothing to read any more."""
-        if self._was_asked_to_stop and (inside := self._stream.inside_id) is not None:
-            self._desk.tell("unpark", inside)
-        self._memory.close()
+        self._desk.tell("unpark", self._inside, then=self._memory.close)
 
     async def _ask(self, verb: str, *arguments: Any) -> Any:
         """Ask the core about the request."""
         self._desk.refuse_if_gone()
         inside = self._refuse_if_left()
+        self._inside = inside
         answer = await self._desk.ask(verb, inside, *arguments)
         self._refuse_if_left()
         if answer is None:
