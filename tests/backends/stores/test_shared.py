@@ -628,7 +628,10 @@ async def test_what_lingers_lets_go_by_itself(machine: Machine, monkeypatch: pyt
         with anyio.fail_after(20):
             while cuda.pinned:
                 await checkpoint()
-        await other.prefetch(ModelId("b"))
+            while True:  # what was unpinned is let go of next
+                with suppress(TierFull):
+                    await other.prefetch(ModelId("b"))
+                    break
 
 
 async def test_the_same_pages_pinned_by_two_are_unpinned_by_each(
