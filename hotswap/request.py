@@ -62,7 +62,8 @@ class Sampling:
 
     `json_schema` (the text of one) and `regex` hold the generation to a grammar: it is such JSON, or matches
     as a whole, unless `max_tokens` come first. Engines that cannot do that refuse the request, but
-    simulated ones, which have no text. The model's own end tokens count even with `ignore_eos`, since nothing may follow.
+    simulated ones, which have no text. The model's own end tokens count even with `ignore_eos`, since nothing
+    may follow.
     """
 
     max_tokens: int = 128
