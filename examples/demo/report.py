@@ -57,13 +57,13 @@ def _moved_by_a_swap(
 
 
 def _with_seams(recital: Recital) -> Text:
-    """The text around its seams, which are marked by the instances on either side."""
+    """The text around its seams, marked by the instances on either side: words, which no line breaks."""
     color, text = color_of(recital.checkpoint.name), recital.text
     start = max(recital.seams[0].at - AROUND_SEAM, 0)
     shown = Text("…" if start else recital.opening, "dim")
     for seam in recital.seams:
         shown.append(text[start : seam.at], color)
-        shown.append(f"⟨{seam.source} → {seam.target}⟩", "bold reverse")
+        shown.append(f"⟨{seam.source}→{seam.target}⟩", "bold reverse")
         start = seam.at
     end = start + AROUND_SEAM
     return shown.append(text[start:end], color).append("…" if end < len(text) else "", "dim")

@@ -114,7 +114,7 @@ def test_the_report_shows_the_seam_the_phases_and_the_trace(performance: Perform
     console = _console(terminal=False)
     print_report(console, play, spans)
     said = _written(console)
-    assert "⟨e0 → e1⟩" in said or "⟨e1 → e0⟩" in said
+    assert "⟨e0→e1⟩" in said or "⟨e1→e0⟩" in said
     for column in ("evict", "unload", "load", "first token", "GB/s", "tier"):
         assert column in said
     assert said.count("nvme") + said.count("pinned") >= len(play.fleet.swaps)
