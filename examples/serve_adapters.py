@@ -2,7 +2,8 @@
 
     python -m examples.serve_adapters
 
-An instance holds what was asked for last and loads the rest when a request needs it. Put a `TorchEngine` and
+An instance holds what was asked for last and loads the rest when a request needs it. New weights for one come
+while it is served: requests under way keep the old ones. Put a `TorchEngine` and
 the directories that PEFT wrote in the place of what is simulated here.
 """
 
@@ -36,6 +37,9 @@ async def main() -> dict[str | None, list[int]]:
                 clients.start_soon(ask, fleet, adapter, answers)
         print(*(f"{adapter or 'plain'}: {tokens}" for adapter, tokens in answers.items()), sep="\n")
         print("held now:", *fleet.view().instances[0].adapters)
+        update = await fleet.adapters.update(Adapter("sql", "qwen-0.5b", "/adapters/sql-of-friday"))
+        await ask(fleet, "sql", answers)
+        print(f"sql is {update.version} now: {answers['sql']}")
         try:
             await ask(fleet, "chess", answers)
         except UnknownAdapter as exc:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from hotswap.errors import ConfigError
-from hotswap.request import ModelId
+from hotswap.request import AdapterId, ModelId
 
 __all__ = ["Adapter", "HostBuffer", "HostChunk", "Manifest", "Model", "ModelCard", "Shard", "TensorSpec"]
 
@@ -47,16 +48,27 @@ class Adapter:
     """A low-rank adapter as the user registers it: a name, the model it was trained on, and where it lies.
 
     Requests for `model` name it by `id`; another model may have one of the same name. `source` is a local
-    directory in PEFT's format (or whatever the engine understands).
+    directory in PEFT's format (or whatever the engine understands). `epoch` counts its versions; a fleet sets
+    it.
     """
 
     id: str
     model: str
     source: str | Path | None = None
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         if not self.id:
             raise ConfigError(f"An adapter of model {self.model!r} has an empty id; give it a name.")
+        if re.search(r"@\d+$", self.id):
+            raise ConfigError(f"Adapter {self.id!r} has the name of a version of another; give it another.")
+        if self.epoch < 0:
+            raise ConfigError(f"epoch of adapter {self.id!r} is {self.epoch}; give 0 or more.")
+
+    @property
+    def version(self) -> AdapterId:
+        """Stands for these very weights, held by engines and carried by requests: `id`, or `id@epoch`."""
+        return AdapterId(f"{self.id}@{self.epoch}" if self.epoch else self.id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

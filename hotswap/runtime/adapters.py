@@ -1,213 +1,199 @@
-"""Adapters of a fleet: which there are, and that an instance holds a request's before the request runs there.
-
-Adapters come on demand, one at a time on each instance, and go when there is no room for another: the one
-that was asked for longest ago first, and never while a request uses it. Instances forget theirs with their
-model, and what has gone comes back with the next request for it.
-"""
+"""The adapters that requests may name, while a fleet runs: new ones, new versions, and those that go."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
 
 from hotswap import telemetry as tm
-from hotswap.engine import SupportsAdapters
-from hotswap.errors import (
-    ConfigError,
-    InstanceError,
-    InstanceLost,
-    OutOfMemory,
-    RequestEvicted,
-    UnknownAdapter,
-)
+from hotswap.errors import ConfigError, InstanceLost, RequestEvicted, UnknownAdapter
 from hotswap.model import Adapter
-from hotswap.request import AdapterId, ModelId, Request, RequestId
+from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.shelves import Shelves
 from hotswap.telemetry import Telemetry
-from hotswap.view import FleetView, InstanceId, InstanceState
+from hotswap.view import InstanceId, InstanceState
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-__all__ = ["Adapters", "seen_by"]
+__all__ = ["Adapters"]
 
 
 class Adapters:
-    """The adapters that a fleet's requests may name, and who uses which of them where."""
+    """What a fleet's requests may name beside their model; a `Fleet` has it as `adapters`.
 
-    def __init__(self, adapters: Iterable[Adapter], telemetry: Telemetry) -> None:
-        self._known: dict[tuple[str, str], Adapter] = {}
+    An adapter has versions, of which new requests get the latest. A request keeps the one that it began with
+    to its end, wherever it goes; so versions are held side by side for a while, and one that nobody can ask
+    for any more goes with its last request.
+
+    Args:
+        adapters: Those that there are to begin with.
+        models: The models that are registered.
+        instances: Those of the fleet, as they come and go.
+        telemetry: Records loads.
+
+    Raises:
+        ConfigError: as of `add`.
+    """
+
+    def __init__(
+        self,
+        adapters: Iterable[Adapter],
+        *,
+        models: Callable[[], Iterable[ModelId]],
+        instances: Mapping[InstanceId, Instance],
+        telemetry: Telemetry,
+    ) -> None:
+        self._models, self._instances, self._telemetry = models, instances, telemetry
+        self._latest: dict[tuple[str, str], Adapter] = {}
+        self._num_versions: dict[tuple[str, str], int] = {}
+        self._updating = anyio.Lock()
+        self.shelves = Shelves(self._is_latest, telemetry)
         for adapter in adapters:
             self.add(adapter)
-        self._shelves: dict[InstanceId, _Shelf] = {}
-        self._telemetry = telemetry
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._latest)
+
+    def __iter__(self) -> Iterator[Adapter]:
+        """The latest versions."""
+        return iter(tuple(self._latest.values()))
 
     def add(self, adapter: Adapter) -> None:
-        """Let requests name an adapter from now on.
+        """Let requests name an adapter from now on; again changes nothing.
+
+        An instance reads its files when the first request for it is there.
 
         Raises:
-            ConfigError: its model has another of the same name.
+            ConfigError: its model has another of the same name, or is not registered, or no engine can hold
+                adapters.
         """
-        if self._known.setdefault((adapter.model, adapter.id), adapter) != adapter:
+        known = self._latest.get(_key(adapter))
+        if known is not None and known.source != adapter.source:
             raise ConfigError(
-                f"Two adapters of model {adapter.model!r} are called {adapter.id!r}; give each its own name."
+                f"Two adapters of model {adapter.model!r} are called {adapter.id!r}; give each its own name, "
+                "or update the one there is."
             )
-
-    def check_models(self, models: Iterable[ModelId]) -> None:
-        """Raise `ConfigError` for an adapter of a model that is not among `models`."""
-        known = set(models)
-        for adapter in self._known.values():
-            if adapter.model not in known:
-                raise ConfigError(
-                    f"Adapter {adapter.id!r} is of model {adapter.model!r}, which is not registered; add it."
-                )
-
-    def check_able(self, instances: Iterable[Instance]) -> None:
-        """Raise `ConfigError` if there are adapters and none of the instances can hold one."""
-        if self._known and not any(instance.view().max_adapters for instance in instances):
+        if adapter.model not in set(self._models()):
+            raise ConfigError(
+                f"Adapter {adapter.id!r} is of model {adapter.model!r}, which is not registered; add it."
+            )
+        if not any(instance.view().max_adapters for instance in self._instances.values()):
             raise ConfigError(
                 "This fleet has adapters and no engine that can hold one; give it an engine that can."
             )
+        if known is None:
+            self._install(self._next(adapter))
 
-    def check(self, model: ModelId, adapter: str) -> AdapterId:
-        """Return the id of an adapter of a model.
+    async def update(self, adapter: Adapter) -> Adapter:
+        """Give an adapter new weights while it is served; return it with its new `epoch`.
+
+        Instances that hold the old version take the new one first (one that serves the model, if none does);
+        so bad files are found before anybody asks for them, and nobody waits. From then on new requests get
+        the new version. Those under way keep the old one, which goes with the last of them.
+
+        Failure or cancellation leaves the old version the latest. Updates go one after the other.
+
+        Args:
+            adapter: Of the same name and model, from another directory: requests under way may have to read
+                the old one again, elsewhere.
+
+        Raises:
+            UnknownAdapter: the model has none of that name; add it.
+            ConfigError: it has the source that the old version has.
+            UnsupportedAdapter, StoreError: the new version cannot be had.
+            InstanceError: an engine failed to take it.
+        """
+        async with self._updating:
+            old = self.named(ModelId(adapter.model), adapter.id)
+            if adapter.source is not None and adapter.source == old.source:
+                raise ConfigError(
+                    f"Adapter {adapter.id!r} has its old version in {str(old.source)!r}, which requests "
+                    "under way may read again; write the new one into a directory of its own."
+                )
+            new = self._next(adapter)
+            attributes = {tm.ADAPTER: new.version, tm.MODEL: new.model}
+            with self._telemetry.span(tm.SPAN_ADAPTER_UPDATE, attributes) as span:
+                try:
+                    await self._bring(new, old, span)
+                except BaseException:
+                    await self._retire(new)
+                    raise
+                self._install(new)
+                await self._retire(old)
+            return new
+
+    async def remove(self, model: str, adapter: str) -> None:
+        """Let no new request name an adapter; those under way keep it, and it goes with the last of them.
 
         Raises:
             UnknownAdapter: the model has none of that name.
         """
-        if (model, adapter) not in self._known:
-            others = ", ".join(repr(of) for of, name in self._known if name == adapter)
-            has = ", ".join(repr(name) for of, name in self._known if of == model) or "none"
-            elsewhere = f" It is an adapter of {others}." if others else ""
-            raise UnknownAdapter(
-                f"Model {model!r} has no adapter {adapter!r}; it has {has}.{elsewhere} Register it first."
-            )
-        return AdapterId(adapter)
+        old = self.named(ModelId(model), adapter)
+        del self._latest[_key(old)]
+        await self._retire(old)
 
-    @asynccontextmanager
-    async def held(self, request: Request, instance: Instance, span: Span) -> AsyncGenerator[None]:
-        """Have the instance hold the request's adapter, if it names one, for as long as the block runs.
-
-        Waits while every adapter that could make room is in use. Loads are recorded under `span`.
+    def named(self, model: ModelId, adapter: str) -> Adapter:
+        """Return the latest version of an adapter of a model.
 
         Raises:
-            RequestEvicted: the instance turns to another model, or away from this one.
-            UnsupportedAdapter, StoreError: the adapter cannot be had; nothing was dropped for it.
-            OutOfMemory: the instance has no room for it even after it has dropped all others.
-            InstanceLost: the instance is gone.
+            UnknownAdapter: the model has none of that name.
         """
-        if request.adapter is None:
-            yield
-            return
-        shelf = self._shelves.setdefault(instance.id, _Shelf(instance, self._telemetry))
-        await shelf.take(self._known[request.model, request.adapter], request.id, span)
-        try:
-            yield
-        finally:
-            shelf.give_back(request.adapter, request.id)
+        found = self._latest.get((model, adapter))
+        if found is None:
+            others = ", ".join(repr(of) for of, name in self._latest if name == adapter)
+            has = ", ".join(repr(name) for of, name in self._latest if of == model) or "none"
+            elsewhere = f" It is an adapter of {others}." if others else ""
+            raise UnknownAdapter(
+                f"Model {model!r} has no adapter {adapter!r}; it has {has}.{elsewhere} Add it first."
+            )
+        return found
 
-    def forget(self, instance: InstanceId) -> None:
-        """Forget an instance that has left the fleet."""
-        self._shelves.pop(instance, None)
+    def check_roll(self, old: ModelId, new: ModelId) -> None:
+        """Raise `UnknownAdapter` if a model lacks an adapter that another has, whose place it takes."""
+        for adapter in self:
+            if adapter.model == old:
+                self.named(new, adapter.id)
+
+    async def _bring(self, new: Adapter, old: Adapter, span: Span) -> None:
+        """Have a new version where the old one is; where there is no room now, requests will bring it."""
+        serving = self._serving(old)
+        for instance in [i for i in serving if old.version in i.view().adapters] or serving[:1]:
+            with suppress(InstanceLost, RequestEvicted):
+                await self.shelves.bring(new, instance, span)
+
+    async def _retire(self, adapter: Adapter) -> None:
+        for instance in self._serving(adapter):
+            await self.shelves.retire(adapter.version, instance)
+
+    def _serving(self, adapter: Adapter) -> list[Instance]:
+        views = [(instance, instance.view()) for instance in self._instances.values()]
+        return [
+            instance
+            for instance, view in views
+            if view.state is InstanceState.SERVING and view.model == adapter.model and view.max_adapters
+        ]
+
+    def _is_latest(self, adapter: Adapter) -> bool:
+        return self._latest.get(_key(adapter)) == adapter
+
+    def _next(self, adapter: Adapter) -> Adapter:
+        """The next version; a number is never given twice, or what is held by it would be taken for it."""
+        epoch = self._num_versions.get(_key(adapter), 0)
+        self._num_versions[_key(adapter)] = epoch + 1
+        return replace(adapter, epoch=epoch)
+
+    def _install(self, adapter: Adapter) -> None:
+        self._latest[_key(adapter)] = adapter
 
     def __repr__(self) -> str:
-        return f"<Adapters [{len(self._known)} known]>"
+        return f"<Adapters [{', '.join(f'{a.model}/{a.version}' for a in self) or 'none'}]>"
 
 
-class _Shelf:
-    """The adapters that one instance holds, in the order in which they were last asked for.
-
-    What is held, the engine's view says; here is counted who uses it. A request that finds its adapter held
-    uses it at once. Others wait in line, in which one at a time loads, and drops before what is unused. Where
-    all is in use, the one that was asked for longest ago takes on nobody more until it has gone; a request
-    whose move uses it here already is nobody more.
-    """
-
-    def __init__(self, instance: Instance, telemetry: Telemetry) -> None:
-        self._instance = instance
-        self._telemetry = telemetry
-        self._line = anyio.Lock()
-        self._users: dict[AdapterId, Counter[RequestId]] = defaultdict(Counter)
-        self._asked_for: dict[AdapterId, None] = {}  # the latest last
-        self._leaving: AdapterId | None = None
-        self._given_back = anyio.Event()
-
-    async def take(self, adapter: Adapter, user: RequestId, span: Span) -> None:
-        """Return once the adapter is held, and count a user of it."""
-        name = AdapterId(adapter.id)
-        if not self._holds(name) or (name == self._leaving and user not in self._users[name]):
-            async with self._line:
-                while not self._holds(name):
-                    await self._load(adapter, span)
-        self._asked_for.pop(name, None)
-        self._asked_for[name] = None
-        self._users[name][user] += 1
-
-    def give_back(self, adapter: AdapterId, user: RequestId) -> None:
-        """Count a user less."""
-        self._users[adapter] -= Counter([user])
-        self._given_back.set()
-
-    async def _load(self, adapter: Adapter, span: Span) -> None:
-        engine, started_s = self._instance.engine, anyio.current_time()
-        assert isinstance(engine, SupportsAdapters), "no other is asked"
-        attributes = {tm.INSTANCE: self._instance.id, tm.ADAPTER: adapter.id, tm.MODEL: adapter.model}
-        self._refuse_if_gone(adapter)
-        try:
-            with self._telemetry.span(tm.SPAN_ADAPTER, attributes, parent=span) as load:
-                await engine.load_adapter(adapter)
-                seconds = anyio.current_time() - started_s
-                load.set_attribute(tm.SECONDS, seconds)
-        except OutOfMemory:
-            self._refuse_if_gone(adapter)
-            if not await self._make_room(engine):
-                raise
-        except InstanceLost:
-            raise
-        except InstanceError:
-            self._refuse_if_gone(adapter)
-            raise
-        else:
-            self._telemetry.adapter_seconds.record(seconds, attributes)
-
-    async def _make_room(self, engine: SupportsAdapters) -> bool:
-        """Drop what was asked for longest ago, of the unused if any is; false if nothing is held."""
-        held = set(self._instance.engine.view().adapters)
-        oldest = [*(held - set(self._asked_for)), *(name for name in self._asked_for if name in held)]
-        if not oldest:
-            return False
-        self._leaving = next((name for name in oldest if not self._users[name]), oldest[0])
-        try:
-            while self._users[self._leaving]:
-                self._given_back = anyio.Event()
-                await self._given_back.wait()
-            await engine.drop_adapter(self._leaving)
-        finally:
-            self._leaving = None
-        return True
-
-    def _holds(self, adapter: AdapterId) -> bool:
-        return adapter in self._instance.engine.view().adapters
-
-    def _refuse_if_gone(self, adapter: Adapter) -> None:
-        view = self._instance.engine.view()
-        if view.state is not InstanceState.SERVING or view.model != adapter.model:
-            raise RequestEvicted(
-                f"Instance {self._instance.id!r} is {view.state} with model {view.model!r} and takes no "
-                f"adapter of {adapter.model!r}; ask another."
-            )
-
-
-def seen_by(request: Request, fleet: FleetView) -> FleetView:
-    """Return what a router may see for a request: one with an adapter goes where adapters can be held."""
-    if request.adapter is None or all(instance.max_adapters for instance in fleet.instances):
-        return fleet
-    return replace(fleet, instances=tuple(i for i in fleet.instances if i.max_adapters))
+def _key(adapter: Adapter) -> tuple[str, str]:
+    return adapter.model, adapter.id

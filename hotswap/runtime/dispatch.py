@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from hotswap.request import ModelId, Request
 from hotswap.router import Router
-from hotswap.runtime.adapters import seen_by
 from hotswap.runtime.instance import Instance
 from hotswap.view import FleetView, InstanceId
 
@@ -36,7 +36,7 @@ class Dispatcher:
 
     def choose(self, request: Request, fleet: FleetView) -> Instance | None:
         """Return where the request would go, charging nobody."""
-        chosen = self._router.route(request, seen_by(request, fleet))
+        chosen = self._router.route(request, _seen_by(request, fleet))
         instance = None if chosen is None else self._instances.get(chosen)
         if instance is None or not instance.view().open or instance.view().model != request.model:
             return None
@@ -54,3 +54,10 @@ class Dispatcher:
         instance.num_requests -= 1
         self.num_running[request.model] -= 1
         self._on_release()
+
+
+def _seen_by(request: Request, fleet: FleetView) -> FleetView:
+    """Return what a router may see for a request: one with an adapter goes where adapters can be held."""
+    if request.adapter is None or all(instance.max_adapters for instance in fleet.instances):
+        return fleet
+    return replace(fleet, instances=tuple(i for i in fleet.instances if i.max_adapters))

@@ -121,9 +121,12 @@ class Fleet(AsyncContextManagerMixin):
         self._interval_s = interval_s
         self._telemetry = Telemetry(tracer_provider, meter_provider)
         self._instances = unique(map(Instance, engines), lambda instance: instance.id, "engine")
-        self._adapters = Adapters(adapters, self._telemetry)
-        self._adapters.check_models(self._registry.models)
-        self._adapters.check_able(self._instances.values())
+        self._adapters = Adapters(
+            adapters,
+            models=lambda: self._registry.models,
+            instances=self._instances,
+            telemetry=self._telemetry,
+        )
         self._flights: dict[RequestId, Flight] = {}
         self._dispatcher = Dispatcher(router, self._instances, on_release=lambda: self._room.wake())
         self._room = WaitingRoom(
@@ -148,7 +151,7 @@ class Fleet(AsyncContextManagerMixin):
             limits=migration_limits or MigrationLimits(),
             mover=mover,
             card=self._registry.card,
-            adapters=self._adapters,
+            shelves=self._adapters.shelves,
             charge=self._dispatcher.charge,
             release=self._dispatcher.release,
             telemetry=self._telemetry,
@@ -297,19 +300,19 @@ class Fleet(AsyncContextManagerMixin):
     ) -> Flight:
         model = self._aliases.get(model, model)
         card = self._registry.card(model)
-        named = None if adapter is None else self._adapters.check(model, adapter)
+        named = None if adapter is None else self._adapters.named(model, adapter)
         request = Request(
             id=RequestId(uuid.uuid4().hex[:12]),
             model=model,
             prompt=await self._registry.encode(model, prompt),
             sampling=sampling,
-            adapter=named,
+            adapter=None if named is None else named.version,
             priority=priority,
             arrived_s=anyio.current_time(),
         )
         check_servable(request, card, [i.engine.view().memory_bytes for i in self._instances.values()])
         text = self._registry.text_stream(request)
-        return Flight(request, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
+        return Flight(request, adapter=named, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
 
     async def _fly(self, flight: Flight, seat: Seat) -> None:
         self._flights[flight.request.id] = flight
@@ -318,7 +321,7 @@ class Fleet(AsyncContextManagerMixin):
                 flight,
                 seat,
                 room=self._room,
-                adapters=self._adapters,
+                shelves=self._adapters.shelves,
                 release=self._dispatcher.release,
                 on_lost=self._changed,
                 telemetry=self._telemetry,
@@ -495,7 +498,7 @@ class Fleet(AsyncContextManagerMixin):
             raise
         with anyio.CancelScope(shield=True):
             del self._instances[chosen.id]
-            self._adapters.forget(chosen.id)
+            self._adapters.shelves.forget(chosen.id)
             await self._houses.move_out(chosen)
         self._changed()
         return record
@@ -534,11 +537,14 @@ class Fleet(AsyncContextManagerMixin):
 
         Raises:
             UnknownModel: either is not registered.
+            UnknownAdapter: `to` lacks an adapter that `model` has; requests name adapters by the same names.
             SwapFailed, SwapRefused: a replica could not turn; it serves, or is EMPTY, as the message says.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
         self._open_tasks()
         old, new = self._registry.card(ModelId(model)).id, self._registry.card(ModelId(to)).id
+
+        self._adapters.check_roll(old, new)
 
         async def turn(instance: Instance, target: ModelId) -> None:
             try:
@@ -552,6 +558,7 @@ class Fleet(AsyncContextManagerMixin):
             lambda instance: self.drain(instance.id, reason=reason),
             turn,
             self._aliases.__setitem__,
+            lambda adapter: self._adapters.named(new, adapter.id),
         )
         turned = await roller.run(old, new, streams)
         self._registry.hand_floor(old, new)
@@ -575,6 +582,11 @@ class Fleet(AsyncContextManagerMixin):
     def view(self) -> FleetView:
         """The fleet at this moment, as schedulers see it; routers do not see what runs."""
         return self._observer.view()
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that requests may name: add, update and remove them here while the fleet serves."""
+        return self._adapters
 
     @property
     def migrations(self) -> tuple[MigrationRecord, ...]:

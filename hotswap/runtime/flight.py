@@ -18,10 +18,11 @@ from hotswap.errors import (
     InstanceLost,
     RequestEvicted,
 )
+from hotswap.model import Adapter
 from hotswap.request import FinishReason, ModelId, Request, Token
-from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Seat, WaitingRoom
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.shelves import Shelves
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.telemetry import Telemetry
 from hotswap.text import TextStream
@@ -53,11 +54,12 @@ class Flight:
         self,
         request: Request,
         *,
+        adapter: Adapter | None,
         telemetry: Telemetry,
         text: TextStream | None,
         deadline_s: float | None,
     ) -> None:
-        self.request = request
+        self.request, self.adapter = request, adapter
         self.span = telemetry.start(tm.SPAN_REQUEST, _describe(request))
         self.tokens = TokenQueue()
         self.scope = anyio.CancelScope()
@@ -68,7 +70,7 @@ class Flight:
         self.num_instance_errors = 0
         self.evicted_by: SpanContext | None = None
         self.moving = False
-        self.becomes: ModelId | None = None
+        self.becomes: tuple[ModelId, Adapter | None] | None = None
         self.heading: Instance | None = None
         self.arrived = anyio.Event()
         self.arrived_s: float | None = None
@@ -152,7 +154,9 @@ class Flight:
     def turn(self) -> None:
         """Go on as a request for the model that it is to become, if there is one."""
         if self.becomes is not None:
-            self.request, self.becomes = replace(self.request, model=self.becomes), None
+            model, self.adapter = self.becomes
+            version = None if self.adapter is None else self.adapter.version
+            self.request, self.becomes = replace(self.request, model=model, adapter=version), None
 
     def divert(self, by: SpanContext | None) -> None:
         """Note that the request left an instance unfinished, and which swap sent it away."""
@@ -242,7 +246,7 @@ async def fly(
     seat: Seat | None,
     *,
     room: WaitingRoom,
-    adapters: Adapters,
+    shelves: Shelves,
     release: Callable[[Request, Instance], None],
     on_lost: Callable[[], None],
     telemetry: Telemetry,
@@ -262,7 +266,7 @@ async def fly(
                 seat = None
                 try:
                     flight.instance = instance
-                    await _hop(flight, instance, adapters, telemetry)
+                    await _hop(flight, instance, shelves, telemetry)
                 except RequestEvicted:
                     flight.divert(instance.swap_context)
                 except InstanceLost:
@@ -286,7 +290,7 @@ async def fly(
         flight.end()
 
 
-async def _hop(flight: Flight, instance: Instance, adapters: Adapters, telemetry: Telemetry) -> None:
+async def _hop(flight: Flight, instance: Instance, shelves: Shelves, telemetry: Telemetry) -> None:
     links = [flight.evicted_by] if flight.evicted_by is not None else []
     attributes = {tm.INSTANCE: instance.id, tm.REQUEST_ID: flight.request.id}
     flight.hops.append(Hop(instance=instance.id, first_index=len(flight.journal)))
@@ -295,7 +299,7 @@ async def _hop(flight: Flight, instance: Instance, adapters: Adapters, telemetry
         flight.hop() as scope,
     ):
         async with (
-            adapters.held(flight.request, instance, span),
+            shelves.held(flight.adapter, flight.request.id, instance, span),
             instance.engine.stream(flight.remaining) as tokens,
         ):
             async for token in tokens:

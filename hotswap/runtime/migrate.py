@@ -17,10 +17,10 @@ from hotswap.errors import HotswapError, MigrationAborted
 from hotswap.migration import MoveChoice, Mover, MoveView, SupportsMigration
 from hotswap.model import ModelCard
 from hotswap.request import ModelId, Request
-from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.flight import Flight
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.move import MigrationLimits, Move
+from hotswap.runtime.shelves import Shelves
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceId
 
@@ -53,7 +53,7 @@ class Migrator:
         limits: MigrationLimits,
         mover: Mover | None,
         card: Callable[[ModelId], ModelCard],
-        adapters: Adapters,
+        shelves: Shelves,
         charge: Callable[[Request, Instance], None],
         release: Callable[[Request, Instance], None],
         telemetry: Telemetry,
@@ -61,7 +61,7 @@ class Migrator:
     ) -> None:
         self.limits = limits
         self.records: deque[MigrationRecord] = deque(maxlen=MAX_RECORDS)
-        self._mover, self._card, self._adapters = mover, card, adapters
+        self._mover, self._card, self._shelves = mover, card, shelves
         self._charge, self._release = charge, release
         self._telemetry, self._on_record = telemetry, on_record
         self._num_moves: Counter[InstanceId] = Counter()
@@ -102,7 +102,7 @@ class Migrator:
             source,
             destination,
             limits=self.limits,
-            adapters=self._adapters,
+            shelves=self._shelves,
             charge=self._charge,
             release=self._release,
             telemetry=self._telemetry,

@@ -23,9 +23,9 @@ from hotswap.action import MigrationWay
 from hotswap.errors import ConfigError, MigrationAborted, RequestEvicted
 from hotswap.migration import KVSink, KVSource, SupportsMigration
 from hotswap.request import Request, RequestId
-from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.flight import Flight
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.shelves import Shelves
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
 
@@ -83,7 +83,7 @@ class Move:
         destination: Instance,
         *,
         limits: MigrationLimits,
-        adapters: Adapters,
+        shelves: Shelves,
         charge: Callable[[Request, Instance], None],
         release: Callable[[Request, Instance], None],
         telemetry: Telemetry,
@@ -95,7 +95,7 @@ class Move:
         self.num_stages = self.copied_bytes = self.num_tokens = 0
         self.stopped_s = self.downtime_s = 0.0
         self._owes = False
-        self._limits, self._adapters, self._telemetry, self._span = limits, adapters, telemetry, span
+        self._limits, self._shelves, self._telemetry, self._span = limits, shelves, telemetry, span
         self._charge, self._release = charge, release
 
     async def with_blocks(self) -> None:
@@ -111,7 +111,7 @@ class Move:
             raise self._abort("export", "one of the engines cannot move KV blocks")
         request = self.flight.remaining
         async with (
-            self._adapters.held(request, self.destination, self._span),
+            self._shelves.held(self.flight.adapter, request.id, self.destination, self._span),
             source.export_kv(request.id) as exported,
             destination.import_kv(request) as imported,
         ):
@@ -208,7 +208,7 @@ class Move:
         with self._timed("rounds"):
             try:
                 async with (
-                    self._adapters.held(ahead, self.destination, self._span),
+                    self._shelves.held(self.flight.adapter, round_id, self.destination, self._span),
                     self.destination.engine.stream(ahead) as tokens,
                 ):
                     await anext(tokens)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from hotswap.model import Adapter
 from hotswap.request import ModelId
 from hotswap.runtime.flight import Flight
 from hotswap.runtime.instance import Instance
@@ -26,6 +27,7 @@ class Roller:
         drain: Empties an instance.
         turn: Swaps an empty instance to a model, and opens it.
         alias: Has new requests for the first model served by the second.
+        adapter: The new model's adapter of the name that one of the old model has.
     """
 
     replicas: Callable[[ModelId], list[Instance]]
@@ -33,6 +35,7 @@ class Roller:
     drain: Callable[[Instance], Awaitable[object]]
     turn: Callable[[Instance, ModelId], Awaitable[object]]
     alias: Callable[[ModelId, ModelId], None]
+    adapter: Callable[[Adapter], Adapter]
 
     async def run(self, model: ModelId, to: ModelId, streams: Streams) -> tuple[InstanceId, ...]:
         """Return the instances that were turned, in order."""
@@ -54,5 +57,5 @@ class Roller:
         """Have an instance's requests go on with the new weights, at once."""
         for flight in list(self.flights()):
             if flight.instance is instance:
-                flight.becomes = to
+                flight.becomes = to, None if flight.adapter is None else self.adapter(flight.adapter)
                 flight.cut()

@@ -48,7 +48,7 @@ class Counting(SimEngine):
 
     async def load_adapter(self, adapter: Adapter) -> None:
         await super().load_adapter(adapter)
-        self.loaded.append(adapter.id)
+        self.loaded.append(adapter.version)
 
     async def drop_adapter(self, adapter: AdapterId) -> None:
         await super().drop_adapter(adapter)

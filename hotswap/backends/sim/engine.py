@@ -193,10 +193,10 @@ class SimEngine(Engine):
     async def _read_adapter(self, adapter: Adapter) -> None:
         await checkpoint()
         self._require_adaptable(adapter)
-        if AdapterId(adapter.id) not in self._adapters:
+        if adapter.version not in self._adapters:
             await anyio.sleep(self.profile.adapter_s)
             self._require_adaptable(adapter)
-            self._adapters[AdapterId(adapter.id)] = adapter
+            self._adapters[adapter.version] = adapter
 
     def _require_adaptable(self, adapter: Adapter) -> None:
         self._require(_SERVING, "load an adapter")
@@ -205,7 +205,7 @@ class SimEngine(Engine):
                 f"Engine {self.id!r} serves {self._model!r}, and adapter {adapter.id!r} is of "
                 f"{adapter.model!r}; ask an engine that serves that."
             )
-        if AdapterId(adapter.id) not in self._adapters and len(self._adapters) >= self.max_adapters:
+        if adapter.version not in self._adapters and len(self._adapters) >= self.max_adapters:
             raise OutOfMemory(
                 f"Engine {self.id!r} holds {len(self._adapters)} adapters, which is all it can; drop one."
             )

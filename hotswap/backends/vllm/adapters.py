@@ -78,7 +78,7 @@ class Adapters:
 
     async def load(self, adapter: Adapter) -> None:
         """Hold an adapter; see `SupportsAdapters.load_adapter`."""
-        name = AdapterId(adapter.id)
+        name = adapter.version
         async with self._line:
             core = self._core_of(adapter)
             if name in self._held:

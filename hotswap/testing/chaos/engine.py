@@ -235,8 +235,8 @@ class _Adapting(ChaosEngine):
         assert isinstance(self.wrapped, SupportsAdapters)
         await self.late()
         self.refuse_if_lost()
-        if set(self.view().adapters) - {adapter.id}:  # the only one always finds room
-            self.find_no_memory(f"Adapter {adapter.id!r}")
+        if set(self.view().adapters) - {adapter.version}:  # the only one always finds room
+            self.find_no_memory(f"Adapter {adapter.version!r}")
         await self.unless_lost(partial(self.wrapped.load_adapter, adapter))
 
     async def drop_adapter(self, adapter: AdapterId) -> None:

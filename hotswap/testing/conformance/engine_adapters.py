@@ -118,6 +118,27 @@ class AdapterChecks(EngineSuite):
                 await bench.able.drop_adapter(AdapterId(adapter.id))
 
     @check
+    async def test_a_new_version_of_an_adapter_is_held_beside_the_old_one(self) -> None:
+        async with self.adaptable(*self.adapters[:1]) as bench:
+            old = self.adapters[0]
+            new = replace(self.adapters[1], id=old.id, epoch=1)
+            request = replace(self.long_requests(bench.card)[0], adapter=old.version)
+            async with self.streaming(bench.engine, [request]) as readers:
+                await bench.able.load_adapter(new)
+                assert held(bench.engine) == {old.version, new.version}
+                wish = replace(self.request(bench.card), adapter=new.version)
+                seen = [[token.id for token in await collect(bench.engine, wish)]]
+            await self.assert_whole(readers[0], bench.card)
+            seen += [
+                [token.id for token in await collect(bench.engine, replace(wish, adapter=adapter))]
+                for adapter in (old.version, None)
+            ]
+            assert len({tuple(tokens) for tokens in seen}) == 3, "each of its own weights"
+            await bench.able.drop_adapter(old.version)
+            assert held(bench.engine) == {new.version}
+            assert [token.id for token in await collect(bench.engine, wish)] == seen[0]
+
+    @check
     async def test_an_unload_forgets_every_adapter(self) -> None:
         async with self.adaptable(*self.adapters) as bench:
             request = self.with_adapter(bench, 0)

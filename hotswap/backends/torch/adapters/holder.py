@@ -74,7 +74,7 @@ class AdapterHolder:
 
     async def load(self, adapter: Adapter) -> None:
         """Read an adapter and put it in a place; see `SupportsAdapters.load_adapter`."""
-        name = AdapterId(adapter.id)
+        name = adapter.version
         async with self._line:
             pool = self._pool_of(adapter)
             if name in self._held:
