@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -58,9 +59,10 @@ class KVCache:
     """Keys and values of every layer, head-major: `[num_blocks + 1, kv_heads, block_tokens, dim]`.
 
     Head-major blocks make the gather of a batch one `index_select` of long rows that lands contiguous per
-    request and head. Without `layers` the tensors are made when a layer is first seen, from the shapes that
-    arrive: head counts and widths need no reading of configs. `runs` keeps what decodes have gathered, on a
-    CPU and within `runs_bytes`.
+    request and head. Neighbouring layers of one shape are one tensor, so that what is done to a block in all
+    layers is done at once. Without `layers` the tensors are made when a layer is first seen, from the shapes
+    that arrive: head counts and widths need no reading of configs. `runs` keeps what decodes have gathered,
+    on a CPU and within `runs_bytes`.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class KVCache:
         self.runs = Runs(runs_bytes if device.type == "cpu" else 0, block_tokens)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        # The same by their first layer, `[layers, num_blocks + 1, kv_heads, block_tokens, dim]`.
+        self._stacks: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         self._scratch: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        for index, layer in enumerate(layers, start=first_layer):
-            # Not zeroed: blocks are cleared when handed out, and gigabytes of zeros would delay a swap.
-            self._make(index, layer, torch.empty)
-            self._values[index][0] = 0
+        # Not zeroed: blocks are cleared when handed out, and gigabytes of zeros would delay a swap.
+        self._make(first_layer, layers, torch.empty)
+        for stack in self._stacks[1].values():
+            stack[:, 0] = 0
 
     @property
     def layers(self) -> dict[int, LayerShape]:
@@ -94,7 +98,7 @@ class KVCache:
     @property
     def size_bytes(self) -> int:
         """Bytes of all blocks; scratch memory is bounded by a batch and not counted."""
-        return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
+        return sum(stack.nbytes for stack in self._all())
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero the values of blocks that are handed out anew.
@@ -104,9 +108,8 @@ class KVCache:
         if not blocks:
             return
         self.runs.forget(blocks)
-        index = torch.tensor(blocks, device=self.device)
-        for values in self._values.values():
-            values.index_fill_(0, index, 0)
+        for values in self._stacks[1].values():
+            values.index_fill_(1, self._index(blocks), 0)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy the first slots of blocks to others, one after the other, and clear those behind."""
@@ -114,47 +117,59 @@ class KVCache:
             self.runs.forget(copy.target for copy in copies)
         for copy in copies:
             num_tokens = copy.num_tokens
-            for pool in (*self._keys.values(), *self._values.values()):
-                pool[copy.target, :, :num_tokens] = pool[copy.source, :, :num_tokens]
-                pool[copy.target, :, num_tokens:] = 0
+            for stack in self._all():
+                stack[:, copy.target, :, :num_tokens] = stack[:, copy.source, :, :num_tokens]
+                stack[:, copy.target, :, num_tokens:] = 0
 
     def save(self, blocks: Sequence[int], out: Tensor) -> None:
-        """Copy blocks, all layers of each, to host memory: `out` is uint8, `block_bytes` for each."""
-        if not blocks:
-            return
-        index = torch.tensor(blocks, device=self.device)
-        for pool, part in self._parts(out, len(blocks)):
-            part.copy_(pool.index_select(0, index).view(len(blocks), -1))
+        """Copy blocks, all layers of each, to host memory: `out` is uint8, `block_bytes` for each.
+
+        Any thread may, and computes alone: threads of PyTorch's would take turns with those of steps.
+        """
+        for stack, part in self._parts(out, len(blocks)):
+            if self.device.type == "cpu":
+                for content, block in zip(part.numpy(), blocks, strict=True):
+                    content[:] = stack.numpy()[:, block]
+            else:
+                part.copy_(stack.index_select(1, self._index(blocks)).transpose(0, 1))
 
     def restore(self, blocks: Sequence[int], data: Tensor) -> None:
-        """Fill blocks, which nobody reads yet, with what `save` wrote. Any thread may."""
-        index = torch.tensor(blocks, device=self.device)
-        for pool, part in self._parts(data, len(blocks)):
-            pool.index_copy_(0, index, part.to(self.device).view(len(blocks), *pool.shape[1:]))
+        """Fill blocks, which nobody reads yet, with what `save` wrote. Any thread may, as there."""
+        for stack, part in self._parts(data, len(blocks)):
+            if self.device.type == "cpu":
+                for content, block in zip(part.numpy(), blocks, strict=True):
+                    stack.numpy()[:, block] = content
+            else:
+                stack.index_copy_(1, self._index(blocks), part.to(self.device).transpose(0, 1))
 
     def _parts(self, data: Tensor, num_blocks: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each pool, and what of the blocks' bytes is its own: `[num_blocks, elements]`."""
+        """The bytes of each stack `[layers, blocks, bytes]`, and where the blocks' own are, blocks first."""
         rows, at = data.view(num_blocks, -1), 0
-        for pool in self._pools():
-            size = pool[0].numel() * pool.itemsize
-            yield pool, rows[:, at : at + size].view(pool.dtype)
-            at += size
+        for stack in self._all():
+            pool = stack.flatten(2).view(torch.uint8)
+            layers, _, size = pool.shape
+            yield pool, rows[:, at : at + layers * size].view(-1, layers, size)
+            at += layers * size
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, all layers."""
-        return sum(pool[0].numel() * pool.itemsize for pool in self._pools())
+        return sum(stack[:, 0].numel() * stack.itemsize for stack in self._all())
 
-    def _pools(self) -> Iterator[Tensor]:
-        for layer in sorted(self._keys):
-            yield self._keys[layer]
-            yield self._values[layer]
+    def _index(self, blocks: Sequence[int]) -> Tensor:
+        return torch.tensor(blocks, device=self.device)
+
+    def _all(self) -> Iterator[Tensor]:
+        """Every stack: those of keys by their layers, then those of values."""
+        for stacks in self._stacks:
+            for layer in sorted(stacks):
+                yield stacks[layer]
 
     def write(self, layer: int, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """Append keys and values `[1, kv_heads, T, dim]`: row *i* to slot `offsets[i]` of `blocks[i]`."""
         if layer not in self._keys:
             shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
-            self._make(layer, shape, torch.zeros)
+            self._make(layer, [shape], torch.zeros)
         self._keys[layer][blocks, :, offsets] = key[0].transpose(0, 1)
         self._values[layer][blocks, :, offsets] = value[0].transpose(0, 1)
 
@@ -192,7 +207,15 @@ class KVCache:
             held = self._scratch[key] = torch.empty(size, like.shape[1], dtype=like.dtype, device=like.device)
         return held[:count]
 
-    def _make(self, index: int, layer: LayerShape, make: Callable[..., Tensor]) -> None:
-        shape = (self.num_blocks + 1, layer.kv_heads, self.block_tokens)
-        self._keys[index] = make(*shape, layer.key_dim, dtype=layer.dtype, device=self.device)
-        self._values[index] = make(*shape, layer.value_dim, dtype=layer.dtype, device=self.device)
+    def _make(self, first: int, layers: Sequence[LayerShape], make: Callable[..., Tensor]) -> None:
+        sides = (
+            (self._keys, [(layer.kv_heads, layer.key_dim, layer.dtype) for layer in layers]),
+            (self._values, [(layer.kv_heads, layer.value_dim, layer.dtype) for layer in layers]),
+        )
+        for (pools, shapes), stacks in zip(sides, self._stacks, strict=True):
+            at = first
+            for (heads, dim, dtype), alike in groupby(shapes):
+                shape = (len(list(alike)), self.num_blocks + 1, heads, self.block_tokens, dim)
+                stacks[at] = make(*shape, dtype=dtype, device=self.device)
+                pools.update(enumerate(stacks[at], start=at))
+                at += shape[0]

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import torch
+from anyio.lowlevel import checkpoint
 from torch import Tensor
 
 from hotswap.backends.torch.batcher import Sequence
@@ -35,7 +36,9 @@ class TorchKVSource(KVSource):
         self._desk, self._ticket, self._give_up = desk, ticket, give_up
         self._tokens: tuple[int, ...] = ()
         self._num_tokens = 0
+        self._num_read = 0  # of the request's blocks, so far
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._rest: KVPages | None = None  # what was left when it stopped
         self._parked: tuple[Runner, Sequence] | None = None
         self._was_asked_to_stop = False
 
@@ -44,15 +47,17 @@ class TorchKVSource(KVSource):
         return self._num_tokens
 
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
-        num_blocks = blocks_for(num_tokens, self.layout.block_tokens)
-        size_bytes = num_blocks * self.layout.block_bytes
-        if len(self._buffer) < size_bytes:
-            self._buffer = torch.empty(size_bytes, dtype=torch.uint8)
-        out = self._buffer[:size_bytes]
+        rest, self._rest = self._rest, None  # it lies where the next are copied to
+        if rest is not None and (rest.first_block, rest.num_tokens) == (first_block, num_tokens):
+            await checkpoint()
+            self._require_parked()
+            return rest
+        out = self._room_for(num_tokens)
         if self._parked is None:
             await self._desk.between_steps(partial(self._copy, first_block, num_tokens, out))
         else:
-            await self._copy_parked(*self._parked, first_block, num_tokens, out)
+            await self._copy_parked(self._parked[1], first_block, num_tokens, out)
+        self._num_read = first_block + num_tokens // self.layout.block_tokens
         return KVPages(first_block, num_tokens, out.numpy().data)
 
     async def stop(self) -> Stopped:
@@ -72,9 +77,13 @@ class TorchKVSource(KVSource):
         if self._was_asked_to_stop and not self._desk.life.is_lost:
             self._desk.ask(self._unpark)
 
-    async def _copy_parked(
-        self, runner: Runner, sequence: Sequence, first_block: int, num_tokens: int, out: Tensor
-    ) -> None:
+    def _room_for(self, num_tokens: int) -> Tensor:
+        size_bytes = blocks_for(num_tokens, self.layout.block_tokens) * self.layout.block_bytes
+        if len(self._buffer) < size_bytes:
+            self._buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        return self._buffer[:size_bytes]
+
+    async def _copy_parked(self, sequence: Sequence, first_block: int, num_tokens: int, out: Tensor) -> None:
         """Copy beside the step that runs: a client waits, and no step writes where a parked request reads."""
         num_blocks = len(out) // self.layout.block_bytes
         blocks = sequence.blocks[first_block : first_block + num_blocks]
@@ -83,9 +92,11 @@ class TorchKVSource(KVSource):
         if len(blocks) < num_blocks:
             raise aborted("copy", "the request has ended or was taken away")
         await beside(partial(self._save, blocks, out), len(out))
+        self._require_parked()  # others write to its blocks only after it has left the parked ones
+
+    def _require_parked(self) -> None:
         self._desk.refuse_if_gone()
-        # Others write to its blocks only after it has left the parked ones.
-        if sequence not in runner.batcher.parked:
+        if self._parked is not None and self._parked[1] not in self._parked[0].batcher.parked:
             raise aborted("copy", "the request has ended or was taken away")
 
     def _save(self, blocks: Items[int], out: Tensor) -> None:
@@ -122,7 +133,17 @@ class TorchKVSource(KVSource):
         runner.batcher.park(sequence)
         self._tokens, self._num_tokens = tuple(sequence.tokens), sequence.num_computed
         self._parked = runner, sequence
+        self._read_rest(sequence)
         yield from ()
+
+    def _read_rest(self, sequence: Sequence) -> None:
+        """Copy what is left if it is little: here it takes no turns with the next step."""
+        first, num_tokens = self._num_read, self._num_tokens - self._num_read * self.layout.block_tokens
+        num_blocks = blocks_for(num_tokens, self.layout.block_tokens)
+        if 0 < num_blocks * self.layout.block_bytes <= PIECE_BYTES:
+            out = self._room_for(num_tokens)
+            self._save(sequence.blocks[first : first + num_blocks], out)
+            self._rest = KVPages(first, num_tokens, out.numpy().data)
 
     def _unpark(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
         if (sequence := sequences.get(self._ticket)) is not None:
