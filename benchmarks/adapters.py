@@ -101,7 +101,7 @@ async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], re
     for adapter in adapters:
         held = holder.use(AdapterId(adapter.id))
         assert held is not None
-        places.append(held.ranks)
+        places.append(held.place)
         held.num_users -= 1
     budgets = {"decode": 0, "mixed": BUDGET}
     steps = {kind: _steps(model, places, repeats, budgets[kind]) for kind in kinds}

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import torch
 from anyio.lowlevel import checkpoint
 
+from hotswap.backends.adapter_books import AdapterBooks, Held
 from hotswap.backends.torch.adapters.peft import AdapterWeights, PeftCache
 from hotswap.backends.torch.adapters.plan import RankRange
 from hotswap.backends.torch.adapters.pool import AdapterPool, bytes_per_rank
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.device import out_of_memory_mapped
-from hotswap.errors import InstanceError, OutOfMemory, ShardMissing, UnknownAdapter
+from hotswap.errors import OutOfMemory
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
 from hotswap.view import InstanceId
 
-__all__ = ["AdapterHolder", "Held"]
-
-
-@dataclass(slots=True, eq=False)
-class Held:
-    """An adapter in its place, and how many requests use it."""
-
-    ranks: RankRange
-    num_users: int = 0
+__all__ = ["AdapterHolder"]
 
 
 class AdapterHolder:
@@ -44,30 +35,30 @@ class AdapterHolder:
     """
 
     def __init__(self, engine: InstanceId, device: torch.device, *, most: int, size_bytes: int) -> None:
-        self._engine, self._device, self._most, self._size_bytes = engine, device, most, size_bytes
+        self._engine, self._device, self._size_bytes = engine, device, size_bytes
         self._cache = PeftCache(size_bytes)
-        self._model: ModelId | None = None
         self._pool: AdapterPool | None = None
-        self._held: dict[AdapterId, Held] = {}
+        self._books = AdapterBooks[RankRange](engine, most=most)
         self._line = anyio.Lock()  # of those that load
         self._pen = anyio.Lock()  # of those that change the pool
 
     @property
     def names(self) -> tuple[AdapterId, ...]:
         """Those that are held."""
-        return tuple(self._held)
+        return self._books.names
 
     def serve(self, model: ModelId, targets: Mapping[str, Target]) -> None:
         """Hold adapters of `model` from now on."""
         assert self._pool is None, "the model before was forgotten"
         dtype = next((target.dtype for target in targets.values()), torch.float32)
         num_ranks = self._size_bytes // max(1, bytes_per_rank(targets, dtype))
-        self._model = model
+        self._books.serve(model)
         self._pool = AdapterPool(targets, num_ranks=num_ranks, dtype=dtype, device=self._device)
 
     async def forget(self) -> None:
         """Drop everything: the model goes. Cannot be interrupted."""
-        pool, self._pool, self._model, self._held = self._pool, None, None, {}
+        self._books.clear()
+        pool, self._pool = self._pool, None
         if pool is not None:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(pool.close)
@@ -76,20 +67,14 @@ class AdapterHolder:
         """Read an adapter and put it in a place; see `SupportsAdapters.load_adapter`."""
         name = adapter.version
         async with self._line:
-            pool = self._pool_of(adapter)
-            if name in self._held:
+            directory, pool = self._books.wanted(adapter), self._pool
+            if directory is None or pool is None:
                 return
-            if len(self._held) >= self._most:
-                raise OutOfMemory(
-                    f"Engine {self._engine!r} holds {len(self._held)} adapters, all it may; drop one."
-                )
-            if adapter.source is None:
-                raise ShardMissing(f"Adapter {name!r} has no source; say in which directory it lies.")
             with out_of_memory_mapped(f"adapter {name!r} of engine {self._engine!r}"):
-                weights = await anyio.to_thread.run_sync(self._cache.get, Path(adapter.source), pool.dtype)
+                weights = await anyio.to_thread.run_sync(self._cache.get, directory, pool.dtype)
             pool.check(name, weights)
             async with self._pen:
-                self._held[name] = Held(await self._put(name, weights, pool))
+                self._books.enter(name, await self._put(name, weights, pool))
 
     async def _put(self, name: AdapterId, weights: AdapterWeights, pool: AdapterPool) -> RankRange:
         ranks = pool.take(weights.rank)
@@ -103,10 +88,7 @@ class AdapterHolder:
                 await anyio.to_thread.run_sync(pool.put, ranks, weights)
             # The same model, loaded again meanwhile, has another pool.
             if self._pool is not pool:
-                raise InstanceError(
-                    f"Engine {self._engine!r} unloaded the model of adapter {name!r} while that was read; "
-                    "ask again."
-                )
+                raise self._books.unloaded(name)
         except BaseException:
             pool.give(ranks)
             raise
@@ -116,35 +98,14 @@ class AdapterHolder:
         """Forget an adapter; see `SupportsAdapters.drop_adapter`."""
         await checkpoint()
         async with self._pen:
-            held = self._held.get(adapter)
-            if held is None or self._pool is None:
-                return
-            if held.num_users:
-                raise InstanceError(
-                    f"{held.num_users} requests of engine {self._engine!r} use adapter {adapter!r}; "
-                    "let them end."
-                )
-            del self._held[adapter]
-            self._pool.give(held.ranks)
+            ranks = self._books.remove(adapter)
+            if ranks is not None and self._pool is not None:
+                self._pool.give(ranks)
 
-    def use(self, adapter: AdapterId | None) -> Held | None:
+    def use(self, adapter: AdapterId | None) -> Held[RankRange] | None:
         """Count a user more, who counts itself out later.
 
         Raises:
             UnknownAdapter: it is not held.
         """
-        if adapter is None:
-            return None
-        held = self._held.get(adapter)
-        if held is None:
-            raise UnknownAdapter(f"Engine {self._engine!r} holds no adapter {adapter!r}; load it first.")
-        held.num_users += 1
-        return held
-
-    def _pool_of(self, adapter: Adapter) -> AdapterPool:
-        if self._pool is None or self._model != adapter.model:
-            raise InstanceError(
-                f"Engine {self._engine!r} serves {self._model!r}, and adapter {adapter.id!r} is of "
-                f"{adapter.model!r}; ask an engine that serves that."
-            )
-        return self._pool
+        return self._books.use(adapter)

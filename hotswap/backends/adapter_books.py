@@ -1,0 +1,126 @@
+"""Which adapters an engine holds and how many requests use each, whatever an adapter is inside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from hotswap.errors import InstanceError, OutOfMemory, ShardMissing, UnknownAdapter, UnsupportedAdapter
+from hotswap.model import Adapter
+from hotswap.request import AdapterId, ModelId
+from hotswap.view import InstanceId
+
+__all__ = ["AdapterBooks", "Held"]
+
+PlaceT = TypeVar("PlaceT")
+
+
+@dataclass(slots=True, eq=False)
+class Held(Generic[PlaceT]):
+    """An adapter in its place, and how many requests use it."""
+
+    place: PlaceT
+    num_users: int = 0
+
+
+class AdapterBooks(Generic[PlaceT]):
+    """The books of one engine, kept on the event loop; a place is what the engine knows an adapter by.
+
+    Args:
+        engine: Its name, for errors.
+        most: How many it may hold.
+    """
+
+    def __init__(self, engine: InstanceId, *, most: int) -> None:
+        self._engine, self._most = engine, most
+        self._model: ModelId | None = None
+        self._held: dict[AdapterId, Held[PlaceT]] = {}
+
+    @property
+    def names(self) -> tuple[AdapterId, ...]:
+        """Those that are held."""
+        return tuple(self._held)
+
+    def serve(self, model: ModelId) -> None:
+        """Hold adapters of `model` from now on."""
+        self._model = model
+
+    def clear(self) -> list[PlaceT]:
+        """Forget the model and every adapter, and return where they were."""
+        places = [held.place for held in self._held.values()]
+        self._model, self._held = None, {}
+        return places
+
+    def wanted(self, adapter: Adapter) -> Path | None:
+        """Return the directory of an adapter that may be taken in; `None` if it is held.
+
+        Raises:
+            InstanceError: the engine serves another model.
+            UnsupportedAdapter: it holds no adapters at all.
+            OutOfMemory: it holds all that it may.
+            ShardMissing: nobody said where the adapter lies.
+        """
+        if self._model != adapter.model:
+            raise InstanceError(
+                f"Engine {self._engine!r} serves {self._model!r}, and adapter {adapter.id!r} is of "
+                f"{adapter.model!r}; ask an engine that serves that."
+            )
+        if adapter.version in self._held:
+            return None
+        if not self._most:
+            raise UnsupportedAdapter(
+                f"Engine {self._engine!r} holds no adapters; ask one that has max_adapters."
+            )
+        if len(self._held) >= self._most:
+            raise OutOfMemory(
+                f"Engine {self._engine!r} holds {len(self._held)} adapters, all it may; drop one."
+            )
+        if adapter.source is None:
+            raise ShardMissing(f"Adapter {adapter.version!r} has no source; say in which directory it lies.")
+        return Path(adapter.source)
+
+    def enter(self, adapter: AdapterId, place: PlaceT) -> None:
+        """Hold an adapter."""
+        self._held[adapter] = Held(place)
+
+    def remove(self, adapter: AdapterId) -> PlaceT | None:
+        """Hold an adapter no more and return where it was; `None` if it was not held.
+
+        Raises:
+            InstanceError: a request uses it.
+        """
+        held = self._held.get(adapter)
+        if held is None:
+            return None
+        if held.num_users:
+            raise InstanceError(
+                f"{held.num_users} requests of engine {self._engine!r} use adapter {adapter!r}; let them end."
+            )
+        del self._held[adapter]
+        return held.place
+
+    def use(self, adapter: AdapterId | None) -> Held[PlaceT] | None:
+        """Count a user more, who counts itself out later.
+
+        Raises:
+            UnknownAdapter: it is not held.
+        """
+        if adapter is None:
+            return None
+        held = self._held.get(adapter)
+        if held is None:
+            raise UnknownAdapter(f"Engine {self._engine!r} holds no adapter {adapter!r}; load it first.")
+        held.num_users += 1
+        return held
+
+    def unloaded(self, adapter: AdapterId) -> InstanceError:
+        """Return the error of a load that the model did not wait for."""
+        return InstanceError(
+            f"Engine {self._engine!r} unloaded the model of adapter {adapter!r} while that was read; "
+            "ask again."
+        )
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{name} [{held.num_users} users]" for name, held in self._held.items())
+        return f"<AdapterBooks of {self._engine} {self._model} [{held or 'none'}; at most {self._most}]>"
