@@ -51,7 +51,7 @@ _LONGEST = 1024
 # A blocking copy stops at once, whatever there is to copy.
 _LIMITS = {
     "kv": MigrationLimits(),
-    "tokens": MigrationLimits(stage_s=600),  # a round is a whole prefill
+    "tokens": MigrationLimits(),
     "blocking": MigrationLimits(last_stage_blocks=1 << 20),
     "recompute": MigrationLimits(),
 }

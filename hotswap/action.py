@@ -125,7 +125,10 @@ class SwapRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRecord:
-    """How an instance was emptied: requests that moved, that ended there, that wait for a place elsewhere."""
+    """How an instance was emptied: requests that moved, that ended there, that wait for a place elsewhere.
+
+    One whose instance was lost meanwhile, or whose client left, is none of these.
+    """
 
     instance: InstanceId
     reason: str

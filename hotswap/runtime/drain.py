@@ -41,18 +41,20 @@ class Drainer:
     ) -> DrainRecord:
         """Return once an instance is charged with no request; nobody sends any while it is `draining`.
 
-        One that was sent there before is waited for as those that run are, and a move there is given up when
-        its stage ends. Requests move one after the other. One for which there is no room elsewhere stays
+        One that was sent there before is waited for as those that run are, and a move there is given up.
+        Requests move one after the other. One for which there is no room elsewhere stays
         until it ends or there is; after `deadline_s` seconds the rest wait for a place in the waiting room,
         before others that came later.
         """
         started_s, moved = anyio.current_time(), 0
-        began_with = {flight.request.id for flight in self._on(instance)}
+        seen: dict[RequestId, Flight] = {}
+        self.migrator.turn_away(instance)
         failures: dict[RequestId, int] = {}
         cut: set[RequestId] = set()
         with anyio.move_on_after(float("inf") if deadline_s is None else deadline_s):
             while instance.num_requests:
                 for flight in self._on(instance):
+                    seen[flight.request.id] = flight
                     if await self._move(flight, instance, way, reason, failures):
                         moved += 1
                     elif failures.get(flight.request.id, 0) >= _MAX_FAILURES:
@@ -71,7 +73,11 @@ class Drainer:
             seconds=anyio.current_time() - started_s,
             num_moved=moved,
             num_evicted=len(cut),
-            num_finished=max(0, len(began_with) - moved - len(cut)),
+            num_finished=sum(
+                flight.finish_reason is not None and flight.hops[-1].instance == instance.id
+                for request, flight in seen.items()
+                if request not in cut
+            ),
         )
 
     def _on(self, instance: Instance) -> list[Flight]:

@@ -70,6 +70,7 @@ class Flight:
         self.num_instance_errors = 0
         self.evicted_by: SpanContext | None = None
         self.moving = False
+        self.on_left: Callable[[], None] | None = None
         self.becomes: tuple[ModelId, Adapter | None] | None = None
         self.heading: Instance | None = None
         self.arrived = anyio.Event()
@@ -224,7 +225,7 @@ class FleetStream(TokenStream):
 
     @property
     def request(self) -> Request:
-        """The request as it was made."""
+        """The request as it was made; its `adapter` is the version that it got."""
         return self._flight.request
 
     @property
@@ -276,6 +277,8 @@ async def fly(
                     _blame(flight, exc)
                 finally:
                     flight.instance = None
+                    if flight.on_left is not None:
+                        flight.on_left()
                     release(flight.request, instance)
                     flight.turn()
     except Exception as exc:

@@ -65,10 +65,17 @@ class Migrator:
         self._charge, self._release = charge, release
         self._telemetry, self._on_record = telemetry, on_record
         self._num_moves: Counter[InstanceId] = Counter()
+        self._moves: set[Move] = set()
 
     def is_busy(self, instance: Instance) -> bool:
         """Whether an instance takes part in as many moves as it may."""
         return self._num_moves[instance.id] >= self.limits.per_instance
+
+    def turn_away(self, instance: Instance) -> None:
+        """Give up the moves that go to an instance, which takes no more requests."""
+        for move in self._moves:
+            if move.destination is instance:
+                move.turn_away()
 
     async def run_planned(
         self, flight: Flight, destination: Instance, *, way: MigrationWay | None, reason: str
@@ -112,7 +119,7 @@ class Migrator:
         outcome: MigrationOutcome = "cancelled"
         error: BaseException | None = None
         try:
-            with self._taking_part(flight, source, destination):
+            with self._taking_part(move), move.unless_in_vain():
                 outcome = await self._carry_out(move, choice.way, may_fall_back=way is None)
         except Exception as exc:
             outcome, error = ("finished" if flight.landed else "aborted"), exc
@@ -184,14 +191,17 @@ class Migrator:
         )
 
     @contextmanager
-    def _taking_part(self, flight: Flight, *ends: Instance) -> Generator[None]:
-        flight.moving = True
-        self._num_moves.update(end.id for end in ends)
+    def _taking_part(self, move: Move) -> Generator[None]:
+        ends = [move.source.id, move.destination.id]
+        move.flight.moving = True
+        self._num_moves.update(ends)
+        self._moves.add(move)
         try:
             yield
         finally:
-            flight.moving = False
-            self._num_moves.subtract(end.id for end in ends)
+            move.flight.moving = False
+            self._num_moves.subtract(ends)
+            self._moves.discard(move)
 
     def _keep(self, record: MigrationRecord, span: Span, error: BaseException | None) -> None:
         self.records.append(record)

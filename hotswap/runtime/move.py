@@ -45,7 +45,8 @@ class MigrationLimits:
         last_stage_blocks: KV blocks left at which the request stops for the last copy.
         last_round_tokens: Tokens left at which the request is cut.
         chunk_bytes: Of KV blocks on their way at once; a block is the least.
-        stage_s: How long any stage may take.
+        stage_s: How long any stage may take that is no round of tokens.
+        round_s: How long such a round may take, a prefill for which nobody waits.
     """
 
     per_instance: int = 1
@@ -54,13 +55,15 @@ class MigrationLimits:
     last_round_tokens: int = 16
     chunk_bytes: int = 16 << 20
     stage_s: float = 60.0
+    round_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("per_instance", "max_stages", "last_stage_blocks", "last_round_tokens", "chunk_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give 1 or more.")
-        if not self.stage_s > 0:
-            raise ConfigError(f"stage_s is {self.stage_s!r}; give seconds over 0 (inf is no limit).")
+        for name, seconds in (("stage_s", self.stage_s), ("round_s", self.round_s)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} is {seconds!r}; give seconds over 0 (inf is no limit).")
 
 
 class Move:
@@ -95,6 +98,7 @@ class Move:
         self.num_stages = self.copied_bytes = self.num_tokens = 0
         self.stopped_s = self.downtime_s = 0.0
         self._owes = False
+        self._scope, self._in_vain = anyio.CancelScope(), ""
         self._limits, self._shelves, self._telemetry, self._span = limits, shelves, telemetry, span
         self._charge, self._release = charge, release
 
@@ -130,27 +134,44 @@ class Move:
             InstanceLost: the destination was lost.
         """
         self.way = "tokens"
-        with self._charged():
-            num_sent, num_left = 0, 0
-            while True:
-                request = self.flight.remaining
-                before, num_left = num_left, request.num_tokens - num_sent
-                if self.num_stages and num_left <= self._limits.last_round_tokens:
-                    break
-                if self.num_stages >= self._limits.max_stages or (self.num_stages > 1 and num_left >= before):
-                    raise self._abort(
-                        "rounds", f"{num_left} tokens came during the last of {self.num_stages}"
-                    )
-                self.stage = "rounds"
+        request = self.flight.request
+        async with self._shelves.held(self.flight.adapter, request.id, self.destination, self._span):
+            with self._charged():
+                await self._prefill_in_rounds()
+                self.stage = "hand over"
                 self._require_here()
-                await self._prefill(request, num_sent)
-                num_sent = request.num_tokens
-            self.stage = "hand over"
-            self._require_here()
-            self.stopped_s, self.num_tokens = anyio.current_time(), self.flight.remaining.num_tokens
-            self._head()
-            self.flight.cut()
-        await self._arrive()
+                self.stopped_s, self.num_tokens = anyio.current_time(), self.flight.remaining.num_tokens
+                self._head()
+                self.flight.cut()
+            await self._arrive()
+
+    @contextmanager
+    def unless_in_vain(self) -> Generator[None]:
+        """Bracket the move: it ends, by `MigrationAborted`, when nobody is to arrive any more."""
+        self.flight.on_left = self._note_left
+        try:
+            with self._scope:
+                yield
+        finally:
+            self.flight.on_left = None
+        if self._scope.cancelled_caught:
+            raise self._abort(self.stage, self._in_vain)
+
+    def turn_away(self) -> None:
+        """Give the move up, unless the request has gone to its destination already."""
+        if not self._has_gone:
+            self._in_vain = f"instance {self.destination.id!r} takes no more requests"
+            self._scope.cancel()
+
+    def _note_left(self) -> None:
+        """The request has left the source; with its blocks the source's own verbs end."""
+        if self.way == "tokens" and not self._has_gone:
+            self._in_vain = "the request has ended or gone elsewhere"
+            self._scope.cancel()
+
+    @property
+    def _has_gone(self) -> bool:
+        return self.stage == "arrive" or self.destination in (self.flight.heading, self.flight.instance)
 
     # ------------------------------------------------------------------ blocks
 
@@ -199,6 +220,21 @@ class Move:
 
     # ------------------------------------------------------------------ tokens
 
+    async def _prefill_in_rounds(self) -> None:
+        """Have the destination compute all but a few of the request's tokens."""
+        num_sent, num_left = 0, 0
+        while True:
+            request = self.flight.remaining
+            before, num_left = num_left, request.num_tokens - num_sent
+            if self.num_stages and num_left <= self._limits.last_round_tokens:
+                return
+            if self.num_stages >= self._limits.max_stages or (self.num_stages > 1 and num_left >= before):
+                raise self._abort("rounds", f"{num_left} tokens came during the last of {self.num_stages}")
+            self.stage = "rounds"
+            self._require_here()
+            await self._prefill(request, num_sent)
+            num_sent = request.num_tokens
+
     async def _prefill(self, request: Request, num_sent: int) -> None:
         """Have the destination compute a request's tokens, and find `num_sent` of them computed before."""
         self.num_stages += 1
@@ -207,10 +243,7 @@ class Move:
         ahead = replace(request, id=round_id, sampling=sampling)
         with self._timed("rounds"):
             try:
-                async with (
-                    self._shelves.held(self.flight.adapter, round_id, self.destination, self._span),
-                    self.destination.engine.stream(ahead) as tokens,
-                ):
+                async with self.destination.engine.stream(ahead) as tokens:
                     await anext(tokens)
                     num_reused = tokens.num_reused_tokens
             except RequestEvicted as exc:
@@ -250,11 +283,12 @@ class Move:
     def _timed(self, stage: str) -> Generator[None]:
         """Bracket a stage by its span and its time limit."""
         self.stage = stage
+        limit_s = self._limits.round_s if stage == "rounds" else self._limits.stage_s
         with self._telemetry.span(tm.SPAN_MIGRATE_STAGE, {tm.STAGE: stage}, parent=self._span):
-            with anyio.move_on_after(self._limits.stage_s) as limit:
+            with anyio.move_on_after(limit_s) as limit:
                 yield
             if limit.cancelled_caught:
-                raise self._abort(stage, f"it took longer than {self._limits.stage_s:g} s")
+                raise self._abort(stage, f"it took longer than {limit_s:g} s")
 
     def _require_here(self) -> None:
         """Raise unless the request still runs where it is to be taken from, and it can go where it is to."""
