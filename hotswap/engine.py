@@ -126,7 +126,8 @@ class SupportsPreload(Protocol):
 class SupportsAdapters(Protocol):
     """An engine that can hold low-rank adapters beside the model it serves; requests have one or none.
 
-    `view` says which it holds, and how many it may. It drops none by itself, save all of them on `unload`.
+    `view` says which it holds, by their `Adapter.version`, which requests name too, and how many it may;
+    versions of one adapter are adapters side by side. It drops none by itself, save all of them on `unload`.
     Serving goes on undisturbed by either verb, and both may be called concurrently.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -35,6 +36,7 @@ class Adapters:
         adapters: Those that there are to begin with.
         models: The models that are registered.
         instances: Those of the fleet, as they come and go.
+        aliases: Models whose place others took (`Fleet.roll`).
         telemetry: Records loads.
 
     Raises:
@@ -47,9 +49,11 @@ class Adapters:
         *,
         models: Callable[[], Iterable[ModelId]],
         instances: Mapping[InstanceId, Instance],
+        aliases: Mapping[ModelId, ModelId],
         telemetry: Telemetry,
     ) -> None:
-        self._models, self._instances, self._telemetry = models, instances, telemetry
+        self._models, self._instances, self._aliases = models, instances, aliases
+        self._telemetry = telemetry
         self._latest: dict[tuple[str, str], Adapter] = {}
         self._num_versions: dict[tuple[str, str], int] = {}
         self._updating = anyio.Lock()
@@ -70,11 +74,12 @@ class Adapters:
         An instance reads its files when the first request for it is there.
 
         Raises:
-            ConfigError: its model has another of the same name, or is not registered, or no engine can hold
-                adapters.
+            ConfigError: its model has another of the same name, is not registered or was rolled to another,
+                or no engine can hold adapters.
         """
+        self._refuse_rolled(adapter.model)
         known = self._latest.get(_key(adapter))
-        if known is not None and known.source != adapter.source:
+        if known is not None and not _same_place(known, adapter):
             raise ConfigError(
                 f"Two adapters of model {adapter.model!r} are called {adapter.id!r}; give each its own name, "
                 "or update the one there is."
@@ -94,8 +99,10 @@ class Adapters:
         """Give an adapter new weights while it is served; return it with its new `epoch`.
 
         Instances that hold the old version take the new one first (one that serves the model, if none does);
-        so bad files are found before anybody asks for them, and nobody waits. From then on new requests get
-        the new version. Those under way keep the old one, which goes with the last of them.
+        so bad files are found before anybody asks for them, and nobody waits. Where there is no room for both
+        now, and where no instance serves the model, the first request that wants it there brings it. From
+        then on new requests get the new version. Those under way keep the old one, which goes with the last
+        of them.
 
         Failure or cancellation leaves the old version the latest. Updates go one after the other.
 
@@ -104,14 +111,15 @@ class Adapters:
                 the old one again, elsewhere.
 
         Raises:
-            UnknownAdapter: the model has none of that name; add it.
-            ConfigError: it has the source that the old version has.
+            UnknownAdapter: the model has none of that name, or it was removed meanwhile; add it.
+            ConfigError: it has the source that the old version has, or its model was rolled to another.
             UnsupportedAdapter, StoreError: the new version cannot be had.
             InstanceError: an engine failed to take it.
         """
+        self._refuse_rolled(adapter.model)
         async with self._updating:
             old = self.named(ModelId(adapter.model), adapter.id)
-            if adapter.source is not None and adapter.source == old.source:
+            if adapter.source is not None and _same_place(adapter, old):
                 raise ConfigError(
                     f"Adapter {adapter.id!r} has its old version in {str(old.source)!r}, which requests "
                     "under way may read again; write the new one into a directory of its own."
@@ -121,6 +129,11 @@ class Adapters:
             with self._telemetry.span(tm.SPAN_ADAPTER_UPDATE, attributes) as span:
                 try:
                     await self._bring(new, old, span)
+                    if self._latest.get(_key(old)) is not old:
+                        raise UnknownAdapter(
+                            f"Adapter {old.id!r} of model {old.model!r} was removed while its update was "
+                            "read; add it."
+                        )
                 except BaseException:
                     await self._retire(new)
                     raise
@@ -133,7 +146,9 @@ class Adapters:
 
         Raises:
             UnknownAdapter: the model has none of that name.
+            ConfigError: the model was rolled to another.
         """
+        self._refuse_rolled(model)
         old = self.named(ModelId(model), adapter)
         del self._latest[_key(old)]
         await self._retire(old)
@@ -160,6 +175,10 @@ class Adapters:
             if adapter.model == old:
                 self.named(new, adapter.id)
 
+    def counterpart(self, adapter: Adapter, model: ModelId) -> Adapter | None:
+        """Return a model's adapter of the same name; `None` if it has none."""
+        return self._latest.get((model, adapter.id))
+
     async def _bring(self, new: Adapter, old: Adapter, span: Span) -> None:
         """Have a new version where the old one is; where there is no room now, requests will bring it."""
         serving = self._serving(old)
@@ -168,8 +187,15 @@ class Adapters:
                 await self.shelves.bring(new, instance, span)
 
     async def _retire(self, adapter: Adapter) -> None:
-        for instance in self._serving(adapter):
-            await self.shelves.retire(adapter.version, instance)
+        """Drop a version wherever nobody uses it. Cannot be interrupted."""
+        with anyio.CancelScope(shield=True):
+            for instance in self._serving(adapter):
+                await self.shelves.retire(adapter.version, instance)
+
+    def _refuse_rolled(self, model: str) -> None:
+        now = self._aliases.get(ModelId(model))
+        if now is not None:
+            raise ConfigError(f"Model {model!r} was rolled to {now!r}, which serves its requests; name that.")
 
     def _serving(self, adapter: Adapter) -> list[Instance]:
         views = [(instance, instance.view()) for instance in self._instances.values()]
@@ -193,6 +219,12 @@ class Adapters:
 
     def __repr__(self) -> str:
         return f"<Adapters [{', '.join(f'{a.model}/{a.version}' for a in self) or 'none'}]>"
+
+
+def _same_place(one: Adapter, other: Adapter) -> bool:
+    if one.source is None or other.source is None:
+        return one.source is other.source
+    return Path(one.source).resolve() == Path(other.source).resolve()
 
 
 def _key(adapter: Adapter) -> tuple[str, str]:

@@ -121,10 +121,12 @@ class Fleet(AsyncContextManagerMixin):
         self._interval_s = interval_s
         self._telemetry = Telemetry(tracer_provider, meter_provider)
         self._instances = unique(map(Instance, engines), lambda instance: instance.id, "engine")
+        self._aliases: dict[ModelId, ModelId] = {}
         self._adapters = Adapters(
             adapters,
             models=lambda: self._registry.models,
             instances=self._instances,
+            aliases=self._aliases,
             telemetry=self._telemetry,
         )
         self._flights: dict[RequestId, Flight] = {}
@@ -168,7 +170,6 @@ class Fleet(AsyncContextManagerMixin):
         )
         self._drainer = Drainer(self._migrator, self._flights.values, self._would_route)
         self._houses = Houses()
-        self._aliases: dict[ModelId, ModelId] = {}
         self._change = anyio.Event()
         self._tasks: TaskGroup | None = None
         self._control: Control | None = None
@@ -557,12 +558,19 @@ class Fleet(AsyncContextManagerMixin):
             self._flights.values,
             lambda instance: self.drain(instance.id, reason=reason),
             turn,
-            self._aliases.__setitem__,
-            lambda adapter: self._adapters.named(new, adapter.id),
+            self._alias,
+            lambda adapter: self._adapters.counterpart(adapter, new),
         )
         turned = await roller.run(old, new, streams)
         self._registry.hand_floor(old, new)
         return turned
+
+    def _alias(self, old: ModelId, new: ModelId) -> None:
+        """Have requests for `old`, and for what it serves, served by `new`, itself from now on."""
+        others = {name: new if target == old else target for name, target in self._aliases.items()}
+        self._aliases.clear()
+        self._aliases.update({**others, old: new})
+        self._aliases.pop(new, None)
 
     async def ready(self) -> None:
         """Return once every model has its `min_replicas` serving; at once if none asks for any.

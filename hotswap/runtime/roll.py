@@ -27,7 +27,7 @@ class Roller:
         drain: Empties an instance.
         turn: Swaps an empty instance to a model, and opens it.
         alias: Has new requests for the first model served by the second.
-        adapter: The new model's adapter of the name that one of the old model has.
+        adapter: The new model's adapter of the name that one of the old model has, if it has one.
     """
 
     replicas: Callable[[ModelId], list[Instance]]
@@ -35,7 +35,7 @@ class Roller:
     drain: Callable[[Instance], Awaitable[object]]
     turn: Callable[[Instance, ModelId], Awaitable[object]]
     alias: Callable[[ModelId, ModelId], None]
-    adapter: Callable[[Adapter], Adapter]
+    adapter: Callable[[Adapter], Adapter | None]
 
     async def run(self, model: ModelId, to: ModelId, streams: Streams) -> tuple[InstanceId, ...]:
         """Return the instances that were turned, in order."""
@@ -54,8 +54,12 @@ class Roller:
         return tuple(turned)
 
     def _move(self, instance: Instance, to: ModelId) -> None:
-        """Have an instance's requests go on with the new weights, at once."""
+        """Have an instance's requests go on with the new weights, at once.
+
+        Those whose adapter has no new weights, as it was removed, end with the old ones.
+        """
         for flight in list(self.flights()):
-            if flight.instance is instance:
-                flight.becomes = to, None if flight.adapter is None else self.adapter(flight.adapter)
+            adapter = None if flight.adapter is None else self.adapter(flight.adapter)
+            if flight.instance is instance and (adapter is None) == (flight.adapter is None):
+                flight.becomes = to, adapter
                 flight.cut()

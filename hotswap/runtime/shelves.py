@@ -8,9 +8,10 @@ next request for it.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Shelves"]
 
+log = logging.getLogger("hotswap")
+
 
 class Shelves:
-    """Who uses which adapter where.
+    """Who uses which adapter where. What is dropped, is dropped also by tasks that were cancelled.
 
     Args:
         is_current: Whether new requests can still ask for an adapter.
@@ -74,7 +77,7 @@ class Shelves:
                 await shelf.retire(adapter.version)
 
     async def bring(self, adapter: Adapter, instance: Instance, span: Span) -> bool:
-        """Have the instance hold an adapter before anybody asks for it; false if all its room is in use.
+        """Have the instance hold an adapter before anybody asks for it; false where that would have to wait.
 
         Errors are those of `held`, but `OutOfMemory`.
         """
@@ -89,7 +92,10 @@ class Shelves:
         self._shelves.pop(instance, None)
 
     def _of(self, instance: Instance) -> _Shelf:
-        return self._shelves.setdefault(instance.id, _Shelf(instance, self._telemetry))
+        shelf = self._shelves.get(instance.id)
+        if shelf is None or shelf.instance is not instance:  # another may have had its name
+            shelf = self._shelves[instance.id] = _Shelf(instance, self._telemetry)
+        return shelf
 
     def __repr__(self) -> str:
         return f"<Shelves [{', '.join(map(str, self._shelves.values()))}]>"
@@ -105,24 +111,31 @@ class _Shelf:
     """
 
     def __init__(self, instance: Instance, telemetry: Telemetry) -> None:
-        self._instance = instance
+        self.instance = instance
         self._telemetry = telemetry
         self._line = anyio.Lock()
         self._users: dict[AdapterId, Counter[RequestId]] = defaultdict(Counter)
         self._asked_for: dict[AdapterId, None] = {}  # the latest last
+        self._retired: set[AdapterId] = set()
         self._leaving: AdapterId | None = None
         self._given_back = anyio.Event()
+        self._impatient: set[anyio.CancelScope] = set()  # those that would not wait for users in the line
 
     async def take(self, adapter: Adapter, user: RequestId, span: Span) -> None:
         """Return once the adapter is held, and count a user of it."""
         name = adapter.version
-        if not self._holds(name) or (name == self._leaving and user not in self._users[name]):
-            async with self._line:
-                while not self._holds(name):
-                    await self._load(adapter, span)
-        self._asked_for.pop(name, None)
-        self._asked_for[name] = None
-        self._users[name][user] += 1
+        if self._holds(name) and (name != self._leaving or user in self._users[name]):
+            self._count(name, user)
+            return
+        async with self._in_line():
+            while not self._holds(name):
+                await self._load(adapter, span)
+            self._count(name, user)
+
+    def _count(self, adapter: AdapterId, user: RequestId) -> None:
+        self._retired.discard(adapter)
+        self._ask_for(adapter)
+        self._users[adapter][user] += 1
 
     def give_back(self, adapter: AdapterId, user: RequestId) -> None:
         """Count a user less."""
@@ -132,36 +145,78 @@ class _Shelf:
         self._given_back.set()
 
     async def bring(self, adapter: Adapter, span: Span) -> bool:
-        """Hold an adapter if what is unused makes room for it."""
-        async with self._line:
-            try:
-                while not self._holds(adapter.version):
-                    await self._load(adapter, span, patient=False)
-            except OutOfMemory:
+        """Hold an adapter if what is unused makes room for it; false if users must be waited for."""
+        with anyio.CancelScope() as scope:
+            if self._leaving is not None and self._users[self._leaving]:
                 return False
+            self._impatient.add(scope)
+            try:
+                await self._line.acquire()
+            finally:
+                self._impatient.discard(scope)
+        if scope.cancelled_caught:
+            return False
+        try:
+            while not self._holds(adapter.version):
+                await self._load(adapter, span, patient=False)
+            self._ask_for(adapter.version)
+        except OutOfMemory:
+            return False
+        finally:
+            await self._leave_line()
         return True
 
     async def retire(self, adapter: AdapterId) -> None:
-        """Drop an adapter if nobody uses it; while others load or drop, it is the next to make room."""
-        self._asked_for.pop(adapter, None)
-        engine = self._instance.engine
-        if self._users[adapter] or self._line.locked() or not isinstance(engine, SupportsAdapters):
+        """Drop an adapter if nobody uses it; while others load or drop, it goes when they are done."""
+        if self._users[adapter]:
+            return  # its last user retires it
+        self._retired.add(adapter)
+        if not self._line.locked():
+            with anyio.CancelScope(shield=True):
+                async with self._in_line():
+                    pass
+
+    @asynccontextmanager
+    async def _in_line(self) -> AsyncGenerator[None]:
+        async with AsyncExitStack() as stack:
+            await self._line.acquire()
+            stack.push_async_callback(self._leave_line)
+            yield
+
+    async def _leave_line(self) -> None:
+        """Drop what was retired, and let the next one in."""
+        try:
+            with anyio.CancelScope(shield=True):
+                while self._retired:
+                    await self._drop_retired(self._retired.pop())
+        finally:
+            self._line.release()
+
+    async def _drop_retired(self, adapter: AdapterId) -> None:
+        engine = self.instance.engine
+        if self._users[adapter] or not self._holds(adapter) or not isinstance(engine, SupportsAdapters):
             return
-        async with self._line:
-            if self._holds(adapter) and not self._users[adapter]:
-                with anyio.CancelScope(shield=True), suppress(InstanceError):
-                    await self._drop(engine, adapter)
+        self._asked_for.pop(adapter, None)
+        try:
+            await self._drop(engine, adapter)
+        except Exception:  # of the engine; whoever retired it has nothing to do with that
+            log.exception("Instance %r kept adapter %r, which is wanted no more.", self.instance.id, adapter)
+
+    def _ask_for(self, adapter: AdapterId) -> None:
+        self._asked_for.pop(adapter, None)
+        self._asked_for[adapter] = None
 
     async def _load(self, adapter: Adapter, span: Span, *, patient: bool = True) -> None:
-        engine, started_s = self._instance.engine, anyio.current_time()
+        engine, started_s = self.instance.engine, anyio.current_time()
         assert isinstance(engine, SupportsAdapters), "no other is asked"
-        attributes = {tm.INSTANCE: self._instance.id, tm.ADAPTER: adapter.version, tm.MODEL: adapter.model}
+        attributes = {tm.INSTANCE: self.instance.id, tm.ADAPTER: adapter.version, tm.MODEL: adapter.model}
         self._refuse_if_gone(adapter)
         try:
             with self._telemetry.span(tm.SPAN_ADAPTER, attributes, parent=span) as load:
                 await engine.load_adapter(adapter)
                 seconds = anyio.current_time() - started_s
                 load.set_attribute(tm.SECONDS, seconds)
+            self._require_held(adapter)
         except OutOfMemory:
             self._refuse_if_gone(adapter)
             if not await self._make_room(engine, patient=patient):
@@ -172,14 +227,15 @@ class _Shelf:
             self._refuse_if_gone(adapter)
             raise
         else:
-            self._telemetry.adapter_seconds.record(seconds, attributes)
+            # One series for all versions of an adapter.
+            self._telemetry.adapter_seconds.record(seconds, {**attributes, tm.ADAPTER: adapter.id})
 
     async def _make_room(self, engine: SupportsAdapters, *, patient: bool) -> bool:
         """Drop what was asked for longest ago, of the unused if any is; false if nothing is held.
 
         Where all is in use, wait until the oldest is not; without patience, that is false too.
         """
-        held = set(self._instance.engine.view().adapters)
+        held = set(self.instance.engine.view().adapters)
         oldest = [*(held - set(self._asked_for)), *(name for name in self._asked_for if name in held)]
         chosen = next((name for name in oldest if not self._users[name]), oldest[0] if oldest else None)
         if chosen is None or (self._users[chosen] and not patient):
@@ -191,6 +247,9 @@ class _Shelf:
         """Drop an adapter once nobody uses it; meanwhile it takes on nobody more."""
         self._leaving = adapter
         try:
+            if self._users[adapter]:
+                for scope in self._impatient:
+                    scope.cancel()
             while self._users[adapter]:
                 self._given_back = anyio.Event()
                 await self._given_back.wait()
@@ -199,16 +258,25 @@ class _Shelf:
             self._leaving = None
 
     def _holds(self, adapter: AdapterId) -> bool:
-        return adapter in self._instance.engine.view().adapters
+        return adapter in self.instance.engine.view().adapters
+
+    def _require_held(self, adapter: Adapter) -> None:
+        """Raise `InstanceError` if an engine says that it holds what it was given under another name."""
+        if not self._holds(adapter.version):
+            raise InstanceError(
+                f"Instance {self.instance.id!r} took adapter {adapter.version!r} and holds "
+                f"{', '.join(self.instance.engine.view().adapters) or 'none'}; engines are to hold adapters "
+                "by their version."
+            )
 
     def _refuse_if_gone(self, adapter: Adapter) -> None:
-        view = self._instance.engine.view()
+        view = self.instance.engine.view()
         if view.state is not InstanceState.SERVING or view.model != adapter.model:
             raise RequestEvicted(
-                f"Instance {self._instance.id!r} is {view.state} with model {view.model!r} and takes no "
+                f"Instance {self.instance.id!r} is {view.state} with model {view.model!r} and takes no "
                 f"adapter of {adapter.model!r}; ask another."
             )
 
     def __repr__(self) -> str:
         used = sum(1 for users in self._users.values() if users)
-        return f"{self._instance.id}: {used} of {len(self._instance.engine.view().adapters)} in use"
+        return f"{self.instance.id}: {used} of {len(self.instance.engine.view().adapters)} in use"

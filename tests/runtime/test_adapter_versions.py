@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from hotswap import Adapter, AdapterId, ConfigError, Fleet, Sampling, ShardMissing, UnknownAdapter
+from hotswap import (
+    Adapter,
+    AdapterId,
+    ConfigError,
+    Fleet,
+    InstanceError,
+    Sampling,
+    ShardMissing,
+    UnknownAdapter,
+)
 from hotswap.testing.cancel import cancel_everywhere
 from hotswap.testing.virtual_time import virtual_time
-from tests.runtime.support import Idle, expected, idle, sim_fleet, until
+from tests.runtime.support import PROFILE, Idle, expected, idle, sim_fleet, until
 from tests.runtime.test_adapters import Counting
 from tests.runtime.test_telemetry import Recorder
 
@@ -144,7 +154,7 @@ class Picky(Counting):
 
 @virtual_time
 async def test_an_update_that_fails_changes_nothing() -> None:
-    engines = Picky("e0"), Counting("e1")  # the second takes what the first refuses
+    engines = Counting("e0"), Picky("e1")  # the first takes what the second refuses
     async with fleet_of(*engines) as fleet:
         for engine in reversed(engines):
             await fleet.swap(engine.id, to="a")
@@ -164,12 +174,15 @@ async def test_an_update_that_fails_changes_nothing() -> None:
 
 @virtual_time
 async def test_an_update_cancelled_anywhere_is_done_or_not() -> None:
-    async with fleet_of(Counting("e0", max_adapters=3)) as fleet:
-        await fleet.swap("e0", to="a")
-        client, number = Client(fleet), 0
+    engines = Counting("e0", max_adapters=3), Counting("e1", max_adapters=3)
+    async with fleet_of(*engines) as fleet:
+        for engine in engines:
+            await fleet.swap(engine.id, to="a")
+        clients, number = [Client(fleet, seed) for seed in range(4)], 0
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(client.run, 4000)
-            await until(lambda: client.num_tokens > 4)
+            for client in clients:
+                tasks.start_soon(client.run, 4000)
+            await until(lambda: held(fleet) == [{"sql"}, {"sql"}])
 
             async def update() -> None:
                 nonlocal number
@@ -178,14 +191,15 @@ async def test_an_update_cancelled_anywhere_is_done_or_not() -> None:
 
             async def look() -> None:
                 [latest] = fleet.adapters
-                assert set(held(fleet)[0]) <= {"sql", latest.version}
+                assert all(names <= {"sql", latest.version} for names in held(fleet)), held(fleet)
                 later = Client(fleet)
                 await later.run(4)
                 assert later.version == latest.version
 
             await cancel_everywhere(update, look)
             tasks.cancel_scope.cancel()
-        await until(lambda: fleet.view().instances[0].num_requests == 0)
+        await until(lambda: not any(instance.num_requests for instance in fleet.view().instances))
+        assert not any("sql" in names for names in held(fleet)), "also clients that leave let go of theirs"
         idle(fleet)
 
 
@@ -222,7 +236,8 @@ async def test_adapters_are_added_and_removed_while_the_fleet_serves() -> None:
 async def test_what_cannot_work_is_refused() -> None:
     async with fleet_of(Counting("e0")) as fleet:
         with pytest.raises(ConfigError, match="directory of its own"):
-            await fleet.adapters.update(OLD)
+            await fleet.adapters.update(Adapter("sql", "a", Path("/sql/../sql/1")))
+        fleet.adapters.add(Adapter("sql", "a", Path("/sql/1")))
         for adapter, because in (
             (NEW, "update"),
             (Adapter("x", "c"), "not registered"),
@@ -295,4 +310,132 @@ async def test_a_request_that_comes_while_its_old_version_goes_has_it_read_again
             await fleet.swap("e0", to="b")
         assert client.version == "sql"
         assert engines[1].loaded.count("sql") == 2
+        idle(fleet)
+
+
+@virtual_time
+async def test_an_old_version_moves_as_tokens_and_is_read_once_for_all_rounds() -> None:
+    engines = Counting("e0"), Counting("e1")
+    async with fleet_of(*engines) as fleet:
+        for engine in engines:
+            await fleet.swap(engine.id, to="a")
+        sampling = Sampling(max_tokens=600, ignore_eos=True)
+        async with fleet.stream("a", range(1, 700), sampling, adapter="sql") as stream:
+            got = [(await anext(stream)).id]
+            await fleet.adapters.update(NEW)
+            move = await fleet.migrate(stream.request.id, to="e1", way="tokens")
+            assert (move.outcome, move.error) == ("done", "")
+            assert engines[1].loaded.count("sql") == 1
+            got += [token.id async for token in stream]
+            assert got == expected(stream.request)
+        assert held(fleet) == [{"sql@1"}, set()]
+
+
+@virtual_time
+async def test_what_was_removed_while_its_update_was_read_stays_removed() -> None:
+    async with fleet_of(Counting("e0")) as fleet:
+        await fleet.swap("e0", to="a")
+
+        async def update() -> None:
+            with pytest.raises(UnknownAdapter, match="removed while"):
+                await fleet.adapters.update(NEW)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(update)
+            await anyio.sleep(PROFILE.adapter_s / 2)
+            await fleet.adapters.remove("a", "sql")
+        assert (list(fleet.adapters), held(fleet)) == ([], [set()])
+
+
+@virtual_time
+async def test_an_update_does_not_wait_behind_those_that_wait_for_room() -> None:
+    engine = Counting("e0", max_adapters=2)
+    adapters = [OLD, Adapter("law", "a"), Adapter("poems", "a")]
+    async with fleet_of(engine, adapters=adapters) as fleet:
+        await fleet.swap("e0", to="a")
+        first, second, third = (Client(fleet, adapter=name) for name in ("sql", "law", "poems"))
+        async with anyio.create_task_group() as clients:
+            clients.start_soon(first.run, 400)
+            clients.start_soon(second.run, 400)
+            await until(lambda: min(first.num_tokens, second.num_tokens) > 4)
+            clients.start_soon(third.run)
+            await anyio.sleep(0.2)
+            await fleet.adapters.update(NEW)
+            assert max(first.num_tokens, second.num_tokens) < 400
+            assert third.num_tokens == 0
+        assert third.num_tokens == 200
+        idle(fleet)
+
+
+class Reading(Counting):
+    """Takes seconds to read a new version."""
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await anyio.sleep(5 * adapter.epoch)
+        await super().load_adapter(adapter)
+
+
+@virtual_time
+async def test_an_engine_with_the_name_of_one_that_left_has_adapters_of_its_own() -> None:
+    async with fleet_of(Reading("e0"), Counting("e1")) as fleet:
+        for name in ("e0", "e1"):
+            await fleet.swap(name, to="a")
+        async with anyio.create_task_group() as clients:
+            for seed in range(2):
+                clients.start_soon(Client(fleet, seed).run, 20)
+        assert held(fleet) == [{"sql"}, {"sql"}]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.adapters.update, NEW)
+            await anyio.sleep(1)
+            await fleet.remove("e1")  # while the update is at the other
+        await fleet.add(Counting("e1"))
+        await fleet.swap("e1", to="a")
+        await fleet.drain("e0")
+        client = Client(fleet)
+        with anyio.fail_after(10):
+            await client.run(20)
+        assert fleet.view().instances[1].adapters == ("sql@1",)
+        fleet.reopen("e0")
+        idle(fleet)
+
+
+@virtual_time
+async def test_streams_of_an_adapter_that_was_removed_end_with_the_old_weights() -> None:
+    engines = Counting("e0"), Counting("e1")
+    async with fleet_of(*engines) as fleet:
+        for engine in engines:
+            await fleet.swap(engine.id, to="a")
+        clients = [Client(fleet, seed) for seed in range(4)]
+        async with anyio.create_task_group() as tasks:
+            for client in clients:
+                tasks.start_soon(client.run, 400)
+            await until(lambda: all(client.num_tokens > 20 for client in clients))
+            await fleet.adapters.remove("a", "sql")
+            assert await fleet.roll("a", to="b", streams="moved") == ("e0", "e1")
+        assert [client.num_tokens for client in clients] == [400] * 4
+        with pytest.raises(ConfigError, match="rolled to 'b'"):
+            fleet.adapters.add(OLD)
+        await fleet.roll("b", to="a")
+        fleet.adapters.add(OLD)
+        back = Client(fleet)
+        await back.run(20)
+        assert back.version == "sql@1"
+        idle(fleet)
+
+
+class ById(Counting):
+    """Holds an adapter by its name, whatever its version."""
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await super().load_adapter(replace(adapter, epoch=0))
+
+
+@virtual_time
+async def test_an_engine_that_knows_no_versions_is_told_of_and_waited_for_by_nobody() -> None:
+    async with fleet_of(ById("e0")) as fleet:
+        await fleet.swap("e0", to="a")
+        await Client(fleet).run(4)
+        with pytest.raises(InstanceError, match="by their version"):
+            await fleet.adapters.update(NEW)
+        await Client(fleet).run(4)
         idle(fleet)
