@@ -44,8 +44,10 @@ class InstanceView:
 
     The engine fills in what it knows; the fleet adds the last six fields. `num_requests` counts every
     request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
-    `num_free_kv_blocks` counts every block that a new request could be given, also those that are kept only
-    in case somebody begins with the same tokens.
+    `num_prefill_tokens` are what requests here must have computed before their next token, beyond the one
+    that a decode computes; an engine that is not told how far a prompt is counts it whole until its first
+    token. `num_free_kv_blocks` counts every block that a new request could be given, also those that are kept
+    only in case somebody begins with the same tokens.
     `draining` is true while the fleet sends nothing more here and has moved, or moves, what runs elsewhere.
     `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
     it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
@@ -59,6 +61,7 @@ class InstanceView:
     model: ModelId | None = None
     num_running: int = 0
     num_waiting: int = 0
+    num_prefill_tokens: int = 0
     max_requests: int = 256
     num_kv_blocks: int = 0
     num_free_kv_blocks: int = 0

@@ -61,6 +61,7 @@ def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = 
         model=draw(st.sampled_from(models)) if holds else None,
         num_running=num_running,
         num_waiting=draw(st.integers(0, num_requests - num_running)),
+        num_prefill_tokens=draw(st.integers(0, 8192)) if num_requests else 0,
         max_requests=max_requests,
         num_kv_blocks=num_blocks,
         num_free_kv_blocks=draw(st.integers(0, num_blocks)),

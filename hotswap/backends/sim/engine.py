@@ -297,6 +297,7 @@ class SimEngine(Engine):
             model=self._model,
             num_running=len(pool.running),
             num_waiting=len(pool.waiting),
+            num_prefill_tokens=sum(s.num_pending for s in pool if s.num_pending > 1),
             max_requests=self.max_requests,
             num_kv_blocks=pool.num_blocks if serving else 0,
             num_free_kv_blocks=pool.num_free_blocks if serving else 0,

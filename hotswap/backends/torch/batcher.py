@@ -166,13 +166,20 @@ class Batcher:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
-        self.num_preempted = self.num_reused_tokens = 0
+        self.num_preempted = self.num_reused_tokens = self.last_ticket = 0
         self._prefix_reuse, self._priority_places = prefix_reuse, priority_places
         self._fresh: set[int] = set()
         self._copies: dict[int, Copy] = {}
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens to be computed before those that wait, or are prefilled, get their next one."""
+        sequences = (*self.running, *self.waiting)
+        return sum(sequence.num_pending for sequence in sequences if sequence.num_pending > 1)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
+        self.last_ticket = max(self.last_ticket, sequence.ticket)
         insort(self.waiting, sequence, key=self._rank)
 
     def remove(self, sequence: Sequence) -> None:

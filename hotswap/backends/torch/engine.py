@@ -19,9 +19,11 @@ import anyio.to_thread
 import torch
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from hotswap.backends.adapter_books import Held
 from hotswap.backends.life import Life
 from hotswap.backends.servable import check_servable
-from hotswap.backends.torch.adapters.holder import AdapterHolder, Held
+from hotswap.backends.torch.adapters.holder import AdapterHolder
+from hotswap.backends.torch.adapters.plan import RankRange
 from hotswap.backends.torch.admission import to_sequence
 from hotswap.backends.torch.forward import Forward, LocalForward
 from hotswap.backends.torch.loading import LoadedModel
@@ -307,7 +309,7 @@ class TorchEngine(Engine):
             raise aborted("reserve", f"engine {self.id!r} is {self._life.state} with {self._model!r}")
         adapter = self._adapters.use(request.adapter)
         try:
-            ranks = adapter.ranks if adapter else None
+            ranks = adapter.place if adapter else None
             async with lent_sink(TorchKVSink(desk, request, desk.layout_for(request), ranks)) as sink:
                 yield sink
         finally:
@@ -334,6 +336,7 @@ class TorchEngine(Engine):
             model=self._model,
             num_running=running,
             num_waiting=len(self._streams) - running,
+            num_prefill_tokens=self._num_prefill_tokens() if self._streams else 0,
             max_requests=self._settings.max_requests,
             num_kv_blocks=num_blocks,
             num_free_kv_blocks=min(self._books.num_free_blocks, num_blocks),
@@ -344,6 +347,10 @@ class TorchEngine(Engine):
             max_adapters=self._max_adapters,
             preloaded=self._models.staged.card.id if self._models.staged else None,
         )
+
+    def _num_prefill_tokens(self) -> int:
+        books = self._books
+        return books.num_prefill_tokens + self._streams.num_tokens_after(books.last_ticket)
 
     @property
     def num_preempted(self) -> int:
@@ -482,7 +489,7 @@ class TorchEngine(Engine):
 
     # ------------------------------------------------------------------ streams
 
-    def _admit(self, request: Request) -> tuple[int, TokenQueue, Held | None]:
+    def _admit(self, request: Request) -> tuple[int, TokenQueue, Held[RankRange] | None]:
         self._life.refuse_if_lost()
         model = self._models.serving
         if model is None or self._life.state is not _SERVING or model.card.id != request.model:
@@ -500,7 +507,7 @@ class TorchEngine(Engine):
         )
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open(request)
-        ranks = adapter.ranks if adapter else None
+        ranks = adapter.place if adapter else None
         keys_of = self._models.desk.keys_of if self._models.desk is not None else None
         sequence = to_sequence(request, ticket, model, ranks, epoch=self._num_loads, keys_of=keys_of)
         self._running_worker.add(sequence)

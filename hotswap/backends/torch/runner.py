@@ -28,10 +28,15 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the worker tells its engine: the tokens of a step, and how the books stand after it."""
+    """What the worker tells its engine: the tokens of a step, and how the books stand after it.
+
+    `last_ticket` is that of the latest request that the books know.
+    """
 
     sampled: tuple[Sampled, ...] = ()
     num_running: int = 0
+    num_prefill_tokens: int = 0
+    last_ticket: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_preempted: int = 0
@@ -87,6 +92,8 @@ class Runner:
         return Report(
             sampled,
             num_running=len(batcher.running) + len(batcher.parked),
+            num_prefill_tokens=batcher.num_prefill_tokens,
+            last_ticket=batcher.last_ticket,
             num_free_blocks=blocks.num_free,
             num_cached_blocks=blocks.num_cached,
             num_preempted=batcher.num_preempted,

@@ -33,6 +33,10 @@ class Streams:
         self._requests[self._num_opened] = request
         return self._num_opened, tokens
 
+    def num_tokens_after(self, ticket: int) -> int:
+        """How many tokens those requests came with whose tickets are later than one."""
+        return sum(self._requests[other].num_tokens for other in self._open if other > ticket)
+
     def find(self, request: RequestId) -> tuple[int, Request] | None:
         """Return the ticket of a request's open stream, and the request as it came."""
         for ticket in reversed(self._open):

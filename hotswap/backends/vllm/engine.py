@@ -11,9 +11,10 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from hotswap.backends.adapter_books import Held
 from hotswap.backends.life import Life
 from hotswap.backends.servable import check_servable
-from hotswap.backends.vllm.adapters import Adapters, Held
+from hotswap.backends.vllm.adapters import Adapters
 from hotswap.backends.vllm.core import Core, CorePool
 from hotswap.backends.vllm.loading import Loader
 from hotswap.backends.vllm.migration import (
@@ -268,6 +269,7 @@ class VllmEngine(Engine):
             model=self._card.id if core and self._card else None,
             num_running=running,
             num_waiting=len(self._streams) - running,
+            num_prefill_tokens=self._streams.num_prefill_tokens,
             max_requests=self._settings.max_requests,
             num_kv_blocks=num_blocks,
             num_free_kv_blocks=max(0, num_blocks - taken),
@@ -284,11 +286,6 @@ class VllmEngine(Engine):
     def num_preempted(self) -> int:
         """How often a request gave up its KV blocks for another since the core was started."""
         return self._core.stats.num_preempted if self._core else 0
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
-        return int(self._core.llm.get_num_queued_tokens()) if self._core and not self._core.is_dead else 0
 
     @property
     def resumes_exactly(self) -> bool:
@@ -330,7 +327,7 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------------ streams
 
-    def _admit(self, request: Request) -> tuple[Stream, Core, Held | None]:
+    def _admit(self, request: Request) -> tuple[Stream, Core, Held[Any] | None]:
         self._life.refuse_if_lost()
         card, core = self._card, self._core
         if card is None or core is None or self._life.state is not _SERVING or card.id != request.model:
@@ -350,7 +347,7 @@ class VllmEngine(Engine):
         stream = self._streams.open(request)
         arrival = next((s.id for s in self._sinks if s.committed and s.request.id == request.id), None)
         params = sampling_params(request, card, self._context, resumes=core.resumes, arrival=arrival)
-        self._streams.start(self._running, stream, core, params, adapter.lora if adapter else None)
+        self._streams.start(self._running, stream, core, params, adapter.place if adapter else None)
         return stream, core, adapter
 
     def _desk(self, stage: str) -> Desk:

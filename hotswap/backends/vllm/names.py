@@ -38,7 +38,6 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         f"{_ENGINE}.remove_lora": ("lora_id",),
         f"{_ENGINE}.sleep": ("level", "mode"),
         f"{_ENGINE}.wake_up": ("tags",),
-        f"{_ENGINE}.get_num_queued_tokens": (),
         f"{_ENGINE}.shutdown": ("timeout",),
         f"{_ENGINE}.errored": (),
         "vllm.config:ObservabilityConfig": ("otlp_traces_endpoint",),

@@ -179,6 +179,11 @@ class Streams:
         """Those of which a token has come."""
         return sum(stream.begun for stream in self._open)
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of those of which none has come: vLLM does not say how far their prompts are."""
+        return sum(stream.num_tokens for stream in self._open if not stream.begun)
+
     def num_blocks(self, block_tokens: int) -> int:
         """KV blocks that those hold whose prompt is computed; what they share counts for each."""
         return sum(-(-stream.num_tokens // block_tokens) for stream in self._open if stream.begun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import FrozenInstanceError, replace
 from itertools import cycle
 from typing import Any
@@ -230,6 +231,19 @@ class StreamChecks(EngineSuite):
                     most = -(-(len(request.prompt) + self.long_tokens) // view.kv_block_tokens)
                     assert least <= used <= most, f"the prompt alone takes {least} KV blocks: {view}"
                 await until(lambda: no_requests(engine))
+
+    @check
+    async def test_the_view_tells_how_much_is_to_be_computed(self) -> None:
+        async with self.serving() as bench, AsyncExitStack() as opened:
+            engine, requests = bench.engine, self.long_requests(bench.card)
+            assert engine.view().num_prefill_tokens == 0
+            streams = [await opened.enter_async_context(engine.stream(request)) for request in requests]
+            left, most = engine.view().num_prefill_tokens, sum(r.num_tokens for r in requests)
+            assert 0 < left <= most, f"of {most} tokens nearly all are to be computed: {engine.view()}"
+            for tokens in streams:
+                await anext(tokens)
+            await until(lambda: engine.view().num_prefill_tokens == 0)
+            assert engine.view().num_running > 0
 
     @check
     async def test_the_view_counts_every_request(self) -> None:

@@ -112,6 +112,7 @@ class EngineSuite(Suite):
         """Raise if an engine without requests holds something of them; extend it by what else it counts."""
         view = engine.view()
         assert (view.num_running, view.num_waiting) == (0, 0), f"requests are left over: {view}"
+        assert view.num_prefill_tokens == 0, f"nobody is there to be computed: {view}"
         assert view.num_free_kv_blocks == view.num_kv_blocks, f"KV blocks are left over: {view}"
         if view.state is InstanceState.EMPTY:
             assert view.weight_bytes == 0, f"weights are left over: {view}"
