@@ -144,7 +144,7 @@ class KVCache:
 
     def _parts(self, data: Tensor, num_blocks: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The bytes of each stack `[layers, blocks, bytes]`, and where the blocks' own are, blocks first."""
-        rows, at = data.view(num_blocks, -1), 0
+        rows, at = data.view(max(1, num_blocks), -1), 0
         for stack in self._all():
             pool = stack.flatten(2).view(torch.uint8)
             layers, _, size = pool.shape

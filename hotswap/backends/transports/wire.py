@@ -37,7 +37,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-_VERSION = 1
+_VERSION = 2
 _TOKEN_BYTES = 8
 
 

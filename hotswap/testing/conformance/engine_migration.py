@@ -120,8 +120,12 @@ class MigrationChecks(EngineSuite):
         async with self.pair() as pair:
             request = self.long_requests(pair.bench.card, 1)[0]
             async with self.streaming(pair.source, [request]) as (reader,):
-                async with pair.export(request.id) as source, pair.take(request) as sink:
-                    await self.copy_full_blocks(source, sink)
+                view = pair.destination.view()
+                most = (view.num_free_kv_blocks // 2 + 2) * view.kv_block_tokens
+                for _ in range(3):  # all of them would not fit side by side
+                    async with pair.export(request.id) as source, pair.take(request) as sink:
+                        await self.copy_full_blocks(source, sink)
+                        await sink.reserve(most)
                 await until(lambda: no_requests(pair.destination))
             await self.assert_whole(reader, pair.bench.card)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import anyio
 import anyio.lowlevel
@@ -23,8 +26,9 @@ from hotswap import (
 )
 from hotswap.action import MigrationWay
 from hotswap.backends.vllm import VllmEngine
-from hotswap.backends.vllm.inside.blocks import METHOD
+from hotswap.backends.vllm.inside.blocks import METHOD, BlockVerbs
 from hotswap.backends.vllm.migration import Desk, VllmKVSink
+from hotswap.backends.vllm.names import named
 from hotswap.policies import LeastLoadedRouter
 from hotswap.testing.conformance.suite import until
 from tests.backends.torch.adapters.files import write
@@ -120,7 +124,7 @@ async def test_requests_of_every_kind_move_with_their_blocks_and_change_nothing(
 
 async def test_nothing_that_arrived_is_computed_again() -> None:
     """Also where the engine keeps no prefixes."""
-    store, request = make_store(), asked("greedy", 1)
+    store = make_store()
     engines = make_engine("one"), make_engine("other", prefix_reuse=False)
     for engine in engines:
         assert isinstance(engine, VllmEngine)
@@ -128,8 +132,8 @@ async def test_nothing_that_arrived_is_computed_again() -> None:
         for engine in (one, other):
             await engine.load(store.card("a"), store)
             assert engine.moves_blocks
-        for source, destination in ((one, other), (other, one)):
-            got: list[int] = []
+        for number, (source, destination) in enumerate([(one, other), (other, one)]):
+            request, got = asked("greedy", number), list[int]()  # neither has seen it
             async with source.stream(request) as tokens:
                 got += [(await anext(tokens)).id for _ in range(7)]
                 async with source.export_kv(request.id) as giving, destination.import_kv(request) as taking:
@@ -157,6 +161,62 @@ async def test_every_rank_gives_and_takes_its_part(tp: int, pp: int) -> None:
             got = await read(fleet, request, moves_at=[5, 20])
             assert got.tokens == expected, request
             assert [record.outcome for record in got.records] == ["done", "done"], got.records
+
+
+async def test_a_copy_that_was_cancelled_writes_to_nobodys_file(tmp_path: Path) -> None:
+    """A core may carry it out late, and knows where to by a number that files opened since might have."""
+    store, request = make_store(), asked("greedy", 1)
+    async with make_engine("one") as engine:
+        await engine.load(store.card("a"), store)
+        async with engine.stream(request) as tokens:
+            got = [(await anext(tokens)).id for _ in range(9)]
+            num_before = num_shared()
+            for num_turns in range(12):
+                async with engine.export_kv(request.id) as source, anyio.create_task_group() as tasks:
+                    assert num_shared() > num_before
+                    tasks.start_soon(source.read, 0, len(request.prompt))
+                    for _ in range(num_turns):
+                        await anyio.lowlevel.checkpoint()
+                    tasks.cancel_scope.cancel()
+                with ExitStack() as opened:
+                    paths = [tmp_path / str(number) for number in range(4)]
+                    for path in paths:
+                        path.write_bytes(b"mine" * (1 << 16))
+                        opened.enter_context(path.open("r+b"))
+                    await books(engine)  # asked after the copy, so answered after it
+                    assert all(path.read_bytes() == b"mine" * (1 << 16) for path in paths)
+            await until(lambda: num_shared() == num_before)
+            got += [token.id async for token in tokens]
+        async with engine.stream(request) as tokens:
+            assert got == [token.id async for token in tokens]
+
+
+def num_shared() -> int:
+    """How many files of memory for KV blocks this process has open."""
+    num_found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists them
+            num_found += "hotswap-kv" in str(entry.readlink())
+    return num_found
+
+
+def test_blocks_of_a_request_that_has_begun_anew_are_not_taken_for_those_it_had() -> None:
+    """It gave them up for others, and has some of the new ones already."""
+    running: Any = named("vllm.v1.request:RequestStatus").RUNNING
+    request = SimpleNamespace(status=running, num_computed_tokens=64, num_in_flight_tokens=0)
+    core, saved = MagicMock(), list[Any]()
+    core.scheduler.requests = {"r": request}
+    core.scheduler.kv_cache_manager.get_block_ids.return_value = [[7, 8, 9, 10]]
+    core.model_executor.collective_rpc = lambda verb, args: saved.append((verb, args[0]))
+    verbs = BlockVerbs(core)
+    assert verbs.save("r", 1, 1, 64, "/pages", 32, [0]) is True
+    assert saved == [("hotswap_save", [8])]
+    assert verbs.save("r", 1, 2, 96, "/pages", 32, [0]) is None, "the third is there, and empty"
+    request.num_computed_tokens, request.num_in_flight_tokens = 96, 32
+    assert verbs.save("r", 1, 2, 96, "/pages", 32, [0]) is None, "a step that fills it is under way"
+    request.status = named("vllm.v1.request:RequestStatus").PREEMPTED
+    assert verbs.save("r", 1, 1, 64, "/pages", 32, [0]) is None
+    assert len(saved) == 1
 
 
 async def test_requests_of_an_adapter_move_with_it(tmp_path: Path) -> None:

@@ -135,6 +135,14 @@ class SharedPages:
             self._mapped = mmap.mmap(self._file, size_bytes)
         return memoryview(self._mapped)[:size_bytes]
 
+    def put(self, data: memoryview) -> None:
+        """Copy bytes to its beginning.
+
+        Raises:
+            MigrationAborted: there is no memory.
+        """
+        self.room(len(data))[:] = data
+
     def close(self) -> None:
         """Let go of it; what was lent of it stays readable.
 
@@ -142,7 +150,7 @@ class SharedPages:
         """
         if self._file >= 0:
             os.close(self._file)
-            self._file = -1
+            self._file, self._mapped = -1, None  # a mapping keeps the file open too
 
 
 def aborted(stage: str, because: str) -> MigrationAborted:

@@ -77,8 +77,7 @@ class VllmKVSink(KVSink):
         try:
             for at in range(0, num_blocks, most):
                 count = min(most, num_blocks - at)
-                room_for_it = self._memory.room(count * block_bytes)
-                room_for_it[:] = pages.data[at * block_bytes : (at + count) * block_bytes]
+                self._memory.put(pages.data[at * block_bytes : (at + count) * block_bytes])
                 await self._restore(pages.first_block + at, count)
         finally:
             self._writing = False

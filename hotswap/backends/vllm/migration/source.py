@@ -40,19 +40,23 @@ class VllmKVSource(KVSource):
         # One piece at a time comes out of the shared memory, and more of them lie in memory of their own.
         whole = memoryview(bytearray(num_blocks * block_bytes)) if num_blocks > most else None
         data = self._memory.room(max(1, min(num_blocks, most) * block_bytes))[: num_blocks * block_bytes]
-        for at in range(0, num_blocks, most):
-            count = min(most, num_blocks - at)
-            await self._ask(
-                "save",
-                first_block + at,
-                count,
-                min((first_block + at + count) * self.layout.block_tokens, end),
-                self._memory.path,
-                block_bytes,
-                self._desk.shape.offsets,
-            )
-            if whole is not None:
-                whole[at * block_bytes : (at + count) * block_bytes] = data[: count * block_bytes]
+        try:
+            for at in range(0, num_blocks, most):
+                count = min(most, num_blocks - at)
+                await self._ask(
+                    "save",
+                    first_block + at,
+                    count,
+                    min((first_block + at + count) * self.layout.block_tokens, end),
+                    self._memory.path,
+                    block_bytes,
+                    self._desk.shape.offsets,
+                )
+                if whole is not None:
+                    whole[at * block_bytes : (at + count) * block_bytes] = data[: count * block_bytes]
+        except BaseException:
+            data.release()  # or the error keeps the memory
+            raise
         if not num_blocks:
             await self._ask("count")
         return KVPages(first_block, num_tokens, data if whole is None else whole)
