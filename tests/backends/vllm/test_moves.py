@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hotswap import (
     Adapter,
     Fleet,
     FleetStream,
+    KVSource,
     MigrationAborted,
     MigrationRecord,
     Model,
@@ -37,6 +39,9 @@ from tests.backends.torch.zoo import make_model
 from tests.backends.vllm.support import llama, make_engine, make_store
 from tests.backends.vllm.test_resumption import KINDS, asked
 from tests.runtime.support import Idle
+
+# Tokens that a core takes longer over than a test over what it does meanwhile.
+MANY = 300
 
 
 def make_fleet(store: DictStore, *engines: VllmEngine, **given: Any) -> Fleet:
@@ -165,19 +170,24 @@ async def test_every_rank_gives_and_takes_its_part(tp: int, pp: int) -> None:
 
 async def test_a_copy_that_was_cancelled_writes_to_nobodys_file(tmp_path: Path) -> None:
     """A core may carry it out late, and knows where to by a number that files opened since might have."""
-    store, request = make_store(), asked("greedy", 1)
+    store, asked_for = make_store(), asked("greedy", 1)
+    request = replace(asked_for, sampling=replace(asked_for.sampling, max_tokens=MANY))
+    num_cancelled = 0
     async with make_engine("one") as engine:
         await engine.load(store.card("a"), store)
-        async with engine.stream(request) as tokens:
-            got = [(await anext(tokens)).id for _ in range(9)]
-            num_before = num_shared()
-            for num_turns in range(12):
-                async with engine.export_kv(request.id) as source, anyio.create_task_group() as tasks:
-                    assert num_shared() > num_before
-                    tasks.start_soon(source.read, 0, len(request.prompt))
-                    for _ in range(num_turns):
-                        await anyio.lowlevel.checkpoint()
-                    tasks.cancel_scope.cancel()
+        num_before = num_shared()
+        for num_turns in range(12):
+            got: list[int] = []
+            async with engine.stream(request) as tokens:
+                got += [(await anext(tokens)).id for _ in range(3)]
+                with suppress(MigrationAborted):  # it may have ended, ahead of its reader
+                    async with engine.export_kv(request.id) as source, anyio.create_task_group() as tasks:
+                        assert num_shared() > num_before
+                        tasks.start_soon(read_from, source, len(request.prompt))
+                        for _ in range(num_turns):
+                            await anyio.lowlevel.checkpoint()
+                        tasks.cancel_scope.cancel()
+                        num_cancelled += 1
                 with ExitStack() as opened:
                     paths = [tmp_path / str(number) for number in range(4)]
                     for path in paths:
@@ -185,10 +195,17 @@ async def test_a_copy_that_was_cancelled_writes_to_nobodys_file(tmp_path: Path) 
                         opened.enter_context(path.open("r+b"))
                     await books(engine)  # asked after the copy, so answered after it
                     assert all(path.read_bytes() == b"mine" * (1 << 16) for path in paths)
-            await until(lambda: num_shared() == num_before)
-            got += [token.id async for token in tokens]
-        async with engine.stream(request) as tokens:
-            assert got == [token.id async for token in tokens]
+                if num_turns % 4 == 3:
+                    got += [token.id async for token in tokens]
+                    async with engine.stream(request) as again:
+                        assert got == [token.id async for token in again]
+        assert num_cancelled >= 6
+        await until(lambda: num_shared() <= num_before)
+
+
+async def read_from(source: KVSource, num_tokens: int) -> None:
+    with suppress(MigrationAborted):
+        await source.read(0, num_tokens)
 
 
 def num_shared() -> int:
