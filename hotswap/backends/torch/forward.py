@@ -193,8 +193,8 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_o
         pieces: The tokens, of at most one piece for each request.
         cache: Where their keys and values lie.
         min_rows: The least number of rows of a matrix product; 0 where bits may depend on the batch.
-        linear_only: Whether linear layers are all that multiplies by weights: these need fewer rows than
-            `min_rows`. Where they are not, the others are watched over, which costs time.
+        linear_only: Whether linear layers are all that multiplies by weights: these do with `LEAST_ROWS`.
+            Where they are not, the others are watched over, which costs time.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -215,7 +215,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_o
                 adapted.append((piece.adapter, rows, len(keep) if piece.samples else None))
             if piece.samples:
                 keep.append(len(ids) - 1)
-    least = min(min_rows, LEAST_ROWS) if linear_only else min_rows
+    least = min_rows and (LEAST_ROWS if linear_only else max(min_rows, LEAST_ROWS))
     num_kept, padding = len(keep), [0] * (least - len(ids))
     keep += [0] * max(0, least - num_kept)
     on = cache.device

@@ -48,7 +48,7 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     rows = hidden.reshape(-1, hidden.shape[-1])
     num_rows = len(rows)
     if num_rows < LEAST_ROWS:
-        rows = rows.expand(LEAST_ROWS, -1)
+        rows = functional.pad(rows, (0, 0, 0, LEAST_ROWS - num_rows))
     out = product(rows.contiguous(), weight, bias)[:num_rows]
     return out.view(*hidden.shape[:-1], len(weight))
 
