@@ -35,11 +35,15 @@ def parse_bytes(size: int | str) -> int:
 class DeviceProfile:
     """How long a device takes, as a linear model of a step and of the links that weights cross.
 
-    A step over `n` tokens (decodes and prefill chunks together), `batch` requests and `context` cached
-    tokens lasts `max(floor_s, base_s + n * token_s) + batch * request_s + context * context_token_s`: the
-    shape that published simulators of serving engines agree on (weight-bound floor, then linear in tokens,
-    batch and context). An adapter is there after `adapter_s`, and KV blocks of moving requests are copied at
-    `kv_bytes_per_s`.
+    A step over `n` tokens (decodes and prefill chunks together), `batch` requests, `context` cached tokens
+    and prefill chunks of `s` tokens, `S` together, lasts
+
+        max(floor_s + n floor_token_s, base_s + n token_s) + batch request_s + context context_token_s
+        + (decode_s if it decodes) + S prefill_token_s + sum s (s + 2 cached) prefill_square_s
+
+    the shape that published simulators of serving engines agree on: a weight-bound floor, then linear in
+    tokens, batch and context, and attention within prompts, which is the same however they are cut. An
+    adapter is there after `adapter_s`, and KV blocks of moving requests are copied at `kv_bytes_per_s`.
     """
 
     name: str = "laptop"
@@ -49,17 +53,28 @@ class DeviceProfile:
     token_s: float = 20e-6
     request_s: float = 4e-6
     context_token_s: float = 40e-9
+    floor_token_s: float = 0.0
+    decode_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_square_s: float = 0.0
     load_bytes_per_s: float = 20e9
     unload_s: float = 0.05
     adapter_s: float = 0.015
     kv_bytes_per_s: float = 5e9
 
-    def step_s(self, *, tokens: int, batch: int, context: int) -> float:
-        """Seconds of one engine step; 0 for an empty one."""
+    def step_s(
+        self, *, tokens: int, batch: int, context: int, prefill: int = 0, prefill_squares: int = 0
+    ) -> float:
+        """Seconds of one engine step; 0 for an empty one.
+
+        `prefill` of the tokens are of prompts, and `prefill_squares` the sum of `s (s + 2 cached)` over them.
+        """
         if not tokens:
             return 0.0
-        work = max(self.floor_s, self.base_s + tokens * self.token_s)
-        return work + batch * self.request_s + context * self.context_token_s
+        work = max(self.floor_s + tokens * self.floor_token_s, self.base_s + tokens * self.token_s)
+        decode_s = self.decode_s if tokens > prefill else 0.0
+        attention_s = prefill * self.prefill_token_s + prefill_squares * self.prefill_square_s
+        return work + batch * self.request_s + context * self.context_token_s + decode_s + attention_s
 
     def kv_s(self, size_bytes: int) -> float:
         """Seconds to copy `size_bytes` of KV blocks to another instance."""

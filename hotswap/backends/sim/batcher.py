@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from hotswap.backends.sim.tokens import SimGeneration
 from hotswap.errors import PromptTooLong
+from hotswap.hardware import DeviceProfile
 from hotswap.request import Request, Token
 from hotswap.stream import TokenQueue
 
@@ -66,6 +67,17 @@ class Step:
     def num_context(self) -> int:
         """Cached tokens that the step attends to."""
         return sum(sequence.num_cached for sequence in self.chunks)
+
+    def seconds(self, profile: DeviceProfile) -> float:
+        """How long it takes on a device."""
+        prefills = [(s.num_cached, count) for s, count in self.chunks.items() if s.num_pending > 1]
+        return profile.step_s(
+            tokens=self.num_tokens,
+            batch=len(self.chunks),
+            context=self.num_context,
+            prefill=sum(count for _, count in prefills),
+            prefill_squares=sum(count * (count + 2 * cached) for cached, count in prefills),
+        )
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Compute `count` more tokens of a sequence."""

@@ -319,9 +319,8 @@ class SimEngine(Engine):
                 self._work = anyio.Event()
                 await self._work.wait()
                 continue
-            batch, context = len(step.chunks), step.num_context
             self._desk.stepping = True
-            await anyio.sleep(self.profile.step_s(tokens=step.num_tokens, batch=batch, context=context))
+            await anyio.sleep(step.seconds(self.profile))
             self._batcher.commit(step)
             self._note_drained()
             self._desk.meet_boundary()
