@@ -1,4 +1,4 @@
-"""The command line: take checkpoints into a store, look after it, and say which models can be served.
+"""The command line: take checkpoints into a store, look after it, say what can be served, and simulate.
 
 Results go to standard output, as a table or with `--json` as one object; progress and errors go to standard
 error, progress on a terminal only. The exit status is 0, 1 when damage or a model that cannot be served was
@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from hotswap.errors import ConfigError, HotswapError, ShardMissing, StoreError, UnsupportedModel
 from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
+from hotswap.simulation.arguments import add_plan, add_simulate
 
 if TYPE_CHECKING:
     from hotswap.backends.stores.bench import Bench
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar="COMMAND"
     )
     _add_check(models.add_parser("check", help="say whether a TorchEngine serves a model exactly"))
+    simulate = commands.add_parser("simulate", help="play a trace to a simulated fleet")
+    add_simulate(simulate)
+    simulate.set_defaults(command=_simulate)
+    plan = commands.add_parser("plan", help="make one decision again, and explain it")
+    add_plan(plan)
+    plan.set_defaults(command=_plan)
     return parser
 
 
@@ -118,6 +125,27 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 # --------------------------------------------------------------------------------------------- commands
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from hotswap.simulation.command import COLUMNS, COUNTS, simulate_all
+
+    if arguments.plots and arguments.out is None:
+        raise ConfigError("--plots needs --out, the directory that pictures go to.")
+    with ExitStack() as bars:
+        report, rows = simulate_all(
+            arguments, lambda name: bars.enter_context(_bar(f"Simulating {name}", unit="requests"))
+        )
+    _tell(arguments, report, _table(("SCHEDULER", *map(str.upper, (*COLUMNS, *COUNTS))), rows))
+    return OK
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from hotswap.simulation.command import explained, plan
+
+    explanation = plan(arguments.view, arguments.scheduler)
+    _tell(arguments, explained(explanation), str(explanation))
+    return OK
 
 
 def _add(arguments: argparse.Namespace) -> int:
@@ -362,15 +390,26 @@ class _Show(Protocol):
 
 
 @contextmanager
-def _bar(title: str) -> Generator[_Show]:
-    """A progress bar in bytes on standard error; none where `rich` is missing or nobody watches."""
+def _bar(title: str, unit: str = "") -> Generator[_Show]:
+    """A progress bar on standard error, in bytes or a unit; none without `rich` or if nobody watches."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            ProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
     except ImportError:
         yield lambda done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    of_bytes: tuple[ProgressColumn, ...] = (DownloadColumn(), TransferSpeedColumn())
+    of_units: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *(of_units if unit else of_bytes))
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)

@@ -1,0 +1,52 @@
+"""What `hotswap simulate` and `hotswap plan` are told, and nothing that takes time to load."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+__all__ = ["add_plan", "add_simulate"]
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `hotswap simulate`."""
+    parser.add_argument(
+        "trace",
+        help="a CSV file with arrival_s, input_tokens and output_tokens, or a made one, like "
+        "poisson:rate=5,seconds=600,models=8,zipf=1 or gamma:rate=5,cv=8",
+    )
+    parser.add_argument(
+        "--scheduler",
+        action="append",
+        required=True,
+        metavar="CALL",
+        help="like 'WeightedLoadSwap(t1=8, t2=16, b=2)', or mine.py:Mine(); several are put side by side",
+    )
+    parser.add_argument("--router", default="AffinityRouter()", metavar="CALL", help="default: %(default)s")
+    parser.add_argument("--engines", type=int, default=4, help="how many (default: %(default)s)")
+    parser.add_argument("--device", default="h100-llama-3.1-8b", help="a profile (default: %(default)s)")
+    parser.add_argument(
+        "--host", metavar="SIZE", help="room of the host tier, like '200 GB'; all if left out"
+    )
+    parser.add_argument("--rate", type=float, help="stretch time to so many requests a second")
+    parser.add_argument("--requests", type=int, help="only the first so many")
+    parser.add_argument("--seed", type=int, default=0, help="of a made trace (default: %(default)s)")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, help="seconds between plans (default: %(default)s)"
+    )
+    parser.add_argument("--min-replicas", type=int, default=0, help="the floor of every model")
+    parser.add_argument(
+        "--lose", action="append", default=[], metavar="e0@30", help="lose an engine at a second"
+    )
+    parser.add_argument("--ttft", type=float, default=10.0, help="seconds to the first token that are fine")
+    parser.add_argument("--tpot", type=float, default=0.1, help="seconds for each other one that are fine")
+    parser.add_argument("--out", type=Path, help="a directory for everything, an outcome a file")
+    parser.add_argument("--plots", action="store_true", help="and for pictures (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `hotswap plan`."""
+    parser.add_argument("view", type=Path, help="a view as JSON, from hotswap.testing.dump_view")
+    parser.add_argument("--scheduler", required=True, metavar="CALL", help="as of `hotswap simulate`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")

@@ -1,0 +1,173 @@
+"""`hotswap simulate` and `hotswap plan`, as the command line calls them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hotswap.errors import ConfigError
+from hotswap.hardware import parse_bytes
+from hotswap.simulation.by_name import router_named, scheduler_named
+from hotswap.simulation.cluster import Cluster, simulate
+from hotswap.simulation.explanation import Explanation, explain
+from hotswap.simulation.outcome import Outcome, Slo
+from hotswap.simulation.plots import draw
+from hotswap.simulation.trace import Trace, generate, power_law_lengths
+from hotswap.testing.replay import load_view
+from hotswap.testing.workloads import Lengths, zipf_mix
+
+__all__ = ["plan", "simulate_all", "trace_of"]
+
+COLUMNS = (
+    "num_requests",
+    "num_failed",
+    "attainment",
+    "ttft_s_p50",
+    "ttft_s_p99",
+    "tpot_s_mean",
+    "latency_s_p99",
+)
+COUNTS = ("num_swaps", "num_evicted", "num_moved")
+_MADE = ("poisson", "gamma")
+
+
+def simulate_all(
+    arguments: argparse.Namespace, progress: Callable[[str], Callable[[int, int], None]]
+) -> tuple[dict[str, object], list[tuple[str, ...]]]:
+    """Run every scheduler of the arguments on the same trace; return the report, and rows for a table."""
+    trace = trace_of(arguments.trace, arguments.seed)
+    if arguments.rate:
+        trace = trace.at_rate(arguments.rate)
+    if arguments.requests:
+        trace = trace.first(arguments.requests)
+    cluster = Cluster(
+        num_engines=arguments.engines,
+        profile=arguments.device,
+        host_bytes=None if arguments.host is None else parse_bytes(arguments.host),
+        min_replicas=arguments.min_replicas,
+        losses=tuple(_loss(text) for text in arguments.lose),
+    )
+    slo = Slo(ttft_s=arguments.ttft, tpot_s=arguments.tpot)
+    outcomes = [
+        simulate(
+            trace,
+            cluster,
+            router=router_named(arguments.router),
+            scheduler=scheduler_named(text),
+            interval_s=arguments.interval,
+            name=text,
+            progress=progress(text),
+        )
+        for text in arguments.scheduler
+    ]
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for number, outcome in enumerate(outcomes, start=1):
+            (arguments.out / f"outcome-{number}.json").write_text(
+                outcome.as_json(slo) + "\n", encoding="utf-8"
+            )
+        if arguments.plots:
+            draw(outcomes, arguments.out)
+    report: dict[str, object] = {
+        "trace": {"name": trace.name, "num_requests": len(trace.requests), "models": trace.models},
+        "engines": arguments.engines,
+        "device": arguments.device,
+        "slo": asdict(slo),
+        "outcomes": [{"scheduler": o.name, **o.summary(slo)} for o in outcomes],
+    }
+    return report, [_row(outcome, slo) for outcome in outcomes]
+
+
+def plan(view: Path, scheduler: str) -> Explanation:
+    """Plan again from the file of a view, as `dump_view` writes it."""
+    try:
+        loaded = load_view(view.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{str(view)!r} cannot be read as a view: {exc}.") from exc
+    return explain(loaded, scheduler_named(scheduler))
+
+
+def explained(explanation: Explanation) -> dict[str, object]:
+    """The explanation as plain values."""
+    return {
+        "scheduler": explanation.scheduler,
+        "actions": [{"action": type(action).__name__, **asdict(action)} for action in explanation.actions],
+        "demands": [asdict(demand) for demand in explanation.demands],
+        "candidates": {
+            model: [asdict(candidate) for candidate in candidates]
+            for model, candidates in explanation.candidates.items()
+        },
+    }
+
+
+def trace_of(text: str, seed: int) -> Trace:
+    """Return the trace of a file, or one that is made: `poisson:rate=5,seconds=600,models=8`.
+
+    Words of a made one are `rate`, `seconds`, `models` (how many), `zipf` (the exponent of their shares, 0
+    for equal ones), `cv` (with `gamma`), and `input` and `output`: a median, or with `law=power` the mean of
+    a power law.
+
+    Raises:
+        ConfigError: there is no such file, or a word is not known.
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in _MADE:
+        return Trace.read(text)
+    words: dict[str, str] = {"cv": "1" if kind == "poisson" else "8"}
+    for word in filter(None, rest.split(",")):
+        key, separator, value = word.partition("=")
+        if not separator or key not in _WORDS:
+            raise ConfigError(
+                f"{word!r} in {text!r} is not understood; there are {', '.join(sorted(_WORDS))}."
+            )
+        words[key] = value
+    try:
+        numbers = {key: float(value) for key, value in words.items() if key != "law"}
+    except ValueError as exc:
+        raise ConfigError(f"{text!r} has a word that is no number: {exc}.") from exc
+    models = [f"m{number}" for number in range(int(numbers.get("models", 1)))]
+    return generate(
+        seed,
+        models=zipf_mix(models, exponent=numbers.get("zipf", 0.0)),
+        rate_per_s=numbers.get("rate", 1.0),
+        seconds=numbers.get("seconds", 600.0),
+        cv=numbers["cv"],
+        prompt_tokens=_lengths(numbers.get("input"), words.get("law", "log-normal")),
+        output_tokens=_lengths(numbers.get("output"), words.get("law", "log-normal")),
+        name=text,
+    )
+
+
+_WORDS = frozenset({"cv", "input", "law", "models", "output", "rate", "seconds", "zipf"})
+
+
+def _lengths(tokens: float | None, law: str) -> Lengths | None:
+    from hotswap.testing.workloads import log_normal_lengths
+
+    if law not in ("log-normal", "power"):
+        raise ConfigError(f"law is {law!r}; give 'log-normal' or 'power'.")
+    if tokens is None:
+        return None
+    return power_law_lengths(int(tokens)) if law == "power" else log_normal_lengths(tokens)
+
+
+def _loss(text: str) -> tuple[float, str]:
+    engine, _, at_s = text.partition("@")
+    try:
+        return float(at_s), engine
+    except ValueError:
+        raise ConfigError(f"{text!r} is no loss; write it like 'e0@30', seconds after the start.") from None
+
+
+def _row(outcome: Outcome, slo: Slo) -> tuple[str, ...]:
+    figures: Mapping[str, float] = outcome.summary(slo)
+    cells: Sequence[str] = [f"{figures[column]:.4g}" for column in COLUMNS]
+    return (outcome.name, *cells, *(f"{figures[column]:.0f}" for column in COUNTS))
+
+
+def dumps(value: object) -> str:
+    """One JSON object, keys in order."""
+    return json.dumps(value, indent=2, sort_keys=True)

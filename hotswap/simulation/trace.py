@@ -1,0 +1,243 @@
+"""Who asked for what, when: traces of real services, and made ones of the same form."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from io import TextIOWrapper
+from math import ceil, isfinite
+from pathlib import Path
+from random import Random
+
+from hotswap.errors import ConfigError
+from hotswap.testing.workloads import Lengths, gamma_gaps, log_normal_lengths, poisson_gaps
+
+__all__ = ["Trace", "TraceRequest", "generate", "power_law_lengths"]
+
+VOCABULARY = 32_000
+# Tokens that a block id of a trace stands for: those of Mooncake's traces.
+PREFIX_BLOCK_TOKENS = 512
+
+_EXPONENTS = {128: 2.0, 256: 1.5, 512: 1.15, 1024: 1.0005}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One request: when it arrives, in seconds from the start, for which model, and how long it is in tokens.
+
+    Requests whose `prefix_blocks` begin alike have prompts that begin alike, in blocks of 512 tokens.
+    """
+
+    arrive_s: float
+    model: str = "m"
+    prompt_tokens: int
+    output_tokens: int
+    adapter: str = ""
+    priority: int = 0
+    prefix_blocks: tuple[int, ...] = ()
+
+    def prompt(self, number: int) -> tuple[int, ...]:
+        """Return token ids of that many; what no prefix says is this `number`'s own."""
+        shared = (
+            (block * PREFIX_BLOCK_TOKENS + at) % VOCABULARY
+            for block in self.prefix_blocks
+            for at in range(PREFIX_BLOCK_TOKENS)
+        )
+        first = number * 7919
+        own = (token % VOCABULARY for token in itertools.count(first))
+        return tuple(itertools.islice(itertools.chain(shared, own), self.prompt_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their arrival; every method returns another trace."""
+
+    requests: tuple[TraceRequest, ...]
+    name: str = "trace"
+
+    def __post_init__(self) -> None:
+        if any(b.arrive_s < a.arrive_s for a, b in itertools.pairwise(self.requests)):
+            raise ConfigError(f"The requests of {self.name!r} are not in order; sort them by arrive_s.")
+
+    @classmethod
+    def of(cls, requests: Iterable[TraceRequest], name: str = "trace") -> Trace:
+        """Return the trace of these requests, sorted by their arrival."""
+        return cls(tuple(sorted(requests, key=lambda request: request.arrive_s)), name)
+
+    @classmethod
+    def read(cls, path: Path | str, *, model: str = "m") -> Trace:
+        """Read a CSV file, gzipped if its name ends in `.gz`.
+
+        Columns `arrival_s`, `input_tokens` and `output_tokens` must be there; `model` (else all requests are
+        for `model`), `adapter`, `priority` and `prefix_blocks_512` (ids with spaces between) may; others are
+        left alone.
+
+        Raises:
+            ConfigError: the file is missing or not such a table; the message names the line.
+        """
+        place = Path(path)
+        try:
+            with place.open("rb") as raw:
+                binary = gzip.GzipFile(fileobj=raw) if place.suffix == ".gz" else raw
+                with TextIOWrapper(binary, encoding="utf-8", newline="") as text:
+                    return cls.of(_rows(text, place, model), place.name.partition(".")[0])
+        except (OSError, UnicodeDecodeError, EOFError, csv.Error) as exc:
+            raise ConfigError(f"{str(place)!r} cannot be read as a trace: {exc}.") from exc
+
+    @property
+    def models(self) -> dict[str, int]:
+        """How many requests each model gets, the most asked for first."""
+        counts = Counter(request.model for request in self.requests)
+        return dict(sorted(counts.items(), key=lambda count: (-count[1], count[0])))
+
+    @property
+    def seconds(self) -> float:
+        """When the last request arrives."""
+        return self.requests[-1].arrive_s if self.requests else 0.0
+
+    @property
+    def rate_per_s(self) -> float:
+        """Requests over seconds; 0 without any."""
+        return len(self.requests) / self.seconds if self.seconds else 0.0
+
+    def at_rate(self, rate_per_s: float) -> Trace:
+        """Stretch time so that requests come at this mean rate."""
+        _positive("rate_per_s", rate_per_s)
+        return self.faster(rate_per_s / self.rate_per_s) if self.seconds else self
+
+    def faster(self, factor: float) -> Trace:
+        """Let `factor` times as many requests come in a second: twice as fast is half the time."""
+        _positive("factor", factor)
+        return self._with(replace(r, arrive_s=r.arrive_s / factor) for r in self.requests)
+
+    def first(self, num_requests: int) -> Trace:
+        """Keep the first so many."""
+        return self._with(self.requests[:num_requests])
+
+    def window(self, start_s: float, seconds: float) -> Trace:
+        """Keep what arrives in `seconds` from `start_s` on, which becomes 0."""
+        inside = (r for r in self.requests if start_s <= r.arrive_s < start_s + seconds)
+        return self._with(replace(r, arrive_s=r.arrive_s - start_s) for r in inside)
+
+    def jittered(self, seed: int, seconds: float) -> Trace:
+        """Move each arrival by up to so many seconds to either side: another run of the same load."""
+        random = Random(seed)
+        moved = (
+            replace(r, arrive_s=max(0.0, r.arrive_s + random.uniform(-seconds, seconds)))
+            for r in self.requests
+        )
+        return Trace.of(moved, self.name)
+
+    def _with(self, requests: Iterable[TraceRequest]) -> Trace:
+        return Trace(tuple(requests), self.name)
+
+    def __repr__(self) -> str:
+        of = f"{len(self.requests)} requests of {len(self.models)} models"
+        return f"<Trace {self.name} [{of}, {self.seconds:.1f} s]>"
+
+
+def generate(
+    seed: int,
+    *,
+    models: Mapping[str, float],
+    rate_per_s: float,
+    seconds: float,
+    cv: float = 1.0,
+    prompt_tokens: Lengths | None = None,
+    output_tokens: Lengths | None = None,
+    name: str = "",
+) -> Trace:
+    """Return `seconds` seconds of requests, shared among models by their weights.
+
+    Gaps are exponential where the coefficient of variation `cv` is 1 (a Poisson process), and elsewhere
+    Gamma-distributed with shape `1 / cv**2`. Lengths are log-normal, with medians of 128 and 64 tokens,
+    unless they are given.
+
+    Raises:
+        ConfigError: no model has a weight, or a number is not over 0.
+    """
+    if not models or min(models.values()) < 0 or sum(models.values()) <= 0:
+        raise ConfigError(f"The models are {dict(models)}; give weights, at least one of them over 0.")
+    for what, value in (("rate_per_s", rate_per_s), ("seconds", seconds), ("cv", cv)):
+        _positive(what, value)
+    random = Random(seed)
+    prompts = prompt_tokens or log_normal_lengths(128)
+    outputs = output_tokens or log_normal_lengths(64)
+    gaps = (
+        poisson_gaps(random, rate_per_s=rate_per_s)
+        if cv == 1
+        else gamma_gaps(random, rate_per_s=rate_per_s, cv=cv)
+    )
+    names, weights = list(models), list(models.values())
+    arrivals = itertools.takewhile(lambda at_s: at_s <= seconds, itertools.accumulate(gaps))
+    return Trace(
+        tuple(
+            TraceRequest(
+                arrive_s=at_s,
+                model=random.choices(names, weights)[0],
+                prompt_tokens=prompts(random),
+                output_tokens=outputs(random),
+            )
+            for at_s in arrivals
+        ),
+        name or f"{'poisson' if cv == 1 else f'gamma-cv{cv:g}'}-{rate_per_s:g}rps",
+    )
+
+
+def power_law_lengths(mean: int, *, most: int = 6144) -> Lengths:
+    """Return a draw of the truncated power laws of Sun et al., Llumnix, OSDI 2024, section 6.1.
+
+    Ranks from 1 to `2 mean - 1` come with a chance proportional to `rank ** -alpha` (alpha 2, 1.5, 1.15 and
+    1.0005 for means of 128, 256, 512 and 1024), are scaled to the mean, rounded up, and cut at `most`.
+
+    Raises:
+        ConfigError: there is no exponent for that mean.
+    """
+    if mean not in _EXPONENTS:
+        raise ConfigError(f"There is no power law with a mean of {mean!r}; give one of {sorted(_EXPONENTS)}.")
+    ranks = range(1, 2 * mean)
+    weights: list[float] = [rank ** -_EXPONENTS[mean] for rank in ranks]
+    total = sum(weights)
+    scale = mean * total / sum(rank * weight for rank, weight in zip(ranks, weights, strict=True))
+    below = [so_far / total for so_far in itertools.accumulate(weights)]
+
+    def draw(random: Random) -> int:
+        rank = min(bisect_left(below, random.random()), len(below) - 1) + 1
+        return min(most, ceil(rank * scale))
+
+    return draw
+
+
+def _rows(text: Iterable[str], place: Path, model: str) -> Iterator[TraceRequest]:
+    table = csv.DictReader(text)
+    missing = {"arrival_s", "input_tokens", "output_tokens"} - set(table.fieldnames or ())
+    if missing:
+        raise ConfigError(f"{str(place)!r} is no trace: it has no column {', '.join(sorted(missing))}.")
+    for number, row in enumerate(table, start=2):
+        try:
+            request = TraceRequest(
+                arrive_s=float(row["arrival_s"]),
+                model=row.get("model") or model,
+                prompt_tokens=max(1, int(row["input_tokens"])),
+                output_tokens=max(1, int(row["output_tokens"])),
+                adapter=row.get("adapter") or "",
+                priority=int(row.get("priority") or 0),
+                prefix_blocks=tuple(map(int, (row.get("prefix_blocks_512") or "").split())),
+            )
+        except (TypeError, ValueError) as exc:
+            raise ConfigError(f"Line {number} of {str(place)!r} is no request: {exc}.") from exc
+        if not (isfinite(request.arrive_s) and request.arrive_s >= 0):
+            raise ConfigError(
+                f"Line {number} of {str(place)!r} arrives at {request.arrive_s}; give 0 or more."
+            )
+        yield request
+
+
+def _positive(what: str, value: float) -> None:
+    if not (value > 0 and isfinite(value)):
+        raise ConfigError(f"{what} is {value!r}; give a finite number over 0.")

@@ -1,0 +1,141 @@
+"""Traces: read whole or refused by the line, stretched without loss, prompts that share prefixes."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from random import Random
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap import ConfigError
+from hotswap.simulation import Trace, TraceRequest, generate
+from hotswap.simulation.trace import PREFIX_BLOCK_TOKENS, power_law_lengths
+
+HEAD = "arrival_s,input_tokens,output_tokens,model,prefix_blocks_512\n"
+ROWS = "0.5,1000,7,a,3 9\n0.25,12,1,b,\n2,600,90,a,3\n"
+
+
+def asked(*times: float) -> list[TraceRequest]:
+    return [TraceRequest(arrive_s=at_s, prompt_tokens=10, output_tokens=4) for at_s in times]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_is_read_whole_and_in_order(tmp_path: Path, packed: bool) -> None:
+    path = tmp_path / ("t.csv.gz" if packed else "t.csv")
+    data = (HEAD + ROWS).encode()
+    path.write_bytes(gzip.compress(data) if packed else data)
+    trace = Trace.read(path)
+    assert [(r.arrive_s, r.model, r.prompt_tokens, r.output_tokens) for r in trace.requests] == [
+        (0.25, "b", 12, 1),
+        (0.5, "a", 1000, 7),
+        (2.0, "a", 600, 90),
+    ]
+    assert trace.requests[1].prefix_blocks == (3, 9)
+    assert trace.models == {"a": 2, "b": 1}
+    assert trace.name == "t"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("arrival_s,input_tokens\n1,2\n", "output_tokens"),
+        (HEAD + "0,1,1,a,\nx,1,1,a,\n", "Line 3"),
+        (HEAD + "0,many,1,a,\n", "Line 2"),
+        (HEAD + "0,1\n", "Line 2"),
+        (HEAD + "nan,1,1,a,\n", "Line 2"),
+        (HEAD + "-1,1,1,a,\n", "Line 2"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_by_its_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        Trace.read(path)
+
+
+def test_a_file_that_is_cut_short_or_missing_is_refused(tmp_path: Path) -> None:
+    whole = gzip.compress((HEAD + ROWS * 100).encode())
+    (tmp_path / "t.csv.gz").write_bytes(whole[: len(whole) // 2])
+    for name in ("t.csv.gz", "other.csv"):
+        with pytest.raises(ConfigError, match=name):
+            Trace.read(tmp_path / name)
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=50), st.floats(0.01, 100))
+def test_another_rate_changes_times_alone(times: list[float], rate_per_s: float) -> None:
+    trace = Trace.of(asked(*times))
+    other = trace.at_rate(rate_per_s)
+    assert len(other.requests) == len(times)
+    if trace.seconds > 1e-6:
+        assert other.rate_per_s == pytest.approx(rate_per_s, rel=1e-6)
+
+
+@given(st.lists(st.floats(0, 100), max_size=40), st.floats(0, 60), st.floats(0.1, 60))
+def test_windows_beside_each_other_miss_nobody(times: list[float], start_s: float, seconds: float) -> None:
+    trace = Trace.of(asked(*times))
+    inside = trace.window(start_s, seconds)
+    assert len(inside.requests) == sum(start_s <= at_s < start_s + seconds for at_s in times)
+    assert all(0 <= r.arrive_s <= seconds for r in inside.requests)
+
+
+def test_jitter_moves_arrivals_and_nothing_else() -> None:
+    trace = Trace.of(asked(*range(50)))
+    one, again, other = (trace.jittered(seed, 3.0) for seed in (1, 1, 2))
+    assert one == again != other
+    assert [r.arrive_s for r in one.requests] == sorted(r.arrive_s for r in one.requests)
+    assert len(one.requests) == 50
+
+
+@given(
+    st.lists(st.integers(0, 1 << 20), max_size=4),
+    st.lists(st.integers(0, 1 << 20), max_size=4),
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+)
+def test_prompts_begin_alike_as_far_as_their_blocks_do(
+    left: list[int], right: list[int], long: int, longer: int
+) -> None:
+    one = TraceRequest(arrive_s=0, prompt_tokens=long, output_tokens=1, prefix_blocks=tuple(left)).prompt(1)
+    two = TraceRequest(arrive_s=0, prompt_tokens=longer, output_tokens=1, prefix_blocks=tuple(right)).prompt(
+        2
+    )
+    assert (len(one), len(two)) == (long, longer)
+    same = next(
+        (n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
+    shared = min(same * PREFIX_BLOCK_TOKENS, long, longer)
+    assert one[:shared] == two[:shared]
+    if same < min(len(left), len(right)) and (left[same] - right[same]) * PREFIX_BLOCK_TOKENS % 32_000:
+        assert shared >= min(long, longer) or one[shared] != two[shared]
+
+
+def test_a_made_trace_is_its_seed() -> None:
+    made = [generate(seed, models={"a": 3, "b": 1}, rate_per_s=5, seconds=60, cv=4) for seed in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]
+    assert set(made[0].models) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"models": {}}, {"models": {"a": -1.0, "b": 2.0}}, {"rate_per_s": 0}, {"cv": -1}]
+)
+def test_a_workload_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    settings: dict[str, object] = {"models": {"a": 1.0}, "rate_per_s": 1.0, "seconds": 10.0, **wrong}
+    with pytest.raises(ConfigError):
+        generate(0, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mean", [128, 256, 512])
+def test_power_laws_have_llumnix_means_and_long_tails(mean: int) -> None:
+    """Sun et al., Llumnix, OSDI 2024, table 1: medians of 38, 32 and 55 below means of 128, 256 and 512."""
+    draw, random = power_law_lengths(mean), Random(0)
+    lengths = sorted(draw(random) for _ in range(20_000))
+    assert fmean(lengths) == pytest.approx(mean, rel=0.15)
+    assert 25 <= lengths[10_000] <= 60
+    assert lengths[-200] > 8 * mean
+    assert lengths[-1] <= 6144
+    with pytest.raises(ConfigError, match="100"):
+        power_law_lengths(100)
