@@ -34,7 +34,7 @@ __all__ = ["LEAST_ROWS", "LinearLayer", "Packs", "Shelf", "kernels", "linear_lay
 log = logging.getLogger("hotswap")
 
 # With a single row oneDNN takes other kernels. It keeps as many sums in registers as there are rows, and with
-# fewer than four a core waits for each: measured on an AMD EPYC, two rows take 1.3 to 1.4 times as long as four.
+# fewer than four a core waits for each: on an AMD EPYC two rows take 1.3 to 1.4 times as long as four.
 LEAST_ROWS = 4
 # Rows that the blocks are laid out for: those of a decode batch. Bits do not depend on it.
 _TYPICAL_ROWS = 32
