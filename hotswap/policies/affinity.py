@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotswap.errors import ConfigError
+from hotswap.policies.balance import check_thresholds, imbalanced
 from hotswap.policies.least_loaded import candidates, least_loaded
 from hotswap.request import Request
 from hotswap.router import Router
@@ -31,10 +31,7 @@ class AffinityRouter(Router):
     rel_threshold: float = 1.5
 
     def __post_init__(self) -> None:
-        if not self.abs_threshold >= 0:
-            raise ConfigError(f"abs_threshold is {self.abs_threshold!r}; give 0 or more requests.")
-        if not self.rel_threshold >= 1:
-            raise ConfigError(f"rel_threshold is {self.rel_threshold!r}; give a ratio of 1 or more.")
+        check_thresholds(self.abs_threshold, self.rel_threshold)
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
         replicas = candidates(request, fleet)
@@ -45,7 +42,9 @@ class AffinityRouter(Router):
         return idlest.id if holder is None or self._imbalanced(holder, idlest) else holder.id
 
     def _imbalanced(self, busy: InstanceView, idle: InstanceView) -> bool:
-        return (
-            busy.num_requests - idle.num_requests > self.abs_threshold
-            and busy.num_requests > self.rel_threshold * idle.num_requests
+        return imbalanced(
+            busy.num_requests,
+            idle.num_requests,
+            abs_threshold=self.abs_threshold,
+            rel_threshold=self.rel_threshold,
         )
