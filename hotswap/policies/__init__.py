@@ -5,20 +5,26 @@ Each is an object with frozen settings; none names the runtime or a backend.
 
 from hotswap.policies.affinity import AffinityRouter
 from hotswap.policies.combine import Cooldown, FirstOf, FirstOfRouters, InOrder
+from hotswap.policies.consistent_hash import ConsistentHashRouter
 from hotswap.policies.cost import MoveCosts
 from hotswap.policies.floors import RestoreFloors
 from hotswap.policies.least_loaded import LeastLoadedRouter
+from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.policies.predict import accepted, assume
+from hotswap.policies.prefix import PrefixRouter
 from hotswap.policies.swap import WeightedLoadSwap
 
 __all__ = [
     "AffinityRouter",
+    "ConsistentHashRouter",
     "Cooldown",
     "FirstOf",
     "FirstOfRouters",
     "InOrder",
     "LeastLoadedRouter",
+    "LeastTimeRouter",
     "MoveCosts",
+    "PrefixRouter",
     "RestoreFloors",
     "WeightedLoadSwap",
     "accepted",

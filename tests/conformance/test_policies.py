@@ -6,7 +6,15 @@ import pytest
 from hypothesis import Phase, settings
 
 from hotswap import Action, FleetView, InstanceId, Request, Router, Scheduler, Swap, Unload
-from hotswap.policies import AffinityRouter, LeastLoadedRouter, RestoreFloors, WeightedLoadSwap
+from hotswap.policies import (
+    AffinityRouter,
+    ConsistentHashRouter,
+    LeastLoadedRouter,
+    LeastTimeRouter,
+    PrefixRouter,
+    RestoreFloors,
+    WeightedLoadSwap,
+)
 from hotswap.testing.conformance import RouterConformance, SchedulerConformance
 from tests.conformance.outcome import failures
 
@@ -22,6 +30,21 @@ class TestLeastLoadedRouterConforms(RouterConformance):
 class TestAffinityRouterConforms(RouterConformance):
     def make_router(self) -> Router:
         return AffinityRouter()
+
+
+class TestConsistentHashRouterConforms(RouterConformance):
+    def make_router(self) -> Router:
+        return ConsistentHashRouter()
+
+
+class TestPrefixRouterConforms(RouterConformance):
+    def make_router(self) -> Router:
+        return PrefixRouter(block_tokens=4)
+
+
+class TestLeastTimeRouterConforms(RouterConformance):
+    def make_router(self) -> Router:
+        return LeastTimeRouter()
 
 
 class TestWeightedLoadSwapConforms(SchedulerConformance):

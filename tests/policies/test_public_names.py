@@ -7,12 +7,15 @@ import hotswap.policies
 
 PUBLIC = [
     "AffinityRouter",
+    "ConsistentHashRouter",
     "Cooldown",
     "FirstOf",
     "FirstOfRouters",
     "InOrder",
     "LeastLoadedRouter",
+    "LeastTimeRouter",
     "MoveCosts",
+    "PrefixRouter",
     "RestoreFloors",
     "WeightedLoadSwap",
     "accepted",

@@ -10,10 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import AdapterId, ConfigError, FleetView, InstanceId, InstanceState, InstanceView, Router
-from hotswap.policies import AffinityRouter, FirstOfRouters, LeastLoadedRouter
+from hotswap.policies import (
+    AffinityRouter,
+    ConsistentHashRouter,
+    FirstOfRouters,
+    LeastLoadedRouter,
+    LeastTimeRouter,
+    PrefixRouter,
+)
 from tests.policies.views import MODELS, empty, fleet, fleet_views, model, request, serving, turning
 
 ROUTERS = (LeastLoadedRouter(), AffinityRouter(), FirstOfRouters(AffinityRouter(), LeastLoadedRouter()))
+# These do not balance by the number of requests alone.
+EVERY_ROUTER = (*ROUTERS, ConsistentHashRouter(), PrefixRouter(), LeastTimeRouter())
 
 
 def holding(instance: InstanceView, *adapters: str) -> InstanceView:
@@ -35,7 +44,7 @@ def route(
 # ------------------------------------------------------------------ every fleet
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+@pytest.mark.parametrize("router", EVERY_ROUTER, ids=repr)
 @given(view=fleet_views(), of=st.sampled_from(MODELS), adapter=st.sampled_from([None, "x", "z"]))
 def test_an_answer_is_an_open_replica_and_given_whenever_there_is_one(
     router: Router, view: FleetView, of: str, adapter: str | None
@@ -50,7 +59,7 @@ def test_an_answer_is_an_open_replica_and_given_whenever_there_is_one(
 # ------------------------------------------------------------------ least loaded
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+@pytest.mark.parametrize("router", EVERY_ROUTER, ids=repr)
 def test_no_open_replica_is_none(router: Router) -> None:
     full = replace(serving("e0", "a", 4), max_requests=4)
     assert route(router) is None
@@ -58,7 +67,7 @@ def test_no_open_replica_is_none(router: Router) -> None:
     assert route(router, serving("e0", "b"), empty("e1"), turning("e2", "a"), draining, full) is None
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+@pytest.mark.parametrize("router", EVERY_ROUTER, ids=repr)
 def test_an_instance_about_to_turn_away_is_used_only_where_no_other_is_open(router: Router) -> None:
     leaving = turning("e0", "b", of="a")
     assert route(router, leaving) == "e0"
@@ -82,7 +91,7 @@ def test_an_instance_too_small_for_the_tokens_is_a_last_resort(router: Router) -
     assert route(router, small, large, tokens=64) == "e0"
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+@pytest.mark.parametrize("router", EVERY_ROUTER, ids=repr)
 def test_a_request_waits_for_the_full_replica_that_alone_can_hold_it(router: Router) -> None:
     small, large = blocks(serving("e0", "a", 0), 2, 2), blocks(serving("e1", "a", 5), 4, 4)
     full = replace(large, max_requests=5)

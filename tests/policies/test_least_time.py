@@ -1,0 +1,149 @@
+"""Least expected time to first token: what it counts, and that the least of all is taken."""
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from hotswap import (
+    AdapterId,
+    ConfigError,
+    FleetView,
+    InstanceState,
+    InstanceView,
+    ModelId,
+    Request,
+    Residency,
+    StoreView,
+    TierView,
+)
+from hotswap.policies import LeastTimeRouter
+from hotswap.testing.strategies import routings
+from tests.policies.views import empty, fleet, model, request, serving
+
+# A thousand tokens a second, so that a token is a millisecond.
+ROUTER = LeastTimeRouter(
+    prefill_tokens_per_s=1000, step_tokens=100, request_s=0.001, adapter_s=0.015, blocks_s=1.0, swap_s=0.2
+)
+
+
+def busy(name: str, *, prefill: int = 0, running: int = 0, unseen: int = 0) -> InstanceView:
+    """An instance that has so much to compute, so many decoding, and so many more on their way to it."""
+    instance = serving(name, "a", running + unseen)
+    return replace(instance, num_running=running, num_prefill_tokens=prefill)
+
+
+def holding(instance: InstanceView, adapter: str) -> InstanceView:
+    return replace(instance, adapters=(AdapterId(adapter),))
+
+
+def route(*instances: InstanceView, adapter: str | None = None, tokens: int = 10) -> str | None:
+    return ROUTER.route(request("a", adapter=adapter, tokens=tokens), fleet(instances, [model("a")]))
+
+
+def expected_s(
+    instance: InstanceView, *, adapter: str | None = None, tokens: int = 10, store: StoreView | None = None
+) -> float:
+    view = replace(fleet([instance], [model("a")]), store=store or StoreView())
+    return ROUTER.expected_s(request("a", adapter=adapter, tokens=tokens), instance, view)
+
+
+# ------------------------------------------------------------------ the sum
+
+
+@given(routings())
+def test_nobody_would_answer_sooner(routing: tuple[Request, FleetView]) -> None:
+    asked, view = routing
+    answer = ROUTER.route(asked, view)
+    able = [i for i in view.serving(asked.model) if i.max_tokens is None or asked.num_tokens < i.max_tokens]
+    if fitting := [i for i in able if not i.swapping] or able:
+        seconds = {i.id: ROUTER.expected_s(asked, i, view) for i in fitting}
+        assert answer is not None
+        assert seconds[answer] == min(seconds.values())
+
+
+def test_what_is_summed() -> None:
+    assert expected_s(busy("e0")) == pytest.approx(0.010)
+    assert expected_s(busy("e0", prefill=80)) == pytest.approx(0.090)
+    assert expected_s(busy("e0", prefill=80, running=5)) == pytest.approx(0.090 + 0.005)
+    assert expected_s(busy("e0", prefill=95, running=5)) == pytest.approx(0.105 + 2 * 0.005)  # two steps
+    assert expected_s(busy("e0", unseen=2)) == pytest.approx(0.030)
+    assert expected_s(busy("e0"), adapter="x") == pytest.approx(0.025)
+    assert expected_s(holding(busy("e0"), "x"), adapter="x") == pytest.approx(0.010)
+    blocks = replace(busy("e0"), num_kv_blocks=10, num_free_kv_blocks=1)
+    assert expected_s(blocks, tokens=16) == pytest.approx(0.016)
+    assert expected_s(blocks, tokens=17) == pytest.approx(1.017)
+
+
+def test_one_long_prompt_weighs_more_than_many_decodes() -> None:
+    assert route(busy("e0", prefill=5000, running=1), busy("e1", running=20)) == "e1"
+    assert route(busy("e0", prefill=10, running=1), busy("e1", running=20)) == "e0"
+
+
+def test_an_adapter_is_worth_what_its_load_takes() -> None:
+    assert route(busy("e0"), holding(busy("e1", prefill=14), "x"), adapter="x") == "e1"
+    assert route(busy("e0"), holding(busy("e1", prefill=16), "x"), adapter="x") == "e0"
+    assert route(busy("e0"), holding(busy("e1", prefill=14), "x")) == "e0"
+
+
+def test_a_burst_that_no_engine_has_seen_yet_is_spread() -> None:
+    loads = [0, 0, 0]
+    for _ in range(30):
+        answer = route(*[busy(f"e{number}", unseen=load) for number, load in enumerate(loads)])
+        assert answer is not None
+        loads[int(answer[1:])] += 1
+    assert loads == [10, 10, 10]
+
+
+def test_ties_go_to_the_fewest_requests_then_the_smaller_id() -> None:
+    waits = replace(busy("e0"), num_requests=1, num_waiting=1)  # nothing to compute, and yet one more
+    assert route(waits, busy("e2"), busy("e1")) == "e1"
+
+
+# ------------------------------------------------------------------ the order of the multi-model post
+
+
+def test_the_order_of_the_post_comes_out_in_its_seconds() -> None:
+    """Model and adapter 0, model 15 ms, warm 2.5 s, cold 23 s: 140 GB over 55 GB/s and over 6.1 GB/s."""
+    size_bytes = 140_000_000_000
+    tiers = (TierView(name="host", bytes_per_s=55e9), TierView(name="disk", bytes_per_s=6.1e9))
+    cold = StoreView(
+        tiers=tiers, residency=(Residency(model=ModelId("a"), tier="disk", size_bytes=size_bytes),)
+    )
+    warm = replace(cold, residency=(replace(cold.residency[0], tier="host"), *cold.residency))
+    router = replace(ROUTER, swap_s=0.0, prefill_tokens_per_s=inf)
+
+    def seconds(instance: InstanceView, store: StoreView) -> float:
+        view = replace(fleet([instance], [model("a"), model("b")]), store=store)
+        return router.expected_s(request("a", adapter="x"), instance, view)
+
+    assert seconds(holding(busy("e0"), "x"), cold) == 0
+    assert seconds(busy("e0"), cold) == pytest.approx(0.015)
+    assert seconds(serving("e0", "b"), warm) == pytest.approx(2.5, abs=0.1)
+    assert seconds(empty("e0"), cold) == pytest.approx(23, abs=0.1)
+
+
+def test_where_a_swap_is_needed_it_takes_what_the_store_says() -> None:
+    assert expected_s(empty("e0", preloaded="a")) == pytest.approx(0.210)
+    assert expected_s(empty("e0")) == inf  # the store does not have it
+    lost = replace(empty("e0", preloaded="a"), state=InstanceState.LOST)
+    assert expected_s(lost) == inf
+    assert route(empty("e0", preloaded="a")) is None  # which is not the router's to ask for
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prefill_tokens_per_s": 0},
+        {"step_tokens": 0},
+        {"request_s": -1.0},
+        {"adapter_s": inf},
+        {"blocks_s": float("nan")},
+        {"swap_s": -0.1},
+    ],
+)
+def test_a_senseless_setting_is_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(values))} is "):
+        LeastTimeRouter(**values)
