@@ -3,6 +3,7 @@
 Each is an object with frozen settings; none names the runtime or a backend.
 """
 
+from hotswap.policies.advisor import SharingAdvisor, SharingReport, WayReport
 from hotswap.policies.affinity import AffinityRouter
 from hotswap.policies.combine import Cooldown, FirstOf, FirstOfRouters, InOrder
 from hotswap.policies.consistent_hash import ConsistentHashRouter
@@ -12,6 +13,8 @@ from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.policies.predict import accepted, assume
 from hotswap.policies.prefix import PrefixRouter
+from hotswap.policies.shapes import ModelShape
+from hotswap.policies.sharing import SharedModel, SharingWay
 from hotswap.policies.swap import WeightedLoadSwap
 
 __all__ = [
@@ -23,9 +26,15 @@ __all__ = [
     "InOrder",
     "LeastLoadedRouter",
     "LeastTimeRouter",
+    "ModelShape",
     "MoveCosts",
     "PrefixRouter",
     "RestoreFloors",
+    "SharedModel",
+    "SharingAdvisor",
+    "SharingReport",
+    "SharingWay",
+    "WayReport",
     "WeightedLoadSwap",
     "accepted",
     "assume",

@@ -1,0 +1,214 @@
+"""The advisor: what it says agrees with itself, and with a device that is followed step by step."""
+
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap import ConfigError, ModelCard, ModelId
+from hotswap.policies import SharedModel, SharingAdvisor, SharingWay
+from hotswap.policies.sharing import switching
+
+GB = 10**9
+ADVISOR = SharingAdvisor(memory_bytes=80 * GB, host_bytes=500 * GB)
+
+RATES = st.floats(0.001, 0.5)
+
+
+def shared(
+    name: str,
+    *,
+    weight: float = 16,
+    rate: float = 0.05,
+    base: str | None = None,
+    adapter_bytes: int = 0,
+    kv_bytes: int = 131_072,
+) -> SharedModel:
+    card = ModelCard(
+        id=ModelId(name),
+        weight_bytes=int(weight * GB),
+        max_context_tokens=8192,
+        kv_bytes_per_token=kv_bytes,
+    )
+    return SharedModel(
+        card=card,
+        requests_per_s=rate,
+        tokens_in=500,
+        tokens_out=200,
+        base=ModelId(base) if base else None,
+        adapter_bytes=adapter_bytes,
+    )
+
+
+def variants(count: int, *, rate: float = 0.05) -> list[SharedModel]:
+    return [shared(f"v{n}", base="llama", adapter_bytes=GB // 5, rate=rate) for n in range(count)]
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_each_way_needs_what_it_holds_at_once() -> None:
+    models = [shared("a", weight=30, kv_bytes=0), shared("b", weight=20, kv_bytes=0), shared("c", kv_bytes=0)]
+    report = ADVISOR.advise(models)
+    needed = {w.way: (w.device_bytes // GB, w.host_bytes // GB, w.num_instances) for w in report.ways}
+    assert needed == {
+        SharingWay.DEDICATED: (30, 0, 3),
+        SharingWay.ADAPTER_POOL: (0, 0, 1),
+        SharingWay.SPATIAL: (66, 0, 1),
+        SharingWay.OVERLAPPED: (50, 66, 1),
+        SharingWay.WARM: (30, 66, 1),
+        SharingWay.COLD: (30, 0, 1),
+    }
+    assert [w.way for w in report.ways if w.obstacle] == [SharingWay.ADAPTER_POOL]
+
+
+@given(st.integers(1, 200), st.integers(0, 200))
+def test_what_does_not_fit_is_said_and_never_best(memory: int, host: int) -> None:
+    advisor = SharingAdvisor(memory_bytes=memory * GB, host_bytes=host * GB)
+    report = advisor.advise([shared("a", weight=40), shared("b", weight=30)])
+    for way in report.ways:
+        fits = way.device_bytes <= memory * GB and way.host_bytes <= host * GB
+        assert bool(way.obstacle) != fits or way.way is SharingWay.ADAPTER_POOL
+    best = report.best()
+    assert best is None or not best.obstacle
+    assert str(report).endswith("nothing can be done" if best is None else f"cheapest: {best.way}")
+
+
+def test_kv_cache_counts_with_the_traffic() -> None:
+    quiet, busy = (ADVISOR.advise([shared("a", rate=rate)]).way(SharingWay.WARM) for rate in (0.01, 2.0))
+    assert quiet.device_bytes == 16 * GB + 700 * 131_072  # one request, whole
+    assert busy.device_bytes == 16 * GB + int(2 * (0.025 + 6) * 600 * 131_072)  # 12 requests, half way
+
+
+# ------------------------------------------------------------------ switches
+
+
+@given(RATES, RATES)
+def test_the_slower_the_switch_the_more_it_adds_and_costs(rate_a: float, rate_b: float) -> None:
+    report = ADVISOR.advise([shared("a", rate=rate_a), shared("b", rate=rate_b)])
+    ways = [report.way(w) for w in (SharingWay.OVERLAPPED, SharingWay.WARM, SharingWay.COLD)]
+    assert [w.switch_s for w in ways] == sorted(w.switch_s for w in ways)
+    assert [w.load for w in ways] == sorted(w.load for w in ways)
+
+
+def test_one_model_alone_switches_never() -> None:
+    report = ADVISOR.advise([shared("a")])
+    for way in report.ways:
+        if way.way is not SharingWay.ADAPTER_POOL:
+            assert (way.switches_per_h, way.added_s, way.switch_s) == (0, 0, 0)
+            assert way.usd_per_h == ADVISOR.usd_per_device_h
+
+
+def test_too_much_traffic_is_said() -> None:
+    report = ADVISOR.advise([shared("a", rate=8), shared("b", rate=8)])
+    assert "of an instance's time" in report.way(SharingWay.SPATIAL).obstacle
+    best = report.best()
+    assert best is not None
+    assert best.way is SharingWay.DEDICATED
+
+
+@pytest.mark.parametrize("rates", [(0.01, 0.02), (0.03, 0.01, 0.005)])
+def test_switches_as_they_come_are_those_of_a_device_that_is_followed(rates: tuple[float, ...]) -> None:
+    """Requests far apart, each of them served before the next one comes."""
+    random, switch_s = Random(7), [2.0, 3.0, 5.0][: len(rates)]
+    arrivals = random.choices(range(len(rates)), weights=rates, k=40_000)
+    switched = [new for old, new in pairwise(arrivals) if old != new]
+    seconds = len(arrivals) / sum(rates)
+    expected = switching(rates, switch_s, turn_s=0.0)
+    assert expected.switches_per_s == pytest.approx(len(switched) / seconds, rel=0.03)
+    total_s = sum(switch_s[new] for new in switched)
+    assert expected.added_s == pytest.approx(total_s / len(arrivals), rel=0.03)
+    assert expected.lost_share == pytest.approx(total_s / seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("num_models", [2, 5])
+def test_waits_in_turns_are_those_of_a_device_that_is_followed(num_models: int) -> None:
+    turn_s, switch_s = 4.0, 1.5
+    round_s = num_models * (turn_s + switch_s)
+    random = Random(7)
+    waits: list[float] = []
+    for _ in range(40_000):
+        came_s, mine = random.random() * round_s, random.randrange(num_models)
+        begins_s = mine * (turn_s + switch_s) + switch_s
+        since_s = (came_s - begins_s) % round_s
+        waits.append(0.0 if since_s < turn_s else round_s - since_s)
+    expected = switching([10.0] * num_models, [switch_s] * num_models, turn_s=turn_s)
+    assert expected.added_s == pytest.approx(sum(waits) / len(waits), rel=0.03)
+    assert expected.switches_per_s == pytest.approx(num_models / round_s)
+    assert expected.lost_share == pytest.approx(switch_s / (turn_s + switch_s))
+
+
+# ------------------------------------------------------------------ adapters
+
+
+def test_variants_of_one_base_are_best_as_a_pool() -> None:
+    best = ADVISOR.advise(variants(20)).best()
+    assert best is not None
+    assert best.way is SharingWay.ADAPTER_POOL
+    assert best.switches_per_h == 0  # all of them fit
+    assert best.host_bytes == 20 * (GB // 5)
+
+
+def test_the_base_may_be_served_too_and_strangers_may_not() -> None:
+    def obstacle(*more: SharedModel) -> str:
+        return ADVISOR.advise([*variants(3), *more]).way(SharingWay.ADAPTER_POOL).obstacle
+
+    assert obstacle(shared("llama")) == ""
+    assert "no variants of one base" in obstacle(shared("mistral"))
+    assert "no variants of one base" in obstacle(shared("x", base="mistral", adapter_bytes=1))
+
+
+def test_of_more_adapters_than_fit_the_least_popular_are_fetched() -> None:
+    popular, rare = variants(2, rate=0.2), variants(3, rate=0.01)
+    models = [*popular, *rare]
+    whole = ADVISOR.advise(models).way(SharingWay.ADAPTER_POOL)
+    room_for_two = replace(ADVISOR, memory_bytes=whole.device_bytes - 3 * (GB // 5))
+    pool = room_for_two.advise(models).way(SharingWay.ADAPTER_POOL)
+    assert pool.obstacle == ""
+    assert pool.switches_per_h == pytest.approx(3600 * 3 * 0.01)
+    assert pool.added_s > whole.added_s
+
+
+# ------------------------------------------------------------------ the report
+
+
+def test_the_report_reads_as_a_table() -> None:
+    lines = str(ADVISOR.advise([shared("a"), shared("b")])).splitlines()
+    assert len(lines) == 8
+    assert lines[0].split() == ["way", "devices", "host", "switch", "switches", "added", "load", "cost"]
+    assert lines[2] == "adapter pool          not possible: the models are no variants of one base"
+    for line in (*lines[3:7], lines[1]):
+        assert len(line) == len(lines[0])
+        assert line.endswith(" USD/h")
+    assert lines[-1] == "cheapest: spatial"
+
+
+def test_a_limit_on_what_may_be_added_counts_before_the_price() -> None:
+    report = ADVISOR.advise([shared("a"), shared("b")])
+    limited = report.best(max_added_s=0.0)
+    assert limited is not None
+    assert limited.way is SharingWay.DEDICATED
+    assert report.best(max_added_s=-1.0) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"memory_bytes": 0}, {"contention": 0.5}, {"turn_s": -1.0}, {"tokens_per_s": float("nan")}],
+)
+def test_a_senseless_setting_is_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(values))} is "):
+        SharingAdvisor(**{"memory_bytes": GB, "host_bytes": GB, **values})
+
+
+def test_senseless_traffic_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^requests_per_s of 'a' is "):
+        shared("a", rate=inf)
+    with pytest.raises(ConfigError, match=r"^adapter_bytes of 'a' is "):
+        shared("a", base="b")
+    with pytest.raises(ConfigError, match="at least one SharedModel"):
+        ADVISOR.advise([])
