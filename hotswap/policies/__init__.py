@@ -13,6 +13,7 @@ from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.policies.predict import accepted, assume
 from hotswap.policies.prefix import PrefixRouter
+from hotswap.policies.quota import ElasticQuota, Quotas, quotas
 from hotswap.policies.shapes import ModelShape
 from hotswap.policies.sharing import SharedModel, SharingWay
 from hotswap.policies.swap import WeightedLoadSwap
@@ -21,6 +22,7 @@ __all__ = [
     "AffinityRouter",
     "ConsistentHashRouter",
     "Cooldown",
+    "ElasticQuota",
     "FirstOf",
     "FirstOfRouters",
     "InOrder",
@@ -29,6 +31,7 @@ __all__ = [
     "ModelShape",
     "MoveCosts",
     "PrefixRouter",
+    "Quotas",
     "RestoreFloors",
     "SharedModel",
     "SharingAdvisor",
@@ -38,4 +41,5 @@ __all__ = [
     "WeightedLoadSwap",
     "accepted",
     "assume",
+    "quotas",
 ]

@@ -9,6 +9,7 @@ from hotswap import Action, FleetView, InstanceId, Request, Router, Scheduler, S
 from hotswap.policies import (
     AffinityRouter,
     ConsistentHashRouter,
+    ElasticQuota,
     LeastLoadedRouter,
     LeastTimeRouter,
     PrefixRouter,
@@ -55,6 +56,11 @@ class TestWeightedLoadSwapConforms(SchedulerConformance):
 class TestRestoreFloorsConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return RestoreFloors()
+
+
+class TestElasticQuotaConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return ElasticQuota()
 
 
 class _First(Router):

@@ -9,6 +9,7 @@ PUBLIC = [
     "AffinityRouter",
     "ConsistentHashRouter",
     "Cooldown",
+    "ElasticQuota",
     "FirstOf",
     "FirstOfRouters",
     "InOrder",
@@ -17,6 +18,7 @@ PUBLIC = [
     "ModelShape",
     "MoveCosts",
     "PrefixRouter",
+    "Quotas",
     "RestoreFloors",
     "SharedModel",
     "SharingAdvisor",
@@ -26,6 +28,7 @@ PUBLIC = [
     "WeightedLoadSwap",
     "accepted",
     "assume",
+    "quotas",
 ]
 
 

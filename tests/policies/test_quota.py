@@ -1,0 +1,126 @@
+"""Turns of models: whose it is, when it is over, and that everybody gets one."""
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap import ConfigError, FleetView, ModelId, Residency, StoreView, TierView
+from hotswap.policies import ElasticQuota, quotas
+from tests.policies.views import MODELS, began, empty, fleet, model, served, serving, swaps, waiting
+
+# n = 4, so that three models on one instance that switch in a second have turns of four seconds.
+RULE = ElasticQuota(tbt_s=0.1, step_s=0.025, max_quota_s=4.0, switch_s=1.0)
+ABC = [model("a", 1), model("b", 1, waiting=1), model("c", 1, waiting=1)]
+
+
+def at(view: FleetView, now_s: float) -> list[tuple[str, str]]:
+    return swaps(RULE.plan(replace(view, now_s=now_s)))
+
+
+# ------------------------------------------------------------------ lengths
+
+
+def test_the_example_of_the_paper_as_a_fleet() -> None:
+    view = fleet([serving("e0", "a")], ABC)
+    assert RULE.quotas_s(view) == {"a": 4.0, "b": 4.0, "c": 4.0}
+
+
+def test_what_the_store_needs_counts_and_slow_models_get_longer() -> None:
+    fast = replace(RULE, tbt_s=1.0)  # so much slack that quotas are below their bound
+    models = [model("a", 1), model("b", 1, w=2.0), model("c", 0)]
+    view = fleet([serving("e0", "a")], models)
+    turns = fast.quotas_s(view)
+    a, b, c = (ModelId(name) for name in "abc")
+    assert turns[b] == 2 * turns[a]
+    assert c not in turns
+    store = StoreView(
+        tiers=(TierView(name="host", bytes_per_s=10.0),),
+        residency=(Residency(model=ModelId("a"), tier="host", size_bytes=20),),
+    )
+    assert fast.quotas_s(replace(view, store=store))[a] == pytest.approx(2 * turns[a])
+
+
+@given(st.integers(1, 4))
+def test_more_instances_are_one_that_is_as_much_faster(num_instances: int) -> None:
+    view = fleet([serving(f"e{n}", "a") for n in range(num_instances)], ABC)
+    expected = quotas([4.0 * num_instances] * 3, 3.0, max_quota_s=4.0).quotas_s
+    assert tuple(RULE.quotas_s(view).values()) == pytest.approx(expected)
+
+
+# ------------------------------------------------------------------ whose turn it is
+
+
+def test_a_turn_is_over_when_its_quota_is_used_up() -> None:
+    view = fleet(
+        [serving("e0", "a", 1, since_s=100.0)], ABC, waiting=[waiting("c", 90.0), waiting("b", 95.0)]
+    )
+    assert at(view, 103.9) == []
+    assert at(view, 104.0) == [("e0", "c")]  # which has waited longer
+
+
+def test_an_empty_instance_comes_first_then_one_that_nobody_misses() -> None:
+    waits = [waiting("b", 99.0)]
+    models = [model("a", 1), model("b", 1, waiting=1), model("c")]
+    idle, used = serving("e1", "c", since_s=100.0), serving("e0", "a", 1, since_s=0.0)
+    assert swaps(RULE.plan(fleet([used, idle, empty("e2")], models, waiting=waits))) == [("e2", "b")]
+    assert swaps(RULE.plan(fleet([used, idle], models, waiting=waits))) == [("e1", "b")]
+    twice = [serving("e0", "a", 1, since_s=100.0), serving("e1", "a", 0, since_s=100.0)]
+    assert swaps(RULE.plan(fleet(twice, models, waiting=waits))) == [("e1", "b")]
+
+
+def test_who_is_furthest_beyond_its_quota_gives_way() -> None:
+    instances = [serving("e0", "a", 1, since_s=80.0), serving("e1", "b", 1, since_s=70.0)]
+    models = [model("a", 1), model("b", 1), model("c", 1, waiting=1)]
+    view = fleet(instances, models, waiting=[waiting("c", 90.0)])
+    assert swaps(RULE.plan(view)) == [("e1", "c")]
+    kept = [model("a", 1), model("b", 1, floor=1), model("c", 1, waiting=1)]
+    assert swaps(RULE.plan(replace(view, models=tuple(kept)))) == [("e0", "c")]
+
+
+def test_nobody_is_moved_for_a_model_that_has_a_replica() -> None:
+    assert swaps(RULE.plan(fleet([serving("e0", "a", 50)], [model("a", 50), model("b")]))) == []
+
+
+@given(st.integers(1, 3), st.integers(2, 4))
+def test_everybody_is_served_once_in_a_round(num_instances: int, num_models: int) -> None:
+    """Two minutes of control periods of a tenth of a second, loads that take until the next."""
+    names = MODELS[:num_models]
+    tick_s, since_s = 0.1, dict.fromkeys(names, 0.0)  # when each of them was served last
+    longest_s = 0.0
+    view = fleet([empty(f"e{n}") for n in range(num_instances)], [model(name, 1) for name in names])
+    for tick in range(1200):
+        now_s = tick * tick_s
+        for instance in view.instances:
+            if instance.model is not None:
+                since_s[instance.model] = now_s
+        off = [name for name in names if not view.replicas(name)]
+        longest_s = max([longest_s, *(now_s - since_s[name] for name in off)])
+        view = replace(view, now_s=now_s, waiting=tuple(waiting(name, since_s[name]) for name in off))
+        view = served(began(view, RULE.plan(view)))
+    turns = RULE.quotas_s(view).values()
+    rounds = (sum(turns) + num_models * tick_s * 2) / num_instances
+    assert longest_s <= rounds + max(turns)
+
+
+@pytest.mark.parametrize(
+    "values", [{"tbt_s": 0}, {"step_s": inf}, {"max_quota_s": -1}, {"switch_s": -0.1}, {"deadline_s": inf}]
+)
+def test_a_senseless_setting_is_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(values))} is "):
+        ElasticQuota(**values)
+
+
+def test_senseless_numbers_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^n is "):
+        quotas([4.0, 0.0], 1.0)
+    with pytest.raises(ConfigError, match=r"^c is "):
+        quotas([4.0], -1.0)
+    with pytest.raises(ConfigError, match=r"^max_quota_s is "):
+        quotas([4.0], 1.0, max_quota_s=0.0)
+    assert quotas([], 0.0).quotas_s == ()
+    assert quotas([1.0, 2.0], 0.0).quotas_s == (4.0, 2.0)
+    assert quotas([40.0, 80.0], 0.0).quotas_s == (0.0, 0.0)
