@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import exp, inf
 
 from hotswap.errors import ConfigError
 from hotswap.policies.sharing import (
@@ -104,8 +104,9 @@ class SharingAdvisor:
 
     **Ours:** the number of switches and what they add (`switching`); KV cache by Little's law, for as many
     requests as are under way on average, one of each model at least; `load`; of adapters the most popular
-    stay where not all fit; models side by side slow each other by `contention` all the time, which is its
-    worst case; and the baseline, an instance for each model.
+    stay where not all fit; models side by side slow each other while both have requests (of independent
+    ones, *a* on average, none is under way for the share exp(-a) of the time), and for `load` all the time;
+    and the baseline, an instance for each model.
 
     Attributes:
         memory_bytes: Of all devices of one instance, what the engine may use.
@@ -143,10 +144,10 @@ class SharingAdvisor:
 
     def __post_init__(self) -> None:
         over_zero = ("memory_bytes", "num_devices", "link_bytes_per_s", "disk_bytes_per_s")
-        for name in (*over_zero, "tokens_per_s", "prefill_tokens_per_s"):
+        for name in (*over_zero, "tokens_per_s", "prefill_tokens_per_s", "turn_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give a number over 0.")
-        seconds = ("init_s", "lead_s", "turn_s", "tpot_s")
+        seconds = ("init_s", "lead_s", "tpot_s")
         for name in (*seconds, "host_bytes", "usd_per_device_h", "usd_per_token"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give 0 or more.")
@@ -189,7 +190,9 @@ class SharingAdvisor:
         if way is SharingWay.OVERLAPPED:
             device_bytes = max(device_bytes, sum(weights[:2]) + max(map(self._kv_bytes, models)))
         switch_s = [self._switch_s(way, m.card.weight_bytes) for m in models]
-        switches = switching([m.requests_per_s for m in models], switch_s, turn_s=self.turn_s)
+        switches = switching(
+            [m.requests_per_s for m in models], switch_s, list(map(self._alone_s, models)), turn_s=self.turn_s
+        )
         return self._report(
             way,
             device_bytes=device_bytes,
@@ -204,7 +207,7 @@ class SharingAdvisor:
         return self._report(
             SharingWay.SPATIAL,
             device_bytes=sum(m.card.weight_bytes + self._kv_bytes(m) for m in models),
-            switches=Switching(added_s=(contention - 1) * self._mean(self._alone_s, models)),
+            switches=Switching(added_s=(contention - 1) * self._beside_s(models)),
             load=sum(map(self._work, models)) * contention,
         )
 
@@ -282,6 +285,16 @@ class SharingAdvisor:
     def _alone_s(self, model: SharedModel) -> float:
         """Return how long a request takes with the device to its model's own batch."""
         return model.tokens_in / self.prefill_tokens_per_s + model.tokens_out * self.tpot_s
+
+    def _beside_s(self, models: Sequence[SharedModel]) -> float:
+        """Return how long requests of another model are under way during a request, on average."""
+        under_way = sum(m.requests_per_s * self._alone_s(m) for m in models)
+
+        def beside_s(model: SharedModel) -> float:
+            alone_s = self._alone_s(model)
+            return alone_s * (1 - exp(model.requests_per_s * alone_s - under_way))
+
+        return self._mean(beside_s, models)
 
     def _work(self, model: SharedModel) -> float:
         """Return the share of an instance's time that the model's requests take."""

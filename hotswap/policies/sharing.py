@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import isfinite
+from math import ceil, isfinite
 
 from hotswap.errors import ConfigError
 from hotswap.model import ModelCard
@@ -104,29 +104,55 @@ def switch_penalty_usd_per_h(
     return switches_per_h * switch_s * tokens_per_s * usd_per_token
 
 
-def switching(rates: Sequence[float], switch_s: Sequence[float], *, turn_s: float) -> Switching:
+def switching(
+    rates: Sequence[float], switch_s: Sequence[float], service_s: Sequence[float], *, turn_s: float
+) -> Switching:
     """Return how often one device switches between models whose requests arrive independently.
 
-    Ours; the post takes the number of switches as given. Model *i* has the share *p* of all requests, and a
-    switch to it takes *s*. Served as they come, a request needs a switch if the one before it was for another
-    model:
+    Ours; the post takes the number of switches as given. Model *i* has the share *p* of all requests, `rate`
+    of its own, a request of it takes *A* once it is served, and a switch to it *s*. Served as they come, a
+    request needs a switch if the one before it was for another model, and waits for those of other models
+    that are under way, each for half of what it takes:
 
-        switches a second = rate * sum p (1 - p)         added = sum p (1 - p) s
+        switches a second = sum rate (1 - p)        added = sum p ((1 - p) s + sum of others' rate A^2 / 2)
 
-    Where that leaves less than `turn_s` between switches, models take turns of that length instead: a round
-    is all turns and switches, and a request that comes while its model is off waits half of that time. It
-    counts neither queueing behind requests of the same model nor prefills of evicted requests that begin
-    again.
+    which is right while requests seldom meet. Where it leaves less than `turn_s` between switches, or less
+    than a request takes, models have turns of `turn_s` instead: a round is all turns and switches, a request
+    that comes while its model is off waits half of that time, and one that does not end in a turn goes on in
+    the next. It counts neither queueing behind requests of the same model nor what is computed again when a
+    request goes on.
+
+    Args:
+        rates: Requests a second, for each model.
+        switch_s: Seconds of a switch to each model.
+        service_s: Seconds of a request of each model, once it is served.
+        turn_s: The least time that a model keeps the device, over 0.
     """
-    total = sum(rates)
-    active = [(rate / total, seconds) for rate, seconds in zip(rates, switch_s, strict=True) if rate > 0]
+    active = [each for each in zip(rates, switch_s, service_s, strict=True) if each[0] > 0]
     if len(active) < 2:
         return Switching()
-    per_request = sum(share * (1 - share) for share, _ in active)
-    added_s = sum(share * (1 - share) * seconds for share, seconds in active)
-    if total * (per_request * turn_s + added_s) <= 1:
-        return Switching(total * per_request, added_s, total * added_s)
-    all_switches_s = sum(seconds for _, seconds in active)
+    total = sum(rate for rate, _, _ in active)
+    switches_per_s = sum(rate * (1 - rate / total) for rate, _, _ in active)
+    lost_share = sum(rate * (1 - rate / total) * switch for rate, switch, _ in active)
+    mean_s = sum(rate * service for rate, _, service in active) / total
+    if switches_per_s * max(turn_s, mean_s) + lost_share > 1:
+        return _in_turns(active, turn_s)
+    under_way_s = [rate * service**2 / 2 for rate, _, service in active]
+    met_s = sum(
+        rate / total * (sum(under_way_s) - own_s)
+        for (rate, _, _), own_s in zip(active, under_way_s, strict=True)
+    )
+    return Switching(switches_per_s, lost_share / total + met_s, lost_share)
+
+
+def _in_turns(active: Sequence[tuple[float, float, float]], turn_s: float) -> Switching:
+    total = sum(rate for rate, _, _ in active)
+    all_switches_s = sum(switch for _, switch, _ in active)
     round_s = len(active) * turn_s + all_switches_s
-    waiting_s = (round_s - turn_s) ** 2 / (2 * round_s)
-    return Switching(len(active) / round_s, waiting_s, all_switches_s / round_s)
+    off_s = round_s - turn_s
+    added_s = off_s**2 / (2 * round_s)
+    for rate, _, service in active:
+        # Ends of turns that a request meets: begun within one, wherever in it, or with one.
+        within, with_one = service / turn_s, max(ceil(service / turn_s) - 1, 0)
+        added_s += rate / total * off_s * (turn_s * within + off_s * with_one) / round_s
+    return Switching(len(active) / round_s, added_s, all_switches_s / round_s)

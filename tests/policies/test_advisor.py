@@ -1,7 +1,6 @@
 """The advisor: what it says agrees with itself, and with a device that is followed step by step."""
 
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 from random import Random
 from typing import Any
@@ -112,35 +111,61 @@ def test_too_much_traffic_is_said() -> None:
     assert best.way is SharingWay.DEDICATED
 
 
-@pytest.mark.parametrize("rates", [(0.01, 0.02), (0.03, 0.01, 0.005)])
-def test_switches_as_they_come_are_those_of_a_device_that_is_followed(rates: tuple[float, ...]) -> None:
-    """Requests far apart, each of them served before the next one comes."""
-    random, switch_s = Random(7), [2.0, 3.0, 5.0][: len(rates)]
-    arrivals = random.choices(range(len(rates)), weights=rates, k=40_000)
-    switched = [new for old, new in pairwise(arrivals) if old != new]
-    seconds = len(arrivals) / sum(rates)
-    expected = switching(rates, switch_s, turn_s=0.0)
-    assert expected.switches_per_s == pytest.approx(len(switched) / seconds, rel=0.03)
-    total_s = sum(switch_s[new] for new in switched)
-    assert expected.added_s == pytest.approx(total_s / len(arrivals), rel=0.03)
-    assert expected.lost_share == pytest.approx(total_s / seconds, rel=0.03)
+@pytest.mark.parametrize(("rates", "service_s"), [((0.01, 0.02), 0.0), ((0.003, 0.001, 0.002), 8.0)])
+def test_switches_as_they_come_are_those_of_a_device_that_is_followed(
+    rates: tuple[float, ...], service_s: float
+) -> None:
+    """It serves one model's requests together, and turns to another when they have ended."""
+    random, switch_s = Random(7), [0.2, 0.3, 0.5]
+    num_requests, num_switches, switching_s, waited_s = 60_000, 0, 0.0, 0.0
+    now_s, serves, busy_until_s = 0.0, 0, 0.0
+    for wanted in random.choices(range(len(rates)), weights=rates, k=num_requests):
+        now_s += random.expovariate(sum(rates))
+        starts_s = now_s
+        if wanted != serves:
+            starts_s = max(now_s, busy_until_s) + switch_s[wanted]
+            num_switches, switching_s, serves = num_switches + 1, switching_s + switch_s[wanted], wanted
+        waited_s += starts_s - now_s
+        busy_until_s = max(busy_until_s, starts_s + service_s)
+    count = len(rates)
+    expected = switching(rates, switch_s[:count], [service_s] * count, turn_s=0.1)
+    assert expected.switches_per_s == pytest.approx(num_switches / now_s, rel=0.03)
+    assert expected.lost_share == pytest.approx(switching_s / now_s, rel=0.03)
+    assert expected.added_s == pytest.approx(waited_s / num_requests, rel=0.05)
 
 
+@pytest.mark.parametrize("service_s", [0.0, 1.0, 4.0, 9.5])
 @pytest.mark.parametrize("num_models", [2, 5])
-def test_waits_in_turns_are_those_of_a_device_that_is_followed(num_models: int) -> None:
+def test_waits_in_turns_are_those_of_a_device_that_is_followed(num_models: int, service_s: float) -> None:
     turn_s, switch_s = 4.0, 1.5
     round_s = num_models * (turn_s + switch_s)
-    random = Random(7)
-    waits: list[float] = []
-    for _ in range(40_000):
-        came_s, mine = random.random() * round_s, random.randrange(num_models)
-        begins_s = mine * (turn_s + switch_s) + switch_s
-        since_s = (came_s - begins_s) % round_s
-        waits.append(0.0 if since_s < turn_s else round_s - since_s)
-    expected = switching([10.0] * num_models, [switch_s] * num_models, turn_s=turn_s)
-    assert expected.added_s == pytest.approx(sum(waits) / len(waits), rel=0.03)
+    off_s = round_s - turn_s
+    random, num_requests, added_s = Random(7), 40_000, 0.0
+    for _ in range(num_requests):
+        at_s, left_s = random.random() * round_s, service_s  # its model is on from 0 to `turn_s`
+        if at_s >= turn_s:
+            added_s, at_s = added_s + round_s - at_s, 0.0
+        while left_s > turn_s - at_s:
+            left_s, at_s, added_s = left_s - (turn_s - at_s), 0.0, added_s + off_s
+    expected = switching([9.0] * num_models, [switch_s] * num_models, [service_s] * num_models, turn_s=turn_s)
+    assert expected.added_s == pytest.approx(added_s / num_requests, rel=0.03)
     assert expected.switches_per_s == pytest.approx(num_models / round_s)
     assert expected.lost_share == pytest.approx(switch_s / (turn_s + switch_s))
+
+
+def test_models_side_by_side_slow_each_other_while_both_have_requests() -> None:
+    """Followed by drawing: whether another model's request is under way, moment by moment."""
+    advisor = replace(ADVISOR, contention=3.0)
+    added_s = [
+        advisor.advise([shared("a", rate=rate), shared("b", rate=rate)]).way(SharingWay.SPATIAL).added_s
+        for rate in (1e-6, 0.05, 10.0)
+    ]
+    alone_s = 500 / 20_000 + 200 * 0.03
+    random, num_moments = Random(7), 40_000
+    busy = sum(random.expovariate(0.05) < alone_s for _ in range(num_moments)) / num_moments
+    assert added_s[0] == pytest.approx(0.0, abs=1e-3)
+    assert added_s[1] == pytest.approx((3.0 - 1.0) * alone_s * busy, rel=0.03)
+    assert added_s[2] == pytest.approx((3.0 - 1.0) * alone_s)
 
 
 # ------------------------------------------------------------------ adapters
