@@ -25,8 +25,7 @@ def test_a_round_makes_the_promised_share_of_the_tokens_that_are_due_in_it(
     turns = quotas(n, c, max_quota_s=max_quota_s)
     round_s = c + sum(turns.quotas_s)
     for n_i, quota_s in zip(n, turns.quotas_s, strict=True):
-        on_time = min(1.0, n_i * quota_s / round_s)
-        assert on_time == pytest.approx(turns.attainment)
+        assert n_i * quota_s / round_s == pytest.approx(1 / turns.alpha)
         assert quota_s <= max_quota_s * (1 + 1e-9)
 
 
@@ -41,3 +40,4 @@ def test_more_work_than_an_engine_can_do_is_shared_evenly() -> None:
     turns = quotas([1.0, 1.0, 1.0], 1.0)
     assert turns.quotas_s == (4.0, 4.0, 4.0)
     assert turns.attainment == pytest.approx(4.0 / 13.0)
+    assert quotas([40.0], 1.0).attainment == 1.0

@@ -134,6 +134,15 @@ def test_switches_as_they_come_are_those_of_a_device_that_is_followed(
     assert expected.added_s == pytest.approx(waited_s / num_requests, rel=0.05)
 
 
+@pytest.mark.parametrize(("service_s", "turn_s"), [(10.0, 1.0), (0.0, 10.0)])
+def test_requests_that_come_too_often_make_models_take_turns(service_s: float, turn_s: float) -> None:
+    """A switch every five seconds would cut requests of ten, or turns that are to be ten."""
+    often = switching([0.2, 0.2], [0.5, 0.5], [service_s] * 2, turn_s=turn_s)
+    assert often.switches_per_s == pytest.approx(1 / (turn_s + 0.5))
+    seldom = switching([0.02, 0.02], [0.5, 0.5], [service_s] * 2, turn_s=turn_s)
+    assert seldom.switches_per_s == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize("service_s", [0.0, 1.0, 4.0, 9.5])
 @pytest.mark.parametrize("num_models", [2, 5])
 def test_waits_in_turns_are_those_of_a_device_that_is_followed(num_models: int, service_s: float) -> None:

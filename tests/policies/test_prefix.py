@@ -53,6 +53,7 @@ def test_a_prefix_is_worth_more_than_a_shorter_queue() -> None:
 
 def test_a_prompt_without_a_whole_block_goes_to_the_shortest_queue() -> None:
     assert {route(asks(key, key, key), 3, 1, 2) for key in range(20)} == {"e1"}
+    assert {route(asks(key, key, key).continued([key] * 9), 3, 1, 2) for key in range(20)} == {"e1"}
     assert len({route(asks(key, key, key, key), 3, 1, 2) for key in range(20)}) == 3
 
 
