@@ -11,6 +11,7 @@ from hotswap.policies.cost import MoveCosts
 from hotswap.policies.floors import RestoreFloors
 from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.least_time import LeastTimeRouter
+from hotswap.policies.monitor import Recommendation, ScalingMonitor, ScalingStep
 from hotswap.policies.predict import accepted, assume
 from hotswap.policies.prefix import PrefixRouter
 from hotswap.policies.quota import ElasticQuota, Quotas, quotas
@@ -32,7 +33,10 @@ __all__ = [
     "MoveCosts",
     "PrefixRouter",
     "Quotas",
+    "Recommendation",
     "RestoreFloors",
+    "ScalingMonitor",
+    "ScalingStep",
     "SharedModel",
     "SharingAdvisor",
     "SharingReport",
