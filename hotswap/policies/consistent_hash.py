@@ -55,14 +55,15 @@ class ConsistentHashRouter(Router):
     - The circle has all instances of the fleet, whatever they serve, and the walk goes past those that are no
       candidates. That gives each key the same order of replicas as a circle of candidates would, and swaps
       and full instances change nothing in it: it is made once for a set of instances.
-    - Each instance has `virtual_nodes` points, so that what it leaves is spread over the others.
+    - Each instance has `virtual_nodes` points, so that what it leaves is spread over the others. A thousand
+      instances of 64 take a tenth of a second, once.
     - Points are BLAKE2b of ids, keys of values: the same in every process, on every machine.
     """
 
     key: RoutingKey = "prefix"
     prefix_tokens: int = 64
     c: float = 1.25
-    virtual_nodes: int = 128
+    virtual_nodes: int = 64
 
     def __post_init__(self) -> None:
         if not callable(self.key) and str(self.key) not in ("prefix", "adapter"):

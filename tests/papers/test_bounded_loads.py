@@ -21,7 +21,7 @@ def test_the_capacity_of_a_bin() -> None:
     assert sorted(loads.values()) == [1, 4, 4]
 
 
-# Times as many keys as a bin held, of 12 bins with 20 keys each; without slack (c = 1) it is 6.
+# Times as many keys as a bin held, of 12 bins with 20 keys each; without slack (c = 1) over 6.
 @pytest.mark.parametrize(("c", "times"), [(1.25, 3.0), (1.5, 2.0), (2.0, 1.5)])
 def test_a_bin_that_comes_or_leaves_moves_few_balls(c: float, times: float) -> None:
     """Section 1: O(1 / eps^2) times what a bin holds, in expectation; here over every bin that may leave.
