@@ -42,7 +42,7 @@ class InstanceState(StrEnum):
 class InstanceView:
     """One instance at one moment.
 
-    The engine fills in what it knows; the fleet adds the last six fields. `num_requests` counts every
+    The engine fills in what it knows; the fleet adds the last seven fields. `num_requests` counts every
     request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
     `num_prefill_tokens` are what requests here must have computed before their next token, beyond the one
     that a decode computes; an engine that is not told how far a prompt is counts it whole until its first
@@ -53,7 +53,7 @@ class InstanceView:
     it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
     that can hold none. `serving_since_s` is the loop time at which the present model became ready, `None` if
     there is none. `road` is how the engine came by it, in the engine's own words, where it has more ways than
-    one.
+    one. `last_used_s` is the loop time at which a request last came here or left, `None` if none ever did.
     """
 
     id: InstanceId
@@ -78,6 +78,7 @@ class InstanceView:
     serving_since_s: float | None = None
     resting: tuple[ModelId, ...] = ()
     draining: bool = False
+    last_used_s: float | None = None
 
     @property
     def open(self) -> bool:

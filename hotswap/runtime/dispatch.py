@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import anyio
+
 from hotswap.request import ModelId, Request
 from hotswap.router import Router
 from hotswap.runtime.instance import Instance
@@ -47,11 +49,13 @@ class Dispatcher:
     def charge(self, request: Request, instance: Instance) -> None:
         """Count a request to an instance."""
         instance.num_requests += 1
+        instance.last_used_s = anyio.current_time()
         self.num_running[request.model] += 1
 
     def release(self, request: Request, instance: Instance) -> None:
         """Count it out again."""
         instance.num_requests -= 1
+        instance.last_used_s = anyio.current_time()
         self.num_running[request.model] -= 1
         self._on_release()
 

@@ -43,6 +43,7 @@ class Instance:
         self.draining = False
         self._adapts = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the view
         self.serving_since_s: float | None = None
+        self.last_used_s: float | None = None
         self.swap_context: SpanContext | None = None
         self._first_token: Span | None = None
         self._retries: dict[ModelId | None, Retry] = {}
@@ -61,6 +62,7 @@ class Instance:
             serving_since_s=self.serving_since_s if view.model is not None else None,
             draining=self.draining,
             resting=tuple(model for model in self._retries if model is not None and not self.due(model)),
+            last_used_s=self.last_used_s,
         )
 
     @property

@@ -386,3 +386,24 @@ async def test_a_fleet_that_is_not_open_says_so_before_anything_else() -> None:
         await fleet.swap("e0", to="a")
     with pytest.raises(FleetClosed):
         await fleet.generate("a", PROMPT)
+
+
+@virtual_time
+async def test_an_instance_was_used_last_when_a_request_came_or_left() -> None:
+    def used_s(fleet: Fleet) -> list[float | None]:
+        return [instance.last_used_s for instance in fleet.view().instances]
+
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        assert used_s(fleet) == [None, None]
+        async with fleet.stream("a", PROMPT, Sampling(max_tokens=50, ignore_eos=True)) as stream:
+            came_s = anyio.current_time()
+            await anyio.sleep(0.1)
+            assert used_s(fleet) == [came_s, None]
+            await stream.collect()
+        left_s = anyio.current_time()
+        await anyio.sleep(5.0)
+        assert used_s(fleet) == [left_s, None]
+        assert left_s > came_s + 0.1
+        await fleet.unload("e0")
+        assert used_s(fleet) == [left_s, None]
