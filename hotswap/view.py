@@ -198,12 +198,19 @@ class StoreView:
         section 5.1: `q + n / b`). What is on its way up already is among those queued and counts once.
         """
         name = self.tier_of(model) if tier is None else tier
+        num_bytes = self.load_bytes(model, name)
+        if num_bytes is None:
+            return float("inf")
+        return num_bytes / next(link.bytes_per_s for link in self.tiers if link.name == name)
+
+    def load_bytes(self, model: ModelId, tier: str | None = None) -> int | None:
+        """Bytes to be read before the model is loaded, as in `load_s`; `None` if it is not there."""
+        name = self.tier_of(model) if tier is None else tier
         link = next((link for link in self.tiers if link.name == name), None)
         size = _size(self.residency, model, name)
         if link is None or size is None:
-            return float("inf")
-        own_bytes = size if _size(self.rising, model, name) is None else 0
-        return (link.queued_bytes + own_bytes) / link.bytes_per_s
+            return None
+        return link.queued_bytes + (size if _size(self.rising, model, name) is None else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

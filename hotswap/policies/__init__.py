@@ -17,6 +17,7 @@ from hotswap.policies.prefix import PrefixRouter
 from hotswap.policies.quota import ElasticQuota, Quotas, quotas
 from hotswap.policies.shapes import ModelShape
 from hotswap.policies.sharing import SharedModel, SharingWay
+from hotswap.policies.startup_cost import LoadCosts, StartupCosts
 from hotswap.policies.swap import WeightedLoadSwap
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "LeastLoadedRouter",
     "LeastTimeRouter",
     "ModelShape",
+    "LoadCosts",
     "MoveCosts",
     "PrefixRouter",
     "Quotas",
@@ -42,6 +44,7 @@ __all__ = [
     "SharingReport",
     "SharingWay",
     "WayReport",
+    "StartupCosts",
     "WeightedLoadSwap",
     "accepted",
     "assume",

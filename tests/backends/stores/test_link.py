@@ -158,6 +158,9 @@ async def test_the_view_says_what_is_queued(disk: Gated) -> None:
         assert view.load_s(A) == pytest.approx(4 * UNIT / link.bytes_per_s)
         assert view.load_s(B) == view.load_s(B, "nvme") == pytest.approx(8 * UNIT / link.bytes_per_s)
         assert view.load_s(A, "pinned") == float("inf")
+        assert view.load_bytes(A) == 4 * UNIT, "it is on its way, so its bytes are among those queued"
+        assert view.load_bytes(B) == 8 * UNIT
+        assert view.load_bytes(A, "pinned") is None
         for model in (A, B):
             disk.gates[model].set()
         await _until(lambda: store.view().tier_of(B) == "pinned")
