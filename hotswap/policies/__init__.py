@@ -12,6 +12,7 @@ from hotswap.policies.floors import RestoreFloors
 from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.policies.monitor import Recommendation, ScalingMonitor, ScalingStep
+from hotswap.policies.placement import StartupTimePlacement
 from hotswap.policies.predict import accepted, assume
 from hotswap.policies.prefix import PrefixRouter
 from hotswap.policies.quota import ElasticQuota, Quotas, quotas
@@ -45,6 +46,7 @@ __all__ = [
     "SharingWay",
     "WayReport",
     "StartupCosts",
+    "StartupTimePlacement",
     "WeightedLoadSwap",
     "accepted",
     "assume",

@@ -10,7 +10,7 @@ from hotswap.action import Swap
 from hotswap.request import ModelId
 from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, ModelView
 
-__all__ = ["Allocation"]
+__all__ = ["Allocation", "turns_away", "used_s"]
 
 
 # A model that failed on two instances has itself to blame, not an instance.
@@ -87,9 +87,9 @@ class Allocation:
         gives to a model that failed to load twice in a row and rests from it on any instance: it would leave
         EMPTY one instance after the other, and may use those that are so.
         """
-        if model.num_failed_loads >= _DOUBTFUL and model.id in self._resting:
+        if self._doubtful(model):
             return
-        spare = [m for m in self.models.values() if m.id != model.id and self._spare(m)]
+        spare = [m for m in self.models.values() if m.id != model.id and self.num_spare(m) > 0]
         for donor in sorted(spare, key=lambda m: (self.load(m), self.load(m, more=-1), m.id)):
             if instance := self.replica(donor, model, served_s=served_s):
                 yield donor, instance
@@ -109,8 +109,50 @@ class Allocation:
                     self._num_replicas[model] -= 1
                 return
 
-    def _spare(self, model: ModelView) -> bool:
-        return self.num_replicas(model) > model.min_replicas
+    def num_spare(self, model: ModelView) -> int:
+        """Return how many replicas the model has beyond its floor; below zero where it lacks some."""
+        return self.num_replicas(model) - model.min_replicas
+
+    def takeable(self, model: ModelView) -> list[InstanceView]:
+        """Return the instances that may be turned to the model, by id: EMPTY ones, and what others can spare.
+
+        Whom `donors` lets give nothing, gives nothing here.
+        """
+        free = (i for instances in self._free.values() for i in instances.values())
+        return sorted((i for i in free if self.may_turn(i, model)), key=lambda i: i.id)
+
+    def may_turn(self, instance: InstanceView, model: ModelView) -> bool:
+        """Whether the instance is among those that are `takeable` for the model."""
+        held = None if instance.state is InstanceState.EMPTY else instance.model
+        if instance.id not in self._free.get(held, {}) or not _takes(model, instance):
+            return False
+        if held is None:
+            return True
+        donor = self.models.get(held)
+        spares = donor is not None and donor.id != model.id and self.num_spare(donor) > 0
+        return spares and not self._doubtful(model)
+
+    def _doubtful(self, model: ModelView) -> bool:
+        return model.num_failed_loads >= _DOUBTFUL and model.id in self._resting
+
+
+def turns_away(instance: InstanceView) -> bool:
+    """Return whether an instance is on its way to another model than it has, or to none.
+
+    One that is shown as busy turning to its own model, as `Cooldown` does, goes on serving it.
+    """
+    return instance.swapping and instance.target != instance.model
+
+
+def used_s(instance: InstanceView) -> float:
+    """Return the loop time at which an instance was last of use: loaded, given a request or done with one.
+
+    Minus infinity if it is EMPTY, or nobody knows.
+    """
+    if instance.state is InstanceState.EMPTY:
+        return -inf
+    times_s = (instance.serving_since_s, instance.last_used_s)
+    return max((time_s for time_s in times_s if time_s is not None), default=-inf)
 
 
 def _becomes(instance: InstanceView) -> ModelId | None:

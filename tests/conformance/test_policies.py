@@ -14,6 +14,9 @@ from hotswap.policies import (
     LeastTimeRouter,
     PrefixRouter,
     RestoreFloors,
+    LeastLoadedRouter,
+    RestoreFloors,
+    StartupTimePlacement,
     WeightedLoadSwap,
 )
 from hotswap.testing.conformance import RouterConformance, SchedulerConformance
@@ -61,6 +64,9 @@ class TestRestoreFloorsConforms(SchedulerConformance):
 class TestElasticQuotaConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return ElasticQuota()
+class TestStartupTimePlacementConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return StartupTimePlacement()
 
 
 class _First(Router):

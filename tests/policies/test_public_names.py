@@ -30,6 +30,7 @@ PUBLIC = [
     "SharingWay",
     "WayReport",
     "StartupCosts",
+    "StartupTimePlacement",
     "WeightedLoadSwap",
     "accepted",
     "assume",

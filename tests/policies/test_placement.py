@@ -1,0 +1,423 @@
+"""Where `StartupTimePlacement` starts a model: cases worked by hand, and that trying finds nothing better."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, combinations, product
+from math import inf, nan
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotswap import (
+    Action,
+    ConfigError,
+    FleetView,
+    InstanceState,
+    InstanceView,
+    Migrate,
+    ModelId,
+    ModelView,
+    RequestId,
+    Residency,
+    RunningView,
+    StoreView,
+    Swap,
+    TierView,
+)
+from hotswap.policies import Cooldown, StartupCosts, StartupTimePlacement, accepted
+from tests.policies.views import empty, fleet, fleet_views, model, serving, swaps, turning, waiting
+
+GB = 10**9
+DISK = TierView(name="disk", bytes_per_s=4 * GB)
+STORE = StoreView(
+    tiers=(DISK,),
+    residency=tuple(Residency(model=ModelId(name), tier="disk", size_bytes=8 * GB) for name in "abcd"),
+)
+LOAD_S = 2.0  # 8 GB from that disk
+# The defaults of ServerlessLLM's own scheduler for a move, and 20 tokens a second.
+COSTS = StartupCosts(token_s=0.01, start_s=0.1, tpot_s=0.05)
+RULE = StartupTimePlacement(costs=COSTS)
+
+
+def run(
+    name: str, on: InstanceView, tokens: int = 100, left: int = 1000, *, moving: bool = False
+) -> RunningView:
+    assert on.model is not None
+    return RunningView(
+        id=RequestId(name),
+        model=on.model,
+        instance=on.id,
+        num_tokens=tokens,
+        num_remaining=left,
+        moving=moving,
+    )
+
+
+def seen(
+    instances: Iterable[InstanceView], models: Iterable[ModelView], running: Iterable[RunningView] = ()
+) -> FleetView:
+    """A fleet whose counts agree with what runs on it."""
+    runs = tuple(running)
+    counts = Counter(r.instance for r in runs)
+    return replace(
+        fleet([replace(i, num_requests=counts[i.id]) for i in instances], models), running=runs, store=STORE
+    )
+
+
+def moves(actions: Iterable[Action]) -> dict[str, str]:
+    """The planned moves as `request: destination`."""
+    return {action.request: action.destination for action in actions if isinstance(action, Migrate)}
+
+
+def small(instance: InstanceView, max_requests: int) -> InstanceView:
+    return replace(instance, max_requests=max_requests)
+
+
+# ------------------------------------------------------------------ worked by hand
+
+
+E0, E1, E2 = serving("e0", "b"), serving("e1", "b"), serving("e2", "b")
+RUNS = (
+    run("r0", E0, 1000),  # 0.01 * 1000 + 0.1 = 10.1 s
+    run("r1", E1, 100),  # 1.1 s
+    run("r2", E1, 200),  # 2.1 s
+    run("r3", E2, 4000),  # 40.1 s
+)
+
+
+def test_victims_that_move_soonest_make_room() -> None:
+    """Startup times: 12.1 s on e0, 5.2 s on e1, 42.1 s on e2; so e1, and its requests go to the other two."""
+    plan = RULE.plan(seen([E0, E1, E2], [model("a", 1, waiting=1), model("b", 4)], RUNS))
+    assert swaps(plan) == [("e1", "a")]
+    assert moves(plan) == {"r1": "e0", "r2": "e2"}
+    (swap,) = [action for action in plan if isinstance(action, Swap)]
+    assert swap.deadline_s == RULE.deadline_s
+    assert swap.reason == "1 wait for a; e1 is ready in 5.2 s"
+
+
+def test_a_busy_replica_that_is_free_sooner_is_waited_for() -> None:
+    """100 tokens left at 0.05 s each are 5 s, 110 are 5.5 s; the startup time is 5.2 s."""
+    busy = small(serving("e3", "a"), 1)
+    models = [model("a", 2, waiting=1), model("b", 4)]
+    waits = seen([E0, E1, E2, busy], models, [*RUNS, run("r4", busy, left=100)])
+    assert RULE.plan(waits) == ()
+    starts = seen([E0, E1, E2, busy], models, [*RUNS, run("r4", busy, left=110)])
+    assert swaps(RULE.plan(starts)) == [("e1", "a")]
+
+
+def test_those_that_would_wait_longer_get_an_instance_though_others_wait() -> None:
+    busy = small(serving("e3", "a"), 1)
+    view = seen(
+        [small(empty("e0"), 1), small(empty("e1"), 1), busy],
+        [model("a", 4, waiting=3)],
+        [run("r0", busy, left=20)],
+    )
+    assert swaps(RULE.plan(view)) == [("e0", "a"), ("e1", "a")]  # three wait, one of them for 1 s alone
+
+
+def test_an_idle_instance_is_quicker_than_victims_and_an_empty_one_harms_nobody() -> None:
+    idle = serving("e4", "c")
+    models = [model("a", 1, waiting=1), model("b", 4), model("c")]
+    assert swaps(RULE.plan(seen([E0, E1, E2, idle], models, RUNS))) == [("e4", "a")]
+    assert swaps(RULE.plan(seen([E0, E1, E2, idle, empty("e5")], models, RUNS))) == [("e5", "a")]
+
+
+def test_a_preloaded_model_needs_no_load() -> None:
+    """3.2 s on e1, where it is staged, against 2 s on an EMPTY instance; and 1.1 s with one victim."""
+    staged = replace(E1, preloaded=ModelId("a"))
+    models = [model("a", 1, waiting=1), model("b", 4)]
+    assert swaps(RULE.plan(seen([E0, staged, E2, empty("e3")], models, RUNS))) == [("e3", "a")]
+    one_less = [r for r in RUNS if r.id != "r2"]
+    assert swaps(RULE.plan(seen([E0, staged, E2, empty("e3")], models, one_less))) == [("e1", "a")]
+
+
+def test_of_idle_instances_the_one_used_longest_ago_goes() -> None:
+    instances = [
+        replace(serving("e0", "b"), last_used_s=90.0),
+        replace(serving("e1", "c"), last_used_s=20.0),
+        serving("e2", "d", since_s=30.0),
+    ]
+    models = [model("a", 1, waiting=1), model("b"), model("c"), model("d")]
+    assert swaps(RULE.plan(seen(instances, models))) == [("e1", "a")]
+
+
+def test_a_request_that_ends_sooner_than_it_could_move_stays() -> None:
+    """Four tokens left take 0.2 s, a move 1.1 s: e1 is ready after 2.2 s, and needs no room elsewhere."""
+    full = small(E0, 1)
+    ending = run("r1", E1, 100, left=4)
+    view = seen([full, E1], [model("a", 1, waiting=1), model("b", 2)], [run("r0", full), ending])
+    plan = RULE.plan(view)
+    assert swaps(plan) == [("e1", "a")]
+    assert moves(plan) == {}
+
+
+# ------------------------------------------------------------------ what is not done
+
+
+def test_nobody_is_evicted_where_no_room_is() -> None:
+    full = [small(serving("e0", "b"), 1), small(serving("e1", "b"), 1)]
+    runs = [run("r0", full[0]), run("r1", full[1])]
+    models = [model("a", 1, waiting=1), model("b", 2)]
+    assert RULE.plan(seen(full, models, runs)) == ()
+    roomy = [full[0], small(full[1], 2)]
+    assert moves(RULE.plan(seen(roomy, models, runs))) == {"r0": "e1"}
+
+
+def test_room_that_is_waited_for_is_no_room() -> None:
+    roomy = [small(serving("e0", "b"), 1), small(serving("e1", "b"), 2)]
+    runs = [run("r0", roomy[0]), run("r1", roomy[1])]
+    assert RULE.plan(seen(roomy, [model("a", 1, waiting=1), model("b", 3, waiting=1)], runs)) == ()
+
+
+def test_room_is_counted_in_kv_blocks_too() -> None:
+    def plan(free: int) -> dict[str, str]:
+        there = replace(E1, num_kv_blocks=100, num_free_kv_blocks=free, kv_block_tokens=16)
+        runs = [run("r0", E0, 100, left=400), run("r1", there, 300, left=400)]
+        # The largest has 300 tokens, and 19 blocks hold 304.
+        return moves(RULE.plan(seen([E0, there], [model("a", 1, waiting=1), model("b", 2)], runs)))
+
+    assert plan(free=19) == {"r0": "e1"}
+    assert plan(free=18) == {"r1": "e0"}  # nothing is known of the blocks of e0
+
+
+def test_a_pool_that_could_never_hold_a_request_is_no_room() -> None:
+    def plan(num_kv_blocks: int) -> dict[str, str]:
+        there = replace(serving("e1", "b"), resting=(ModelId("a"),), kv_block_tokens=16)
+        there = replace(there, num_kv_blocks=num_kv_blocks, num_free_kv_blocks=num_kv_blocks)
+        runs = [run("r0", E0, 100, left=100)]  # 200 tokens in the end
+        return moves(RULE.plan(seen([E0, there], [model("a", 1, waiting=1), model("b", 1)], runs)))
+
+    assert plan(num_kv_blocks=12) == {}
+    assert plan(num_kv_blocks=13) == {"r0": "e1"}
+
+
+def test_what_could_not_be_emptied_is_no_reason_not_to_wait() -> None:
+    """1.1 s on e1, were there room for its victim; so 2 s on e2, and the replica is free after 1.5 s."""
+    staged = replace(small(serving("e1", "b"), 1), preloaded=ModelId("a"))
+    busy = small(serving("e0", "a"), 1)
+    models = [model("a", 2, waiting=1), model("b", 1)]
+    runs = [run("r0", busy, left=30), run("r1", staged)]
+    assert RULE.plan(seen([busy, staged, empty("e2")], models, runs)) == ()
+    room = small(serving("e3", "b"), 1)
+    assert moves(RULE.plan(seen([busy, staged, empty("e2"), room], models, runs))) == {"r1": "e3"}
+
+
+def test_floors_are_kept() -> None:
+    models = [model("a", 1, waiting=1), model("b", 4, floor=3)]
+    assert RULE.plan(seen([E0, E1, E2], models, RUNS)) == ()
+
+
+def test_a_place_that_is_free_or_coming_is_enough() -> None:
+    two = [model("a", 2, waiting=2), model("b")]
+    assert RULE.plan(seen([small(serving("e0", "a"), 2), empty("e1")], two)) == ()
+    assert RULE.plan(seen([turning("e0", "a"), empty("e1")], two)) == ()
+    assert swaps(RULE.plan(seen([small(turning("e0", "a"), 1), empty("e1")], two))) == [("e1", "a")]
+
+
+def test_an_instance_to_which_requests_are_on_their_way_is_no_victim() -> None:
+    arriving = replace(seen([E0, E1], [model("a", 1, waiting=1), model("b", 1)]), running=())
+    arriving = replace(arriving, instances=tuple(replace(i, num_requests=1) for i in arriving.instances))
+    assert RULE.plan(arriving) == ()
+
+
+def test_models_take_turns_by_the_longest_wait_and_queue_behind_one_another() -> None:
+    models = [model("a", 1, waiting=1), model("b", 1, waiting=1)]
+    view = replace(seen([empty("e0")], models), waiting=(waiting("a", 99.0), waiting("b", 98.0)))
+    assert swaps(RULE.plan(view)) == [("e0", "b")]
+    both = replace(view, instances=(empty("e0"), empty("e1")))
+    assert [action.reason for action in RULE.plan(both) if isinstance(action, Swap)] == [
+        "1 wait for b; e0 is ready in 2 s",
+        "1 wait for a; e1 is ready in 4 s",
+    ]
+
+
+# ------------------------------------------------------------------ an instance that turns
+
+
+def test_moving_off_a_turning_instance_goes_on() -> None:
+    """The fleet drops moves beyond those that an instance may take part in; the next plan asks again."""
+    models = [model("a", 1, waiting=1), model("b", 3)]
+    leaving = replace(turning("e1", "a", of="b"), state=InstanceState.DRAINING)
+    runs = [run("r0", E0), run("r1", leaving, moving=True), run("r2", leaving), run("r3", leaving, left=2)]
+    plan = RULE.plan(seen([E0, leaving], models, runs))
+    assert moves(plan) == {"r2": "e0"}
+    assert swaps(plan) == []
+
+
+def test_an_instance_that_others_are_sent_to_is_not_turned_in_the_same_plan() -> None:
+    leaving = turning("e0", "a", of="b")
+    models = [model("a", 1), model("b", 1), model("c", 1, waiting=1)]
+    plan = RULE.plan(seen([leaving, E1], models, [run("r0", leaving)]))
+    assert moves(plan) == {"r0": "e1"}
+    assert swaps(plan) == []
+
+
+# ------------------------------------------------------------------ trying everything
+
+
+def subsets(instances: Sequence[InstanceView]) -> Iterator[tuple[InstanceView, ...]]:
+    return chain.from_iterable(combinations(instances, size) for size in range(1, len(instances) + 1))
+
+
+class Tried:
+    """What any set of instances would cost and free for model `a`, by the words of the docstring alone."""
+
+    def __init__(self, view: FleetView) -> None:
+        self.view = view
+
+    def movers(self, instance: InstanceView) -> list[RunningView]:
+        here = [r for r in self.view.running if r.instance == instance.id]
+        return [r for r in here if 0.05 * r.num_remaining > 0.01 * r.num_tokens + 0.1]
+
+    def seconds(self, instance: InstanceView) -> float:
+        here = [r for r in self.view.running if r.instance == instance.id]
+        each = (min(0.05 * r.num_remaining, 0.01 * r.num_tokens + 0.1) for r in here)
+        return sum(each) + (0.0 if instance.preloaded == "a" else LOAD_S)
+
+    def possible(self, taken: Sequence[InstanceView]) -> bool:
+        """Whether floors hold, and some way of sending every victim somewhere leaves room for who waits."""
+        for donor in self.view.models:
+            mine = [i for i in taken if i.model == donor.id]
+            if mine and len(self.view.replicas(donor.id)) - len(mine) < donor.min_replicas:
+                return False
+            if mine and not self.all_find_room(donor, mine):
+                return False
+        return True
+
+    def all_find_room(self, donor: ModelView, taken: Sequence[InstanceView]) -> bool:
+        victims = [run for instance in taken for run in self.movers(instance)]
+        stay = [i for i in self.view.instances if i.model == donor.id and i not in taken]
+        for sent in product(stay, repeat=len(victims)):
+            arrivals = Counter(i.id for i in sent)
+            left = [i.max_requests - i.num_requests - arrivals[i.id] for i in stay]
+            if all(places >= 0 for places in left) and sum(left) >= donor.num_waiting:
+                return True
+        return False
+
+    def best(self) -> tuple[int, float] | None:
+        """Slots freed (the need at most) and seconds of the best set; `None` if nothing should be done."""
+        a = self.view.model(ModelId("a"))
+        replicas = [i for i in self.view.instances if i.model == "a"]
+        candidates = [i for i in self.view.instances if i.model != "a"]
+        possible = [taken for taken in subsets(candidates) if self.possible(taken)]
+        quickest_s = min((self.seconds(i) for (i, *more) in possible if not more), default=inf)
+        served = sum(0.05 * r.num_remaining <= quickest_s for r in self.view.running if r.model == "a")
+        need = a.num_waiting - sum(i.max_requests - i.num_requests for i in replicas) - served
+        if need <= 0 or not possible:
+            return None
+        worths = [
+            (-min(need, sum(i.max_requests for i in taken)), sum(map(self.seconds, taken)))
+            for taken in possible
+        ]
+        freed, seconds = min(worths)
+        return -freed, seconds
+
+
+@st.composite
+def small_fleets(draw: st.DrawFn) -> FleetView:
+    """Up to five instances of a, b and c or EMPTY, up to six requests on them, and some that wait for a."""
+    instances = []
+    for n in range(draw(st.integers(1, 5))):
+        of = draw(st.sampled_from(["b", "b", "a", "c", "b", "a", None]))
+        instance = serving(f"e{n}", of) if of else empty(f"e{n}")
+        preloaded = ModelId("a") if of != "a" and draw(st.integers(0, 5)) == 0 else None
+        instances.append(replace(instance, max_requests=draw(st.integers(1, 3)), preloaded=preloaded))
+    places = [i for i in instances if i.model for _ in range(i.max_requests)]
+    most = min(6, len(places))
+    where = draw(st.permutations(range(len(places))))[: draw(st.integers(most // 2, most))]
+    runs = [
+        run(
+            f"r{n}",
+            places[place],
+            draw(st.sampled_from([100, 700, 1500])),
+            draw(st.sampled_from([2000, 1000, 200, 40, 1])),
+        )
+        for n, place in enumerate(where)
+    ]
+    models = [
+        model("a", 9, waiting=draw(st.integers(1, 7))),
+        model("b", 9, waiting=draw(st.integers(0, 1)), floor=draw(st.integers(0, 1))),
+        model("c", 9, floor=draw(st.integers(0, 1))),
+    ]
+    return seen(instances, models, runs)
+
+
+@settings(max_examples=300)
+@given(small_fleets())
+def test_no_other_choice_of_instances_is_better(view: FleetView) -> None:
+    tried = Tried(view)
+    best = tried.best()
+    plan = RULE.plan(view)
+    for_a = [action for action in plan if isinstance(action, Swap) and action.model == "a"]  # b comes after
+    taken = [view.instance(swap.instance) for swap in for_a]
+    if best is None:
+        assert taken == []
+        return
+    freed, seconds = best
+    assert sum(i.max_requests for i in taken) >= freed
+    assert sum(map(tried.seconds, taken)) == pytest.approx(seconds)
+    assert tried.possible(taken)
+
+
+@given(small_fleets())
+def test_every_victim_is_sent_once_to_a_replica_that_stays_and_has_room(view: FleetView) -> None:
+    plan = RULE.plan(view)
+    turned = {action.instance: action.model for action in plan if isinstance(action, Swap)}
+    sent = Counter(action.destination for action in plan if isinstance(action, Migrate))
+    victims = [run.id for i in view.instances if i.id in turned for run in Tried(view).movers(i)]
+    assert sorted(a.request for a in plan if isinstance(a, Migrate)) == sorted(victims)
+    models = {run.id: run.model for run in view.running}
+    for action in plan:
+        if isinstance(action, Migrate):
+            destination = view.instance(action.destination)
+            assert destination.id not in turned
+            assert destination.model == models[action.request]
+            assert destination.num_requests + sent[destination.id] <= destination.max_requests
+
+
+# ------------------------------------------------------------------ every fleet
+
+
+@given(fleet_views())
+def test_every_action_would_be_begun(view: FleetView) -> None:
+    view = replace(view, store=STORE)
+    plan = RULE.plan(view)
+    assert accepted(view, plan) == tuple(plan)
+    for action in plan:
+        assert isinstance(action, Swap)
+        instance = view.instance(action.instance)
+        assert action.model not in instance.resting
+        assert not instance.memory_bytes or view.model(action.model).weight_bytes <= instance.memory_bytes
+
+
+@given(small_fleets())
+def test_the_order_of_the_view_does_not_matter(view: FleetView) -> None:
+    other = replace(
+        view,
+        instances=view.instances[::-1],
+        models=view.models[::-1],
+        running=view.running[::-1],
+    )
+    assert RULE.plan(other) == RULE.plan(view)
+
+
+def test_without_news_of_the_store_any_instance_is_as_good() -> None:
+    view = replace(seen([empty("e0")], [model("a", 1, waiting=1)]), store=StoreView())
+    assert swaps(RULE.plan(view)) == [("e0", "a")]
+
+
+@pytest.mark.parametrize("deadline_s", [-1.0, inf, nan])
+def test_a_senseless_deadline_is_refused(deadline_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"^deadline_s is "):
+        StartupTimePlacement(deadline_s=deadline_s)
+
+
+def test_a_cooling_replica_is_a_replica() -> None:
+    """`Cooldown` shows it as turning to the model that it has: full as it is, it is no place that comes."""
+    cooling = small(serving("e0", "a", since_s=99.0), 1)
+    view = seen([cooling, empty("e1")], [model("a", 2, waiting=1)], [run("r0", cooling)])
+    assert swaps(Cooldown(RULE, 5.0).plan(view)) == [("e1", "a")]

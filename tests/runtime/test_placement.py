@@ -1,0 +1,92 @@
+"""Placements as a fleet carries them out: victims move, and nobody loses a token by it."""
+
+from __future__ import annotations
+
+import anyio
+
+from hotswap import Fleet, MigrationLimits, Sampling
+from hotswap.policies import (
+    InOrder,
+    RestoreFloors,
+    StartupCosts,
+    StartupTimePlacement,
+)
+from hotswap.testing.virtual_time import virtual_time
+from tests.runtime.support import engine_of, idle, models, read, sim_fleet, until
+
+LONG = Sampling(max_tokens=400, ignore_eos=True)
+SHORT = Sampling(max_tokens=20, ignore_eos=True)
+
+
+def running(fleet: Fleet, model: str) -> int:
+    return sum(i.num_running for i in fleet.view().instances if i.model == model)
+
+
+@virtual_time
+async def test_victims_move_to_another_replica_and_the_model_starts_in_their_place() -> None:
+    costs = StartupCosts()
+    fleet = sim_fleet(
+        "a",
+        "b",
+        models=[*models("a"), *models("b", min_replicas=1)],
+        scheduler=InOrder(RestoreFloors(), StartupTimePlacement(costs=costs)),
+        interval_s=0.1,
+        on_swap=costs.learn_swap,
+        on_migration=costs.learn_move,
+    )
+    async with fleet, anyio.create_task_group() as clients:
+        await until(lambda: fleet.view().instance(fleet.view().instances[0].id).model == "b")
+        await fleet.swap("e1", to="b")
+        for turn in range(6):
+            clients.start_soon(read, fleet, "b", (turn, 9), LONG)
+        await until(lambda: running(fleet, "b") == 6)
+        clients.start_soon(read, fleet, "a", (7, 8, 9), SHORT)
+        await until(lambda: running(fleet, "a") == 1)
+        assert [record.outcome for record in fleet.migrations] == ["done"] * 3
+        swap = fleet.swaps[-1]
+        assert (swap.model, swap.num_evicted) == ("a", 0)
+        assert running(fleet, "b") == 6
+    assert costs.loads.bandwidths.keys() == {"disk"} | {record.tier for record in fleet.swaps}
+    assert "moves" in repr(costs)
+
+
+@virtual_time
+async def test_what_has_no_room_elsewhere_keeps_its_place() -> None:
+    fleet = sim_fleet(
+        "a",
+        "b",
+        engines=[engine_of(f"e{n}", max_requests=2) for n in range(2)],
+        scheduler=StartupTimePlacement(),
+        interval_s=0.1,
+    )
+    async with fleet:
+        async with anyio.create_task_group() as clients:
+            for turn in range(4):
+                clients.start_soon(read, fleet, "b", (turn, 9), LONG)
+            await until(lambda: running(fleet, "b") == 4)
+            clients.start_soon(read, fleet, "a", (7, 8, 9), SHORT)
+            await until(lambda: running(fleet, "a") == 1)
+            assert running(fleet, "b") <= 2  # it waited until an instance could be emptied
+        assert all(record.num_evicted == 0 for record in fleet.swaps)
+        idle(fleet)
+
+
+@virtual_time
+async def test_moves_may_go_side_by_side() -> None:
+    fleet = sim_fleet(
+        "a",
+        "b",
+        scheduler=StartupTimePlacement(),
+        interval_s=100.0,
+        migration_limits=MigrationLimits(per_instance=8),
+    )
+    async with fleet, anyio.create_task_group() as clients:
+        for name in ("e0", "e1"):
+            await fleet.swap(name, to="b")
+        for turn in range(6):
+            clients.start_soon(read, fleet, "b", (turn, 9), LONG)
+        await until(lambda: running(fleet, "b") == 6)
+        clients.start_soon(read, fleet, "a", (7, 8, 9), SHORT)
+        await until(lambda: running(fleet, "a") == 1)
+        assert len(fleet.migrations) == 3
+        assert fleet.swaps[-1].num_evicted == 0
