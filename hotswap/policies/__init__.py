@@ -9,6 +9,7 @@ from hotswap.policies.combine import Cooldown, FirstOf, FirstOfRouters, InOrder
 from hotswap.policies.consistent_hash import ConsistentHashRouter
 from hotswap.policies.cost import MoveCosts
 from hotswap.policies.floors import RestoreFloors
+from hotswap.policies.keep_alive import KeepAliveSwap
 from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.policies.monitor import Recommendation, ScalingMonitor, ScalingStep
@@ -18,6 +19,10 @@ from hotswap.policies.prefix import PrefixRouter
 from hotswap.policies.quota import ElasticQuota, Quotas, quotas
 from hotswap.policies.shapes import ModelShape
 from hotswap.policies.sharing import SharedModel, SharingWay
+from hotswap.policies.pinning import StaticPinning
+from hotswap.policies.placement import StartupTimePlacement
+from hotswap.policies.predict import accepted, assume
+from hotswap.policies.shepherd import ShepherdSwap
 from hotswap.policies.startup_cost import LoadCosts, StartupCosts
 from hotswap.policies.swap import WeightedLoadSwap
 
@@ -29,6 +34,7 @@ __all__ = [
     "FirstOf",
     "FirstOfRouters",
     "InOrder",
+    "KeepAliveSwap",
     "LeastLoadedRouter",
     "LeastTimeRouter",
     "ModelShape",
@@ -45,8 +51,10 @@ __all__ = [
     "SharingReport",
     "SharingWay",
     "WayReport",
+    "ShepherdSwap",
     "StartupCosts",
     "StartupTimePlacement",
+    "StaticPinning",
     "WeightedLoadSwap",
     "accepted",
     "assume",

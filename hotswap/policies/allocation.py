@@ -132,6 +132,15 @@ class Allocation:
         spares = donor is not None and donor.id != model.id and self.num_spare(donor) > 0
         return spares and not self._doubtful(model)
 
+    def free_replicas(self, model: ModelView) -> tuple[InstanceView, ...]:
+        """Return the model's replicas that could be turned or unloaded now."""
+        return tuple(self._free.get(model.id, {}).values())
+
+    def drop(self, instance: InstanceView) -> None:
+        """Count a replica that is unloaded to no model, and no longer as free."""
+        if instance.model is not None and self._free[instance.model].pop(instance.id, None) is not None:
+            self._num_replicas[instance.model] -= 1
+
     def _doubtful(self, model: ModelView) -> bool:
         return model.num_failed_loads >= _DOUBTFUL and model.id in self._resting
 

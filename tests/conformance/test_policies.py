@@ -14,9 +14,12 @@ from hotswap.policies import (
     LeastTimeRouter,
     PrefixRouter,
     RestoreFloors,
+    KeepAliveSwap,
     LeastLoadedRouter,
     RestoreFloors,
+    ShepherdSwap,
     StartupTimePlacement,
+    StaticPinning,
     WeightedLoadSwap,
 )
 from hotswap.testing.conformance import RouterConformance, SchedulerConformance
@@ -67,6 +70,21 @@ class TestElasticQuotaConforms(SchedulerConformance):
 class TestStartupTimePlacementConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return StartupTimePlacement()
+
+
+class TestStaticPinningConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return StaticPinning({"e0": "a", "e1": "b", "e2": "a", "gone": "c"})
+
+
+class TestKeepAliveSwapConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return KeepAliveSwap(keep_alive_s=100.0)
+
+
+class TestShepherdSwapConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return ShepherdSwap(lambda_=1.5)
 
 
 class _First(Router):

@@ -11,8 +11,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import FleetView, Migrate, ModelId, RequestId, Residency, RunningView, StoreView, TierView
+from hotswap import FleetView, Migrate, ModelId, RequestId, Residency, RunningView, StoreView, Swap, TierView
 from hotswap.policies import (
+    KeepAliveSwap,
+    ShepherdSwap,
     StartupCosts,
     StartupTimePlacement,
 )
@@ -46,6 +48,17 @@ def test_a_migration_beats_a_load_from_far() -> None:
     plan = StartupTimePlacement(costs=COSTS).plan(view)
     assert [(a.request, a.destination) for a in plan if isinstance(a, Migrate)] == [("r", "other")]
     assert swaps(plan) == [("near", "a")]
+
+
+def test_what_is_available_alone_is_slower_and_preemption_waits_for_nobody_but_hurts() -> None:
+    """The paper's other policies: by availability the far load, by preemption the victim's work is cut."""
+    view = two_servers(1000)
+    assert swaps(KeepAliveSwap().plan(view)) == [("free", "a")]
+    busy = replace(view, instances=tuple(i for i in view.instances if i.id == "near"))
+    busy = replace(busy, models=(model("a", 4, waiting=4), model("b", 1)))
+    (swap,) = ShepherdSwap(lambda_=3.0).plan(busy)
+    assert isinstance(swap, Swap)
+    assert (swap.instance, swap.deadline_s) == ("near", 0.0)
 
 
 @given(st.integers(1, 9000))

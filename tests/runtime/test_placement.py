@@ -7,9 +7,12 @@ import anyio
 from hotswap import Fleet, MigrationLimits, Sampling
 from hotswap.policies import (
     InOrder,
+    KeepAliveSwap,
     RestoreFloors,
+    ShepherdSwap,
     StartupCosts,
     StartupTimePlacement,
+    StaticPinning,
 )
 from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import engine_of, idle, models, read, sim_fleet, until
@@ -90,3 +93,51 @@ async def test_moves_may_go_side_by_side() -> None:
         await until(lambda: running(fleet, "a") == 1)
         assert len(fleet.migrations) == 3
         assert fleet.swaps[-1].num_evicted == 0
+
+
+@virtual_time
+async def test_an_idle_model_is_unloaded_after_its_time_and_loaded_again_when_asked_for() -> None:
+    async with sim_fleet("a", scheduler=KeepAliveSwap(keep_alive_s=60.0)) as fleet:
+        await read(fleet, "a", (5, 6), SHORT)
+        ended_s = anyio.current_time()
+        await until(lambda: all(i.model is None for i in fleet.view().instances))
+        assert 60.0 <= anyio.current_time() - ended_s < 62.0
+        await read(fleet, "a", (5, 6), SHORT)
+        assert [record.model for record in fleet.swaps] == ["a", None, "a"]
+
+
+@virtual_time
+async def test_one_instance_serves_three_models_in_turns_when_it_is_idle_between() -> None:
+    async with sim_fleet("a", "b", "c", engines=1, scheduler=KeepAliveSwap()) as fleet:
+        for name in "abcab":
+            await read(fleet, name, (5, 6), SHORT)
+        assert [record.model for record in fleet.swaps] == list("abcab")
+        idle(fleet)
+
+
+@virtual_time
+async def test_much_waiting_work_preempts_and_the_preempted_go_on() -> None:
+    async with sim_fleet("a", "b", engines=1, scheduler=ShepherdSwap(lambda_=3.0)) as fleet:
+        async with anyio.create_task_group() as clients:
+            clients.start_soon(read, fleet, "a", (1, 2), LONG)
+            await until(lambda: running(fleet, "a") == 1)
+            for turn in range(3):
+                clients.start_soon(read, fleet, "b", (turn, 9), SHORT)
+            await anyio.sleep(1.0)
+            assert running(fleet, "a") == 1  # three are not more than three times one
+            clients.start_soon(read, fleet, "b", (3, 9), SHORT)
+            await until(lambda: running(fleet, "b") == 4)
+        assert [(record.model, record.num_evicted) for record in fleet.swaps] == [
+            ("a", 0),
+            ("b", 1),
+            ("a", 0),
+        ]
+        idle(fleet)
+
+
+@virtual_time
+async def test_pinned_models_are_there_before_anybody_asks() -> None:
+    async with sim_fleet("a", "b", scheduler=StaticPinning({"e0": "a", "e1": "b"})) as fleet:
+        await until(lambda: {i.model for i in fleet.view().instances if i.serving_since_s} == {"a", "b"})
+        await fleet.swap("e0", to="b")
+        await until(lambda: {i.model for i in fleet.view().instances if i.serving_since_s} == {"a", "b"})
