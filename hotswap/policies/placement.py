@@ -49,21 +49,22 @@ class StartupTimePlacement(Scheduler):
     Here an instance holds one model and many requests. So a victim is an instance with all that runs on it,
     what it frees are places for waiting requests (`max_requests`), and its cost is that of all its requests:
     they move one after the other, so times add up. A request that will end sooner than it could move is left
-    to end, and counts the time that this takes. A victim's requests go to replicas of its model that are open
-    and stay; the paper also loads another replica for them elsewhere, which is left to the next plan, when
-    its own requests wait. The queue *q* grows with each model that one plan loads, not with a model's
-    replicas, which read the same bytes. Models take their turn by the longest wait, halved for each failed
-    load.
+    to end meanwhile. A victim's requests go to replicas of its model that are open and stay; the paper also
+    loads another replica for them elsewhere, which is left to the next plan, when its own requests wait. The
+    queue *q* grows with each model that one plan loads, not with a model's replicas, which read the same
+    bytes. Models take their turn by the longest wait, halved for each failed load.
 
     **Ours.** What room a replica has is counted in whole requests, each as large as its model's largest, and
-    less what waits for that model already. Nobody is evicted to make room: where no room is, the model waits.
-    More active models than instances need a policy beside this one that is less patient
+    less what waits for that model already. Nobody is evicted to make room, but for a request that comes to an
+    idle instance in the moment in which it begins to turn: where no room is, the model waits. More active
+    models than instances need a policy beside this one that is less patient
     (`InOrder(StartupTimePlacement(), WeightedLoadSwap(...))`). Floors are never broken; `RestoreFloors` is
     what brings them back.
-    A swap away from a busy instance is begun at once, so that nobody new comes, and gives those that move
-    `deadline_s` seconds; whoever is left then is evicted, and goes on elsewhere for a prefill. While an
-    instance turns, later plans go on moving its requests, whoever planned the swap: an instance takes part
-    in `MigrationLimits.per_instance` moves at once and the fleet drops what is beyond.
+
+    The swap away from a busy instance begins together with the moves, so that it soon takes nobody new, and
+    gives them `deadline_s` seconds; whoever is left then is evicted, and goes on elsewhere for a prefill.
+    While an instance turns, later plans go on moving its requests, whoever planned the swap: an instance
+    takes part in `MigrationLimits.per_instance` moves at once and the fleet drops what is beyond.
 
     `costs` learns from records only where the fleet is given its learners; see there.
     """
@@ -217,7 +218,10 @@ class _Board:
         ]
         return _Victims(
             all_known=len(runs) >= instance.num_requests,
-            seconds=sum(map(min, times_s)),
+            seconds=max(
+                sum(resume_s for rest_s, resume_s in times_s if rest_s > resume_s),
+                max((rest_s for rest_s, resume_s in times_s if rest_s <= resume_s), default=0.0),
+            ),
             movers=tuple(
                 run
                 for run, (rest_s, resume_s) in zip(runs, times_s, strict=True)

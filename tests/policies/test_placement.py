@@ -155,6 +155,14 @@ def test_a_request_that_ends_sooner_than_it_could_move_stays() -> None:
     assert moves(plan) == {}
 
 
+def test_what_ends_by_itself_ends_while_others_move() -> None:
+    """Two of e1 end within 1 s and two move in 2.2 s; so it is ready after 4.2 s, load included."""
+    runs = [run("r0", E1, 100), run("r1", E1, 100), run("r2", E1, 100, left=10), run("r3", E1, 200, left=20)]
+    plan = RULE.plan(seen([E0, E1], [model("a", 1, waiting=1), model("b", 5)], [*runs, run("r4", E0, 900)]))
+    assert moves(plan) == {"r0": "e0", "r1": "e0"}
+    assert [a.reason for a in plan if isinstance(a, Swap)] == ["1 wait for a; e1 is ready in 4.2 s"]
+
+
 # ------------------------------------------------------------------ what is not done
 
 
@@ -275,8 +283,10 @@ class Tried:
 
     def seconds(self, instance: InstanceView) -> float:
         here = [r for r in self.view.running if r.instance == instance.id]
-        each = (min(0.05 * r.num_remaining, 0.01 * r.num_tokens + 0.1) for r in here)
-        return sum(each) + (0.0 if instance.preloaded == "a" else LOAD_S)
+        movers = self.movers(instance)
+        moved_s = sum(0.01 * r.num_tokens + 0.1 for r in movers)
+        ended_s = max((0.05 * r.num_remaining for r in here if r not in movers), default=0.0)
+        return max(moved_s, ended_s) + (0.0 if instance.preloaded == "a" else LOAD_S)
 
     def possible(self, taken: Sequence[InstanceView]) -> bool:
         """Whether floors hold, and some way of sending every victim somewhere leaves room for who waits."""

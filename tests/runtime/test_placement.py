@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import anyio
+import pytest
 
 from hotswap import Fleet, MigrationLimits, Sampling
 from hotswap.policies import (
@@ -13,6 +16,7 @@ from hotswap.policies import (
     StartupCosts,
     StartupTimePlacement,
     StaticPinning,
+    WeightedLoadSwap,
 )
 from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import engine_of, idle, models, read, sim_fleet, until
@@ -141,3 +145,33 @@ async def test_pinned_models_are_there_before_anybody_asks() -> None:
         await until(lambda: {i.model for i in fleet.view().instances if i.serving_since_s} == {"a", "b"})
         await fleet.swap("e0", to="b")
         await until(lambda: {i.model for i in fleet.view().instances if i.serving_since_s} == {"a", "b"})
+
+
+@virtual_time
+@pytest.mark.parametrize("seed", range(4))
+async def test_more_models_than_engines_are_all_served_whatever_comes(seed: int) -> None:
+    """Placement first, and a less patient policy behind it; every stream is compared with a quiet run."""
+    rng = Random(seed)
+    names = [f"m{n}" for n in range(5)]
+    costs = StartupCosts(tpot_s=0.011)
+    fleet = sim_fleet(
+        *names,
+        engines=[engine_of(f"e{n}", max_requests=rng.choice([1, 2, 4])) for n in range(3)],
+        scheduler=InOrder(
+            StartupTimePlacement(costs=costs), WeightedLoadSwap(t1=2, t2=8, b=1.5, patience_s=1.0)
+        ),
+        interval_s=0.25,
+        on_swap=costs.learn_swap,
+        on_migration=costs.learn_move,
+        migration_limits=MigrationLimits(per_instance=2),
+    )
+    async with fleet:
+        async with anyio.create_task_group() as clients:
+            for turn in range(60):
+                sampling = Sampling(max_tokens=rng.choice([10, 60, 200]), ignore_eos=True)
+                clients.start_soon(read, fleet, rng.choice(names), (turn, 9), sampling)
+                await anyio.sleep(rng.expovariate(4.0))
+        idle(fleet)
+        assert {record.model for record in fleet.swaps} >= set(names)
+        assert costs.loads.median_error is not None
+        assert costs.loads.median_error < 0.1  # nothing but the profile decides what a simulated load takes
