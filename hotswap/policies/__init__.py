@@ -13,15 +13,13 @@ from hotswap.policies.keep_alive import KeepAliveSwap
 from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.policies.monitor import Recommendation, ScalingMonitor, ScalingStep
+from hotswap.policies.pinning import StaticPinning
 from hotswap.policies.placement import StartupTimePlacement
 from hotswap.policies.predict import accepted, assume
 from hotswap.policies.prefix import PrefixRouter
 from hotswap.policies.quota import ElasticQuota, Quotas, quotas
 from hotswap.policies.shapes import ModelShape
 from hotswap.policies.sharing import SharedModel, SharingWay
-from hotswap.policies.pinning import StaticPinning
-from hotswap.policies.placement import StartupTimePlacement
-from hotswap.policies.predict import accepted, assume
 from hotswap.policies.shepherd import ShepherdSwap
 from hotswap.policies.startup_cost import LoadCosts, StartupCosts
 from hotswap.policies.swap import WeightedLoadSwap
@@ -37,8 +35,8 @@ __all__ = [
     "KeepAliveSwap",
     "LeastLoadedRouter",
     "LeastTimeRouter",
-    "ModelShape",
     "LoadCosts",
+    "ModelShape",
     "MoveCosts",
     "PrefixRouter",
     "Quotas",
@@ -50,11 +48,11 @@ __all__ = [
     "SharingAdvisor",
     "SharingReport",
     "SharingWay",
-    "WayReport",
     "ShepherdSwap",
     "StartupCosts",
     "StartupTimePlacement",
     "StaticPinning",
+    "WayReport",
     "WeightedLoadSwap",
     "accepted",
     "assume",

@@ -10,12 +10,10 @@ from hotswap.policies import (
     AffinityRouter,
     ConsistentHashRouter,
     ElasticQuota,
+    KeepAliveSwap,
     LeastLoadedRouter,
     LeastTimeRouter,
     PrefixRouter,
-    RestoreFloors,
-    KeepAliveSwap,
-    LeastLoadedRouter,
     RestoreFloors,
     ShepherdSwap,
     StartupTimePlacement,
@@ -67,6 +65,8 @@ class TestRestoreFloorsConforms(SchedulerConformance):
 class TestElasticQuotaConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return ElasticQuota()
+
+
 class TestStartupTimePlacementConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return StartupTimePlacement()
