@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from math import inf, isfinite
+from math import hypot, inf, isfinite, sqrt
 from typing import Literal
 
 from hotswap.action import Action, Swap
@@ -57,6 +57,12 @@ class WeightedLoadSwap(Scheduler):
       takes the least loaded replica that has itself served this long, against b, t2 and the guard, never
       against a floor: more active models than instances so share them in turns. `None` is off: then such a
       model waits until another one has spare replicas or no work.
+    - `sigmas` tells load from chance. Requests that come independently of each other make a count of *p* vary
+      by its root, so f(m1) counts as greater than f(m2) only if it is by so many standard deviations of
+      their difference, `sqrt((w1 sqrt(p1) / r1)^2 + (w2 sqrt(p2) / r2)^2)`. A queue that grows soon is. 0 is
+      off; without it small models swap for chance alone (`docs/simulation.md` shows it), with 3 or 4 rarely.
+    - `min_residency_s` leaves a replica alone for so long after it became ready; floors and EMPTY instances
+      do not ask.
     - A plan repeats the rule on the predicted allocation until it no longer fires, so that a burst is met in
       one period. It ends because every swap takes one free instance. `max_swaps` bounds the number (floors
       not counted); 1 is the post's loop.
@@ -74,6 +80,8 @@ class WeightedLoadSwap(Scheduler):
     reading: Literal["ratio", "margin"] = "ratio"
     guard: bool = True
     patience_s: float | None = 10.0
+    sigmas: float = 0.0
+    min_residency_s: float = 0.0
     max_swaps: int | None = None
     deadline_s: float = 0.0
 
@@ -91,6 +99,10 @@ class WeightedLoadSwap(Scheduler):
             raise ConfigError(f"patience_s is {self.patience_s!r}; give 0 or more seconds, or None.")
         if self.max_swaps is not None and self.max_swaps < 1:
             raise ConfigError(f"max_swaps is {self.max_swaps!r}; give 1 or more, or None for no bound.")
+        for name, unit in (("sigmas", "standard deviations"), ("min_residency_s", "seconds")):
+            value = getattr(self, name)
+            if not (value >= 0 and isfinite(value)):
+                raise ConfigError(f"{name} is {value!r}; give 0 (off) or more {unit}.")
         if not self.deadline_s >= 0:
             raise ConfigError(f"deadline_s is {self.deadline_s!r}; give 0 (evict at once) or more seconds.")
 
@@ -133,11 +145,13 @@ class WeightedLoadSwap(Scheduler):
     def _exchange(self, allocation: Allocation, m1: ModelView) -> Swap | None:
         """Take a replica of m2, if the rules allow one."""
         f1 = allocation.load(m1)
-        for m2, instance in allocation.donors(m1):
+        for m2, instance in allocation.donors(m1, served_s=self.min_residency_s):
             f2 = allocation.load(m2)
             if f2 >= self.t2 or not self._far_apart(f1, f2):
                 return None  # those after it are more loaded still
             if self.guard and self._would_swap_back(allocation, m1, m2):
+                continue
+            if f1 - f2 < self.sigmas * hypot(_deviation(allocation, m1), _deviation(allocation, m2)):
                 continue
             reason = f"f({m1.id})={f1:g} > t1={self.t1:g}; f({m2.id})={f2:g} is least"
             return Swap(instance=instance.id, model=m1.id, deadline_s=self.deadline_s, reason=reason)
@@ -157,9 +171,15 @@ class WeightedLoadSwap(Scheduler):
         waited_s = allocation.waited_s(m1)
         if self.patience_s is None or allocation.load(m1) < inf or waited_s < self.patience_s:
             return None
-        harmed = allocation.least_harm(m1, served_s=self.patience_s)
+        harmed = allocation.least_harm(m1, served_s=max(self.patience_s, self.min_residency_s))
         if harmed is None:
             return None
         m2, instance = harmed
         reason = f"{m1.id} has waited {waited_s:.3g} s without a replica; f({m2.id})={allocation.load(m2):g}"
         return Swap(instance=instance.id, model=m1.id, deadline_s=self.deadline_s, reason=reason)
+
+
+def _deviation(allocation: Allocation, model: ModelView) -> float:
+    """By how much chance moves f: independent arrivals make a count vary by its root."""
+    replicas = allocation.num_replicas(model)
+    return model.slowness * sqrt(model.num_requests) / replicas if replicas else 0.0

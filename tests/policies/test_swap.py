@@ -38,6 +38,8 @@ schedulers = st.builds(
     guard=st.booleans(),
     patience_s=st.sampled_from([None, 0.0, 10.0]),
     max_swaps=st.sampled_from([None, 1, 2]),
+    sigmas=st.sampled_from([0.0, 1.0, 3.0]),
+    min_residency_s=st.sampled_from([0.0, 20.0]),
 )
 
 
@@ -419,7 +421,52 @@ def test_more_active_models_than_instances_are_served_in_turns(num_instances: in
         assert min(whole, default=10.0) >= 10.0
 
 
+# ------------------------------------------------------------------ chance and residency
+
+
+@pytest.mark.parametrize(("p1", "fires"), [(13, False), (14, True)])
+def test_a_difference_that_chance_makes_is_no_reason(p1: int, fires: bool) -> None:
+    """f(a) - f(b) = p1 - 6/2 deviates by sqrt(p1 + 6/4): 10 is 2.63 times 3.81, and 11 is 2.79 times 3.94."""
+    view = fleet(
+        [serving("e0", "a"), serving("e1", "b"), serving("e2", "b")], [model("a", p1), model("b", 6)]
+    )
+    rule = WeightedLoadSwap(t1=1, t2=50, b=1.5, sigmas=2.7)
+    assert bool(rule.plan(view)) is fires
+    assert replace(rule, sigmas=0).plan(view)
+
+
+def test_sigmas_say_nothing_of_models_without_replica_or_of_empty_instances() -> None:
+    rule = WeightedLoadSwap(t1=0, t2=50, b=1, sigmas=100)
+    assert swaps(
+        rule.plan(fleet([serving("e0", "a"), serving("e1", "a")], [model("a", 1), model("b", 1, waiting=1)]))
+    )
+    assert swaps(rule.plan(fleet([serving("e0", "a"), empty("e1")], [model("a", 9), model("b")])))
+
+
+@pytest.mark.parametrize(("since_s", "fires"), [(-30.0, True), (-29.0, False)])
+def test_a_replica_stays_for_its_least_residency(since_s: float, fires: bool) -> None:
+    view = fleet(
+        [serving("e0", "a"), serving("e1", "b", since_s=since_s), serving("e2", "b", since_s=since_s)],
+        [model("a", 40), model("b", 2)],
+    )
+    view = replace(view, now_s=0.0)
+    assert bool(WeightedLoadSwap(t1=1, t2=50, b=1.5, min_residency_s=30).plan(view)) is fires
+
+
+def test_a_floor_does_not_ask_for_residency() -> None:
+    view = fleet([serving("e0", "a"), serving("e1", "a")], [model("a", 2), model("b", 0, floor=1)])
+    assert swaps(WeightedLoadSwap(t1=1, t2=50, b=1.5, min_residency_s=1e9, sigmas=9).plan(view))
+
+
 # ------------------------------------------------------------------ every fleet
+
+
+@given(fleet_views())
+def test_sigmas_only_ever_leave_swaps_out(view: FleetView) -> None:
+    """The first swap of a plan with them is one that the plan without them would make too."""
+    bare = WeightedLoadSwap(t1=1, t2=50, b=1.2, max_swaps=1)
+    if swaps(replace(bare, sigmas=3.0).plan(view)):
+        assert swaps(bare.plan(view))
 
 
 @given(schedulers, fleet_views())
@@ -537,6 +584,9 @@ def test_more_instances_than_active_models_leave_none_without(
         ({"reading": "factor"}, "reading"),
         ({"patience_s": -1}, "patience_s"),
         ({"max_swaps": 0}, "max_swaps"),
+        ({"sigmas": -1}, "sigmas"),
+        ({"sigmas": inf}, "sigmas"),
+        ({"min_residency_s": nan}, "min_residency_s"),
         ({"deadline_s": nan}, "deadline_s"),
     ],
 )
@@ -548,5 +598,5 @@ def test_a_senseless_setting_is_refused_by_name(values: dict[str, Any], name: st
 def test_repr_shows_the_settings() -> None:
     assert repr(RULE) == (
         "WeightedLoadSwap(t1=8, t2=6, b=2.0, reading='ratio', guard=True, patience_s=10.0, "
-        "max_swaps=None, deadline_s=0.0)"
+        "sigmas=0.0, min_residency_s=0.0, max_swaps=None, deadline_s=0.0)"
     )
