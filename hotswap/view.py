@@ -43,17 +43,23 @@ class InstanceView:
     """One instance at one moment.
 
     The engine fills in what it knows; the fleet adds the last seven fields. `num_requests` counts every
+    The engine fills in what it knows; the fleet adds the last nine fields. `num_requests` counts every
     request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
     `num_prefill_tokens` are what requests here must have computed before their next token, beyond the one
     that a decode computes; an engine that is not told how far a prompt is counts it whole until its first
     token. `num_free_kv_blocks` counts every block that a new request could be given, also those that are kept
-    only in case somebody begins with the same tokens.
+    only in case somebody begins with the same tokens. `num_next_kv_blocks` are those that the first of who
+    waits here needs before it can begin; 0 if nobody waits.
     `draining` is true while the fleet sends nothing more here and has moved, or moves, what runs elsewhere.
     `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
     it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
     that can hold none. `serving_since_s` is the loop time at which the present model became ready, `None` if
     there is none. `road` is how the engine came by it, in the engine's own words, where it has more ways than
     one. `last_used_s` is the loop time at which a request last came here or left, `None` if none ever did.
+    one.
+    `num_high_priority` of the requests have a priority over 0. `num_moves` are the moves under way that begin
+    or end here. `last_assigned` is the number, counted over the fleet, of the assignment by which the latest
+    request came here; 0 if none ever did.
     """
 
     id: InstanceId
@@ -65,6 +71,7 @@ class InstanceView:
     max_requests: int = 256
     num_kv_blocks: int = 0
     num_free_kv_blocks: int = 0
+    num_next_kv_blocks: int = 0
     kv_block_tokens: int = 16
     memory_bytes: int = 0
     weight_bytes: int = 0
@@ -79,6 +86,9 @@ class InstanceView:
     resting: tuple[ModelId, ...] = ()
     draining: bool = False
     last_used_s: float | None = None
+    num_high_priority: int = 0
+    num_moves: int = 0
+    last_assigned: int = 0
 
     @property
     def open(self) -> bool:
@@ -135,7 +145,10 @@ class WaitingView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningView:
-    """One request that runs on an instance; `moving` while it is on its way to another."""
+    """One request that an instance is charged with; `moving` while it is on its way to another.
+
+    `begun` once it has got a token there: until then it waits in the engine, or its tokens are prefilled.
+    """
 
     id: RequestId
     model: ModelId
@@ -143,6 +156,8 @@ class RunningView:
     num_tokens: int = 0
     num_remaining: int = 0
     priority: int = 0
+    arrived_s: float = 0.0
+    begun: bool = True
     moving: bool = False
 
 

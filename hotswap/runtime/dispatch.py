@@ -27,6 +27,7 @@ class Dispatcher:
         self, router: Router, instances: Mapping[InstanceId, Instance], on_release: Callable[[], None]
     ) -> None:
         self.num_running: Counter[ModelId] = Counter()
+        self._num_assigned = 0
         self._router, self._instances, self._on_release = router, instances, on_release
 
     def route(self, request: Request, fleet: FleetView) -> Instance | None:
@@ -48,14 +49,18 @@ class Dispatcher:
 
     def charge(self, request: Request, instance: Instance) -> None:
         """Count a request to an instance."""
+        self._num_assigned += 1
+        instance.last_assigned = self._num_assigned
         instance.num_requests += 1
         instance.last_used_s = anyio.current_time()
+        instance.num_high_priority += request.priority > 0
         self.num_running[request.model] += 1
 
     def release(self, request: Request, instance: Instance) -> None:
         """Count it out again."""
         instance.num_requests -= 1
         instance.last_used_s = anyio.current_time()
+        instance.num_high_priority -= request.priority > 0
         self.num_running[request.model] -= 1
         self._on_release()
 

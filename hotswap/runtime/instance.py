@@ -39,7 +39,9 @@ class Instance:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.id: InstanceId = engine.id
-        self.num_requests = 0
+        self.num_requests = self.num_high_priority = 0
+        self.num_moves = 0
+        self.last_assigned = 0
         self.draining = False
         self._adapts = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the view
         self.serving_since_s: float | None = None
@@ -61,6 +63,9 @@ class Instance:
             target=self._target,
             serving_since_s=self.serving_since_s if view.model is not None else None,
             draining=self.draining,
+            num_high_priority=self.num_high_priority,
+            num_moves=self.num_moves,
+            last_assigned=self.last_assigned,
             resting=tuple(model for model in self._retries if model is not None and not self.due(model)),
             last_used_s=self.last_used_s,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from hotswap.runtime.instance import Instance
 from hotswap.runtime.move import MigrationLimits, Move
 from hotswap.runtime.shelves import Shelves
 from hotswap.telemetry import Telemetry
-from hotswap.view import InstanceId
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -64,12 +63,11 @@ class Migrator:
         self._mover, self._card, self._shelves = mover, card, shelves
         self._charge, self._release = charge, release
         self._telemetry, self._on_record = telemetry, on_record
-        self._num_moves: Counter[InstanceId] = Counter()
         self._moves: set[Move] = set()
 
     def is_busy(self, instance: Instance) -> bool:
         """Whether an instance takes part in as many moves as it may."""
-        return self._num_moves[instance.id] >= self.limits.per_instance
+        return instance.num_moves >= self.limits.per_instance
 
     def turn_away(self, instance: Instance) -> None:
         """Give up the moves that go to an instance, which takes no more requests."""
@@ -192,15 +190,17 @@ class Migrator:
 
     @contextmanager
     def _taking_part(self, move: Move) -> Generator[None]:
-        ends = [move.source.id, move.destination.id]
+        ends = (move.source, move.destination)
         move.flight.moving = True
-        self._num_moves.update(ends)
+        for end in ends:
+            end.num_moves += 1
         self._moves.add(move)
         try:
             yield
         finally:
             move.flight.moving = False
-            self._num_moves.subtract(ends)
+            for end in ends:
+                end.num_moves -= 1
             self._moves.discard(move)
 
     def _keep(self, record: MigrationRecord, span: Span, error: BaseException | None) -> None:

@@ -70,6 +70,8 @@ class Observer:
                     num_tokens=len(request.prompt) + num_generated,
                     num_remaining=request.sampling.max_tokens - num_generated,
                     priority=request.priority,
+                    arrived_s=request.arrived_s,
+                    begun=num_generated > flight.hops[-1].first_index,
                     moving=flight.moving,
                 )
 

@@ -274,3 +274,18 @@ def test_every_stream_is_whole_or_a_prefix_and_every_block_comes_back(
                 assert reading.error is None or evict_s is not None
 
     run(scenario)
+
+
+@virtual_time
+async def test_the_view_tells_what_the_first_who_waits_needs() -> None:
+    async with store() as of, SimEngine("e0", PROFILE, kv_blocks=10, kv_block_tokens=4) as engine:
+        await engine.load(await card(of), of)
+        readings = [Reading() for _ in range(3)]
+        async with anyio.create_task_group() as tasks:
+            for number, (reading, length) in enumerate(zip(readings, (20, 30, 2), strict=True)):
+                tasks.start_soon(reading.read, engine, ask(length, 6, number), 0.01 * number)
+            await anyio.sleep(4.0)  # in the first one's prefill, or after it
+            view = engine.view()
+            assert (view.num_running, view.num_waiting) == (1, 2)
+            assert view.num_next_kv_blocks == 8  # 30 tokens in blocks of 4; who is behind counts with nothing
+        assert engine.view().num_next_kv_blocks == 0

@@ -109,6 +109,13 @@ class Batcher:
         yield from self.parked
         yield from self.waiting
 
+    @property
+    def num_next_blocks(self) -> int:
+        """KV blocks that the first of those that wait still needs before it is admitted; 0 if none waits."""
+        if not self.waiting:
+            return 0
+        return self._blocks(self.waiting[0].num_tokens) - self.waiting[0].num_blocks
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
@@ -178,8 +185,7 @@ class Batcher:
         if not self.waiting or len(self.running) >= self._max_requests:
             return False
         room = self._token_budget - step.num_tokens
-        first = self.waiting[0]
-        return room > 0 and self._blocks(first.num_tokens) - first.num_blocks <= self.num_free_blocks
+        return room > 0 and self.num_next_blocks <= self.num_free_blocks
 
     def _schedule(self, step: Step, sequence: Sequence) -> None:
         count = min(sequence.num_pending, self._token_budget - step.num_tokens)

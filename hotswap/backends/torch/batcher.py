@@ -177,6 +177,11 @@ class Batcher:
         sequences = (*self.running, *self.waiting)
         return sum(sequence.num_pending for sequence in sequences if sequence.num_pending > 1)
 
+    @property
+    def num_next_blocks(self) -> int:
+        """KV blocks that the first of those that wait needs, shared or not; 0 if none waits."""
+        return blocks_for(len(self.waiting[0].tokens), self.block_tokens) if self.waiting else 0
+
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
         self.last_ticket = max(self.last_ticket, sequence.ticket)

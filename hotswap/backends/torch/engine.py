@@ -340,6 +340,7 @@ class TorchEngine(Engine):
             max_requests=self._settings.max_requests,
             num_kv_blocks=num_blocks,
             num_free_kv_blocks=min(self._books.num_free_blocks, num_blocks),
+            num_next_kv_blocks=self._num_next_blocks() if running < len(self._streams) else 0,
             kv_block_tokens=self._kv.block_tokens,
             memory_bytes=self._loader.memory_bytes,
             weight_bytes=self._loader.weight_bytes,
@@ -351,6 +352,11 @@ class TorchEngine(Engine):
     def _num_prefill_tokens(self) -> int:
         books = self._books
         return books.num_prefill_tokens + self._streams.num_tokens_after(books.last_ticket)
+
+    def _num_next_blocks(self) -> int:
+        books = self._books
+        unseen = self._streams.num_first_tokens_after(books.last_ticket)
+        return books.num_next_blocks or -(-unseen // self._kv.block_tokens)
 
     @property
     def num_preempted(self) -> int:

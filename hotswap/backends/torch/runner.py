@@ -36,6 +36,7 @@ class Report:
     sampled: tuple[Sampled, ...] = ()
     num_running: int = 0
     num_prefill_tokens: int = 0
+    num_next_blocks: int = 0
     last_ticket: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
@@ -93,6 +94,7 @@ class Runner:
             sampled,
             num_running=len(batcher.running) + len(batcher.parked),
             num_prefill_tokens=batcher.num_prefill_tokens,
+            num_next_blocks=batcher.num_next_blocks,
             last_ticket=batcher.last_ticket,
             num_free_blocks=blocks.num_free,
             num_cached_blocks=blocks.num_cached,

@@ -37,6 +37,10 @@ class Streams:
         """How many tokens those requests came with whose tickets are later than one."""
         return sum(self._requests[other].num_tokens for other in self._open if other > ticket)
 
+    def num_first_tokens_after(self, ticket: int) -> int:
+        """How many tokens the first of those requests came with; 0 if there is none."""
+        return next((self._requests[other].num_tokens for other in self._open if other > ticket), 0)
+
     def find(self, request: RequestId) -> tuple[int, Request] | None:
         """Return the ticket of a request's open stream, and the request as it came."""
         for ticket in reversed(self._open):

@@ -260,6 +260,7 @@ class VllmEngine(Engine):
         core = None if self._life.is_lost else self._core
         begun = self._streams.num_begun
         running = max(begun, min(core.stats.num_running, len(self._streams))) if core else 0
+        waiting = len(self._streams) - running
         num_blocks = core.num_blocks if core else 0
         block_tokens = core.block_tokens if core else 16
         taken = self._streams.num_blocks(block_tokens) + sum(sink.num_blocks for sink in self._sinks)
@@ -268,11 +269,12 @@ class VllmEngine(Engine):
             state=self._life.state,
             model=self._card.id if core and self._card else None,
             num_running=running,
-            num_waiting=len(self._streams) - running,
+            num_waiting=waiting,
             num_prefill_tokens=self._streams.num_prefill_tokens,
             max_requests=self._settings.max_requests,
             num_kv_blocks=num_blocks,
             num_free_kv_blocks=max(0, num_blocks - taken),
+            num_next_kv_blocks=-(-self._streams.num_next_tokens // block_tokens) if waiting else 0,
             kv_block_tokens=block_tokens,
             memory_bytes=self._settings.total_bytes,
             weight_bytes=self._loaded_bytes + self._loader.staged_bytes,

@@ -184,6 +184,11 @@ class Streams:
         """Tokens of those of which none has come: vLLM does not say how far their prompts are."""
         return sum(stream.num_tokens for stream in self._open if not stream.begun)
 
+    @property
+    def num_next_tokens(self) -> int:
+        """Tokens of the first of which none has come; 0 if there is none."""
+        return next((stream.num_tokens for stream in self._open if not stream.begun), 0)
+
     def num_blocks(self, block_tokens: int) -> int:
         """KV blocks that those hold whose prompt is computed; what they share counts for each."""
         return sum(-(-stream.num_tokens // block_tokens) for stream in self._open if stream.begun)

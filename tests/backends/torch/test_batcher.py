@@ -447,3 +447,13 @@ def test_a_planted_mistake_is_noticed(
     plant(monkeypatch)
     with pytest.raises(Exception):  # noqa: B017, PT011 - a mistake may trip over itself before it is checked
         run_state_machine_as_test(Arrivals, settings=SEARCH)
+
+
+def test_the_books_tell_what_the_first_who_waits_needs() -> None:
+    bench = Bench(num_blocks=10, block_tokens=BLOCK, budget=64, max_requests=8)
+    assert bench.batcher.num_next_blocks == 0
+    bench.add(make(1, 6 * BLOCK, 9))
+    bench.step()
+    assert bench.batcher.num_next_blocks == 0
+    bench.add(make(2, 8 * BLOCK + 1, 9), make(3, 1, 9))
+    assert bench.batcher.num_next_blocks == 9

@@ -1,0 +1,87 @@
+"""What the fleet itself adds to views, while requests come, move and go."""
+
+from __future__ import annotations
+
+import anyio
+
+from hotswap import Fleet, InstanceId, Sampling
+from hotswap.policies import LeastLoadedRouter
+from hotswap.testing.virtual_time import virtual_time
+from tests.runtime.support import Idle, idle, sim_fleet, until
+
+LONG = Sampling(max_tokens=300, ignore_eos=True)
+E0, E1 = InstanceId("e0"), InstanceId("e1")
+
+
+async def client(fleet: Fleet, priority: int, prompt: int = 3) -> None:
+    async with fleet.stream("a", (1,) * prompt, LONG, priority=priority) as stream:
+        await stream.collect()
+
+
+@virtual_time
+async def test_requests_of_high_priority_are_counted_where_they_are() -> None:
+    async with sim_fleet("a", engines=2, scheduler=Idle()) as fleet, anyio.create_task_group() as clients:
+        for instance in ("e0", "e1"):
+            await fleet.swap(instance, to="a")
+        for priority in (0, 2, 1, -1):
+            clients.start_soon(client, fleet, priority)
+        await until(lambda: len(fleet.view().running) == 4)
+        high = [request for request in fleet.view().running if request.priority > 0]
+        assert [i.num_high_priority for i in fleet.view().instances] == [1, 1]
+        await fleet.migrate(high[0].id, to="e0" if high[0].instance == "e1" else "e1")
+        assert sorted(i.num_high_priority for i in fleet.view().instances) == [0, 2]
+        await until(lambda: not fleet.view().running)
+        assert [i.num_high_priority for i in fleet.view().instances] == [0, 0]
+        idle(fleet)
+
+
+@virtual_time
+async def test_a_move_under_way_is_counted_at_both_ends() -> None:
+    async with sim_fleet("a", engines=3, scheduler=Idle()) as fleet, anyio.create_task_group() as clients:
+        for instance in ("e0", "e1", "e2"):
+            await fleet.swap(instance, to="a")
+        clients.start_soon(client, fleet, 0)
+        await until(lambda: any(request.begun for request in fleet.view().running))
+        (request,) = fleet.view().running
+        assert request.instance == E0
+        clients.start_soon(lambda: fleet.migrate(request.id, to="e1"))
+        await until(lambda: any(request.moving for request in fleet.view().running))
+        assert [i.num_moves for i in fleet.view().instances] == [1, 1, 0]
+        await until(lambda: not any(request.moving for request in fleet.view().running))
+        assert [i.num_moves for i in fleet.view().instances] == [0, 0, 0]
+
+
+@virtual_time
+async def test_the_latest_assignment_of_each_instance_is_numbered() -> None:
+    async with sim_fleet("a", engines=2, scheduler=Idle(), router=LeastLoadedRouter()) as fleet:
+        for instance in ("e0", "e1"):
+            await fleet.swap(instance, to="a")
+        assert [i.last_assigned for i in fleet.view().instances] == [0, 0]
+        async with anyio.create_task_group() as clients:
+            for _ in range(3):
+                clients.start_soon(client, fleet, 0)
+            await until(lambda: len(fleet.view().running) == 3)
+            assert [i.last_assigned for i in fleet.view().instances] == [3, 2]
+            move = fleet.view().running[0]
+            await fleet.migrate(move.id, to="e1")
+            assert [i.last_assigned for i in fleet.view().instances] == [3, 4]
+
+
+@virtual_time
+async def test_a_request_has_begun_with_its_first_token_there() -> None:
+    async with sim_fleet("a", engines=2, scheduler=Idle()) as fleet, anyio.create_task_group() as clients:
+        await fleet.swap("e0", to="a")
+        await anyio.sleep(1.5)
+        began_s = anyio.current_time()
+        clients.start_soon(client, fleet, 0, 2000)
+        await until(lambda: len(fleet.view().running) == 1)
+        (before,) = fleet.view().running
+        assert (before.begun, before.arrived_s) == (False, began_s)
+        await until(lambda: fleet.view().running[0].begun)
+        assert fleet.view().running[0].num_tokens > 2000
+        await fleet.swap("e1", to="a")
+        clients.start_soon(lambda: fleet.unload("e0"))
+        await until(lambda: fleet.view().running != () and fleet.view().running[0].instance == E1)
+        (elsewhere,) = fleet.view().running  # evicted, and to be prefilled again
+        assert (elsewhere.begun, elsewhere.arrived_s) == (False, began_s)
+        await until(lambda: fleet.view().running[0].begun)
