@@ -44,6 +44,7 @@ class InstanceView:
 
     The engine fills in what it knows; the fleet adds the last seven fields. `num_requests` counts every
     The engine fills in what it knows; the fleet adds the last nine fields. `num_requests` counts every
+    The engine fills in what it knows; the fleet adds the last ten fields. `num_requests` counts every
     request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
     `num_prefill_tokens` are what requests here must have computed before their next token, beyond the one
     that a decode computes; an engine that is not told how far a prompt is counts it whole until its first
@@ -59,7 +60,8 @@ class InstanceView:
     one.
     `num_high_priority` of the requests have a priority over 0. `num_moves` are the moves under way that begin
     or end here. `last_assigned` is the number, counted over the fleet, of the assignment by which the latest
-    request came here; 0 if none ever did.
+    request came here; 0 if none ever did. `swapped_s` is the loop time at which the latest swap here ended,
+    an unload too and however it ended; `None` if there was none.
     """
 
     id: InstanceId
@@ -89,6 +91,7 @@ class InstanceView:
     num_high_priority: int = 0
     num_moves: int = 0
     last_assigned: int = 0
+    swapped_s: float | None = None
 
     @property
     def open(self) -> bool:

@@ -42,6 +42,7 @@ class Instance:
         self.num_requests = self.num_high_priority = 0
         self.num_moves = 0
         self.last_assigned = 0
+        self.swapped_s: float | None = None
         self.draining = False
         self._adapts = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the view
         self.serving_since_s: float | None = None
@@ -66,6 +67,7 @@ class Instance:
             num_high_priority=self.num_high_priority,
             num_moves=self.num_moves,
             last_assigned=self.last_assigned,
+            swapped_s=self.swapped_s,
             resting=tuple(model for model in self._retries if model is not None and not self.due(model)),
             last_used_s=self.last_used_s,
         )
@@ -96,6 +98,7 @@ class Instance:
     def unclaim(self) -> None:
         """Give the instance back after its swap."""
         self._swapping, self._target = False, None
+        self.swapped_s = anyio.current_time()
 
     def await_first_token(self, span: Span) -> None:
         """Keep a span open until the model that was just loaded gives its first token."""

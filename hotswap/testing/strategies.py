@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from hotswap.view import (
     InstanceView,
     ModelView,
     Residency,
+    RunningView,
     StoreView,
     TierView,
     WaitingView,
@@ -55,16 +57,18 @@ def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = 
     max_requests = draw(st.sampled_from([1, 4, 256]))
     num_requests = draw(st.integers(0, 6)) if holds else 0
     num_running = draw(st.integers(0, num_requests))
+    num_waiting = draw(st.integers(0, num_requests - num_running))
     return InstanceView(
         id=id,
         state=state,
         model=draw(st.sampled_from(models)) if holds else None,
         num_running=num_running,
-        num_waiting=draw(st.integers(0, num_requests - num_running)),
+        num_waiting=num_waiting,
         num_prefill_tokens=draw(st.integers(0, 8192)) if num_requests else 0,
         max_requests=max_requests,
         num_kv_blocks=num_blocks,
         num_free_kv_blocks=draw(st.integers(0, num_blocks)),
+        num_next_kv_blocks=draw(st.integers(1, 8)) if num_waiting else 0,
         memory_bytes=draw(st.sampled_from([16 << 30, 80 << 30])),
         weight_bytes=(8 << 30) if holds else 0,
         preloaded=draw(st.none() | st.sampled_from(models)) if holds else None,
@@ -73,6 +77,10 @@ def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = 
         target=draw(st.sampled_from(models)) if swapping else None,
         serving_since_s=draw(st.floats(0, NOW_S)) if holds else None,
         resting=draw(st.lists(st.sampled_from(models), max_size=2, unique=True).map(tuple)),
+        num_high_priority=draw(st.integers(0, num_requests)),
+        num_moves=draw(st.sampled_from([0, 0, 1])) if holds else 0,
+        last_assigned=draw(st.integers(0, 99)),
+        swapped_s=draw(st.none() | st.floats(0, NOW_S)),
     )
 
 
@@ -91,8 +99,13 @@ def store_views(draw: st.DrawFn, models: Sequence[ModelId] = MODELS) -> StoreVie
 
 
 @st.composite
-def fleet_views(draw: st.DrawFn, models: Sequence[ModelId] = MODELS, max_instances: int = 5) -> FleetView:
-    """A whole fleet whose counts agree: what models run is what instances have, what waits is in the room."""
+def fleet_views(
+    draw: st.DrawFn, models: Sequence[ModelId] = MODELS, max_instances: int = 5, *, with_running: bool = True
+) -> FleetView:
+    """A whole fleet whose counts agree: what models run is what instances have, what waits is in the room.
+
+    Without what is running it is the view of a router, where `num_high_priority` has nothing to agree with.
+    """
     names = [InstanceId(f"e{number}") for number in range(draw(st.integers(0, max_instances)))]
     held = models[: draw(st.integers(1, len(models)))]  # few models often, so that many have replicas
     instances = tuple([draw(instance_views(name, held)) for name in names])
@@ -101,21 +114,53 @@ def fleet_views(draw: st.DrawFn, models: Sequence[ModelId] = MODELS, max_instanc
     for instance in instances:
         running[instance.model] += instance.num_requests
     queued = Counter(request.model for request in waiting)
+    requests = [draw(_running(instance)) for instance in instances] if with_running else []
+    if with_running:
+        counts = [sum(request.priority for request in here) for here in requests]
+        instances = tuple(map(_with_high_priority, instances, counts))
     return FleetView(
         now_s=NOW_S,
         instances=instances,
         models=tuple([draw(_model_view(model, running[model], queued[model])) for model in models]),
         waiting=waiting,
         store=draw(store_views(models)),
+        running=tuple(request for here in requests for request in here),
     )
 
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[Request, FleetView]:
     """A fleet, and a request for a model that some instance of it holds, if any does."""
-    fleet = draw(fleet_views())
+    fleet = draw(fleet_views(with_running=False))
     held = sorted({instance.model for instance in fleet.instances if instance.model is not None})
     return draw(requests(held or MODELS)), fleet
+
+
+@st.composite
+def _running(draw: st.DrawFn, instance: InstanceView) -> Sequence[RunningView]:
+    """As many requests as the instance is charged with."""
+    if instance.model is None or not instance.num_requests:
+        return ()
+    lengths = st.tuples(st.integers(1, 200), st.integers(0, 1), st.booleans())
+    drawn = draw(st.lists(lengths, min_size=instance.num_requests, max_size=instance.num_requests))
+    return [
+        RunningView(
+            id=RequestId(f"{instance.id}.{number}"),
+            model=instance.model,
+            instance=instance.id,
+            num_tokens=num_tokens,
+            num_remaining=64,
+            priority=priority,
+            arrived_s=NOW_S - num_tokens,
+            begun=begun,
+            moving=number < instance.num_moves,
+        )
+        for number, (num_tokens, priority, begun) in enumerate(drawn)
+    ]
+
+
+def _with_high_priority(instance: InstanceView, count: int) -> InstanceView:
+    return replace(instance, num_high_priority=count)
 
 
 def _waiting(models: Sequence[ModelId]) -> st.SearchStrategy[WaitingView]:

@@ -85,3 +85,15 @@ async def test_a_request_has_begun_with_its_first_token_there() -> None:
         (elsewhere,) = fleet.view().running  # evicted, and to be prefilled again
         assert (elsewhere.begun, elsewhere.arrived_s) == (False, began_s)
         await until(lambda: fleet.view().running[0].begun)
+
+
+@virtual_time
+async def test_the_end_of_the_latest_swap_is_told_of_empty_instances_too() -> None:
+    async with sim_fleet("a", engines=2, scheduler=Idle()) as fleet:
+        assert [i.swapped_s for i in fleet.view().instances] == [None, None]
+        record = await fleet.swap("e0", to="a")
+        assert [i.swapped_s for i in fleet.view().instances] == [record.started_s + record.seconds, None]
+        await anyio.sleep(3.0)
+        record = await fleet.unload("e0")
+        view = fleet.view().instance(E0)
+        assert (view.model, view.swapped_s) == (None, record.started_s + record.seconds)

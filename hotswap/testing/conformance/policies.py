@@ -162,6 +162,19 @@ class SchedulerConformance:
 
         self._for_all(look)
 
+    def test_it_moves_requests_to_other_open_instances_of_their_model(self) -> None:
+        def look(fleet: FleetView) -> None:
+            running = {request.id: request for request in fleet.running}
+            moves = [action for action in self.make_scheduler().plan(fleet) if isinstance(action, Migrate)]
+            for move in moves:
+                request, able = running[move.request], fleet.serving(running[move.request].model)
+                assert move.destination != request.instance, f"it runs there already: {move}"
+                assert move.destination in [instance.id for instance in able], f"not open for it: {move}"
+                assert not request.moving, f"it moves already: {move}"
+            assert len({move.request for move in moves}) == len(moves), f"one request moves twice: {moves}"
+
+        self._for_all(look)
+
     def test_it_takes_no_model_below_its_least_replicas(self) -> None:
         def look(fleet: FleetView) -> None:
             change: Counter[ModelId | None] = Counter()
