@@ -5,11 +5,13 @@ Each is an object with frozen settings; none names the runtime or a backend.
 
 from hotswap.policies.advisor import SharingAdvisor, SharingReport, WayReport
 from hotswap.policies.affinity import AffinityRouter
+from hotswap.policies.autoscale import FreenessAutoscaler
 from hotswap.policies.combine import Cooldown, FirstOf, FirstOfRouters, InOrder
 from hotswap.policies.consistent_hash import ConsistentHashRouter
 from hotswap.policies.cost import MoveCosts
 from hotswap.policies.floors import RestoreFloors
 from hotswap.policies.keep_alive import KeepAliveSwap
+from hotswap.policies.freeness import Freeness, FreenessRouter, VirtualUsage, infaas_router
 from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.policies.monitor import Recommendation, ScalingMonitor, ScalingStep
@@ -22,6 +24,8 @@ from hotswap.policies.shapes import ModelShape
 from hotswap.policies.sharing import SharedModel, SharingWay
 from hotswap.policies.shepherd import ShepherdSwap
 from hotswap.policies.startup_cost import LoadCosts, StartupCosts
+from hotswap.policies.reschedule import VirtualUsageRescheduler
+from hotswap.policies.round_robin import RoundRobinRouter
 from hotswap.policies.swap import WeightedLoadSwap
 
 __all__ = [
@@ -31,6 +35,9 @@ __all__ = [
     "ElasticQuota",
     "FirstOf",
     "FirstOfRouters",
+    "Freeness",
+    "FreenessAutoscaler",
+    "FreenessRouter",
     "InOrder",
     "KeepAliveSwap",
     "LeastLoadedRouter",
@@ -57,4 +64,11 @@ __all__ = [
     "accepted",
     "assume",
     "quotas",
+    "RoundRobinRouter",
+    "VirtualUsage",
+    "VirtualUsageRescheduler",
+    "WeightedLoadSwap",
+    "accepted",
+    "assume",
+    "infaas_router",
 ]

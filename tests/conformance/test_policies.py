@@ -19,6 +19,19 @@ from hotswap.policies import (
     StartupTimePlacement,
     StaticPinning,
     WeightedLoadSwap,
+from hotswap import Action, FleetView, InstanceId, Migrate, Request, Router, Scheduler, Swap, Unload
+from hotswap.policies import (
+    AffinityRouter,
+    Freeness,
+    FreenessAutoscaler,
+    FreenessRouter,
+    InOrder,
+    LeastLoadedRouter,
+    RestoreFloors,
+    RoundRobinRouter,
+    VirtualUsageRescheduler,
+    WeightedLoadSwap,
+    infaas_router,
 )
 from hotswap.testing.conformance import RouterConformance, SchedulerConformance
 from tests.conformance.outcome import failures
@@ -50,6 +63,34 @@ class TestPrefixRouterConforms(RouterConformance):
 class TestLeastTimeRouterConforms(RouterConformance):
     def make_router(self) -> Router:
         return LeastTimeRouter()
+class TestFreenessRouterConforms(RouterConformance):
+    def make_router(self) -> Router:
+        return FreenessRouter()
+
+
+class TestInfaasRouterConforms(RouterConformance):
+    def make_router(self) -> Router:
+        return infaas_router()
+
+
+class TestRoundRobinRouterConforms(RouterConformance):
+    def make_router(self) -> Router:
+        return RoundRobinRouter()
+
+
+class TestVirtualUsageReschedulerConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return VirtualUsageRescheduler()
+
+
+class TestVirtualUsageReschedulerOfTheArtifactConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return VirtualUsageRescheduler(Freeness("artifact"), guard=False)
+
+
+class TestFreenessAutoscalerConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return InOrder(FreenessAutoscaler(), VirtualUsageRescheduler())
 
 
 class TestWeightedLoadSwapConforms(SchedulerConformance):
@@ -137,6 +178,13 @@ class _Unknown(Scheduler):
         return [Swap(instance=InstanceId("nowhere"), model=fleet.models[0].id)]
 
 
+class _Astray(Scheduler):
+    """Moves everybody to the first instance, whatever it serves."""
+
+    def plan(self, fleet: FleetView) -> list[Action]:
+        return [Migrate(request=r.id, destination=fleet.instances[0].id) for r in fleet.running]
+
+
 @pytest.mark.parametrize("router", [_First, _Never, _TurnByTurn])
 def test_a_faulty_router_is_caught(router: type[Router]) -> None:
     class Suite(RouterConformance):
@@ -148,7 +196,7 @@ def test_a_faulty_router_is_caught(router: type[Router]) -> None:
     assert failures(Suite)
 
 
-@pytest.mark.parametrize("scheduler", [_Everything, _Empty, _Twice, _Unknown])
+@pytest.mark.parametrize("scheduler", [_Everything, _Empty, _Twice, _Unknown, _Astray])
 def test_a_faulty_scheduler_is_caught(scheduler: type[Scheduler]) -> None:
     class Suite(SchedulerConformance):
         examples = QUICK

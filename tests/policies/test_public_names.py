@@ -12,6 +12,9 @@ PUBLIC = [
     "ElasticQuota",
     "FirstOf",
     "FirstOfRouters",
+    "Freeness",
+    "FreenessAutoscaler",
+    "FreenessRouter",
     "InOrder",
     "KeepAliveSwap",
     "LeastLoadedRouter",
@@ -38,6 +41,13 @@ PUBLIC = [
     "accepted",
     "assume",
     "quotas",
+    "RoundRobinRouter",
+    "VirtualUsage",
+    "VirtualUsageRescheduler",
+    "WeightedLoadSwap",
+    "accepted",
+    "assume",
+    "infaas_router",
 ]
 
 

@@ -1,0 +1,27 @@
+"""Routing in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotswap.policies.least_loaded import candidates
+from hotswap.request import Request
+from hotswap.router import Router
+from hotswap.view import FleetView, InstanceId
+
+__all__ = ["RoundRobinRouter"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobinRouter(Router):
+    """Sends a request to the open replica of its model whose last request came longest ago; else `None`.
+
+    A baseline, blind to load. **Reading:** a router keeps no counter, so its turn is in the view. Where the
+    replicas stay the same this is the cycle that a counter would make, beginning with the smallest id; one
+    that joins has the next turn, and then one in as many as there are. A request that comes by a move or
+    after an eviction is a turn like others.
+    """
+
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        turns = ((instance.last_assigned, instance.id) for instance in candidates(request, fleet))
+        return min(turns, default=(0, None))[-1]
