@@ -46,8 +46,8 @@ class VirtualUsageRescheduler(Scheduler):
     - The request must fit in the destination's free blocks, less what waits there and is kept free. If the
       first in order does not, the next is looked at.
     - `guard` forbids a move after which the destination would be no better off than the source was: no freer,
-      or lacking no fewer blocks where both lack some. It would only move the pain, and be undone. A source
-      that terminates is not asked. Turn it off to repeat the artifact, which has no such rule.
+      or lacking no fewer blocks where both lack some. It would only move the pain, and be undone. Every
+      place is better than one that terminates. Turn it off to repeat the artifact, which has no such rule.
     - The view does not say who was preempted; it is told from more requests having begun than run.
 
     Ties go to the smaller id.
@@ -105,7 +105,7 @@ class VirtualUsageRescheduler(Scheduler):
             if not self._fits(request, source, destination):
                 continue
             after = arrived(destination, request)
-            if not self.guard or is_terminating(source) or self._standing(after) > before:
+            if not self.guard or self._standing(after) > before:
                 ends = (source, destination)
                 reason = ", ".join(f"F({end.id})={self.freeness.of(end):.3g}" for end in ends)
                 yield Migrate(request=request.id, destination=destination.id, reason=reason)
@@ -114,7 +114,7 @@ class VirtualUsageRescheduler(Scheduler):
     def _standing(self, instance: InstanceView) -> float:
         """How well off an instance is: its freeness, or in debt the blocks that it lacks, below 0."""
         free = self.freeness.of(instance)
-        return free if free >= 0 else free * self.freeness.batch(instance)
+        return free if free >= 0 else free * max(self.freeness.batch(instance), 1)
 
     def _in_order(self, instance: InstanceView, here: Sequence[RunningView]) -> list[RunningView]:
         """The requests that may move, the one that should first."""

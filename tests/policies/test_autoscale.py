@@ -110,6 +110,8 @@ def test_the_least_free_model_is_served_first() -> None:
     instances = [at("e0", 5), at("e1", 2, of="b"), empty("x"), empty("y")]
     assert plan(*instances, models=models[:2]) == ([("x", "b"), ("y", "a")], [])
     assert plan(*instances, models=models) == ([("x", "c"), ("y", "b")], [])  # c has none at all
+    floors = [model("a", 10), model("b", 10, floor=2)]
+    assert plan(at("e0", 5), at("e1", 30, of="b"), empty("x"), models=floors) == ([("x", "b")], [])
 
 
 # ------------------------------------------------------------------ the pace
@@ -158,7 +160,7 @@ def test_a_termination_has_a_deadline_and_its_requests_move() -> None:
 
 def test_an_instance_that_is_drained_by_hand_is_not_counted() -> None:
     drained = replace(at("e1", 900), draining=True)
-    assert plan(at("e0", 30), drained) == ([], [])
+    assert plan(at("e0", 30), drained, empty("x")) == ([], [])
     assert plan(drained, empty("x")) == ([("x", "a")], [])
 
 

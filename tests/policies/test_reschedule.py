@@ -162,6 +162,23 @@ def test_a_request_that_does_not_fit_gives_way_to_one_that_does() -> None:
     assert moves(ARTIFACT.plan(replace(view, running=tuple(beyond)))) == []
 
 
+def test_what_waits_at_a_destination_and_what_is_kept_free_there_is_not_given_away() -> None:
+    rule = VirtualUsageRescheduler(guard=False)
+    queue = loaded("e1", 2, free=50, waiting=1, next_blocks=45, prefill=720)
+    for tokens, fits in ((16 * 5 - 1, True), (16 * 5, False)):
+        view = fleet_of([crowded("e0"), queue], [running("r", "e0", tokens)])
+        assert bool(rule.plan(view)) is fits
+    short = loaded("e1", 2, free=80, waiting=1, next_blocks=5, prefill=80)
+    view = fleet_of([crowded("e0"), short], [running("r", "e0")])
+    assert moves(RULE.plan(view)) == [("r", "e1")]
+    assert moves(ARTIFACT.plan(view)) == []  # to nobody where somebody waits
+    calm = loaded("e1", 2, free=40)
+    for tokens, fits in ((16 * 39 - 1, True), (16 * 39, False)):
+        view = fleet_of([crowded("e0"), calm], [running("r", "e0", tokens)])
+        assert bool(ARTIFACT.plan(view)) is fits
+        assert bool(rule.plan(view))
+
+
 def test_the_guard_leaves_pain_where_it_is() -> None:
     requests = [running("long", "e0", 16 * 60)]
     view = fleet_of([crowded("e0", total=200), loaded("e1", 10, free=62)], requests)
