@@ -50,7 +50,8 @@ class InstanceView:
     that a decode computes; an engine that is not told how far a prompt is counts it whole until its first
     token. `num_free_kv_blocks` counts every block that a new request could be given, also those that are kept
     only in case somebody begins with the same tokens. `num_next_kv_blocks` are those that the first of who
-    waits here needs before it can begin; 0 if nobody waits.
+    waits here needs before it can begin; 0 if nobody waits. `preempted` are those who wait again after they
+    had run, as far as the engine knows.
     `draining` is true while the fleet sends nothing more here and has moved, or moves, what runs elsewhere.
     `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
     it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
@@ -74,6 +75,7 @@ class InstanceView:
     num_kv_blocks: int = 0
     num_free_kv_blocks: int = 0
     num_next_kv_blocks: int = 0
+    preempted: tuple[RequestId, ...] = ()
     kv_block_tokens: int = 16
     memory_bytes: int = 0
     weight_bytes: int = 0

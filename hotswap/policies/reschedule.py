@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from math import isfinite
 
-from hotswap.action import Action, Migrate
+from hotswap.action import Action, Migrate, MigrationWay
 from hotswap.errors import ConfigError
 from hotswap.policies.freeness import Freeness, is_terminating
 from hotswap.request import ModelId
@@ -35,9 +35,9 @@ class VirtualUsageRescheduler(Scheduler):
       request was preempted and waits, whatever its freeness. Nobody moves to where one waits. There is one
       threshold, 3, and 10 for its mixes M-M and S-L.
 
-    In both, an instance takes part in one move at a time, and only requests that have begun move, but from an
-    instance that terminates any. How often is the fleet's `interval_s`; in the artifact it is every fourth
-    report of an instance, one a step.
+    In both, an instance takes part in one move at a time, and only requests that run move, none that wait;
+    but from an instance that terminates any. How often is the fleet's `interval_s`; in the artifact it is
+    every fourth report of an instance, one a step.
 
     **Ours, in neither:**
 
@@ -48,7 +48,7 @@ class VirtualUsageRescheduler(Scheduler):
     - `guard` forbids a move after which the destination would be no better off than the source was: no freer,
       or lacking no fewer blocks where both lack some. It would only move the pain, and be undone. Every
       place is better than one that terminates. Turn it off to repeat the artifact, which has no such rule.
-    - The view does not say who was preempted; it is told from more requests having begun than run.
+    - What has no KV blocks, as it has not begun or was preempted, leaves a terminating instance as tokens.
 
     Ties go to the smaller id.
     """
@@ -86,8 +86,7 @@ class VirtualUsageRescheduler(Scheduler):
             if instance.num_moves or any(request.moving for request in here):
                 continue
             free = self.freeness.of(instance)
-            preempted = self._has_preempted(instance, here)
-            if free < self.low or preempted:
+            if free < self.low or (instance.preempted and self.freeness.reading == "artifact"):
                 if movable := self._in_order(instance, here):
                     sources.append((free, instance, movable))
             elif free > self.high and instance.open and self._takes(instance):
@@ -108,7 +107,8 @@ class VirtualUsageRescheduler(Scheduler):
             if not self.guard or self._standing(after) > before:
                 ends = (source, destination)
                 reason = ", ".join(f"F({end.id})={self.freeness.of(end):.3g}" for end in ends)
-                yield Migrate(request=request.id, destination=destination.id, reason=reason)
+                way: MigrationWay | None = None if _has_blocks(request, source) else "tokens"
+                yield Migrate(request=request.id, destination=destination.id, way=way, reason=reason)
                 return
 
     def _standing(self, instance: InstanceView) -> float:
@@ -119,16 +119,11 @@ class VirtualUsageRescheduler(Scheduler):
     def _in_order(self, instance: InstanceView, here: Sequence[RunningView]) -> list[RunningView]:
         """The requests that may move, the one that should first."""
         terminating = is_terminating(instance)
-        movable = [request for request in here if request.begun or terminating]
+        movable = [request for request in here if terminating or _has_blocks(request, instance)]
         if self.freeness.reading == "paper":
             return sorted(movable, key=lambda r: (r.priority, r.num_tokens, r.id))
         normal = [request for request in movable if request.priority <= 0 or terminating]
         return sorted(normal, key=lambda r: (-r.arrived_s, r.id))
-
-    def _has_preempted(self, instance: InstanceView, here: Sequence[RunningView]) -> bool:
-        if self.freeness.reading == "paper" or not instance.num_waiting:
-            return False
-        return sum(request.begun for request in here) > instance.num_running
 
     def _takes(self, instance: InstanceView) -> bool:
         return self.freeness.reading == "paper" or not instance.num_waiting
@@ -165,6 +160,11 @@ def _changed(instance: InstanceView, request: RunningView, sign: int) -> Instanc
         num_high_priority=instance.num_high_priority + sign * (request.priority > 0),
         num_free_kv_blocks=instance.num_free_kv_blocks - sign * _num_blocks(request, instance),
     )
+
+
+def _has_blocks(request: RunningView, instance: InstanceView) -> bool:
+    """Whether there is something of a request to be moved but its tokens."""
+    return request.begun and request.id not in instance.preempted
 
 
 def _num_blocks(request: RunningView, instance: InstanceView) -> int:

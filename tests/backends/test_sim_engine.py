@@ -289,3 +289,18 @@ async def test_the_view_tells_what_the_first_who_waits_needs() -> None:
             assert (view.num_running, view.num_waiting) == (1, 2)
             assert view.num_next_kv_blocks == 8  # 30 tokens in blocks of 4; who is behind counts with nothing
         assert engine.view().num_next_kv_blocks == 0
+
+
+@virtual_time
+async def test_the_view_names_who_was_preempted() -> None:
+    async with store() as of, SimEngine("e0", PROFILE, kv_blocks=5, kv_block_tokens=4) as engine:
+        await engine.load(await card(of), of)
+        readings = [Reading() for _ in range(2)]
+        seen: set[tuple[RequestId, ...]] = set()
+        async with anyio.create_task_group() as tasks:
+            for number, reading in enumerate(readings):
+                tasks.start_soon(reading.read, engine, ask(6, 12, number), 0.01 * number)
+            while any(len(reading.ids) < 12 for reading in readings):
+                await anyio.sleep(0.1)
+                seen.add(engine.view().preempted)
+        assert seen == {(), (RequestId("r1"),)}

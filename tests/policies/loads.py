@@ -27,6 +27,7 @@ def loaded(
     high: int = 0,
     moves: int = 0,
     since_s: float | None = 0.0,
+    preempted: tuple[str, ...] = (),
 ) -> InstanceView:
     """An instance that serves `of`, `waiting` of its `requests` in its queue."""
     return InstanceView(
@@ -43,6 +44,7 @@ def loaded(
         num_high_priority=high,
         num_moves=moves,
         serving_since_s=since_s,
+        preempted=tuple(map(RequestId, preempted)),
     )
 
 

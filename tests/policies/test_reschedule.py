@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, FleetView, InstanceId, InstanceState, InstanceView, RequestId
+from hotswap import ConfigError, FleetView, InstanceId, InstanceState, InstanceView, Migrate, RequestId
 from hotswap.policies import Freeness, VirtualUsageRescheduler
 from hotswap.policies.reschedule import arrived, left
 from tests.policies.loads import Cluster, blocks_of, clusters, fleet_of, loaded, moves, running, terminating
@@ -143,10 +143,10 @@ def test_the_artifact_moves_the_last_who_came_of_normal_priority() -> None:
 
 
 def test_the_artifact_takes_an_instance_that_preempts_for_a_source_and_never_for_a_destination() -> None:
-    preempting = loaded("e0", 3, free=60, waiting=1, next_blocks=4, prefill=64)
-    requests = [running(f"r{n}", "e0", arrived_s=n) for n in range(3)]  # three have begun, two run
+    preempting = loaded("e0", 3, free=60, waiting=1, next_blocks=4, prefill=64, preempted=("r2",))
+    requests = [running(f"r{n}", "e0", arrived_s=n) for n in range(3)]
     view = fleet_of([preempting, roomy("e1")], requests)
-    assert moves(ARTIFACT.plan(view)) == [("r2", "e1")]
+    assert moves(ARTIFACT.plan(view)) == [("r1", "e1")]  # r2 came last, and has nothing to move
     assert moves(RULE.plan(view)) == []
     other = fleet_of([crowded("e2"), preempting], [*requests, running("r", "e2")])
     assert moves(ARTIFACT.plan(other)) == []
@@ -196,6 +196,18 @@ def test_a_terminating_instance_drains_by_moves_whoever_its_requests_are() -> No
         view = fleet_of([leaving, roomy("e1")], requests)
         assert moves(rule.plan(view)) == [(first, "e1")]
     assert moves(RULE.plan(fleet_of([leaving, loaded("e1", 10, free=20)], requests))) == []
+
+
+def test_what_waits_on_a_terminating_instance_leaves_as_tokens() -> None:
+    leaving = terminating(loaded("e0", 3, free=60, waiting=2, next_blocks=4, preempted=("set back",)))
+    for request, way in (
+        (running("runs", "e0"), None),
+        (running("queued", "e0", begun=False), "tokens"),
+        (running("set back", "e0"), "tokens"),
+    ):
+        (move,) = RULE.plan(fleet_of([leaving, roomy("e1")], [request]))
+        assert isinstance(move, Migrate)
+        assert (move.request, move.way) == (request.id, way)
 
 
 def test_nobody_moves_to_an_instance_that_takes_no_requests() -> None:

@@ -16,6 +16,7 @@ from hotswap.backends.sim.tokens import SimGeneration
 from hotswap.errors import PromptTooLong
 from hotswap.hardware import DeviceProfile
 from hotswap.request import Request, Token
+from hotswap.request import Request, RequestId, Token
 from hotswap.stream import TokenQueue
 
 __all__ = ["Batcher", "Sequence", "Step"]
@@ -115,6 +116,12 @@ class Batcher:
         if not self.waiting:
             return 0
         return self._blocks(self.waiting[0].num_tokens) - self.waiting[0].num_blocks
+
+    @property
+    def preempted(self) -> tuple[RequestId, ...]:
+        """Those that wait again after they had got tokens here."""
+        set_back = (s.request for s in self.waiting if s.position > len(s.request.generated))
+        return tuple(request.id for request in set_back)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.

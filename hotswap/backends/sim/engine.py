@@ -302,6 +302,7 @@ class SimEngine(Engine):
             num_kv_blocks=pool.num_blocks if serving else 0,
             num_free_kv_blocks=pool.num_free_blocks if serving else 0,
             num_next_kv_blocks=pool.num_next_blocks,
+            preempted=pool.preempted,
             kv_block_tokens=pool.block_tokens,
             memory_bytes=self.profile.memory_bytes,
             weight_bytes=self._weight_bytes,

@@ -182,6 +182,11 @@ class Batcher:
         """KV blocks that the first of those that wait needs, shared or not; 0 if none waits."""
         return blocks_for(len(self.waiting[0].tokens), self.block_tokens) if self.waiting else 0
 
+    @property
+    def preempted(self) -> tuple[int, ...]:
+        """Tickets of those that wait again after they had run."""
+        return tuple(sequence.ticket for sequence in self.waiting if sequence.num_reused is not None)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
         self.last_ticket = max(self.last_ticket, sequence.ticket)

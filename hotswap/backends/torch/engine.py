@@ -340,6 +340,7 @@ class TorchEngine(Engine):
             max_requests=self._settings.max_requests,
             num_kv_blocks=num_blocks,
             num_free_kv_blocks=min(self._books.num_free_blocks, num_blocks),
+            preempted=self._streams.ids_of(self._books.preempted),
             num_next_kv_blocks=self._num_next_blocks() if running < len(self._streams) else 0,
             kv_block_tokens=self._kv.block_tokens,
             memory_bytes=self._loader.memory_bytes,

@@ -30,13 +30,14 @@ class Sampled:
 class Report:
     """What the worker tells its engine: the tokens of a step, and how the books stand after it.
 
-    `last_ticket` is that of the latest request that the books know.
+    `last_ticket` is that of the latest request that the books know; `preempted` are tickets as well.
     """
 
     sampled: tuple[Sampled, ...] = ()
     num_running: int = 0
     num_prefill_tokens: int = 0
     num_next_blocks: int = 0
+    preempted: tuple[int, ...] = ()
     last_ticket: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
@@ -95,6 +96,7 @@ class Runner:
             num_running=len(batcher.running) + len(batcher.parked),
             num_prefill_tokens=batcher.num_prefill_tokens,
             num_next_blocks=batcher.num_next_blocks,
+            preempted=batcher.preempted,
             last_ticket=batcher.last_ticket,
             num_free_blocks=blocks.num_free,
             num_cached_blocks=blocks.num_cached,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -40,6 +40,10 @@ class Streams:
     def num_first_tokens_after(self, ticket: int) -> int:
         """How many tokens the first of those requests came with; 0 if there is none."""
         return next((self._requests[other].num_tokens for other in self._open if other > ticket), 0)
+
+    def ids_of(self, tickets: Iterable[int]) -> tuple[RequestId, ...]:
+        """Return the requests of those tickets whose streams are open."""
+        return tuple(self._requests[ticket].id for ticket in tickets if ticket in self._open)
 
     def find(self, request: RequestId) -> tuple[int, Request] | None:
         """Return the ticket of a request's open stream, and the request as it came."""

@@ -113,7 +113,7 @@ class EngineSuite(Suite):
         view = engine.view()
         assert (view.num_running, view.num_waiting) == (0, 0), f"requests are left over: {view}"
         assert view.num_prefill_tokens == 0, f"nobody is there to be computed: {view}"
-        assert view.num_next_kv_blocks == 0, f"nobody is there to wait: {view}"
+        assert (view.num_next_kv_blocks, view.preempted) == (0, ()), f"nobody is there to wait: {view}"
         assert view.num_free_kv_blocks == view.num_kv_blocks, f"KV blocks are left over: {view}"
         if view.state is InstanceState.EMPTY:
             assert view.weight_bytes == 0, f"weights are left over: {view}"

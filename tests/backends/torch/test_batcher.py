@@ -457,3 +457,11 @@ def test_the_books_tell_what_the_first_who_waits_needs() -> None:
     assert bench.batcher.num_next_blocks == 0
     bench.add(make(2, 8 * BLOCK + 1, 9), make(3, 1, 9))
     assert bench.batcher.num_next_blocks == 9
+    assert bench.batcher.preempted == ()
+
+
+def test_the_books_name_who_was_preempted() -> None:
+    bench = Bench(num_blocks=8, block_tokens=BLOCK, budget=64, max_requests=8)
+    bench.add(make(1, 2 * BLOCK, 4 * BLOCK), make(2, 3 * BLOCK, 4 * BLOCK))
+    named = {bench.batcher.preempted for _ in steps_of(bench)}
+    assert named == {(), (2,)}
