@@ -42,9 +42,7 @@ class InstanceState(StrEnum):
 class InstanceView:
     """One instance at one moment.
 
-    The engine fills in what it knows; the fleet adds the last seven fields. `num_requests` counts every
-    The engine fills in what it knows; the fleet adds the last nine fields. `num_requests` counts every
-    The engine fills in what it knows; the fleet adds the last ten fields. `num_requests` counts every
+    The engine fills in what it knows; the fleet adds the last eleven fields. `num_requests` counts every
     request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
     `num_prefill_tokens` are what requests here must have computed before their next token, beyond the one
     that a decode computes; an engine that is not told how far a prompt is counts it whole until its first
@@ -58,7 +56,6 @@ class InstanceView:
     that can hold none. `serving_since_s` is the loop time at which the present model became ready, `None` if
     there is none. `road` is how the engine came by it, in the engine's own words, where it has more ways than
     one. `last_used_s` is the loop time at which a request last came here or left, `None` if none ever did.
-    one.
     `num_high_priority` of the requests have a priority over 0. `num_moves` are the moves under way that begin
     or end here. `last_assigned` is the number, counted over the fleet, of the assignment by which the latest
     request came here; 0 if none ever did. `swapped_s` is the loop time at which the latest swap here ended,

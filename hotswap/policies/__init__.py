@@ -10,8 +10,8 @@ from hotswap.policies.combine import Cooldown, FirstOf, FirstOfRouters, InOrder
 from hotswap.policies.consistent_hash import ConsistentHashRouter
 from hotswap.policies.cost import MoveCosts
 from hotswap.policies.floors import RestoreFloors
-from hotswap.policies.keep_alive import KeepAliveSwap
 from hotswap.policies.freeness import Freeness, FreenessRouter, VirtualUsage, infaas_router
+from hotswap.policies.keep_alive import KeepAliveSwap
 from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.policies.monitor import Recommendation, ScalingMonitor, ScalingStep
@@ -20,12 +20,12 @@ from hotswap.policies.placement import StartupTimePlacement
 from hotswap.policies.predict import accepted, assume
 from hotswap.policies.prefix import PrefixRouter
 from hotswap.policies.quota import ElasticQuota, Quotas, quotas
+from hotswap.policies.reschedule import VirtualUsageRescheduler
+from hotswap.policies.round_robin import RoundRobinRouter
 from hotswap.policies.shapes import ModelShape
 from hotswap.policies.sharing import SharedModel, SharingWay
 from hotswap.policies.shepherd import ShepherdSwap
 from hotswap.policies.startup_cost import LoadCosts, StartupCosts
-from hotswap.policies.reschedule import VirtualUsageRescheduler
-from hotswap.policies.round_robin import RoundRobinRouter
 from hotswap.policies.swap import WeightedLoadSwap
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "Quotas",
     "Recommendation",
     "RestoreFloors",
+    "RoundRobinRouter",
     "ScalingMonitor",
     "ScalingStep",
     "SharedModel",
@@ -59,16 +60,12 @@ __all__ = [
     "StartupCosts",
     "StartupTimePlacement",
     "StaticPinning",
+    "VirtualUsage",
+    "VirtualUsageRescheduler",
     "WayReport",
     "WeightedLoadSwap",
     "accepted",
     "assume",
-    "quotas",
-    "RoundRobinRouter",
-    "VirtualUsage",
-    "VirtualUsageRescheduler",
-    "WeightedLoadSwap",
-    "accepted",
-    "assume",
     "infaas_router",
+    "quotas",
 ]

@@ -5,30 +5,24 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, settings
 
-from hotswap import Action, FleetView, InstanceId, Request, Router, Scheduler, Swap, Unload
+from hotswap import Action, FleetView, InstanceId, Migrate, Request, Router, Scheduler, Swap, Unload
 from hotswap.policies import (
     AffinityRouter,
     ConsistentHashRouter,
     ElasticQuota,
+    Freeness,
+    FreenessAutoscaler,
+    FreenessRouter,
+    InOrder,
     KeepAliveSwap,
     LeastLoadedRouter,
     LeastTimeRouter,
     PrefixRouter,
     RestoreFloors,
+    RoundRobinRouter,
     ShepherdSwap,
     StartupTimePlacement,
     StaticPinning,
-    WeightedLoadSwap,
-from hotswap import Action, FleetView, InstanceId, Migrate, Request, Router, Scheduler, Swap, Unload
-from hotswap.policies import (
-    AffinityRouter,
-    Freeness,
-    FreenessAutoscaler,
-    FreenessRouter,
-    InOrder,
-    LeastLoadedRouter,
-    RestoreFloors,
-    RoundRobinRouter,
     VirtualUsageRescheduler,
     WeightedLoadSwap,
     infaas_router,
@@ -63,6 +57,8 @@ class TestPrefixRouterConforms(RouterConformance):
 class TestLeastTimeRouterConforms(RouterConformance):
     def make_router(self) -> Router:
         return LeastTimeRouter()
+
+
 class TestFreenessRouterConforms(RouterConformance):
     def make_router(self) -> Router:
         return FreenessRouter()

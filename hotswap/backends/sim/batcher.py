@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from hotswap.backends.sim.tokens import SimGeneration
 from hotswap.errors import PromptTooLong
 from hotswap.hardware import DeviceProfile
-from hotswap.request import Request, Token
 from hotswap.request import Request, RequestId, Token
 from hotswap.stream import TokenQueue
 
