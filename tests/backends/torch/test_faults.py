@@ -112,7 +112,7 @@ def padding_of_a_batch_attended_to(patch: pytest.MonkeyPatch) -> None:
 
     def visible(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
         mask: Tensor = honest(self, segment, first, last, num_keys)
-        wrong: Tensor = mask | (torch.arange(num_keys) >= num_keys - 1) & (segment.num_requests > 2)
+        wrong: Tensor = mask | (torch.arange(num_keys) >= num_keys - 1) & (segment.num_requests > 1)
         return wrong
 
     patch.setattr(attention.MaskPattern, "visible", visible)
