@@ -2,7 +2,7 @@
 
     python -m benchmarks papers                    one seed, ten minutes of the trace
     python -m benchmarks papers --full --json papers.json
-                                                   five seeds, an hour after the burst; about ten minutes
+                                                   five seeds, an hour after the burst
 
 `docs/papers.md` tells claim by claim what it means.
 """
