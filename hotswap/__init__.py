@@ -7,6 +7,7 @@ This package holds the values and the interfaces; backends and policies are impo
 from hotswap.action import (
     Action,
     DrainRecord,
+    Hold,
     Migrate,
     MigrationRecord,
     PhaseRecord,
@@ -76,6 +77,7 @@ from hotswap.stream import TokenQueue, TokenStream
 from hotswap.text import TextStream, Tokenizer
 from hotswap.transport import Channel, Frame
 from hotswap.view import (
+    AdapterView,
     FleetView,
     InstanceId,
     InstanceState,
@@ -92,6 +94,7 @@ __all__ = [
     "Action",
     "Adapter",
     "AdapterId",
+    "AdapterView",
     "BackendMissing",
     "Channel",
     "Completion",
@@ -106,6 +109,7 @@ __all__ = [
     "FleetStream",
     "FleetView",
     "Frame",
+    "Hold",
     "Hop",
     "HostBuffer",
     "HostChunk",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from hotswap.request import ModelId, RequestId
+from hotswap.request import AdapterId, ModelId, RequestId
 from hotswap.view import InstanceId
 
 __all__ = [
     "Action",
     "DrainRecord",
+    "Hold",
     "Migrate",
     "MigrationOutcome",
     "MigrationRecord",
@@ -71,7 +72,24 @@ class Migrate:
     reason: str = ""
 
 
-Action: TypeAlias = Swap | Unload | Prefetch | Migrate
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Have an instance that serves `model` hold adapters of it before requests ask for them.
+
+    `adapters` are named by version, as in `AdapterView.id`, the most wanted first. Those that are missing are
+    loaded in that order, one at a time and between the loads of requests. Room for them is made of adapters
+    that no request of the fleet has or waits for, and that the action does not name. Until the next one for
+    the instance, what it names is the last to go when a request needs room. An action on an instance that
+    serves another model is dropped.
+    """
+
+    instance: InstanceId
+    model: ModelId
+    adapters: tuple[AdapterId, ...]
+    reason: str = ""
+
+
+Action: TypeAlias = Swap | Unload | Prefetch | Hold | Migrate
 
 SwapOutcome: TypeAlias = Literal["done", "failed", "cancelled"]
 

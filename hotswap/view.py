@@ -13,6 +13,7 @@ from typing import NewType, TypeVar
 from hotswap.request import AdapterId, ModelId, RequestId
 
 __all__ = [
+    "AdapterView",
     "FleetView",
     "InstanceId",
     "InstanceState",
@@ -164,6 +165,30 @@ class RunningView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterView:
+    """One adapter that has been asked for, at one moment; `id` is its latest version, as engines hold it.
+
+    `num_running` requests with this version are assigned to instances, `num_waiting` sit in the waiting room.
+    `popularity` is how much it was asked for of late: a request counts for one when it comes, and for half as
+    much after every minute. `asked_s` is the loop time at which the last one came, `gap_s` what lies between
+    two of them, later ones counting for more; `None` before there were two.
+    """
+
+    id: AdapterId
+    model: ModelId
+    num_running: int = 0
+    num_waiting: int = 0
+    popularity: float = 0.0
+    asked_s: float = 0.0
+    gap_s: float | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting."""
+        return self.num_running + self.num_waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierView:
     """One tier of a store, fastest first in `StoreView.tiers`; `capacity_bytes` is `None` when unbounded.
 
@@ -234,7 +259,7 @@ class StoreView:
 class FleetView:
     """The whole fleet at loop time `now_s`: the only input of a scheduler's or a router's decision.
 
-    `running` is there for schedulers, which may move requests; routers see it empty.
+    `running` and `adapters` are there for schedulers; routers see them empty.
     """
 
     now_s: float
@@ -243,6 +268,7 @@ class FleetView:
     waiting: tuple[WaitingView, ...] = ()
     store: StoreView = StoreView()
     running: tuple[RunningView, ...] = ()
+    adapters: tuple[AdapterView, ...] = ()
 
     def instance(self, instance: InstanceId) -> InstanceView:
         """The view of one instance; `KeyError` if the fleet has none of that id."""

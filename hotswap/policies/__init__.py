@@ -3,6 +3,7 @@
 Each is an object with frozen settings; none names the runtime or a backend.
 """
 
+from hotswap.policies.adapter_pool import AdapterPool
 from hotswap.policies.advisor import SharingAdvisor, SharingReport, WayReport
 from hotswap.policies.affinity import AffinityRouter
 from hotswap.policies.autoscale import FreenessAutoscaler
@@ -29,6 +30,7 @@ from hotswap.policies.startup_cost import LoadCosts, StartupCosts
 from hotswap.policies.swap import WeightedLoadSwap
 
 __all__ = [
+    "AdapterPool",
     "AffinityRouter",
     "ConsistentHashRouter",
     "Cooldown",

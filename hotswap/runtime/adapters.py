@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING
 import anyio
 
 from hotswap import telemetry as tm
+from hotswap.action import Hold
 from hotswap.errors import ConfigError, InstanceLost, RequestEvicted, UnknownAdapter
 from hotswap.model import Adapter
-from hotswap.request import ModelId
+from hotswap.request import AdapterId, ModelId
+from hotswap.runtime.demand import Demand
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.shelves import Shelves
 from hotswap.telemetry import Telemetry
-from hotswap.view import InstanceId, InstanceState
+from hotswap.view import AdapterView, InstanceId, InstanceState
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -37,6 +40,8 @@ class Adapters:
         models: The models that are registered.
         instances: Those of the fleet, as they come and go.
         aliases: Models whose place others took (`Fleet.roll`).
+        num_running: How many requests with a version of a model's adapter are assigned to instances.
+        num_waiting: How many wait for a place.
         telemetry: Records loads.
 
     Raises:
@@ -50,14 +55,18 @@ class Adapters:
         models: Callable[[], Iterable[ModelId]],
         instances: Mapping[InstanceId, Instance],
         aliases: Mapping[ModelId, ModelId],
+        num_running: Callable[[ModelId, AdapterId], int],
+        num_waiting: Callable[[ModelId, AdapterId], int],
         telemetry: Telemetry,
     ) -> None:
         self._models, self._instances, self._aliases = models, instances, aliases
+        self._num_running, self._num_waiting = num_running, num_waiting
         self._telemetry = telemetry
         self._latest: dict[tuple[str, str], Adapter] = {}
         self._num_versions: dict[tuple[str, str], int] = {}
         self._updating = anyio.Lock()
-        self.shelves = Shelves(self._is_latest, telemetry)
+        self.shelves = Shelves(self._is_latest, self._is_needed, telemetry)
+        self.demand = Demand()
         for adapter in adapters:
             self.add(adapter)
 
@@ -151,6 +160,7 @@ class Adapters:
         self._refuse_rolled(model)
         old = self.named(ModelId(model), adapter)
         del self._latest[_key(old)]
+        self.demand.forget(old)
         await self._retire(old)
 
     def named(self, model: ModelId, adapter: str) -> Adapter:
@@ -179,6 +189,32 @@ class Adapters:
         """Return a model's adapter of the same name; `None` if it has none."""
         return self._latest.get((model, adapter.id))
 
+    def views(self) -> tuple[AdapterView, ...]:
+        """Return a view of each that has been asked for."""
+        return tuple(
+            replace(
+                view,
+                num_running=self._num_running(view.model, view.id),
+                num_waiting=self._num_waiting(view.model, view.id),
+            )
+            for view in self.demand.views(lambda model, name: self._latest.get((model, name)))
+        )
+
+    async def hold(self, action: Hold) -> None:
+        """Carry out what a plan asks for; what has gone meanwhile, or cannot be had, is left to requests."""
+        instance = self._instances.get(action.instance)
+        if instance is None or not _may_hold(instance, action.model):
+            return
+        wanted = [found for name in action.adapters if (found := self._version(action.model, name))]
+        attributes = {tm.INSTANCE: instance.id, tm.MODEL: action.model}
+        with self._telemetry.span(tm.SPAN_ADAPTER_HOLD, attributes) as span:
+            await self.shelves.hold(wanted, instance, span)
+
+    def _version(self, model: ModelId, version: AdapterId) -> Adapter | None:
+        """The adapter of this version, if that is its latest."""
+        found = self._latest.get((model, re.sub(r"@\d+$", "", version)))
+        return found if found is not None and found.version == version else None
+
     async def _bring(self, new: Adapter, old: Adapter, span: Span) -> None:
         """Have a new version where the old one is; where there is no room now, requests will bring it."""
         serving = self._serving(old)
@@ -198,15 +234,13 @@ class Adapters:
             raise ConfigError(f"Model {model!r} was rolled to {now!r}, which serves its requests; name that.")
 
     def _serving(self, adapter: Adapter) -> list[Instance]:
-        views = [(instance, instance.view()) for instance in self._instances.values()]
-        return [
-            instance
-            for instance, view in views
-            if view.state is InstanceState.SERVING and view.model == adapter.model and view.max_adapters
-        ]
+        return [instance for instance in self._instances.values() if _may_hold(instance, adapter.model)]
 
     def _is_latest(self, adapter: Adapter) -> bool:
         return self._latest.get(_key(adapter)) == adapter
+
+    def _is_needed(self, model: ModelId, adapter: AdapterId) -> bool:
+        return self._num_running(model, adapter) > 0 or self._num_waiting(model, adapter) > 0
 
     def _next(self, adapter: Adapter) -> Adapter:
         """The next version; a number is never given twice, or what is held by it would be taken for it."""
@@ -219,6 +253,11 @@ class Adapters:
 
     def __repr__(self) -> str:
         return f"<Adapters [{', '.join(f'{a.model}/{a.version}' for a in self) or 'none'}]>"
+
+
+def _may_hold(instance: Instance, model: str) -> bool:
+    view = instance.view()
+    return view.state is InstanceState.SERVING and view.model == model and view.max_adapters > 0
 
 
 def _same_place(one: Adapter, other: Adapter) -> bool:

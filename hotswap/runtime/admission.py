@@ -153,6 +153,10 @@ class WaitingRoom:
             counts[model] += len(seats)
         return counts
 
+    def num_waiting(self, model: ModelId, adapter: AdapterId | None) -> int:
+        """How many wait for a model with one adapter, or with none."""
+        return len(self._lanes.get((model, adapter), ()))
+
     def _sit(self, request: Request) -> Seat:
         self._num_seats += 1
         view = WaitingView(

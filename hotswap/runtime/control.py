@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from hotswap.action import Action, Migrate, Prefetch, Swap, Unload
+from hotswap.action import Action, Hold, Migrate, Prefetch, Swap, Unload
 from hotswap.errors import HotswapError
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
@@ -46,6 +46,7 @@ class Control:
         store: WeightStore,
         swapper: Swapper,
         migrate: Callable[[Migrate], None],
+        hold: Callable[[Hold], None],
         tasks: TaskGroup,
         telemetry: Telemetry,
         interval_s: float,
@@ -55,7 +56,7 @@ class Control:
         self._instances = instances
         self._store = store
         self._swapper = swapper
-        self._migrate = migrate
+        self._migrate, self._hold = migrate, hold
         self._tasks, self._telemetry = tasks, telemetry
         self._interval_s = interval_s
         self._asked = anyio.Event()
@@ -101,10 +102,12 @@ class Control:
                 self._start_swap(action)
             case Prefetch():
                 self._start_prefetch(action)
+            case Hold():
+                self._hold(action)
             case Migrate():
                 self._migrate(action)
             case _:
-                raise TypeError(f"{action!r} is no action; plan Swap, Unload, Prefetch and Migrate.")
+                raise TypeError(f"{action!r} is no action; plan Swap, Unload, Prefetch, Hold and Migrate.")
 
     def _start_swap(self, action: Swap | Unload) -> None:
         instance = self._instances.get(action.instance)

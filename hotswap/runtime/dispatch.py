@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import anyio
 
-from hotswap.request import ModelId, Request
+from hotswap.request import AdapterId, ModelId, Request
 from hotswap.router import Router
 from hotswap.runtime.instance import Instance
 from hotswap.view import FleetView, InstanceId
@@ -21,12 +21,14 @@ class Dispatcher:
 
     Attributes:
         num_running: Requests by model that instances are charged with.
+        num_adapted: The same by model and adapter, of those that have one.
     """
 
     def __init__(
         self, router: Router, instances: Mapping[InstanceId, Instance], on_release: Callable[[], None]
     ) -> None:
         self.num_running: Counter[ModelId] = Counter()
+        self.num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
         self._num_assigned = 0
         self._router, self._instances, self._on_release = router, instances, on_release
 
@@ -55,6 +57,8 @@ class Dispatcher:
         instance.last_used_s = anyio.current_time()
         instance.num_high_priority += request.priority > 0
         self.num_running[request.model] += 1
+        if request.adapter is not None:
+            self.num_adapted[request.model, request.adapter] += 1
 
     def release(self, request: Request, instance: Instance) -> None:
         """Count it out again."""
@@ -62,6 +66,11 @@ class Dispatcher:
         instance.last_used_s = anyio.current_time()
         instance.num_high_priority -= request.priority > 0
         self.num_running[request.model] -= 1
+        if request.adapter is not None:
+            lane = request.model, request.adapter
+            self.num_adapted[lane] -= 1
+            if not self.num_adapted[lane]:  # versions come and go
+                del self.num_adapted[lane]
         self._on_release()
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import anyio
 from anyio import AsyncContextManagerMixin
 
-from hotswap.action import DrainRecord, Migrate, MigrationRecord, MigrationWay, SwapRecord
+from hotswap.action import DrainRecord, Hold, Migrate, MigrationRecord, MigrationWay, SwapRecord
 from hotswap.engine import Engine
 from hotswap.errors import (
     ConfigError,
@@ -127,6 +127,8 @@ class Fleet(AsyncContextManagerMixin):
             models=lambda: self._registry.models,
             instances=self._instances,
             aliases=self._aliases,
+            num_running=lambda model, adapter: self._dispatcher.num_adapted[model, adapter],
+            num_waiting=lambda model, adapter: self._room.num_waiting(model, adapter),
             telemetry=self._telemetry,
         )
         self._flights: dict[RequestId, Flight] = {}
@@ -211,6 +213,7 @@ class Fleet(AsyncContextManagerMixin):
             store=self._store,
             swapper=self._swapper,
             migrate=self._migrate,
+            hold=self._hold,
             tasks=tasks,
             telemetry=self._telemetry,
             interval_s=self._interval_s,
@@ -312,6 +315,8 @@ class Fleet(AsyncContextManagerMixin):
             arrived_s=anyio.current_time(),
         )
         check_servable(request, card, [i.engine.view().memory_bytes for i in self._instances.values()])
+        if named is not None:
+            self._adapters.demand.ask(named)
         text = self._registry.text_stream(request)
         return Flight(request, adapter=named, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
 
@@ -428,6 +433,9 @@ class Fleet(AsyncContextManagerMixin):
         if flight is not None and destination is not None:
             move = partial(self._migrator.run_planned, way=action.way, reason=action.reason)
             self._open_tasks().start_soon(move, flight, destination, name=f"move {action.request}")
+
+    def _hold(self, action: Hold) -> None:
+        self._open_tasks().start_soon(self._adapters.hold, action, name=f"adapters of {action.instance}")
 
     async def drain(
         self,
@@ -589,7 +597,7 @@ class Fleet(AsyncContextManagerMixin):
 
     def view(self) -> FleetView:
         """The fleet at this moment, as schedulers see it; routers do not see what runs."""
-        return self._observer.view()
+        return replace(self._observer.view(), adapters=self._adapters.views())
 
     @property
     def adapters(self) -> Adapters:

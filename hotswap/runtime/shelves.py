@@ -1,16 +1,17 @@
 """What instances hold of a fleet's adapters: each is there before a request runs with it.
 
 Adapters come on demand, one at a time on each instance, and go when there is no room for another: the one
-that was asked for longest ago first, and never while a request uses it. One that nobody can ask for any more
-goes with its last request. Instances forget theirs with their model, and what has gone comes back with the
-next request for it.
+that was asked for longest ago first, and never while a request uses it. What a plan wants to be held comes
+before anybody asks, as far as nothing in use has to go, and is the last to go itself. One that nobody can ask
+for any more goes with its last request. Instances forget theirs with their model, and what has gone comes
+back with the next request for it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Container, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from hotswap.errors import (
     RequestEvicted,
 )
 from hotswap.model import Adapter
-from hotswap.request import AdapterId, RequestId
+from hotswap.request import AdapterId, ModelId, RequestId
 from hotswap.runtime.instance import Instance
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceId, InstanceState
@@ -43,11 +44,17 @@ class Shelves:
 
     Args:
         is_current: Whether new requests can still ask for an adapter.
+        is_needed: Whether a request of the fleet has a version of a model's adapter, or waits for a place.
         telemetry: Records loads.
     """
 
-    def __init__(self, is_current: Callable[[Adapter], bool], telemetry: Telemetry) -> None:
-        self._is_current, self._telemetry = is_current, telemetry
+    def __init__(
+        self,
+        is_current: Callable[[Adapter], bool],
+        is_needed: Callable[[ModelId, AdapterId], bool],
+        telemetry: Telemetry,
+    ) -> None:
+        self._is_current, self._is_needed, self._telemetry = is_current, is_needed, telemetry
         self._shelves: dict[InstanceId, _Shelf] = {}
 
     @asynccontextmanager
@@ -83,6 +90,14 @@ class Shelves:
         """
         return await self._of(instance).bring(adapter, span)
 
+    async def hold(self, adapters: Sequence[Adapter], instance: Instance, span: Span) -> None:
+        """Have the instance hold adapters, the most wanted first, as far as nothing in use must go for them.
+
+        Until the next call they are the last to go when requests need room. Raises nothing: what could not be
+        had is logged, and left to the requests that want it.
+        """
+        await self._of(instance).hold(adapters, span)
+
     async def retire(self, adapter: AdapterId, instance: Instance) -> None:
         """Drop an adapter that nobody can ask for any more, if nobody uses it there; else it goes later."""
         await self._of(instance).retire(adapter)
@@ -94,7 +109,7 @@ class Shelves:
     def _of(self, instance: Instance) -> _Shelf:
         shelf = self._shelves.get(instance.id)
         if shelf is None or shelf.instance is not instance:  # another may have had its name
-            shelf = self._shelves[instance.id] = _Shelf(instance, self._telemetry)
+            shelf = self._shelves[instance.id] = _Shelf(instance, self._is_needed, self._telemetry)
         return shelf
 
     def __repr__(self) -> str:
@@ -110,8 +125,11 @@ class _Shelf:
     whose move uses it here already is nobody more.
     """
 
-    def __init__(self, instance: Instance, telemetry: Telemetry) -> None:
+    def __init__(
+        self, instance: Instance, is_needed: Callable[[ModelId, AdapterId], bool], telemetry: Telemetry
+    ) -> None:
         self.instance = instance
+        self._is_needed = is_needed
         self._telemetry = telemetry
         self._line = anyio.Lock()
         self._users: dict[AdapterId, Counter[RequestId]] = defaultdict(Counter)
@@ -120,6 +138,9 @@ class _Shelf:
         self._leaving: AdapterId | None = None
         self._given_back = anyio.Event()
         self._impatient: set[anyio.CancelScope] = set()  # those that would not wait for users in the line
+        self._wanted: dict[AdapterId, Adapter] = {}  # by the latest plan, the most wanted first
+        self._failed: set[AdapterId] = set()  # of these, what could not be had before anybody asked
+        self._is_filling = False
 
     async def take(self, adapter: Adapter, user: RequestId, span: Span) -> None:
         """Return once the adapter is held, and count a user of it."""
@@ -134,6 +155,7 @@ class _Shelf:
 
     def _count(self, adapter: AdapterId, user: RequestId) -> None:
         self._retired.discard(adapter)
+        self._failed.discard(adapter)
         self._ask_for(adapter)
         self._users[adapter][user] += 1
 
@@ -144,8 +166,41 @@ class _Shelf:
             del self._users[adapter]
         self._given_back.set()
 
-    async def bring(self, adapter: Adapter, span: Span) -> bool:
-        """Hold an adapter if what is unused makes room for it; false if users must be waited for."""
+    async def hold(self, adapters: Sequence[Adapter], span: Span) -> None:
+        """Load what is missing of these, each once at most; of several calls at a time the first one does."""
+        self._wanted = {adapter.version: adapter for adapter in adapters}
+        if self._is_filling:
+            return
+        self._is_filling, tried = True, set[AdapterId]()
+        try:
+            while (adapter := self._missing(tried)) is not None:
+                tried.add(adapter.version)
+                if not await self._fill(adapter, span) and adapter.version in self._wanted:
+                    return
+        finally:
+            self._is_filling = False
+
+    def _missing(self, tried: Container[AdapterId]) -> Adapter | None:
+        """The most wanted that is not held."""
+        names = (name for name in self._wanted if name not in tried and name not in self._failed)
+        return next((self._wanted[name] for name in names if not self._holds(name)), None)
+
+    async def _fill(self, adapter: Adapter, span: Span) -> bool:
+        """Load what a plan wants; false if no more of it can be had now."""
+        try:
+            return await self.bring(adapter, span, ahead=True)
+        except (InstanceLost, RequestEvicted):
+            return False
+        except Exception as exc:  # an engine's or a store's own faults as well
+            self._failed.add(adapter.version)
+            log.warning("Adapter %r was not loaded ahead on %r: %s", adapter.version, self.instance.id, exc)
+            return True
+
+    async def bring(self, adapter: Adapter, span: Span, *, ahead: bool = False) -> bool:
+        """Hold an adapter if what is unused makes room for it; false if users must be waited for.
+
+        `ahead` of need, nothing that is wanted makes room either.
+        """
         with anyio.CancelScope() as scope:
             if self._leaving is not None and self._users[self._leaving]:
                 return False
@@ -158,7 +213,9 @@ class _Shelf:
             return False
         try:
             while not self._holds(adapter.version):
-                await self._load(adapter, span, patient=False)
+                if ahead and (adapter.version not in self._wanted or self._is_full()):
+                    return False
+                await self._load(adapter, span, patient=False, ahead=ahead)
             self._ask_for(adapter.version)
         except OutOfMemory:
             return False
@@ -168,6 +225,7 @@ class _Shelf:
 
     async def retire(self, adapter: AdapterId) -> None:
         """Drop an adapter if nobody uses it; while others load or drop, it goes when they are done."""
+        self._wanted.pop(adapter, None)
         if self._users[adapter]:
             return  # its last user retires it
         self._retired.add(adapter)
@@ -206,7 +264,7 @@ class _Shelf:
         self._asked_for.pop(adapter, None)
         self._asked_for[adapter] = None
 
-    async def _load(self, adapter: Adapter, span: Span, *, patient: bool = True) -> None:
+    async def _load(self, adapter: Adapter, span: Span, *, patient: bool = True, ahead: bool = False) -> None:
         engine, started_s = self.instance.engine, anyio.current_time()
         assert isinstance(engine, SupportsAdapters), "no other is asked"
         attributes = {tm.INSTANCE: self.instance.id, tm.ADAPTER: adapter.version, tm.MODEL: adapter.model}
@@ -219,7 +277,7 @@ class _Shelf:
             self._require_held(adapter)
         except OutOfMemory:
             self._refuse_if_gone(adapter)
-            if not await self._make_room(engine, patient=patient):
+            if not await self._make_room(engine, patient=patient, ahead=ahead):
                 raise
         except InstanceLost:
             raise
@@ -230,18 +288,46 @@ class _Shelf:
             # One series for all versions of an adapter.
             self._telemetry.adapter_seconds.record(seconds, {**attributes, tm.ADAPTER: adapter.id})
 
-    async def _make_room(self, engine: SupportsAdapters, *, patient: bool) -> bool:
-        """Drop what was asked for longest ago, of the unused if any is; false if nothing is held.
+    async def _make_room(self, engine: SupportsAdapters, *, patient: bool, ahead: bool) -> bool:
+        """Drop what is unused; what no plan wants first, then what is wanted least. False if nothing can go.
 
-        Where all is in use, wait until the oldest is not; without patience, that is false too.
+        With patience, where all is in use, wait until what was
+        asked for longest ago is not.
         """
-        held = set(self.instance.engine.view().adapters)
-        oldest = [*(held - set(self._asked_for)), *(name for name in self._asked_for if name in held)]
-        chosen = next((name for name in oldest if not self._users[name]), oldest[0] if oldest else None)
-        if chosen is None or (self._users[chosen] and not patient):
+        oldest = self._oldest()
+        unused = self._unused(oldest, ahead=ahead)
+        chosen = min(unused, key=self._rank, default=oldest[0] if oldest and patient else None)
+        if chosen is None:
             return False
         await self._drop(engine, chosen)
         return True
+
+    def _oldest(self) -> list[AdapterId]:
+        """What is held, that which was asked for longest ago first."""
+        held = self.instance.engine.view().adapters
+        never = [name for name in held if name not in self._asked_for]
+        return never + [name for name in self._asked_for if name in held]
+
+    def _unused(self, held: Sequence[AdapterId], *, ahead: bool) -> list[AdapterId]:
+        """What of it may go: what no request uses here; ahead of need, what nobody wants or needs at all."""
+        unused = [name for name in held if not self._users[name]]
+        return [name for name in unused if not (self._rank(name) or self._needed(name))] if ahead else unused
+
+    def _needed(self, adapter: AdapterId) -> bool:
+        model = self.instance.engine.view().model
+        return model is not None and self._is_needed(model, adapter)
+
+    def _is_full(self) -> bool:
+        """Whether every place is taken by what may not go ahead of need."""
+        view = self.instance.engine.view()
+        return len(view.adapters) >= view.max_adapters and not self._unused(view.adapters, ahead=True)
+
+    def _rank(self, adapter: AdapterId) -> int:
+        """How much a plan wants it for the model that is served: 0 not at all."""
+        wanted = self._wanted.get(adapter)
+        if wanted is None or wanted.model != self.instance.engine.view().model:
+            return 0
+        return len(self._wanted) - list(self._wanted).index(adapter)
 
     async def _drop(self, engine: SupportsAdapters, adapter: AdapterId) -> None:
         """Drop an adapter once nobody uses it; meanwhile it takes on nobody more."""

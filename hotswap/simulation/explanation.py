@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
-from hotswap.action import Action, Migrate, Prefetch, Swap, Unload
+from hotswap.action import Action, Hold, Migrate, Prefetch, Swap, Unload
 from hotswap.request import ModelId
 from hotswap.scheduler import Scheduler
 from hotswap.view import FleetView, InstanceView, ModelView
@@ -147,6 +147,8 @@ def _told(action: Action) -> str:
             told = f"unload {instance}"
         case Prefetch(model=model, reason=reason):
             told = f"prefetch {model}"
+        case Hold(instance=instance, adapters=adapters, reason=reason):
+            told = f"have {instance} hold {', '.join(adapters)}"
         case Migrate(request=request, destination=destination, reason=reason):
             told = f"move request {request} to {destination}"
     return f"{told}, since {reason}" if reason else told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from hotswap.request import AdapterId, ModelId, Request, RequestId, Sampling
 from hotswap.view import (
+    AdapterView,
     FleetView,
     InstanceId,
     InstanceState,
@@ -26,6 +28,7 @@ __all__ = ["fleet_views", "instance_views", "requests", "routings", "store_views
 
 NOW_S = 1000.0
 MODELS = tuple(ModelId(name) for name in "abcd")
+ADAPTERS = tuple(AdapterId(name) for name in ("x", "y", "z@1"))
 
 _HOLDING = (InstanceState.SERVING, InstanceState.DRAINING)
 _STATES = (*InstanceState, InstanceState.SERVING, InstanceState.SERVING)  # as in life, most of them serve
@@ -41,7 +44,7 @@ def requests(models: Sequence[ModelId] = MODELS) -> st.SearchStrategy[Request]:
         prompt=tokens,
         sampling=st.just(Sampling(max_tokens=64)),
         generated=st.just(()) | tokens,
-        adapter=st.none() | st.sampled_from([AdapterId("x"), AdapterId("y")]),
+        adapter=st.none() | st.sampled_from(ADAPTERS),
         priority=st.integers(0, 2),
         arrived_s=st.floats(0, NOW_S),
     )
@@ -58,6 +61,8 @@ def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = 
     num_requests = draw(st.integers(0, 6)) if holds else 0
     num_running = draw(st.integers(0, num_requests))
     num_waiting = draw(st.integers(0, num_requests - num_running))
+    max_adapters = draw(st.sampled_from([0, 1, 2, 8]))
+    adapters = st.lists(st.sampled_from(ADAPTERS), max_size=max_adapters if holds else 0, unique=True)
     return InstanceView(
         id=id,
         state=state,
@@ -71,6 +76,8 @@ def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = 
         num_next_kv_blocks=draw(st.integers(1, 8)) if num_waiting else 0,
         memory_bytes=draw(st.sampled_from([16 << 30, 80 << 30])),
         weight_bytes=(8 << 30) if holds else 0,
+        adapters=tuple(draw(adapters)),
+        max_adapters=max_adapters,
         preloaded=draw(st.none() | st.sampled_from(models)) if holds else None,
         num_requests=num_requests,
         swapping=swapping,
@@ -118,6 +125,7 @@ def fleet_views(
     if with_running:
         counts = [sum(request.priority for request in here) for here in requests]
         instances = tuple(map(_with_high_priority, instances, counts))
+    adapters = [draw(_adapter_views(model, waiting)) for model in models] if with_running else []
     return FleetView(
         now_s=NOW_S,
         instances=instances,
@@ -125,6 +133,7 @@ def fleet_views(
         waiting=waiting,
         store=draw(store_views(models)),
         running=tuple(request for here in requests for request in here),
+        adapters=tuple(itertools.chain.from_iterable(adapters)),
     )
 
 
@@ -168,11 +177,31 @@ def _waiting(models: Sequence[ModelId]) -> st.SearchStrategy[WaitingView]:
         WaitingView,
         id=st.integers(0, 999).map(lambda number: RequestId(f"w{number}")),
         model=st.sampled_from(models),
+        adapter=st.none() | st.sampled_from(ADAPTERS),
         num_tokens=st.integers(1, 100),
         priority=st.integers(0, 2),
         arrived_s=st.floats(0, NOW_S),
         waiting_since_s=st.floats(0, NOW_S),
     )
+
+
+@st.composite
+def _adapter_views(draw: st.DrawFn, model: ModelId, waiting: Sequence[WaitingView]) -> Sequence[AdapterView]:
+    """Those of one model that somebody waits for, and some that were asked for before."""
+    queued = Counter(request.adapter for request in waiting if request.model == model)
+    asked = {*queued, *draw(st.lists(st.sampled_from(ADAPTERS), unique=True))}
+    return [
+        AdapterView(
+            id=adapter,
+            model=model,
+            num_running=draw(st.sampled_from([0, 0, 3])),
+            num_waiting=queued[adapter],
+            popularity=draw(st.floats(0, 20)),
+            asked_s=draw(st.floats(0, NOW_S)),
+            gap_s=draw(st.none() | st.floats(0, NOW_S)),
+        )
+        for adapter in sorted(name for name in asked if name is not None)
+    ]
 
 
 def _model_view(model: ModelId, num_running: int, num_waiting: int) -> st.SearchStrategy[ModelView]:

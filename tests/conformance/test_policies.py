@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, settings
 
-from hotswap import Action, FleetView, InstanceId, Migrate, Request, Router, Scheduler, Swap, Unload
+from hotswap import Action, FleetView, Hold, InstanceId, Migrate, Request, Router, Scheduler, Swap, Unload
 from hotswap.policies import (
+    AdapterPool,
     AffinityRouter,
     ConsistentHashRouter,
     ElasticQuota,
@@ -92,6 +93,11 @@ class TestFreenessAutoscalerConforms(SchedulerConformance):
 class TestWeightedLoadSwapConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return WeightedLoadSwap(t1=2, t2=1, b=2.0)
+
+
+class TestAdapterPoolConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return InOrder(WeightedLoadSwap(t1=2, t2=1, b=2.0), AdapterPool())
 
 
 class TestRestoreFloorsConforms(SchedulerConformance):
@@ -181,6 +187,17 @@ class _Astray(Scheduler):
         return [Migrate(request=r.id, destination=fleet.instances[0].id) for r in fleet.running]
 
 
+class _TooMuch(Scheduler):
+    """Has everybody hold all adapters that there are."""
+
+    def plan(self, fleet: FleetView) -> list[Action]:
+        return [
+            Hold(instance=i.id, model=i.model, adapters=tuple(a.id for a in fleet.adapters))
+            for i in fleet.instances
+            if i.model is not None
+        ]
+
+
 @pytest.mark.parametrize("router", [_First, _Never, _TurnByTurn])
 def test_a_faulty_router_is_caught(router: type[Router]) -> None:
     class Suite(RouterConformance):
@@ -192,7 +209,7 @@ def test_a_faulty_router_is_caught(router: type[Router]) -> None:
     assert failures(Suite)
 
 
-@pytest.mark.parametrize("scheduler", [_Everything, _Empty, _Twice, _Unknown, _Astray])
+@pytest.mark.parametrize("scheduler", [_Everything, _Empty, _Twice, _Unknown, _Astray, _TooMuch])
 def test_a_faulty_scheduler_is_caught(scheduler: type[Scheduler]) -> None:
     class Suite(SchedulerConformance):
         examples = QUICK

@@ -6,6 +6,7 @@ import sys
 import hotswap.policies
 
 PUBLIC = [
+    "AdapterPool",
     "AffinityRouter",
     "ConsistentHashRouter",
     "Cooldown",

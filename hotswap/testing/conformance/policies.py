@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hypothesis import HealthCheck, given, settings
 
-from hotswap.action import Action, Migrate, Prefetch, Swap, Unload
+from hotswap.action import Action, Hold, Migrate, Prefetch, Swap, Unload
 from hotswap.request import ModelId, Request, RequestId
 from hotswap.router import Router
 from hotswap.scheduler import Scheduler
@@ -138,6 +138,11 @@ class SchedulerConformance:
                     case Migrate():
                         assert action.request in requests, f"unknown: {action}"
                         assert action.destination in known, f"unknown: {action}"
+                    case Hold():
+                        assert action.instance in known, f"unknown: {action}"
+                        adapters = {a.id for a in fleet.adapters if a.model == action.model}
+                        adapters |= set(fleet.instance(action.instance).adapters)
+                        assert adapters.issuperset(action.adapters), f"unknown: {action}"
                     case Swap() | Unload():
                         assert action.instance in known, f"unknown: {action}"
                         assert isinstance(action, Unload) or action.model in models, f"unknown: {action}"
@@ -172,6 +177,19 @@ class SchedulerConformance:
                 assert move.destination in [instance.id for instance in able], f"not open for it: {move}"
                 assert not request.moving, f"it moves already: {move}"
             assert len({move.request for move in moves}) == len(moves), f"one request moves twice: {moves}"
+
+        self._for_all(look)
+
+    def test_it_gives_adapters_to_instances_that_serve_their_model_and_have_the_places(self) -> None:
+        def look(fleet: FleetView) -> None:
+            holds = [action for action in self.make_scheduler().plan(fleet) if isinstance(action, Hold)]
+            for hold in holds:
+                instance = fleet.instance(hold.instance)
+                assert instance.state is InstanceState.SERVING, f"{instance} holds nothing: {hold}"
+                assert instance.model == hold.model, f"{instance} serves another model: {hold}"
+                assert len(hold.adapters) <= instance.max_adapters, f"too many for {instance}: {hold}"
+                assert len(set(hold.adapters)) == len(hold.adapters), f"one of them twice: {hold}"
+            assert len({hold.instance for hold in holds}) == len(holds), f"several for one: {holds}"
 
         self._for_all(look)
 
