@@ -289,14 +289,13 @@ class _Shelf:
             self._telemetry.adapter_seconds.record(seconds, {**attributes, tm.ADAPTER: adapter.id})
 
     async def _make_room(self, engine: SupportsAdapters, *, patient: bool, ahead: bool) -> bool:
-        """Drop what is unused; what no plan wants first, then what is wanted least. False if nothing can go.
+        """Drop what is unused, of it what is worth least; false if nothing can go.
 
-        With patience, where all is in use, wait until what was
-        asked for longest ago is not.
+        With patience, where all is in use, wait until what was asked for longest ago is not.
         """
         oldest = self._oldest()
         unused = self._unused(oldest, ahead=ahead)
-        chosen = min(unused, key=self._rank, default=oldest[0] if oldest and patient else None)
+        chosen = min(unused, key=self._worth, default=oldest[0] if oldest and patient else None)
         if chosen is None:
             return False
         await self._drop(engine, chosen)
@@ -309,25 +308,23 @@ class _Shelf:
         return never + [name for name in self._asked_for if name in held]
 
     def _unused(self, held: Sequence[AdapterId], *, ahead: bool) -> list[AdapterId]:
-        """What of it may go: what no request uses here; ahead of need, what nobody wants or needs at all."""
+        """What of it no request uses here; ahead of need, what is worth nothing besides."""
         unused = [name for name in held if not self._users[name]]
-        return [name for name in unused if not (self._rank(name) or self._needed(name))] if ahead else unused
+        return [name for name in unused if self._worth(name) == (False, 0)] if ahead else unused
 
-    def _needed(self, adapter: AdapterId) -> bool:
+    def _worth(self, adapter: AdapterId) -> tuple[bool, int]:
+        """Whether a request has it or waits for it anywhere, then how much a plan wants it: 0 not at all."""
         model = self.instance.engine.view().model
-        return model is not None and self._is_needed(model, adapter)
+        needed = model is not None and self._is_needed(model, adapter)
+        wanted = self._wanted.get(adapter)
+        if wanted is None or wanted.model != model:
+            return needed, 0
+        return needed, len(self._wanted) - list(self._wanted).index(adapter)
 
     def _is_full(self) -> bool:
         """Whether every place is taken by what may not go ahead of need."""
         view = self.instance.engine.view()
         return len(view.adapters) >= view.max_adapters and not self._unused(view.adapters, ahead=True)
-
-    def _rank(self, adapter: AdapterId) -> int:
-        """How much a plan wants it for the model that is served: 0 not at all."""
-        wanted = self._wanted.get(adapter)
-        if wanted is None or wanted.model != self.instance.engine.view().model:
-            return 0
-        return len(self._wanted) - list(self._wanted).index(adapter)
 
     async def _drop(self, engine: SupportsAdapters, adapter: AdapterId) -> None:
         """Drop an adapter once nobody uses it; meanwhile it takes on nobody more."""

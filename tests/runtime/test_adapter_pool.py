@@ -180,6 +180,22 @@ async def test_what_is_in_use_stays_and_who_needs_an_adapter_goes_first() -> Non
 
 
 @virtual_time
+async def test_what_somebody_waits_for_is_not_displaced_by_a_plan() -> None:
+    engine, plans = Noting(max_adapters=1, max_requests=1), Wants()
+    async with fleet_of(engine, scheduler=plans, interval_s=0.1) as fleet:
+        await fleet.swap("e0", to="a")
+        await ttft_s(fleet, "x0")
+        plans.adapters = ("x6",)
+        async with anyio.create_task_group() as clients:
+            clients.start_soon(lambda: ttft_s(fleet, None, max_tokens=300))
+            clients.start_soon(lambda: ttft_s(fleet, "x0"))
+            await anyio.sleep(4 * LOAD_S)
+            assert fleet.view().instances[0].adapters == ("x0",)
+        await anyio.sleep(2 * LOAD_S)
+        assert engine.loaded == ["x0", "x6"]
+
+
+@virtual_time
 async def test_a_request_waits_for_one_load_ahead_at_most() -> None:
     engine = Noting(max_adapters=8)
     async with fleet_of(engine, scheduler=Wants(*NAMES[:6]), interval_s=0.1) as fleet:
@@ -193,7 +209,7 @@ async def test_a_request_waits_for_one_load_ahead_at_most() -> None:
 
 _STEPS = st.lists(
     st.tuples(
-        st.floats(0.0, 2.0),
+        st.floats(0.0, 1.0),
         st.sampled_from(["x0", "x1", None]) | st.lists(st.sampled_from(NAMES), max_size=3, unique=True),
     ),
     max_size=30,
@@ -203,10 +219,13 @@ _STEPS = st.lists(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_STEPS)
 def test_no_load_ahead_ever_displaces_what_a_request_has(steps: list[tuple[float, Any]]) -> None:
-    """Two adapters are asked for where there are two places, and plans want all kinds of others."""
+    """Two adapters are asked for where there are two places, and plans want all kinds of others.
+
+    Requests have an adapter also before they get a place, and on their way to it.
+    """
 
     async def scenario() -> None:
-        engine, plans = Noting(max_adapters=2), Wants()
+        engine, plans = Noting(max_adapters=2, max_requests=1), Wants()
         async with fleet_of(engine, scheduler=plans, interval_s=0.05) as fleet:
 
             def check(adapter: AdapterId) -> None:
