@@ -117,6 +117,7 @@ class ModelView:
 
     `num_running` requests are assigned to instances, `num_waiting` sit in the waiting room; their sum is the
     *p* of the swap policy. `num_failed_loads` counts failures since the last load that succeeded.
+    `left_s` is the loop time at which a swap or unload of one of its replicas last ended; `None` if none did.
     """
 
     id: ModelId
@@ -126,6 +127,7 @@ class ModelView:
     num_running: int = 0
     num_waiting: int = 0
     num_failed_loads: int = 0
+    left_s: float | None = None
 
     @property
     def num_requests(self) -> int:

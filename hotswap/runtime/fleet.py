@@ -169,6 +169,7 @@ class Fleet(AsyncContextManagerMixin):
             store=store,
             num_running=self._dispatcher.num_running,
             num_failed_loads=self._swapper.num_failed_loads,
+            left_s=self._swapper.left_s,
         )
         self._drainer = Drainer(self._migrator, self._flights.values, self._would_route)
         self._houses = Houses()

@@ -30,6 +30,7 @@ class Observer:
     store: WeightStore
     num_running: Counter[ModelId]
     num_failed_loads: Counter[ModelId]
+    left_s: Mapping[ModelId, float]
 
     def view(self) -> FleetView:
         """Return all there is to see."""
@@ -84,4 +85,5 @@ class Observer:
             num_running=self.num_running[card.id],
             num_waiting=num_waiting,
             num_failed_loads=self.num_failed_loads[card.id],
+            left_s=self.left_s.get(card.id),
         )

@@ -6,6 +6,8 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
+import anyio
+
 from hotswap.action import SwapRecord
 from hotswap.errors import ConfigError, InstanceLost, LoadsExhausted, SwapFailed
 from hotswap.model import ModelCard
@@ -49,6 +51,7 @@ class Swapper:
             raise ConfigError(f"max_load_attempts is {max_load_attempts!r}; give 1 or more.")
         self.records: deque[SwapRecord] = deque(maxlen=MAX_RECORDS)
         self.num_failed_loads: Counter[ModelId] = Counter()
+        self.left_s: dict[ModelId, float] = {}
         self._cards = cards
         self._store = store
         self._instances = instances
@@ -107,6 +110,8 @@ class Swapper:
 
     def _keep(self, record: SwapRecord) -> None:
         self.records.append(record)
+        if record.model_before is not None and record.model_after != record.model_before:
+            self.left_s[record.model_before] = anyio.current_time()
         if self._on_record is None:
             return
         try:

@@ -214,4 +214,5 @@ def _model_view(model: ModelId, num_running: int, num_waiting: int) -> st.Search
         num_running=st.just(num_running),
         num_waiting=st.just(num_waiting),
         num_failed_loads=st.sampled_from([0, 0, 0, 1, 5]),
+        left_s=st.none() | st.floats(0, NOW_S),
     )
