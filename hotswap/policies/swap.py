@@ -55,22 +55,30 @@ class WeightedLoadSwap(Scheduler):
       back and swapping ends.
     - `patience_s` keeps a full fleet live. A model without replica whose oldest request has waited this long
       takes the least loaded replica that has itself served this long, against b, t2 and the guard, never
-      against a floor: more active models than instances so share them in turns. `None` is off: then such a
-      model waits until another one has spare replicas or no work.
+      against a floor: more active models than instances so share them in turns. Requests are put together by
+      model: those that come as ABCABC to one instance are served as AABBCC, since a replica stays while
+      there is work for it and nobody has lost patience. On one instance with *M* models, without floors and
+      failed loads, no request waits longer for its model to be served than
+
+          (M - 1) (max(P, R) + I + S) + S
+
+      seconds, with *P* `patience_s`, *R* `min_residency_s`, *I* the fleet's interval and *S* the longest
+      swap: all others have one turn each, however long their queues. `None` is off: then such a model waits
+      until another one has spare replicas or no work.
     - `sigmas` tells load from chance. Requests that come independently of each other make a count of *p* vary
       by its root, so f(m1) counts as greater than f(m2) only if it is by so many standard deviations of
       their difference, `sqrt((w1 sqrt(p1) / r1)^2 + (w2 sqrt(p2) / r2)^2)`. A queue that grows soon is. 0 is
       off; without it small models swap for chance alone (`docs/simulation.md` shows it), with 3 or 4 rarely.
     - `min_residency_s` leaves a replica alone for so long after it became ready; floors and EMPTY instances
-      do not ask.
+      do not ask. What comes slowly is so put together too, at the price of that wait.
     - A plan repeats the rule on the predicted allocation until it no longer fires, so that a burst is met in
       one period. It ends because every swap takes one free instance. `max_swaps` bounds the number (floors
       not counted); 1 is the post's loop.
 
-    Ties of m1 go to the longer wait, then the larger p w, then the smaller id; of m2 to the one whose load
-    rises less, then the smaller id. Of m2's replicas the one with m1 preloaded goes, then the one with the
-    fewest requests. Weights lie in the same tiers for every instance, so the tier does not enter.
-    Running requests get `deadline_s` to finish.
+    Ties of m1 go to the longer wait since its last turn, then the larger p w, then the smaller id; of m2 to
+    the one whose load rises less, then the smaller id. Of m2's replicas the one with m1 preloaded goes, then
+    the one with the fewest requests. Weights lie in the same tiers for every instance, so the tier does not
+    enter. Running requests get `deadline_s` to finish.
     """
 
     t1: float
