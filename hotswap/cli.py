@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from hotswap.errors import ConfigError, HotswapError, ShardMissing, StoreError, UnsupportedModel
 from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
-from hotswap.simulation.arguments import add_plan, add_simulate
+from hotswap.simulation.arguments import add_fit, add_plan, add_simulate
 
 if TYPE_CHECKING:
     from hotswap.backends.stores.bench import Bench
@@ -77,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="make one decision again, and explain it")
     add_plan(plan)
     plan.set_defaults(command=_plan)
+    fit = commands.add_parser("fit", help="measure an engine here, and write a profile to simulate it by")
+    add_fit(fit)
+    fit.set_defaults(command=_fit)
     return parser
 
 
@@ -145,6 +148,15 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     explanation = plan(arguments.view, arguments.scheduler)
     _tell(arguments, explained(explanation), str(explanation))
+    return OK
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    from hotswap.simulation.fit_command import fit, fitted
+
+    with _bar("Measuring steps", unit="kinds") as show:
+        result = fit(arguments, show)
+    _tell(arguments, fitted(result), f"{arguments.out}: {result.profile.error}; {result.num_steps} kinds")
     return OK
 
 

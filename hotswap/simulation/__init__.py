@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hotswap.simulation.by_name import router_named, scheduler_named
     from hotswap.simulation.cluster import Cluster, simulate
     from hotswap.simulation.explanation import explain
+    from hotswap.simulation.fit import Fit, Measurements, StepSample, fit_profile
+    from hotswap.simulation.measuring import Shapes, measure_engine
     from hotswap.simulation.outcome import Outcome, Sample, Served, Slo
     from hotswap.simulation.plots import draw
     from hotswap.simulation.profiles import PROFILES, Profile
@@ -22,16 +24,22 @@ if TYPE_CHECKING:
 __all__ = [
     "PROFILES",
     "Cluster",
+    "Fit",
+    "Measurements",
     "Outcome",
     "Profile",
     "Sample",
     "Served",
+    "Shapes",
     "Slo",
+    "StepSample",
     "Trace",
     "TraceRequest",
     "draw",
     "explain",
+    "fit_profile",
     "generate",
+    "measure_engine",
     "router_named",
     "scheduler_named",
     "simulate",
@@ -40,6 +48,8 @@ __all__ = [
 _HOMES = {
     "cluster": ("Cluster", "simulate"),
     "explanation": ("explain",),
+    "fit": ("Fit", "Measurements", "StepSample", "fit_profile"),
+    "measuring": ("Shapes", "measure_engine"),
     "by_name": ("router_named", "scheduler_named"),
     "outcome": ("Outcome", "Sample", "Served", "Slo"),
     "plots": ("draw",),

@@ -1,11 +1,11 @@
-"""What `hotswap simulate` and `hotswap plan` are told, and nothing that takes time to load."""
+"""What `hotswap simulate`, `plan` and `fit` are told, and nothing that takes time to load."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-__all__ = ["add_plan", "add_simulate"]
+__all__ = ["add_fit", "add_plan", "add_simulate"]
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +25,12 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--router", default="AffinityRouter()", metavar="CALL", help="default: %(default)s")
     parser.add_argument("--engines", type=int, default=4, help="how many (default: %(default)s)")
     parser.add_argument("--device", default="h100-llama-3.1-8b", help="a profile (default: %(default)s)")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="one of `hotswap fit`, instead")
     parser.add_argument(
         "--host", metavar="SIZE", help="room of the host tier, like '200 GB'; all if left out"
+    )
+    parser.add_argument(
+        "--token-budget", type=int, default=2048, help="tokens of a step (default: %(default)s)"
     )
     parser.add_argument("--rate", type=float, help="stretch time to so many requests a second")
     parser.add_argument("--requests", type=int, help="only the first so many")
@@ -49,4 +53,23 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `hotswap plan`."""
     parser.add_argument("view", type=Path, help="a view as JSON, from hotswap.testing.dump_view")
     parser.add_argument("--scheduler", required=True, metavar="CALL", help="as of `hotswap simulate`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
+
+
+def add_fit(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `hotswap fit`."""
+    parser.add_argument("root", type=Path, help="the directory of the store")
+    parser.add_argument("model", help="its id in the store")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the profile goes")
+    parser.add_argument("--device", default="cpu", help="where it is served (default: %(default)s)")
+    parser.add_argument("--name", default="", help="what the profile's device is called; by default --device")
+    parser.add_argument(
+        "--token-budget", type=int, default=256, help="tokens of a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kv-tokens", type=int, default=16_384, help="of all KV blocks (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, help="of a CPU; all cores if left out")
+    parser.add_argument("--host", default="4 GiB", help="room of the host tier (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer kinds of steps, each seen less often")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")

@@ -15,6 +15,7 @@ from hotswap.simulation.cluster import Cluster, simulate
 from hotswap.simulation.explanation import Explanation, explain
 from hotswap.simulation.outcome import Outcome, Slo
 from hotswap.simulation.plots import draw
+from hotswap.simulation.profiles import Profile
 from hotswap.simulation.trace import Trace, generate, power_law_lengths
 from hotswap.testing.replay import load_view
 from hotswap.testing.workloads import Lengths, zipf_mix
@@ -45,8 +46,9 @@ def simulate_all(
         trace = trace.first(arguments.requests)
     cluster = Cluster(
         num_engines=arguments.engines,
-        profile=arguments.device,
+        profile=Profile.read(arguments.profile) if arguments.profile else arguments.device,
         host_bytes=None if arguments.host is None else parse_bytes(arguments.host),
+        token_budget=arguments.token_budget,
         min_replicas=arguments.min_replicas,
         losses=tuple(_loss(text) for text in arguments.lose),
     )
@@ -74,7 +76,7 @@ def simulate_all(
     report: dict[str, object] = {
         "trace": {"name": trace.name, "num_requests": len(trace.requests), "models": trace.models},
         "engines": arguments.engines,
-        "device": arguments.device,
+        "device": cluster.measured.device.name if arguments.profile else arguments.device,
         "slo": asdict(slo),
         "outcomes": [{"scheduler": o.name, **o.summary(slo)} for o in outcomes],
     }

@@ -10,8 +10,14 @@ and KV blocks copied, are nominal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any, cast
 
+from hotswap.errors import ConfigError
 from hotswap.hardware import DeviceProfile
 
 __all__ = ["PROFILES", "Profile"]
@@ -38,6 +44,49 @@ class Profile:
     kv_bytes_per_token: int
     source: str
     error: str
+
+    @classmethod
+    def read(cls, path: Path | str) -> Profile:
+        """Read a profile that `as_json` wrote.
+
+        Raises:
+            ConfigError: the file cannot be read, or is no profile; the message names the field.
+        """
+        place = Path(path)
+        try:
+            whole: object = json.loads(place.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{str(place)!r} cannot be read as a profile: {exc}.") from exc
+        values = _checked(cls, whole, str(place))
+        device = DeviceProfile(**_checked(DeviceProfile, values.pop("device"), str(place)))
+        return cls(device=device, **values)
+
+    def as_json(self) -> str:
+        """Return all of it as text, which `read` understands."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def _checked(made: type, value: object, place: str) -> dict[str, Any]:
+    """The values of a dataclass as JSON has them: all of them there, of their kind, finite, and no others."""
+    names = {field.name: field.type for field in fields(made)}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place!r} is no profile: where {made.__name__} should be is {value!r}.")
+    found = cast("Mapping[str, object]", value)
+    for name in [*names, *found]:
+        if name not in found or name not in names:
+            what = "lacks" if name in names else "has, and should not,"
+            raise ConfigError(f"{place!r} {what} {name!r}; write it again with `hotswap fit`.")
+        if not _is_of(str(names[name]), name, found[name]):
+            raise ConfigError(f"{name} is {found[name]!r} in {place!r}, which makes no sense.")
+    return dict(found)
+
+
+def _is_of(kind: str, name: str, value: object) -> bool:
+    if kind not in ("int", "float"):
+        return kind != "str" or isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float if kind == "float" else int):
+        return False
+    return isfinite(value) and (value > 0 or not name.endswith("bytes_per_s"))
 
 
 def _kernels(
