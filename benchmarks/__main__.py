@@ -16,6 +16,7 @@ BENCHMARKS = {
     "beside": "swaps on one engine beside 16 streams on another: what becomes of their latency",
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
     "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
+    "fit": "a simulated engine beside the real one that it was fitted to: mean TTFT and TPOT of a trace",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
     "killed": "a process of an engine killed under 100 streams: what their clients wait",
     "load": "weights into host memory: this store, the raw disk, and the loaders people use today",

@@ -14,6 +14,7 @@ import pytest
 from hotswap import ModelId
 from hotswap.backends.stores import NvmeStore
 from hotswap.cli import main
+from hotswap.simulation import Profile
 from tests.backends.stores.models import UNIT, put, read
 
 ROOT = Path(__file__).parents[1]
@@ -170,6 +171,23 @@ def test_add_then_verify(tmp_path: Path, checkpoint_directory: Path) -> None:
     assert (told["model"], told["world_size"], told["quantization"]) == ("tiny", 2, "")
     assert told["bytes"] == sum(file.stat().st_size for file in (root / "tiny").glob("*.bin"))
     assert main(["store", "verify", str(root), "tiny"]) == 0
+
+
+def test_fit_measures_an_engine_and_writes_a_profile(
+    tmp_path: Path, checkpoint_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, profile = tmp_path / "root", tmp_path / "mine.json"
+    assert main(["store", "add", str(checkpoint_directory), str(root), "--id", "tiny"]) == 0
+    words = ["fit", str(root), "tiny", "--out", str(profile), "--quick", "--threads", "1", "--json"]
+    capsys.readouterr()
+    assert main(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["device"] == "cpu"
+    assert told["num_steps"] >= 10
+    assert Profile.read(profile).weight_bytes > 0
+    assert main([*words[:2], "nobody", *words[3:]]) == 2
+    assert main(["fit", str(tmp_path / "nowhere"), *words[2:]]) == 2
+    assert main([*words[:4], str(tmp_path / "gone" / "mine.json")]) == 2
 
 
 def test_add_quantises_in_a_scheme_there_is(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from hotswap.simulation.measuring import Shapes, measure_engine
 
 __all__ = ["fit", "fitted"]
 
-_QUICK = Shapes(batches=(1, 4, 8), contexts=(16, 128), steps=5, repeats=2, loads=1)
+_QUICK = Shapes(batches=(1, 4, 8), contexts=(16, 128), steps=5, repeats=2, rounds=2, loads=1)
 
 
 def fit(arguments: argparse.Namespace, progress: Callable[[int, int], None]) -> Fit:
@@ -70,4 +71,12 @@ async def _measured(arguments: argparse.Namespace, progress: Callable[[int, int]
     async with store, engine:
         manifest = await store.manifest(ModelId(arguments.model))
         card = ModelCard.of(Model(arguments.model), manifest)
+        shapes = replace(shapes, vocabulary=_vocabulary(manifest.config, shapes.vocabulary))
         return await measure_engine(engine, card, store, shapes, progress=progress)
+
+
+def _vocabulary(config: str, most: int) -> int:
+    """How many token ids a model knows, as far as its config says, and no more than `most`."""
+    whole = json.loads(config or "{}")
+    text = whole.get("text_config") or whole
+    return min(most, int(text.get("vocab_size") or most))

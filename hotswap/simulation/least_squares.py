@@ -39,7 +39,7 @@ def _active_set(gram: list[list[float]], moments: list[float]) -> list[float]:
         able = [i for i in range(size) if i not in passive and i not in refused and gains[i] > least_gain]
         if not able:
             return x
-        best = max(able, key=lambda i: gains[i])
+        best = max(able, key=gains.__getitem__)
         solved = _solved(gram, moments, [*passive, best])
         if solved is None or solved[best] <= 0:
             refused.add(best)  # made up of the others, or a gain that is rounding alone
@@ -59,7 +59,7 @@ def _feasible(
     """Go from x towards the solution as far as nothing falls below zero; drop what gets there, and repeat."""
     while negative := [i for i, value in solved.items() if value <= 0]:
         shares = {i: x[i] / (x[i] - solved[i]) if x[i] > 0 else 0.0 for i in negative}
-        first = min(negative, key=lambda i: shares[i])
+        first = min(negative, key=shares.__getitem__)
         x = [old + shares[first] * (solved.get(i, old) - old) for i, old in enumerate(x)]
         passive = [i for i in passive if i != first]
         again = _solved(gram, moments, passive)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from random import Random
 from statistics import median
@@ -33,8 +33,9 @@ class Shapes:
         batches: How many requests decode together.
         contexts: How many tokens each of these begins with.
         prompts: Tokens of prompts, computed alone and beside decodes.
-        steps: Decodes that a median is taken of.
-        repeats: Prompts that a median is taken of.
+        steps: Decodes of a kind in each round.
+        repeats: Prompts of a kind in each round.
+        rounds: How often one goes through all kinds; the median of the rounds counts.
         loads: Loads and unloads.
         vocabulary: Token ids are drawn below it; no larger than that of the model.
         seed: Of the token ids.
@@ -44,15 +45,16 @@ class Shapes:
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     contexts: tuple[int, ...] = (32, 128, 512)
     prompts: tuple[int, ...] = (2, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-    steps: int = 15
-    repeats: int = 5
+    steps: int = 9
+    repeats: int = 3
+    rounds: int = 3
     loads: int = 3
     vocabulary: int = 1000
     seed: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
+            value: int | tuple[int, ...] = getattr(self, field.name)
             numbers = value if isinstance(value, tuple) else (value,)
             least = 2 if field.name == "prompts" else 0 if field.name == "seed" else 1
             if not numbers or min(numbers) < least:
@@ -74,8 +76,8 @@ async def measure_engine(
     requests that decode together, prompts that are computed alone to their first token, and prompts beside
     decodes; the times are those at which tokens come out, so that what the engine does between steps counts
     as part of them. Prompts are random, so that none begins like another. Kinds for which the engine has too
-    few places, KV blocks or context are left out. `progress` is told how many kinds were measured, of how
-    many.
+    few places, KV blocks or context are left out. All kinds are made once in every round, so that a slow
+    minute hits none alone. `progress` is told how many were measured, of how many.
 
     Raises:
         ConfigError: the engine is not EMPTY, or no kind of step fits.
@@ -91,12 +93,13 @@ async def measure_engine(
         kinds = list(bench.kinds())
         if not kinds:
             raise ConfigError(f"Engine {engine.id!r} has no room for any of the steps; ask for smaller ones.")
-        await bench.first_token(bench.shapes.prompts[0])  # whatever comes with the first request
-        steps: list[StepSample] = []
-        for number, kind in enumerate(kinds, start=1):
-            steps.append(await kind())
+        seen: list[list[StepSample]] = [[] for _ in kinds]
+        await kinds[-1]()  # whatever comes with the first requests
+        order = [*enumerate(kinds)] * bench.shapes.rounds
+        for done, (number, kind) in enumerate(order, start=1):
+            seen[number].append(await kind())
             if progress is not None:
-                progress(number, len(kinds))
+                progress(done, len(order))
     finally:
         with anyio.CancelScope(shield=True):
             await engine.unload()
@@ -107,7 +110,7 @@ async def measure_engine(
         kv_tokens=view.num_kv_blocks * view.kv_block_tokens,
         kv_bytes_per_token=card.kv_bytes_per_token,
         memory_bytes=view.memory_bytes,
-        steps=tuple(steps),
+        steps=tuple(map(_median, seen)),
         load_s=load_s,
         read_s=read_s,
         unload_s=unload_s,
@@ -125,6 +128,12 @@ async def _loads(
         load_s.append(await _timed(lambda: engine.load(card, store)))
         unload_s.append(await _timed(engine.unload))
     return tuple(load_s), tuple(read_s), tuple(unload_s)
+
+
+def _median(samples: Sequence[StepSample]) -> StepSample:
+    """One kind of step as several rounds saw it."""
+    seconds = median(sample.seconds for sample in samples)
+    return replace(samples[0], seconds=seconds, context=round(median(sample.context for sample in samples)))
 
 
 async def _timed(work: Callable[[], Awaitable[None]]) -> float:
@@ -224,6 +233,7 @@ class _Bench:
             await decoding.begin()
             yield decoding
             readers.cancel_scope.cancel()
+        await self.first_token(2)  # so that nothing of it is left in the next kind's first step
 
     async def _read(self, request: Request, times: list[float], decoding: _Decoding) -> None:
         async with self._engine.stream(request) as stream:

@@ -28,8 +28,8 @@ def follow(place: Path, *words: str) -> str:
 
 
 def test_the_tutorial_can_be_followed(tmp_path: Path) -> None:
-    mine, from_python = blocks("python")
-    _, beside = blocks("sh")
+    mine, from_python, *_ = blocks("python")
+    _, beside, *_ = blocks("sh")
     (tmp_path / "mine.py").write_text(mine)
     _, *words = shlex.split(beside.replace("\\\n", " "))
     printed = follow(tmp_path, sys.executable, "-m", "hotswap.cli", *words)

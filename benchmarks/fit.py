@@ -1,0 +1,229 @@
+"""A simulated engine beside the real one that it was fitted to: the same short trace, played to both.
+
+    python -m benchmarks fit                       a miniature Llama on the CPU
+    python -m benchmarks fit --json fit.json
+
+The torch engine is measured through its interface, the latency model is fitted to that, and then requests
+come to both engines at the same moments: to the real one by the clock, to the simulated one in virtual time.
+Mean TTFT and TPOT of the two are compared. Wants a quiet machine: whatever runs beside it is in the fit, in
+the trace, or in both by different amounts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import anyio
+
+from benchmarks.measure import Summary, machine, versions, write_json
+from benchmarks.table import show
+from hotswap import Engine, Model, ModelCard, ModelId, WeightStore
+from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
+from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.backends.torch import TorchEngine
+from hotswap.simulation import Fit, Profile, Shapes, fit_profile, measure_engine
+from hotswap.testing.virtual_time import run
+from hotswap.testing.workloads import Arrival, log_normal_lengths, play, workload
+
+__all__ = ["Settings", "main", "measure"]
+
+# How far mean TTFT and TPOT of the simulated engine may be from those of the real one.
+LIMIT = 0.10
+_WORK = Path(".cache/benchmarks")
+_MODEL = "m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        hidden: Width of the model.
+        layers: Depth of the model.
+        token_budget: Tokens of a step.
+        max_requests: Requests that run at once.
+        rate_per_s: Requests a second.
+        seconds: How long they come.
+        rounds: How often the trace is played to the real engine.
+        threads: CPU threads of a step.
+        shapes: Which steps are measured; its `token_budget` is that of the engine.
+    """
+
+    hidden: int = 256
+    layers: int = 4
+    token_budget: int = 256
+    max_requests: int = 32
+    rate_per_s: float = 5.0
+    seconds: float = 20.0
+    rounds: int = 3
+    threads: int = 1
+    shapes: Shapes = field(default_factory=lambda: Shapes(contexts=(32, 128, 384)))
+
+
+def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
+    """Carry the benchmark out and return its report, times in seconds."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fit-", dir=directory) as work:
+        _write_model(settings, Path(work))
+        place = machine(Path(work))
+        fit, real = anyio.run(_real, settings, Path(work) / "store")
+    profile = fit.profile
+    simulated = run(_simulated, settings, profile)
+    return {
+        "machine": place,
+        "versions": versions("torch", "transformers"),
+        "settings": asdict(settings),
+        "limit": LIMIT,
+        "fit": {
+            "profile": json.loads(profile.as_json()),
+            "num_steps": fit.num_steps,
+            "mean_error": fit.mean_error,
+            "max_error": fit.max_error,
+        },
+        "num_requests": len(_arrivals(settings)),
+        "real": {"ttft_s": [ttft_s for ttft_s, _ in real], "tpot_s": [tpot_s for _, tpot_s in real]},
+        "simulated": dict(zip(("ttft_s", "tpot_s"), simulated, strict=True)),
+        "error": {
+            "ttft_s": simulated[0] / median(ttft_s for ttft_s, _ in real) - 1,
+            "tpot_s": simulated[1] / median(tpot_s for _, tpot_s in real) - 1,
+        },
+    }
+
+
+def _write_model(settings: Settings, directory: Path) -> None:
+    import torch
+    import transformers
+
+    from hotswap.backends.stores.convert import convert
+
+    config: Any = transformers.LlamaConfig(
+        vocab_size=2048,
+        hidden_size=settings.hidden,
+        intermediate_size=3 * settings.hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=max(2, settings.hidden // 64),
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    models: Any = transformers.AutoModelForCausalLM
+    models.from_config(config).save_pretrained(directory / "checkpoint")
+    convert(directory / "checkpoint", directory / "store", model_id=_MODEL)
+
+
+def _arrivals(settings: Settings) -> list[Arrival]:
+    return workload(
+        1,
+        models={_MODEL: 1.0},
+        rate_per_s=settings.rate_per_s,
+        seconds=settings.seconds,
+        prompt_tokens=log_normal_lengths(64, sigma=0.7, most=400),
+        output_tokens=log_normal_lengths(32, sigma=0.5, most=128),
+        vocabulary=2000,
+    )
+
+
+async def _real(settings: Settings, root: Path) -> tuple[Fit, list[tuple[float, float]]]:
+    """Measure and fit the torch engine, then play the trace to it a few times."""
+    engine = TorchEngine(
+        "torch",
+        token_budget=settings.token_budget,
+        max_requests=settings.max_requests,
+        threads=settings.threads,
+        prefix_reuse=False,  # the trace is played more than once
+    )
+    store = TieredStore(PinnedStore("1 GiB"), NvmeStore(root))
+    async with store, engine:
+        card = ModelCard.of(Model(_MODEL), await store.manifest(ModelId(_MODEL)))
+        fit = fit_profile(await measure_engine(engine, card, store, settings.shapes))
+        played = [await _played(engine, card, store, settings) for _ in range(settings.rounds)]
+    return fit, played
+
+
+async def _simulated(settings: Settings, profile: Profile) -> tuple[float, float]:
+    """Play the trace to a simulated engine of the profile, in virtual time."""
+    manifest = sim_manifest(
+        _MODEL,
+        profile.weight_bytes,
+        kv_bytes_per_token=profile.kv_bytes_per_token,
+        max_context_tokens=2048,
+    )
+    engine = SimEngine(
+        "simulated",
+        profile.device,
+        kv_blocks=profile.kv_blocks,
+        token_budget=settings.token_budget,
+        max_requests=settings.max_requests,
+    )
+    store = SimStore([manifest])
+    async with store, engine:
+        return await _played(engine, ModelCard.of(Model(_MODEL), manifest), store, settings)
+
+
+async def _played(
+    engine: Engine, card: ModelCard, store: WeightStore, settings: Settings
+) -> tuple[float, float]:
+    """Mean TTFT and TPOT of the trace on an engine that is EMPTY before and afterwards."""
+    ttft_s: list[float] = []
+    tpot_s: list[float] = []
+
+    async def serve(arrival: Arrival) -> None:
+        asked_s, times = anyio.current_time(), list[float]()
+        async with engine.stream(arrival.request(f"r{arrival.arrive_s}")) as stream:
+            async for _ in stream:
+                times.append(anyio.current_time())
+        ttft_s.append(times[0] - asked_s)
+        if len(times) > 1:
+            tpot_s.append((times[-1] - times[0]) / (len(times) - 1))
+
+    await engine.load(card, store)
+    try:
+        await play(_arrivals(settings), serve)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await engine.unload()
+    return fmean(ttft_s), fmean(tpot_s)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write the report; 1 if a mean is further off than the limit."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fit", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rate", type=float, default=Settings().rate_per_s, help="requests a second")
+    parser.add_argument("--full", action="store_true", help="play for a minute, five times")
+    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    options = parser.parse_args(arguments)
+    settings = Settings(rate_per_s=options.rate)
+    report = measure(replace(settings, seconds=60.0, rounds=5) if options.full else settings)
+    rows = [
+        [
+            name.removesuffix("_s").upper(),
+            Summary.of([1e3 * seconds for seconds in report["real"][name]]).format(2),
+            f"{1e3 * report['simulated'][name]:.2f}",
+            f"{report['error'][name]:+.1%}",
+        ]
+        for name in ("ttft_s", "tpot_s")
+    ]
+    fit = report["fit"]
+    title = f"means over {report['num_requests']} requests, in ms"
+    show(title, ["", "torch engine", "simulated engine", "off"], rows)
+    print(
+        f"On kinds of steps that it has not seen the fit is {fit['mean_error']:.1%} off in the mean, "
+        f"{fit['max_error']:.1%} at most; there were {fit['num_steps']} kinds."
+    )
+    if options.json:
+        write_json(options.json, report)
+        print(f"The whole report is in {options.json}.")
+    return 0 if max(map(abs, report["error"].values())) <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

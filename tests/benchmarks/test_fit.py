@@ -1,0 +1,25 @@
+"""The benchmark of a fitted engine, in small: both engines are asked the same, and both are reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fit
+from hotswap.simulation import Shapes
+
+
+@pytest.mark.slow
+def test_a_simulated_engine_is_set_beside_the_one_it_was_fitted_to(tmp_path: Path) -> None:
+    shapes = Shapes(batches=(1, 4), contexts=(16,), steps=3, repeats=1, rounds=1, loads=1)
+    settings = fit.Settings(hidden=64, layers=2, seconds=2.0, rounds=2, shapes=shapes)
+    report = fit.measure(settings, tmp_path)
+    assert report["num_requests"] > 3
+    for name in ("ttft_s", "tpot_s"):
+        assert len(report["real"][name]) == 2
+        assert min(report["real"][name]) > 0
+        assert report["simulated"][name] > 0
+        assert report["error"][name] > -1
+    assert report["fit"]["num_steps"] >= 10
+    assert list(tmp_path.iterdir()) == []
