@@ -28,7 +28,7 @@ class StepSample:
     """How long one kind of step took.
 
     Attributes:
-        seconds: The median of several.
+        seconds: The median of several, in the quickest round.
         num_decodes: Requests that got their next token.
         context: Tokens in KV blocks that these attended to, all together.
         prompts: Tokens of each prompt that was computed whole, to its first token.

@@ -6,7 +6,7 @@ import itertools
 from bisect import bisect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from random import Random
 from statistics import median
@@ -35,7 +35,7 @@ class Shapes:
         prompts: Tokens of prompts, computed alone and beside decodes.
         steps: Decodes of a kind in each round.
         repeats: Prompts of a kind in each round.
-        rounds: How often one goes through all kinds; the median of the rounds counts.
+        rounds: How often one goes through all kinds; the quickest of each counts.
         loads: Loads and unloads.
         vocabulary: Token ids are drawn below it; no larger than that of the model.
         seed: Of the token ids.
@@ -76,8 +76,9 @@ async def measure_engine(
     requests that decode together, prompts that are computed alone to their first token, and prompts beside
     decodes; the times are those at which tokens come out, so that what the engine does between steps counts
     as part of them. Prompts are random, so that none begins like another. Kinds for which the engine has too
-    few places, KV blocks or context are left out. All kinds are made once in every round, so that a slow
-    minute hits none alone. `progress` is told how many were measured, of how many.
+    few places, KV blocks or context are left out. All kinds are made once in every round, of which the
+    quickest counts: whatever else the machine does can only add to a step. `progress` is told how many were
+    measured, of how many.
 
     Raises:
         ConfigError: the engine is not EMPTY, or no kind of step fits.
@@ -110,7 +111,7 @@ async def measure_engine(
         kv_tokens=view.num_kv_blocks * view.kv_block_tokens,
         kv_bytes_per_token=card.kv_bytes_per_token,
         memory_bytes=view.memory_bytes,
-        steps=tuple(map(_median, seen)),
+        steps=tuple(map(_quickest, seen)),
         load_s=load_s,
         read_s=read_s,
         unload_s=unload_s,
@@ -130,10 +131,9 @@ async def _loads(
     return tuple(load_s), tuple(read_s), tuple(unload_s)
 
 
-def _median(samples: Sequence[StepSample]) -> StepSample:
+def _quickest(samples: Sequence[StepSample]) -> StepSample:
     """One kind of step as several rounds saw it."""
-    seconds = median(sample.seconds for sample in samples)
-    return replace(samples[0], seconds=seconds, context=round(median(sample.context for sample in samples)))
+    return min(samples, key=lambda sample: sample.seconds)
 
 
 async def _timed(work: Callable[[], Awaitable[None]]) -> float:
