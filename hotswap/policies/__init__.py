@@ -12,6 +12,7 @@ from hotswap.policies.consistent_hash import ConsistentHashRouter
 from hotswap.policies.cost import MoveCosts
 from hotswap.policies.floors import RestoreFloors
 from hotswap.policies.freeness import Freeness, FreenessRouter, VirtualUsage, infaas_router
+from hotswap.policies.horizontal import HorizontalAutoscaler
 from hotswap.policies.keep_alive import KeepAliveSwap
 from hotswap.policies.least_loaded import LeastLoadedRouter
 from hotswap.policies.least_time import LeastTimeRouter
@@ -40,6 +41,7 @@ __all__ = [
     "Freeness",
     "FreenessAutoscaler",
     "FreenessRouter",
+    "HorizontalAutoscaler",
     "InOrder",
     "KeepAliveSwap",
     "LeastLoadedRouter",

@@ -14,6 +14,7 @@ from hotswap.policies import (
     Freeness,
     FreenessAutoscaler,
     FreenessRouter,
+    HorizontalAutoscaler,
     InOrder,
     KeepAliveSwap,
     LeastLoadedRouter,
@@ -123,6 +124,11 @@ class TestStaticPinningConforms(SchedulerConformance):
 class TestKeepAliveSwapConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return KeepAliveSwap(keep_alive_s=100.0)
+
+
+class TestHorizontalAutoscalerConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return HorizontalAutoscaler(target=1.5, stabilization_s=100.0)
 
 
 class TestShepherdSwapConforms(SchedulerConformance):

@@ -1,4 +1,4 @@
-"""The policies that are there to be beaten: pinned models, keep-alive, preemption."""
+"""The policies that are there to be beaten: pinned models, keep-alive, preemption, horizontal scaling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import Action, ConfigError, FleetView, InstanceView, Scheduler, Swap, Unload
-from hotswap.policies import KeepAliveSwap, ShepherdSwap, StaticPinning, accepted, assume
+from hotswap.policies import (
+    HorizontalAutoscaler,
+    KeepAliveSwap,
+    ShepherdSwap,
+    StaticPinning,
+    accepted,
+    assume,
+)
 from tests.policies.views import (
     MODELS,
     empty,
@@ -275,3 +282,46 @@ def test_settings_show_and_compare() -> None:
     assert repr(PINS) == "StaticPinning(pins={'e0': 'a', 'e1': 'b', 'e2': 'a'}, deadline_s=0.0)"
     assert StaticPinning({"e2": "a", "e1": "b", "e0": "a"}) == PINS
     assert hash(PINS) == hash(StaticPinning({"e2": "a", "e1": "b", "e0": "a"}))
+
+
+# ------------------------------------------------------------------ HorizontalAutoscaler
+
+
+HPA = HorizontalAutoscaler(target=10)
+
+
+@pytest.mark.parametrize(("p", "more"), [(0, 0), (9, 0), (11, 0), (12, 1), (20, 1), (31, 3), (500, 3)])
+def test_replicas_are_the_requests_over_the_target(p: int, more: int) -> None:
+    """A metric within a tenth of its target changes nothing."""
+    view = fleet([serving("e0", "a", min(p, 9)), *(empty(f"e{n}") for n in (1, 2, 3))], [model("a", p)])
+    assert len(HPA.plan(view)) == more
+    assert len(replace(HPA, max_replicas=2).plan(view)) == min(more, 1)
+
+
+def test_a_model_without_a_replica_gets_one_for_its_first_request_and_none_before() -> None:
+    view = fleet([empty("e0"), empty("e1")], [model("a", 1, waiting=1), model("b")])
+    assert swaps(HPA.plan(view)) == [("e0", "a")]
+
+
+def test_an_idle_replica_of_another_model_is_not_taken() -> None:
+    view = fleet([serving("e0", "a", 9), serving("e1", "b")], [model("a", 90), model("b")], now_s=100.0)
+    assert HPA.plan(view) == ()
+
+
+def test_what_is_not_wanted_goes_when_it_has_been_idle_for_long_but_not_below_floors() -> None:
+    instances = [used(serving(f"e{n}", "a"), last_s=100.0 * n) for n in range(4)]
+    view = fleet(instances, [model("a", floor=2)], now_s=600.0)
+    assert unloads(HPA.plan(view)) == ["e0", "e1"]
+    assert unloads(HPA.plan(replace(view, models=(model("a"),)))) == ["e0", "e1", "e2", "e3"]
+    busy = replace(view, models=(model("a", 37),))
+    assert unloads(HPA.plan(busy)) == []
+    assert unloads(HPA.plan(replace(view, now_s=350.0))) == ["e0"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"target": 0}, {"target": inf}, {"tolerance": -1}, {"max_replicas": 0}, {"stabilization_s": nan}],
+)
+def test_a_horizontal_autoscaler_that_makes_no_sense_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        HorizontalAutoscaler(**{"target": 10, **settings})

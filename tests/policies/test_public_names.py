@@ -16,6 +16,7 @@ PUBLIC = [
     "Freeness",
     "FreenessAutoscaler",
     "FreenessRouter",
+    "HorizontalAutoscaler",
     "InOrder",
     "KeepAliveSwap",
     "LeastLoadedRouter",
