@@ -20,12 +20,20 @@ from typing import Any
 from benchmarks.measure import Summary, write_json
 from benchmarks.table import show
 from hotswap import Scheduler
-from hotswap.policies import AffinityRouter, KeepAliveSwap, StaticPinning, WeightedLoadSwap
+from hotswap.policies import (
+    AffinityRouter,
+    HorizontalAutoscaler,
+    InOrder,
+    KeepAliveSwap,
+    RestoreFloors,
+    StaticPinning,
+    WeightedLoadSwap,
+)
 from hotswap.simulation import Cluster, Outcome, Trace, generate, simulate
 from hotswap.simulation.outcome import percentile
 from hotswap.testing.workloads import log_normal_lengths
 
-__all__ = ["Settings", "active_models", "burst", "main", "measure"]
+__all__ = ["Settings", "active_models", "autoscaled", "burst", "main", "measure"]
 
 BURST_S = 120.0
 ENGINES = 8
@@ -37,6 +45,12 @@ POLICIES: dict[str, Scheduler] = {
     "static pinning": StaticPinning({f"e{n}": "ab"[n % 2] for n in range(ENGINES)}),
     "keep-alive": KeepAliveSwap(),
 }
+# Horizontal autoscaling may start as many instances again, each of which takes two minutes to be there.
+COLD_START_S = 120.0
+AUTOSCALED = "horizontal autoscaling"
+AUTOSCALER = InOrder(RestoreFloors(), HorizontalAutoscaler(target=2))
+# Until whose floors are there it takes a cold start, too; so its requests come later.
+FLOORS_S = COLD_START_S + 30.0
 # Whose hour after the burst is simulated whole.
 LONG = "weighted loads, 3 sigmas"
 
@@ -93,9 +107,9 @@ def measure(settings: Settings) -> dict[str, Any]:
         for name, scheduler in POLICIES.items():
             seconds = settings.steady_s if name == LONG else settings.seconds
             figures = _after_the_burst(_played(burst(seed, seconds), scheduler), settings.seconds)
-            for what, value in figures.items():
-                snowflake.setdefault(name, {}).setdefault(what, []).append(value)
-            print(f"seed {seed}: {name}: {figures}", file=sys.stderr)
+            _note(snowflake, seed, name, figures)
+        figures = _after_the_burst(autoscaled(seed, settings.seconds), settings.seconds, FLOORS_S + BURST_S)
+        _note(snowflake, seed, AUTOSCALED, figures)
     aegaeon = [
         active_models(seed, models=100, rate_per_s=0.037, request_s=16.79, seconds=20_000)
         for seed in settings.seeds
@@ -111,21 +125,44 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
 
 
+def autoscaled(seed: int, seconds: float) -> Outcome:
+    """Horizontal autoscaling on the same trace: as many engines more, each there after a cold start."""
+    trace = burst(seed, seconds)
+    later = (replace(request, arrive_s=request.arrive_s + FLOORS_S) for request in trace.requests)
+    profile = CLUSTER.measured
+    slow = replace(profile.device, load_bytes_per_s=profile.weight_bytes / COLD_START_S)
+    cluster = replace(
+        CLUSTER,
+        num_engines=2 * ENGINES,
+        min_replicas=ENGINES // 2,
+        profile=replace(profile, device=slow),
+    )
+    return simulate(
+        Trace.of(later, trace.name), cluster, router=AffinityRouter(), scheduler=AUTOSCALER, name=AUTOSCALED
+    )
+
+
+def _note(series: dict[str, dict[str, list[float]]], seed: int, name: str, figures: dict[str, float]) -> None:
+    for what, value in figures.items():
+        series.setdefault(name, {}).setdefault(what, []).append(value)
+    print(f"seed {seed}: {name}: {figures}", file=sys.stderr)
+
+
 def _played(trace: Trace, scheduler: Scheduler) -> Outcome:
     return simulate(trace, CLUSTER, router=AffinityRouter(), scheduler=scheduler)
 
 
-def _after_the_burst(outcome: Outcome, seconds: float) -> dict[str, float]:
+def _after_the_burst(outcome: Outcome, seconds: float, burst_s: float = BURST_S) -> dict[str, float]:
     """Figures of the bursting model's requests in the same span for everyone, and of swaps to the end."""
-    swaps = sorted(swap.started_s for swap in outcome.swaps if swap.started_s >= BURST_S)
-    first = [at_s for at_s in swaps if at_s < BURST_S + 30]
+    swaps = sorted(swap.started_s for swap in outcome.swaps if swap.started_s >= burst_s)
+    first = [at_s for at_s in swaps if at_s < burst_s + 30]
     asked = [
-        r.ttft_s for r in outcome.requests if r.model == "a" and BURST_S <= r.arrived_s < BURST_S + seconds
+        r.ttft_s for r in outcome.requests if r.model == "a" and burst_s <= r.arrived_s < burst_s + seconds
     ]
     return {
         "ttft_p50_s": percentile(asked, 50),
         "ttft_p99_s": percentile(asked, 99),
-        "settled_after_s": first[-1] - BURST_S if first else 0.0,
+        "settled_after_s": first[-1] - burst_s if first else 0.0,
         "later_swaps": float(len(swaps) - len(first)),
     }
 

@@ -8,7 +8,16 @@ from math import exp
 
 import pytest
 
-from benchmarks.papers import BURST_S, CLUSTER, ENGINES, active_models, burst
+from benchmarks.papers import (
+    BURST_S,
+    CLUSTER,
+    COLD_START_S,
+    ENGINES,
+    FLOORS_S,
+    active_models,
+    autoscaled,
+    burst,
+)
 from hotswap import Scheduler
 from hotswap.policies import AffinityRouter, StaticPinning, WeightedLoadSwap
 from hotswap.simulation import Cluster, Outcome, simulate
@@ -45,6 +54,20 @@ def test_fixed_engines_that_swap_beat_pinned_ones(hardened: Outcome) -> None:
         for outcome in (hardened, pinned)
     ]
     assert late[1] > 20 * late[0]
+
+
+def test_fixed_engines_that_swap_beat_twice_as_many_that_start_cold(hardened: Outcome) -> None:
+    """Until new instances are there, who asks waits for minutes of requests before; then they are idle."""
+    cold = autoscaled(1, 240)
+    assert not any(request.error for request in cold.requests)
+    begun = [swap for swap in cold.swaps if swap.started_s >= FLOORS_S + BURST_S]
+    assert len(begun) == ENGINES
+    assert all(swap.seconds >= COLD_START_S for swap in begun)
+    late = [
+        percentile([r.ttft_s for r in outcome.requests if r.model == "a" and r.arrived_s > burst_s], 99)
+        for outcome, burst_s in ((hardened, BURST_S), (cold, FLOORS_S + BURST_S))
+    ]
+    assert late[1] > 10 * late[0]
 
 
 def test_chance_makes_the_bare_rule_swap_and_not_the_hardened_one(hardened: Outcome) -> None:
