@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hotswap import InstanceId, ModelId, RequestId, StoreView
+from hotswap import AdapterId, AdapterView, InstanceId, ModelId, RequestId, StoreView
 from hotswap.cli import main
-from hotswap.policies import WeightedLoadSwap
+from hotswap.policies import AdapterPool, WeightedLoadSwap
 from hotswap.simulation import explain
-from hotswap.testing import dump_view
+from hotswap.testing import dump_view, load_view
 from hotswap.view import FleetView, InstanceState, Residency, RunningView, TierView, WaitingView
 from tests.policies.views import fleet, model, serving
 
@@ -91,6 +91,14 @@ def test_the_command_explains_a_view_from_a_file(tmp_path: Path, capsys: pytest.
         "deadline_s": 0.0,
         "reason": "",
     }
+
+
+def test_adapters_that_an_instance_is_to_hold_are_told() -> None:
+    wanted = AdapterView(id=AdapterId("sql"), model=ModelId("a"), popularity=9.0)
+    instances = tuple(replace(i, max_adapters=2) for i in view().instances)
+    explanation = explain(replace(view(), instances=instances, adapters=(wanted,)), AdapterPool())
+    assert "have e0 hold sql, since sql is popular" in str(explanation)
+    assert load_view(dump_view(replace(view(), adapters=(wanted,)))).adapters == (wanted,)
 
 
 def test_a_file_that_is_no_view_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
