@@ -191,14 +191,7 @@ class Adapters:
 
     def views(self) -> tuple[AdapterView, ...]:
         """Return a view of each that has been asked for."""
-        return tuple(
-            replace(
-                view,
-                num_running=self._num_running(view.model, view.id),
-                num_waiting=self._num_waiting(view.model, view.id),
-            )
-            for view in self.demand.views(lambda model, name: self._latest.get((model, name)))
-        )
+        return tuple(self.demand.views(self._latest, self._num_running, self._num_waiting))
 
     async def hold(self, action: Hold) -> None:
         """Carry out what a plan asks for; what has gone meanwhile, or cannot be had, is left to requests."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import exp2
 
 import anyio
 
 from hotswap.model import Adapter
-from hotswap.request import ModelId
+from hotswap.request import AdapterId, ModelId
 from hotswap.view import AdapterView
 
 __all__ = ["Demand"]
@@ -53,15 +53,22 @@ class Demand:
         """Forget an adapter that nobody can ask for any more."""
         self._asked.pop((adapter.model, adapter.id), None)
 
-    def views(self, latest: Callable[[str, str], Adapter | None]) -> Iterator[AdapterView]:
-        """Yield a view of each that was asked for, without who has it now; `latest` finds its version."""
+    def views(
+        self,
+        latest: Mapping[tuple[str, str], Adapter],
+        num_running: Callable[[ModelId, AdapterId], int],
+        num_waiting: Callable[[ModelId, AdapterId], int],
+    ) -> Iterator[AdapterView]:
+        """Yield a view of each that was asked for, in its `latest` version, with who has that now."""
         now_s = anyio.current_time()
-        for (model, name), asked in self._asked.items():
-            adapter = latest(model, name)
-            if adapter is not None:
+        for key, asked in self._asked.items():
+            if (adapter := latest.get(key)) is not None:
+                of, version = ModelId(adapter.model), adapter.version
                 yield AdapterView(
-                    id=adapter.version,
-                    model=ModelId(model),
+                    id=version,
+                    model=of,
+                    num_running=num_running(of, version),
+                    num_waiting=num_waiting(of, version),
                     popularity=asked.popularity_at(now_s),
                     asked_s=asked.at_s,
                     gap_s=asked.gap_s,
