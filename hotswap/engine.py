@@ -8,7 +8,7 @@ any --> LOST --unload, where the engine can come back--> EMPTY
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol, Self, runtime_checkable
 
@@ -20,7 +20,7 @@ from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
 from hotswap.view import InstanceId, InstanceView
 
-__all__ = ["Engine", "SupportsAdapters", "SupportsPreload", "WrapperEngine"]
+__all__ = ["Engine", "SupportsAdapters", "SupportsPreload", "SupportsWatch", "WrapperEngine"]
 
 
 class Engine(AsyncContextManagerMixin, ABC):
@@ -151,6 +151,19 @@ class SupportsAdapters(Protocol):
 
         Raises:
             InstanceError: a request uses it.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsWatch(Protocol):
+    """An engine that says when what it shows has changed, so that a large fleet need not ask every time."""
+
+    def watch(self, tell: Callable[[bool], None]) -> None:
+        """Call `tell(turned)` whenever `view` would return something else, in the same turn of the loop.
+
+        `turned` is whether anything beside its load has changed, as its state or model; too many calls do
+        no harm. There is one listener; another takes its place.
         """
         ...
 

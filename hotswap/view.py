@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType, TypeVar
+from typing import TYPE_CHECKING, Any, NewType, Protocol
 
+from hotswap.lookup import Lookup, Rank
 from hotswap.request import AdapterId, ModelId, RequestId
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RunningView",
     "StoreView",
     "TierView",
+    "ViewSource",
     "WaitingView",
 ]
 
@@ -104,6 +106,19 @@ class InstanceView:
         """Whether a swap may begin here now."""
         settled = self.state in (InstanceState.SERVING, InstanceState.EMPTY)
         return settled and not self.swapping and not self.draining
+
+    @property
+    def hosted(self) -> ModelId | None:
+        """The model that it is SERVING; `None` of any other state."""
+        return self.model if self.state is InstanceState.SERVING else None
+
+    @property
+    def becomes(self) -> ModelId | None:
+        """The model that it serves, loads or is turning to; `None` while it is emptied by hand, or LOST."""
+        if self.swapping:
+            return self.target
+        alive = self.state in (InstanceState.SERVING, InstanceState.LOADING) and not self.draining
+        return self.model if alive else None
 
     @property
     def max_tokens(self) -> int | None:
@@ -257,11 +272,62 @@ class StoreView:
         return link.queued_bytes + (size if _size(self.rising, model, name) is None else 0)
 
 
+class ViewSource(Protocol):
+    """Where a view finds its parts when it is asked for them, which is at the moment that it shows."""
+
+    @property
+    def lookup(self) -> Lookup:
+        """The instances."""
+        ...
+
+    def part(self, name: str) -> Any:
+        """Return the field of that name."""
+        ...
+
+    def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
+        """Return those of `running` that an instance is charged with."""
+        ...
+
+
+_PARTS = ("instances", "models", "waiting", "store", "running", "adapters")
+
+
+class _Lazy:
+    """What `FleetView` is beside its fields: it fetches those that its source still has."""
+
+    __slots__ = ("__weakref__", "_lookup", "_on_instance", "_source")
+
+    _lookup: Lookup
+    _source: ViewSource | None
+    _on_instance: dict[InstanceId, list[RunningView]]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _PARTS:
+                value = self._source.part(name)
+            elif name == "_lookup":
+                source = self._source
+                value = Lookup(self.instances) if source is None else source.lookup
+            elif name == "_source":
+                value = None
+            elif name == "_on_instance":
+                value = {}
+                for running in self.running:
+                    value.setdefault(running.instance, []).append(running)
+            else:
+                raise AttributeError(name)
+            object.__setattr__(self, name, value)
+            return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetView:
+class FleetView(_Lazy):
     """The whole fleet at loop time `now_s`: the only input of a scheduler's or a router's decision.
 
-    `running` and `adapters` are there for schedulers; routers see them empty.
+    `running` and `adapters` are there for schedulers; routers see them empty. In a large fleet ask `hosts`,
+    `serving`, `replicas`, `least`, `instance` and `running_on`, which cost what they return, rather than go
+    over `instances` and `running`, which cost what there is. A view may be kept: it never changes.
     """
 
     now_s: float
@@ -272,40 +338,66 @@ class FleetView:
     running: tuple[RunningView, ...] = ()
     adapters: tuple[AdapterView, ...] = ()
 
+    @classmethod
+    def of(cls, source: ViewSource, now_s: float) -> FleetView:
+        """Return the view of a source, whose parts are fetched when they are first asked for.
+
+        Whoever makes it calls `settle` before the source changes, if somebody still has the view.
+        """
+        view = object.__new__(cls)
+        object.__setattr__(view, "now_s", now_s)
+        object.__setattr__(view, "_source", source)
+        return view
+
+    def settle(self) -> None:
+        """Fetch everything, so that the source may change."""
+        for name in _PARTS:
+            getattr(self, name)
+        object.__setattr__(self, "_source", None)
+        object.__setattr__(self, "_lookup", Lookup(self.instances))
+
+    @property
+    def ids(self) -> frozenset[InstanceId]:
+        """Those of all instances; the same object from view to view until one comes or goes."""
+        return self._lookup.ids
+
     def instance(self, instance: InstanceId) -> InstanceView:
         """The view of one instance; `KeyError` if the fleet has none of that id."""
-        return _find(self.instances, instance)
+        return self._lookup.instance(instance)
 
     def model(self, model: ModelId) -> ModelView:
         """The view of one model; `KeyError` if it is not registered."""
-        return _find(self.models, model)
+        for view in self.models:
+            if view.id == model:
+                return view
+        raise KeyError(model)
+
+    def hosts(self, model: ModelId) -> tuple[InstanceView, ...]:
+        """Instances that are SERVING the model, also those that take no more requests now."""
+        return self._lookup.hosts(model)
 
     def replicas(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Instances that serve the model or are turning to it; those turning away from it do not count."""
-        return tuple(
-            i for i in self.instances if (i.target if i.swapping else i.model) == model and _alive(i)
-        )
+        return self._lookup.replicas(model)
 
     def serving(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Instances to which a request of the model may be sent now."""
-        return tuple(i for i in self.instances if i.model == model and i.open)
+        return tuple(instance for instance in self._lookup.hosts(model) if instance.open)
+
+    def least(self, model: ModelId, rank: Rank) -> InstanceView | None:
+        """The host of the model that `rank` puts first, `None` if it ranks none.
+
+        As `min(hosts(model), key=rank)`, but what a fleet has ranked once it ranks again only after a change,
+        so the answer does not take longer for more hosts.
+        """
+        return self._lookup.least(model, rank)
+
+    def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
+        """Those of `running` that an instance is charged with, in the same order."""
+        if self._source is not None:
+            return self._source.running_on(instance)
+        return tuple(self._on_instance.get(instance, ()))
 
 
 def _size(entries: tuple[Residency, ...], model: ModelId, tier: str | None) -> int | None:
     return next((entry.size_bytes for entry in entries if (entry.model, entry.tier) == (model, tier)), None)
-
-
-_V = TypeVar("_V", InstanceView, ModelView)
-
-
-def _alive(instance: InstanceView) -> bool:
-    if instance.draining and not instance.swapping:
-        return False
-    return instance.swapping or instance.state in (InstanceState.SERVING, InstanceState.LOADING)
-
-
-def _find(views: tuple[_V, ...], wanted: str) -> _V:
-    for view in views:
-        if view.id == wanted:
-            return view
-    raise KeyError(wanted)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotswap.policies.balance import check_thresholds, imbalanced
-from hotswap.policies.least_loaded import candidates, least_loaded
-from hotswap.request import Request
+from hotswap.policies.least_loaded import by_load, first
+from hotswap.request import AdapterId, Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId, InstanceView
 
@@ -34,12 +34,15 @@ class AffinityRouter(Router):
         check_thresholds(self.abs_threshold, self.rel_threshold)
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        replicas = candidates(request, fleet)
-        idlest = least_loaded(replicas)
+        idlest = first(request, fleet, by_load)
         if idlest is None:
             return None
-        holder = least_loaded([i for i in replicas if request.adapter in i.adapters])
-        return idlest.id if holder is None or self._imbalanced(holder, idlest) else holder.id
+        if request.adapter is None:
+            return idlest.id
+        holder = first(request, fleet, _HoldersOf(request.adapter))
+        if holder is None or (holder.swapping and not idlest.swapping) or self._imbalanced(holder, idlest):
+            return idlest.id
+        return holder.id
 
     def _imbalanced(self, busy: InstanceView, idle: InstanceView) -> bool:
         return imbalanced(
@@ -48,3 +51,13 @@ class AffinityRouter(Router):
             abs_threshold=self.abs_threshold,
             rel_threshold=self.rel_threshold,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _HoldersOf:
+    """Ranks by load those that hold an adapter."""
+
+    adapter: AdapterId
+
+    def __call__(self, instance: InstanceView) -> tuple[bool, int, float, InstanceId] | None:
+        return by_load(instance) if self.adapter in instance.adapters else None

@@ -84,7 +84,7 @@ class ConsistentHashRouter(Router):
         below = {i.id for i in replicas if i.num_requests < capacity}
         if len(below) == 1:
             return below.pop()
-        points, owners = _ring(frozenset(i.id for i in fleet.instances), self.virtual_nodes)
+        points, owners = _ring(fleet.ids, self.virtual_nodes)
         start = bisect_left(points, _hash(self._key(request)))
         # From `start` once round: indices below zero count from the end.
         return next(owners[at] for at in range(start - len(owners), start) if owners[at] in below)

@@ -7,7 +7,7 @@ from math import inf
 from typing import Literal, TypeAlias
 
 from hotswap.errors import ConfigError
-from hotswap.policies.least_loaded import candidates
+from hotswap.policies.least_loaded import first
 from hotswap.request import Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView
@@ -150,11 +150,15 @@ class FreenessRouter(Router):
     freeness: Freeness = Freeness()
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        def rank(instance: InstanceView) -> tuple[float, int, int, InstanceId]:
-            free = self.freeness.of(instance, dispatch=True)
-            return -free, instance.num_requests, -instance.num_free_kv_blocks, instance.id
+        instance = first(request, fleet, self._by_freeness)
+        return instance.id if instance else None
 
-        return min(map(rank, candidates(request, fleet)), default=(0, 0, 0, None))[-1]
+    def _by_freeness(self, instance: InstanceView) -> tuple[bool, float, int, int, InstanceId] | None:
+        if not instance.open:
+            return None
+        free = self.freeness.of(instance, dispatch=True)
+        busy, free_blocks = instance.num_requests, instance.num_free_kv_blocks
+        return instance.swapping, -free, busy, -free_blocks, instance.id
 
 
 def infaas_router() -> FreenessRouter:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hotswap.lookup import Rank
 from hotswap.request import Request
 from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView
+from hotswap.view import FleetView, InstanceId, InstanceView
 
-__all__ = ["LeastLoadedRouter", "candidates", "least_loaded"]
+__all__ = ["LeastLoadedRouter", "by_load", "candidates", "first", "least_loaded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class LeastLoadedRouter(Router):
     """
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        instance = least_loaded(candidates(request, fleet))
+        instance = first(request, fleet, by_load)
         return instance.id if instance else None
 
 
@@ -31,10 +32,27 @@ def candidates(request: Request, fleet: FleetView) -> Sequence[InstanceView]:
     is open. Those that could never hold its tokens count only where no replica could, also none that is full
     now: the engine then says so to the client, who would otherwise wait for ever.
     """
-    replicas = [i for i in fleet.instances if i.model == request.model and i.state is InstanceState.SERVING]
+    replicas = fleet.hosts(request.model)
     able = [i for i in replicas if _holds(i, request)] or replicas
     serving = [i for i in able if i.open]
     return [i for i in serving if not i.swapping] or serving
+
+
+def first(request: Request, fleet: FleetView, rank: Rank) -> InstanceView | None:
+    """Return the best of the `candidates` by a rank that leaves out who is not open; `None` of none.
+
+    The rank puts those that are about to turn to another model last, as `by_load` does. It is asked about
+    who has changed, not about all, unless the best is too small for the request.
+    """
+    best = fleet.least(request.model, rank)
+    if best is None or _holds(best, request):
+        return best
+    return min(candidates(request, fleet), key=rank, default=None)
+
+
+def by_load(instance: InstanceView) -> tuple[bool, int, float, InstanceId] | None:
+    """Rank open instances by their number of requests, then by free KV blocks."""
+    return (instance.swapping, *_load(instance)) if instance.open else None
 
 
 def least_loaded(instances: Sequence[InstanceView]) -> InstanceView | None:

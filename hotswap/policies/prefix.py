@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from hotswap.errors import ConfigError
 from hotswap.policies.balance import check_thresholds, imbalanced
-from hotswap.policies.least_loaded import candidates, least_loaded
+from hotswap.policies.least_loaded import by_load, candidates, first
 from hotswap.request import Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId
@@ -54,7 +54,7 @@ class PrefixRouter(Router):
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
         replicas = candidates(request, fleet)
-        idlest = least_loaded(replicas)
+        idlest = first(request, fleet, by_load)
         if idlest is None:
             return None
         num_blocks = min(len(request.prompt) // self.block_tokens, self.num_blocks)

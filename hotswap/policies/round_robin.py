@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotswap.policies.least_loaded import candidates
+from hotswap.policies.least_loaded import first
 from hotswap.request import Request
 from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId
+from hotswap.view import FleetView, InstanceId, InstanceView
 
 __all__ = ["RoundRobinRouter"]
 
@@ -23,5 +23,9 @@ class RoundRobinRouter(Router):
     """
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        turns = ((instance.last_assigned, instance.id) for instance in candidates(request, fleet))
-        return min(turns, default=(0, None))[-1]
+        instance = first(request, fleet, _by_turn)
+        return instance.id if instance else None
+
+
+def _by_turn(instance: InstanceView) -> tuple[bool, int, InstanceId] | None:
+    return (instance.swapping, instance.last_assigned, instance.id) if instance.open else None

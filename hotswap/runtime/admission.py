@@ -14,7 +14,7 @@ import anyio
 from hotswap.errors import ConfigError, WaitingRoomFull
 from hotswap.request import AdapterId, ModelId, Request
 from hotswap.runtime.instance import Instance
-from hotswap.view import FleetView, WaitingView
+from hotswap.view import WaitingView
 
 __all__ = ["Seat", "WaitingRoom"]
 
@@ -40,29 +40,28 @@ class WaitingRoom:
     """Admits requests to instances: by priority, then by arrival, first come first served within a lane.
 
     A lane is a model with an adapter. Only the first of a lane is asked about, so a thousand requests that
-    wait for one model cost one question, and one look at the fleet serves all questions up to the next
-    answer. `route` answers with an instance that has already been charged with the request; who gets the
-    answer gives it back by `release`. `on_wait` is told of a model for which somebody begins to wait.
+    wait for one model cost one question. `route` answers with an instance that has already been charged with
+    the request; who gets the answer gives it back by `release`. `on_wait` is told of a model for which
+    somebody begins to wait.
     """
 
     def __init__(
         self,
         *,
         max_waiting: int,
-        observe: Callable[[], FleetView],
-        route: Callable[[Request, FleetView], Instance | None],
+        route: Callable[[Request], Instance | None],
         release: Callable[[Request, Instance], None],
         on_wait: Callable[[ModelId], None],
     ) -> None:
         if max_waiting < 0:
             raise ConfigError(f"max_waiting is {max_waiting!r}; give 0 (nobody may wait) or more requests.")
         self._max_waiting = max_waiting
-        self._observe = observe
         self._route = route
         self._release = release
         self._on_wait = on_wait
         self._lanes: dict[Lane, list[Seat]] = {}
         self._seats: list[Seat] = []
+        self._views: tuple[WaitingView, ...] | None = None
         self._num_seats = 0
         self._usual_wait_s = 1.0
 
@@ -116,18 +115,15 @@ class WaitingRoom:
         self._ask([lane[0] for lane in self._lanes.values()])
 
     def _ask(self, heads: list[Seat]) -> None:
-        fleet: FleetView | None = None
         heapq.heapify(heads)
         while heads:
             seat = heapq.heappop(heads)
             try:
-                fleet = fleet or self._observe()
-                seat.instance = self._route(seat.request, fleet)
+                seat.instance = self._route(seat.request)
             except Exception as exc:  # a router's fault belongs to the request it was asked about
                 seat.error = exc
             if seat.instance is None and seat.error is None:
                 continue
-            fleet = None  # an instance was charged, and a seat is empty
             self._rise(seat)
             seat.answered.set()
             if lane := self._lanes.get(_lane(seat.request)):
@@ -144,7 +140,9 @@ class WaitingRoom:
 
     def views(self) -> tuple[WaitingView, ...]:
         """Everyone who waits, in order."""
-        return tuple(seat.view for seat in self._seats)
+        if self._views is None:
+            self._views = tuple(seat.view for seat in self._seats)
+        return self._views
 
     def counts(self) -> Counter[ModelId]:
         """How many wait for each model, whatever their adapter."""
@@ -170,6 +168,7 @@ class WaitingRoom:
         )
         seat = Seat((-request.priority, request.arrived_s, self._num_seats), request, view)
         insort(self._seats, seat)
+        self._views = None
         insort(self._lanes.setdefault(_lane(request), []), seat)
         return seat
 
@@ -180,6 +179,7 @@ class WaitingRoom:
             return
         lane.remove(seat)
         self._seats.remove(seat)
+        self._views = None
         if not lane:
             del self._lanes[_lane(seat.request)]
 

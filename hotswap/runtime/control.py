@@ -15,6 +15,7 @@ from hotswap.action import Action, Hold, Migrate, Prefetch, Swap, Unload
 from hotswap.errors import HotswapError
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.observe import ask
 from hotswap.runtime.swapper import Swapper
 from hotswap.scheduler import Scheduler
 from hotswap.store import SupportsPrefetch, WeightStore
@@ -42,6 +43,7 @@ class Control:
         *,
         scheduler: Scheduler,
         observe: Callable[[], FleetView],
+        on_turn: Callable[[], object],
         instances: dict[InstanceId, Instance],
         store: WeightStore,
         swapper: Swapper,
@@ -52,7 +54,7 @@ class Control:
         interval_s: float,
     ) -> None:
         self._scheduler = scheduler
-        self._observe = observe
+        self._observe, self._on_turn = observe, on_turn
         self._instances = instances
         self._store = store
         self._swapper = swapper
@@ -71,6 +73,7 @@ class Control:
         while True:
             self._asked = anyio.Event()
             with self._forgiving("The control loop failed in this turn"):
+                self._on_turn()
                 self._revive()
             self._plan()
             with anyio.move_on_after(self._pause_s()):
@@ -83,7 +86,7 @@ class Control:
 
     def _plan(self) -> None:
         with self._forgiving("Scheduler %r failed to plan", self._scheduler):
-            for action in tuple(self._scheduler.plan(self._observe())):
+            for action in ask(self._observe, lambda fleet: tuple(self._scheduler.plan(fleet))):
                 with self._forgiving("Action %r of scheduler %r was not begun", action, self._scheduler):
                     self._start(action)
 

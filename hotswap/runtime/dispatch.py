@@ -11,6 +11,7 @@ import anyio
 from hotswap.request import AdapterId, ModelId, Request
 from hotswap.router import Router
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.observe import ask
 from hotswap.view import FleetView, InstanceId
 
 __all__ = ["Dispatcher"]
@@ -25,29 +26,34 @@ class Dispatcher:
     """
 
     def __init__(
-        self, router: Router, instances: Mapping[InstanceId, Instance], on_release: Callable[[], None]
+        self,
+        router: Router,
+        instances: Mapping[InstanceId, Instance],
+        observe: Callable[[], FleetView],
+        on_release: Callable[[], None],
     ) -> None:
         self.num_running: Counter[ModelId] = Counter()
         self.num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
         self._num_assigned = 0
-        self._router, self._instances, self._on_release = router, instances, on_release
+        self._router, self._instances = router, instances
+        self._observe, self._on_release = observe, on_release
 
-    def route(self, request: Request, fleet: FleetView) -> Instance | None:
+    def route(self, request: Request) -> Instance | None:
         """Return the instance that the request may go to, charged with it; `None` if it has to wait."""
-        instance = self.choose(request, fleet)
+        instance = self.choose(request)
         if instance is not None:
             self.charge(request, instance)
         return instance
 
-    def choose(self, request: Request, fleet: FleetView) -> Instance | None:
+    def choose(self, request: Request) -> Instance | None:
         """Return where the request would go, charging nobody."""
-        chosen = self._router.route(request, _seen_by(request, fleet))
+        chosen = ask(self._observe, lambda fleet: self._router.route(request, _seen_by(request, fleet)))
         instance = None if chosen is None else self._instances.get(chosen)
-        if instance is None or not instance.view().open or instance.view().model != request.model:
+        if instance is None:
             return None
-        if request.adapter is not None and not instance.view().max_adapters:
-            return None
-        return instance
+        view = instance.view()
+        able = view.open and view.model == request.model and (request.adapter is None or view.max_adapters)
+        return instance if able else None
 
     def charge(self, request: Request, instance: Instance) -> None:
         """Count a request to an instance."""
@@ -76,6 +82,6 @@ class Dispatcher:
 
 def _seen_by(request: Request, fleet: FleetView) -> FleetView:
     """Return what a router may see for a request: one with an adapter goes where adapters can be held."""
-    if request.adapter is None or all(instance.max_adapters for instance in fleet.instances):
+    if request.adapter is None or all(instance.max_adapters for instance in fleet.hosts(request.model)):
         return fleet
     return replace(fleet, instances=tuple(i for i in fleet.instances if i.max_adapters))

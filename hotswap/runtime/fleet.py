@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -132,10 +132,15 @@ class Fleet(AsyncContextManagerMixin):
             telemetry=self._telemetry,
         )
         self._flights: dict[RequestId, Flight] = {}
-        self._dispatcher = Dispatcher(router, self._instances, on_release=lambda: self._room.wake())
+        self._num_flights = 0
+        self._dispatcher = Dispatcher(
+            router,
+            self._instances,
+            observe=lambda: self._observer.brief(),
+            on_release=lambda: self._room.wake(),
+        )
         self._room = WaitingRoom(
             max_waiting=max_waiting,
-            observe=lambda: self._observer.brief(),
             route=self._dispatcher.route,
             release=self._dispatcher.release,
             on_wait=self._ask_if_unserved,
@@ -170,6 +175,7 @@ class Fleet(AsyncContextManagerMixin):
             num_running=self._dispatcher.num_running,
             num_failed_loads=self._swapper.num_failed_loads,
             left_s=self._swapper.left_s,
+            adapters=self._adapters.views,
         )
         self._drainer = Drainer(self._migrator, self._flights.values, self._would_route)
         self._houses = Houses()
@@ -189,7 +195,7 @@ class Fleet(AsyncContextManagerMixin):
                     await stack.enter_async_context(instance.engine)
                 await stack.enter_async_context(self._houses)
                 await self._registry.open()
-                last_view = LastView(self.view)
+                last_view = LastView(self._observer.brief)
                 stack.callback(last_view.close)
                 observe_fleet(self._telemetry, last_view)
                 async with anyio.create_task_group() as tasks:
@@ -209,7 +215,8 @@ class Fleet(AsyncContextManagerMixin):
         self._tasks = tasks
         self._control = Control(
             scheduler=self._scheduler,
-            observe=last_view.take,
+            observe=self._observer.view,
+            on_turn=last_view.take,
             instances=self._instances,
             store=self._store,
             swapper=self._swapper,
@@ -315,13 +322,18 @@ class Fleet(AsyncContextManagerMixin):
             priority=priority,
             arrived_s=anyio.current_time(),
         )
-        check_servable(request, card, [i.engine.view().memory_bytes for i in self._instances.values()])
+        check_servable(request, card, self._memories)
         if named is not None:
             self._adapters.demand.ask(named)
         text = self._registry.text_stream(request)
         return Flight(request, adapter=named, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
 
+    def _memories(self) -> Iterator[int]:
+        return (instance.engine.view().memory_bytes for instance in self._instances.values())
+
     async def _fly(self, flight: Flight, seat: Seat) -> None:
+        self._num_flights += 1
+        flight.number = self._num_flights
         self._flights[flight.request.id] = flight
         try:
             await fly(
@@ -339,11 +351,11 @@ class Fleet(AsyncContextManagerMixin):
     # -- routing
 
     def _would_route(self, request: Request) -> Instance | None:
-        return self._dispatcher.choose(request, self._observer.brief())
+        return self._dispatcher.choose(request)
 
     def _ask_if_unserved(self, model: ModelId) -> None:
         """Wake the scheduler when somebody waits for a model that no instance serves or is turning to."""
-        if self._control is not None and not self._observer.brief().replicas(model):
+        if self._control is not None and not self._observer.replicas(model):
             self._control.ask()
 
     def _changed(self) -> None:
@@ -488,6 +500,7 @@ class Fleet(AsyncContextManagerMixin):
             raise ConfigError(f"There is an instance {instance.id!r} already; give the engine another id.")
         await self._houses.move_in(instance)
         self._instances[instance.id] = instance
+        self._observer.join(instance)
         self._changed()
 
     async def remove(
@@ -508,6 +521,7 @@ class Fleet(AsyncContextManagerMixin):
             raise
         with anyio.CancelScope(shield=True):
             del self._instances[chosen.id]
+            self._observer.leave(chosen)
             self._adapters.shelves.forget(chosen.id)
             await self._houses.move_out(chosen)
         self._changed()
@@ -598,7 +612,9 @@ class Fleet(AsyncContextManagerMixin):
 
     def view(self) -> FleetView:
         """The fleet at this moment, as schedulers see it; routers do not see what runs."""
-        return replace(self._observer.view(), adapters=self._adapters.views())
+        view = self._observer.view()
+        view.settle()
+        return view
 
     @property
     def adapters(self) -> Adapters:

@@ -64,6 +64,7 @@ class Flight:
         self.tokens = TokenQueue()
         self.scope = anyio.CancelScope()
         self.ended = anyio.Event()
+        self.number = 0
         self.instance: Instance | None = None
         self.hops: list[Hop] = []
         self.num_stalls = 0
@@ -95,6 +96,11 @@ class Flight:
         return tuple(self._journal)
 
     @property
+    def num_generated(self) -> int:
+        """How many tokens were delivered so far."""
+        return len(self._journal)
+
+    @property
     def num_hops(self) -> int:
         """On how many instances, one after another, it has run so far."""
         return len(self.hops)
@@ -103,6 +109,16 @@ class Flight:
     def remaining(self) -> Request:
         """The request as the next instance must see it."""
         return self.request.continued(self._journal)
+
+    def board(self, instance: Instance) -> None:
+        """Begin a stay on an instance."""
+        self.instance = instance
+        instance.flights[self.request.id] = self
+
+    def alight(self, instance: Instance) -> None:
+        """End it."""
+        self.instance = None
+        del instance.flights[self.request.id]
 
     def deliver(self, token: Token) -> None:
         """Write a token into the journal and hand it to the client, with the text it completes.
@@ -266,7 +282,7 @@ async def fly(
                 instance = flight.turn_back() or await room.answer(seat or room.enter(flight.remaining))
                 seat = None
                 try:
-                    flight.instance = instance
+                    flight.board(instance)
                     await _hop(flight, instance, shelves, telemetry)
                 except RequestEvicted:
                     flight.divert(instance.swap_context)
@@ -276,7 +292,7 @@ async def fly(
                 except InstanceError as exc:
                     _blame(flight, exc)
                 finally:
-                    flight.instance = None
+                    flight.alight(instance)
                     if flight.on_left is not None:
                         flight.on_left()
                     release(flight.request, instance)

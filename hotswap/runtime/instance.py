@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import anyio
 
-from hotswap.engine import Engine, SupportsAdapters
+from hotswap.engine import Engine, SupportsAdapters, SupportsWatch
 from hotswap.errors import SwapRefused
-from hotswap.request import ModelId
+from hotswap.request import ModelId, RequestId
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceId, InstanceState, InstanceView
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext
 
+    from hotswap.runtime.flight import Flight
+
 __all__ = ["Instance"]
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+
+# What changes with every request, and nothing that says which model is where.
+_OF_LOAD = frozenset({"num_requests", "num_high_priority", "num_moves", "last_assigned", "last_used_s"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +43,10 @@ class Instance:
     """
 
     def __init__(self, engine: Engine) -> None:
+        self.on_change: Callable[[InstanceId, bool], None] | None = None
         self.engine = engine
         self.id: InstanceId = engine.id
+        self.flights: dict[RequestId, Flight] = {}
         self.num_requests = self.num_high_priority = 0
         self.num_moves = 0
         self.last_assigned = 0
@@ -52,6 +60,24 @@ class Instance:
         self._retries: dict[ModelId | None, Retry] = {}
         self._swapping = False
         self._target: ModelId | None = None
+        self._watched = isinstance(engine, SupportsWatch)
+        if isinstance(engine, SupportsWatch):
+            engine.watch(self._note)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Whatever is set here shows in the view, and nobody has to remember to say so.
+        object.__setattr__(self, name, value)
+        if (tell := self.on_change) is not None:
+            tell(self.id, name not in _OF_LOAD)
+
+    def _note(self, turned: bool) -> None:
+        if self.on_change is not None:
+            self.on_change(self.id, turned)
+
+    @property
+    def restless(self) -> bool:
+        """Whether its view may change without a word, so that it has to be looked at each time."""
+        return not self._watched or bool(self._retries)
 
     def view(self) -> InstanceView:
         """The engine's own view with the fleet's fields filled in."""
@@ -117,11 +143,12 @@ class Instance:
         """
         failures = self._retries.get(model, Retry()).num_failures + 1
         delay_s = min(FIRST_BACKOFF_S * 2 ** (failures - 1), LONGEST_BACKOFF_S)
-        self._retries[model] = Retry(num_failures=failures, at_s=anyio.current_time() + delay_s)
+        retry = Retry(num_failures=failures, at_s=anyio.current_time() + delay_s)
+        self._retries = {**self._retries, model: retry}
 
     def succeeded(self, model: ModelId | None) -> None:
         """Forget earlier failures with the model."""
-        self._retries.pop(model, None)
+        self._retries = {tried: retry for tried, retry in self._retries.items() if tried != model}
 
     def due(self, model: ModelId | None) -> bool:
         """Whether the model may be tried here again."""

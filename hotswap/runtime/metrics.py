@@ -24,11 +24,13 @@ class LastView:
     def __init__(self, view: Callable[[], FleetView]) -> None:
         self._view = view
         self._thread = threading.get_ident()
-        self._last: FleetView | None = view()
+        self._last: FleetView | None = None
+        self.take()
 
     def take(self) -> FleetView:
         """Look now, on the event loop."""
         self._last = seen = self._view()
+        seen.settle()
         return seen
 
     def seen(self) -> Iterable[FleetView]:

@@ -98,7 +98,7 @@ class Registry:
         return None
 
 
-def check_servable(request: Request, card: ModelCard, memory_bytes: Sequence[int]) -> None:
+def check_servable(request: Request, card: ModelCard, memory_bytes: Callable[[], Iterable[int]]) -> None:
     """Refuse at once what could never be served, given each engine's memory (0: unknown).
 
     Raises:
@@ -110,10 +110,10 @@ def check_servable(request: Request, card: ModelCard, memory_bytes: Sequence[int
             f"The prompt has {request.num_tokens} tokens and model {card.id!r} a context of "
             f"{card.max_context_tokens}; shorten it so that at least one token can follow."
         )
-    if all(0 < room < card.weight_bytes for room in memory_bytes):
+    if all(0 < room < card.weight_bytes for room in memory_bytes()):
         raise ModelTooLarge(
             f"Model {card.id!r} has {card.weight_bytes:,} bytes of weights and the largest engine "
-            f"{max(memory_bytes, default=0):,} bytes of memory; add a larger engine."
+            f"{max(memory_bytes(), default=0):,} bytes of memory; add a larger engine."
         )
 
 

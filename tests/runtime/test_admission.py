@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import AdapterId, Engine, FleetView, ModelId, Request, RequestId, WaitingRoomFull
+from hotswap import AdapterId, Engine, ModelId, Request, RequestId, WaitingRoomFull
 from hotswap.runtime.admission import WaitingRoom
 from hotswap.runtime.instance import Instance
 from hotswap.testing.virtual_time import run, virtual_time
@@ -38,7 +38,6 @@ class Places:
         self.asked = 0
         self.room = WaitingRoom(
             max_waiting=10_000,
-            observe=lambda: FleetView(now_s=anyio.current_time()),
             route=self.route,
             release=self.release,
             on_wait=lambda model: None,
@@ -47,7 +46,7 @@ class Places:
     async def admit(self, wanted: Request) -> Instance:
         return await self.room.answer(self.room.enter(wanted))
 
-    def route(self, wanted: Request, fleet: FleetView) -> Instance | None:
+    def route(self, wanted: Request) -> Instance | None:
         self.asked += 1
         if not self.places.get(wanted.model):
             return None
@@ -125,8 +124,8 @@ async def test_a_request_that_is_cancelled_with_its_answer_in_hand_gives_the_pla
 @virtual_time
 async def test_adapters_wait_in_lanes_of_their_own() -> None:
     class OneAdapter(Places):
-        def route(self, wanted: Request, fleet: FleetView) -> Instance | None:
-            return super().route(wanted, fleet) if wanted.adapter == "warm" else None
+        def route(self, wanted: Request) -> Instance | None:
+            return super().route(wanted) if wanted.adapter == "warm" else None
 
     office = OneAdapter(a=5)
     async with anyio.create_task_group() as tasks:

@@ -9,7 +9,7 @@ synchronous.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hotswap.backends.sim.tokens import SimGeneration
@@ -89,8 +89,16 @@ class Step:
         self.num_tokens -= self.chunks.pop(sequence, 0)
 
 
+def _nothing() -> None:
+    pass
+
+
 class Batcher:
-    """Owns the KV blocks of an engine and decides, step by step, which sequences use them."""
+    """Owns the KV blocks of an engine and decides, step by step, which sequences use them.
+
+    Attributes:
+        on_change: Called after, or while, any of it changes.
+    """
 
     def __init__(self, *, num_blocks: int, block_tokens: int, max_requests: int, token_budget: int) -> None:
         self.num_blocks = self.num_free_blocks = num_blocks
@@ -98,6 +106,7 @@ class Batcher:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # in order of admission
         self.parked: dict[Sequence, None] = {}  # out of the steps, with their blocks
+        self.on_change: Callable[[], None] = _nothing
         self._max_requests = max_requests
         self._token_budget = token_budget
 
@@ -131,6 +140,7 @@ class Batcher:
         if self._blocks(sequence.num_tokens) > self.num_blocks:
             raise self._too_long(sequence)
         self.waiting.append(sequence)
+        self.on_change()
 
     def remove(self, sequence: Sequence) -> bool:
         """Free what a sequence holds; return whether it was still here. Harmless while a step runs."""
@@ -143,18 +153,26 @@ class Batcher:
         else:
             return False
         self._free(sequence)
+        self.on_change()
         return True
+
+    def hold(self, num_blocks: int) -> None:
+        """Take blocks for what is to arrive; a negative number gives them back."""
+        self.num_free_blocks -= num_blocks
+        self.on_change()
 
     def park(self, sequence: Sequence) -> None:
         """Take a sequence that runs out of the steps; it keeps its blocks."""
         del self.running[sequence]
         self.parked[sequence] = None
+        self.on_change()
 
     def unpark(self, sequence: Sequence) -> None:
         """Let a parked sequence run again; unknown ones are ignored."""
         if sequence in self.parked:
             del self.parked[sequence]
             self.running[sequence] = None
+            self.on_change()
 
     def clear(self, error: Exception) -> int:
         """End every stream by `error` after the tokens it holds; return how many there were."""
@@ -166,6 +184,7 @@ class Batcher:
 
     def plan(self) -> Step:
         """Compose the next step and take the blocks it needs; empty when there is nothing to do."""
+        self.on_change()
         step = Step()
         decodes = [sequence for sequence in self.running if sequence.num_pending == 1]
         prefills = [sequence for sequence in self.running if sequence.num_pending > 1]
@@ -179,6 +198,7 @@ class Batcher:
 
     def commit(self, step: Step) -> None:
         """Account for a step that has run: sequences whose prefill is complete generate a token."""
+        self.on_change()
         for sequence, count in step.chunks.items():
             if sequence not in self.running:  # left or was evicted while the step ran
                 continue

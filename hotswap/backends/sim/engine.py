@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Self, TypeVar
 
 import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.sim.batcher import Batcher, Sequence
-from hotswap.backends.sim.content import check_chunk
+from hotswap.backends.sim.loading import Weights, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
 from hotswap.backends.sim.tokens import VOCABULARY, SimGeneration, expected_tokens
 from hotswap.engine import Engine
@@ -22,12 +22,11 @@ from hotswap.errors import (
     OutOfMemory,
     PromptTooLong,
     RequestEvicted,
-    ShardCorrupt,
     UnknownAdapter,
 )
 from hotswap.hardware import DeviceProfile
 from hotswap.migration import KVSink, KVSource
-from hotswap.model import Adapter, ModelCard, Shard
+from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
@@ -43,16 +42,10 @@ _EMPTY, _LOADING, _SERVING, _DRAINING, _LOST = (
     InstanceState.LOST,
 )
 
+# What `view` shows beside the load.
+_SHOWN = frozenset({"_state", "_serving", "_staged", "_adapters", "_reserved_bytes"})
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """A model whose weights take device memory."""
-
-    model: ModelCard
-    size_bytes: int
 
 
 class SimEngine(Engine):
@@ -86,6 +79,7 @@ class SimEngine(Engine):
         vocabulary: int = VOCABULARY,
         max_adapters: int = 8,
     ) -> None:
+        self._tell: Callable[[bool], None] | None = None
         self.id = InstanceId(id)
         self.profile = profile if profile is not None else DeviceProfile()
         self.vocabulary = vocabulary
@@ -99,8 +93,8 @@ class SimEngine(Engine):
         )
         self._state = _EMPTY
         self._started = False
-        self._serving: _Weights | None = None
-        self._staged: _Weights | None = None
+        self._serving: Weights | None = None
+        self._staged: Weights | None = None
         self._adapters: dict[AdapterId, Adapter] = {}
         self._reserved_bytes = 0
         self._lost_because = ""
@@ -127,7 +121,7 @@ class SimEngine(Engine):
                 self._started = False
                 self._evict_all("It was stopped")
                 self._serving = self._staged = None
-                self._adapters.clear()
+                self._adapters = {}
                 self._state = _EMPTY
                 workers.cancel_scope.cancel()
 
@@ -154,7 +148,7 @@ class SimEngine(Engine):
                 if self._lost_for_good:
                     raise self._lost()
                 self._serving = None
-                self._adapters.clear()
+                self._adapters = {}
                 self._state = _EMPTY
         await checkpoint_if_cancelled()
 
@@ -188,7 +182,7 @@ class SimEngine(Engine):
             raise InstanceError(
                 f"A request of engine {self.id!r} uses adapter {adapter!r}; let it end first."
             )
-        self._adapters.pop(adapter, None)
+        self._adapters = {held: it for held, it in self._adapters.items() if held != adapter}
 
     async def _read_adapter(self, adapter: Adapter) -> None:
         await checkpoint()
@@ -196,7 +190,7 @@ class SimEngine(Engine):
         if adapter.version not in self._adapters:
             await anyio.sleep(self.profile.adapter_s)
             self._require_adaptable(adapter)
-            self._adapters[adapter.version] = adapter
+            self._adapters = {**self._adapters, adapter.version: adapter}
 
     def _require_adaptable(self, adapter: Adapter) -> None:
         self._require(_SERVING, "load an adapter")
@@ -280,7 +274,7 @@ class SimEngine(Engine):
         self._batcher.clear(self._lost())
         self._note_drained()
         self._serving = self._staged = None
-        self._adapters.clear()
+        self._adapters = {}
         self._desk.arrivals.clear()
         self._state = _LOST
         self._desk.meet_boundary()
@@ -310,6 +304,15 @@ class SimEngine(Engine):
             max_adapters=self.max_adapters,
             preloaded=self._staged.model.id if self._staged else None,
         )
+
+    def watch(self, tell: Callable[[bool], None]) -> None:
+        self._tell = tell
+        self._batcher.on_change = partial(tell, False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name in _SHOWN and self._tell is not None:
+            self._tell(True)
 
     # ------------------------------------------------------------------ private
 
@@ -350,7 +353,7 @@ class SimEngine(Engine):
         self._desk.furnish(sequence)
         return sequence
 
-    async def _take_staged_or_read(self, model: ModelCard, store: WeightStore) -> _Weights:
+    async def _take_staged_or_read(self, model: ModelCard, store: WeightStore) -> Weights:
         await checkpoint()
         staged, self._staged = self._staged, None
         self._require_room(model, model.weight_bytes + self._pool_bytes(model))
@@ -358,29 +361,13 @@ class SimEngine(Engine):
             return staged
         return await self._read(model, store)
 
-    async def _read(self, model: ModelCard, store: WeightStore) -> _Weights:
+    async def _read(self, model: ModelCard, store: WeightStore) -> Weights:
         """Read all shards into reserved memory, which is given back unless all of them arrive."""
         self._reserved_bytes = model.weight_bytes
         try:
-            manifest = await store.manifest(model.id)
-            for rank in range(manifest.world_size):
-                for shard in manifest.shards_of(rank):
-                    await self._read_shard(shard, store)
-            await anyio.sleep(self.profile.load_s(model.weight_bytes))
+            return await read_weights(model, store, self.profile)
         finally:
             self._reserved_bytes = 0
-        return _Weights(model, model.weight_bytes)
-
-    async def _read_shard(self, shard: Shard, store: WeightStore) -> None:
-        at = shard.buffer_offset_bytes
-        async with store.open(shard) as chunks:
-            async for chunk in chunks:
-                if chunk.offset_bytes != at:
-                    raise ShardCorrupt(f"Shard {shard.file!r} of {shard.model!r} has a gap at byte {at}.")
-                check_chunk(shard, chunk)
-                at += len(chunk.data)
-        if at != shard.buffer_offset_bytes + shard.size_bytes:
-            raise ShardCorrupt(f"Shard {shard.file!r} of {shard.model!r} ends early, at byte {at}.")
 
     def _evict_all(self, why: str) -> int:
         error = RequestEvicted(f"Engine {self.id!r} gave its requests back. {why}; they go on elsewhere.")

@@ -179,7 +179,7 @@ class SimKVSink(KVSink):
         if more > self._batcher.num_free_blocks - len(self._batcher):
             raise aborted("reserve", f"{more} KV blocks are wanted, of {self._batcher.num_free_blocks} free")
         if more > 0:
-            self._batcher.num_free_blocks -= more
+            self._batcher.hold(more)
             self._num_blocks += more
 
     async def write(self, pages: KVPages) -> None:
@@ -209,7 +209,7 @@ class SimKVSink(KVSink):
             self._closed = True
             if self._arrivals.get(self._request.id) is self:
                 del self._arrivals[self._request.id]
-            self._batcher.num_free_blocks += self._num_blocks
+            self._batcher.hold(-self._num_blocks)
 
     def _hear(self) -> None:
         self._check()

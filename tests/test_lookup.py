@@ -1,0 +1,119 @@
+"""A lookup that is kept current answers as a walk over the whole fleet would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId
+from hotswap.lookup import Lookup
+from hotswap.testing.replay import dump_view, load_view
+
+MODELS = [ModelId(name) for name in "abc"]
+IDS = [InstanceId(f"e{number}") for number in range(6)]
+
+
+def by_requests(instance: InstanceView) -> tuple[int, InstanceId] | None:
+    return (instance.num_requests, instance.id) if instance.open else None
+
+
+def by_id(instance: InstanceView) -> InstanceId:
+    return instance.id
+
+
+views = st.builds(
+    InstanceView,
+    id=st.sampled_from(IDS),
+    state=st.sampled_from(InstanceState),
+    model=st.none() | st.sampled_from(MODELS),
+    num_requests=st.integers(0, 3),
+    max_requests=st.just(3),
+    draining=st.booleans(),
+    swapping=st.booleans(),
+    target=st.none() | st.sampled_from(MODELS),
+)
+changes = st.lists(st.tuples(st.sampled_from(["put", "load", "drop"]), views, st.booleans()), max_size=40)
+
+
+def walk_hosts(now: dict[InstanceId, InstanceView], model: ModelId) -> tuple[InstanceView, ...]:
+    return tuple(i for i in now.values() if i.model == model and i.state is InstanceState.SERVING)
+
+
+def walk_replicas(now: dict[InstanceId, InstanceView], model: ModelId) -> tuple[InstanceView, ...]:
+    def counts(view: InstanceView) -> bool:
+        if view.swapping:
+            return view.target == model
+        alive = view.state in (InstanceState.SERVING, InstanceState.LOADING) and not view.draining
+        return alive and view.model == model
+
+    return tuple(view for view in now.values() if counts(view))
+
+
+@given(changes)
+def test_it_answers_as_a_walk_over_all_instances_does(course: list[tuple[str, InstanceView, bool]]) -> None:
+    now: dict[InstanceId, InstanceView] = {}
+    lookup = Lookup(pull=lambda instance: now[instance])
+    for kind, view, asked in course:
+        if kind == "put":
+            now[view.id] = view
+            lookup.put(view)
+        elif kind == "load" and view.id in now:  # nobody says more than that it changed
+            now[view.id] = replace(now[view.id], num_requests=view.num_requests)
+            lookup.touch(view.id)
+        elif kind == "drop" and view.id in now:
+            del now[view.id]
+            lookup.drop(view.id)
+        if not asked:
+            continue
+        for model in MODELS:
+            hosts = walk_hosts(now, model)
+            assert lookup.hosts(model) == hosts
+            assert lookup.replicas(model) == walk_replicas(now, model)
+            for rank in (by_requests, by_id):
+                ranked = [(rank(instance), instance) for instance in hosts if rank(instance) is not None]
+                best = min(ranked, key=lambda pair: str(pair[0]), default=(None, None))[1]
+                assert lookup.least(model, rank) == best
+    assert lookup.instances() == tuple(now.values())
+    assert lookup.ids == now.keys()
+    assert all(lookup.instance(key) == view for key, view in now.items())
+
+
+@given(st.lists(views, unique_by=lambda view: view.id))
+def test_a_view_made_by_hand_answers_likewise_and_stays_what_it_was(instances: list[InstanceView]) -> None:
+    view = FleetView(now_s=0.0, instances=tuple(instances))
+    now = {instance.id: instance for instance in instances}
+    for model in MODELS:
+        assert view.hosts(model) == walk_hosts(now, model)
+        assert view.serving(model) == tuple(i for i in walk_hosts(now, model) if i.open)
+        assert view.replicas(model) == walk_replicas(now, model)
+    again = load_view(dump_view(view))
+    assert again == view
+    assert hash(again) == hash(view)
+    assert repr(again) == repr(view)
+
+
+def test_an_instance_that_is_not_there_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        FleetView(now_s=0.0).instance(IDS[0])
+
+
+def test_ids_stay_one_object_while_loads_change() -> None:
+    lookup = Lookup([InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS])
+    before = lookup.ids
+    lookup.put(InstanceView(id=IDS[0], state=InstanceState.EMPTY))
+    assert lookup.ids is before
+    lookup.drop(IDS[0])
+    assert lookup.ids == before - {IDS[0]}
+
+
+def test_a_heap_that_many_changes_went_through_still_knows_the_best() -> None:
+    lookup = Lookup(InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS)
+    for turn in range(500):
+        key = IDS[turn % len(IDS)]
+        lookup.put(replace(lookup.instance(key), num_requests=turn * 7 % 200))
+        best = lookup.least(MODELS[0], by_requests)
+        assert best is not None
+        assert best.num_requests == min(i.num_requests for i in lookup.hosts(MODELS[0]))
