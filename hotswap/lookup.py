@@ -212,8 +212,8 @@ class _Standing:
                 heapq.heappush(self._heap, (key, next(self._numbers), view))
         self.changed.clear()
         while self._heap:
-            view: InstanceView = self._heap[0][2]
-            if members.get(view.id) is view:
-                return view
+            best: InstanceView = self._heap[0][2]
+            if members.get(best.id) is best:
+                return best
             heapq.heappop(self._heap)
         return None

@@ -6,8 +6,8 @@ import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import anyio
 
@@ -21,6 +21,22 @@ __all__ = ["Seat", "WaitingRoom"]
 Lane: TypeAlias = tuple[ModelId, AdapterId | None]
 
 
+class Bell(Protocol):
+    """What a seat rings when it has its answer."""
+
+    def set(self) -> None:
+        """Ring."""
+        ...
+
+    def is_set(self) -> bool:
+        """Whether it has."""
+        ...
+
+    async def wait(self) -> object:
+        """Return once it has."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Seat:
     """One waiting request and, later, the answer it waits for."""
@@ -28,7 +44,7 @@ class Seat:
     order: tuple[int, float, int]
     request: Request
     view: WaitingView
-    answered: anyio.Event = field(default_factory=anyio.Event)
+    answered: Bell
     instance: Instance | None = None
     error: Exception | None = None
 
@@ -68,8 +84,8 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._seats)
 
-    def enter(self, request: Request, *, refusable: bool = False) -> Seat:
-        """Seat a request and ask for it at once, if none of its lane is before it.
+    def enter(self, request: Request, *, refusable: bool = False, bell: Bell | None = None) -> Seat:
+        """Seat a request and ask for it at once, if none of its lane is before it; `bell` tells its answer.
 
         Whoever enters goes on to `answer`, which is what gives the seat back.
 
@@ -77,7 +93,7 @@ class WaitingRoom:
             WaitingRoomFull: it is refusable and would have to wait, and as many as may wait do; with the time
                 a request has usually waited of late as `retry_after_s`.
         """
-        seat = self._sit(request)
+        seat = self._sit(request, anyio.Event() if bell is None else bell)
         if self._lanes[_lane(request)][0] is seat:
             self._ask([seat])
         if seat.answered.is_set():
@@ -98,14 +114,18 @@ class WaitingRoom:
         """
         try:
             await seat.answered.wait()
-            if seat.error is not None:
-                raise seat.error
+            return self.take(seat)
         except BaseException:
             if seat.instance is not None:
                 self._release(seat.request, seat.instance)
             raise
         finally:
             self._rise(seat)
+
+    def take(self, seat: Seat) -> Instance:
+        """Return the answer of a seat whose bell has rung, which is an instance or else raised."""
+        if seat.error is not None:
+            raise seat.error
         assert seat.instance is not None
         self._learn(anyio.current_time() - seat.view.waiting_since_s)
         return seat.instance
@@ -155,7 +175,7 @@ class WaitingRoom:
         """How many wait for a model with one adapter, or with none."""
         return len(self._lanes.get((model, adapter), ()))
 
-    def _sit(self, request: Request) -> Seat:
+    def _sit(self, request: Request, bell: Bell) -> Seat:
         self._num_seats += 1
         view = WaitingView(
             id=request.id,
@@ -166,7 +186,7 @@ class WaitingRoom:
             arrived_s=request.arrived_s,
             waiting_since_s=anyio.current_time(),
         )
-        seat = Seat((-request.priority, request.arrived_s, self._num_seats), request, view)
+        seat = Seat((-request.priority, request.arrived_s, self._num_seats), request, view, bell)
         insort(self._seats, seat)
         self._views = None
         insort(self._lanes.setdefault(_lane(request), []), seat)

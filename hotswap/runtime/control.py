@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -44,6 +44,7 @@ class Control:
         scheduler: Scheduler,
         observe: Callable[[], FleetView],
         on_turn: Callable[[], object],
+        unsettled: Callable[[], Sequence[Instance]],
         instances: dict[InstanceId, Instance],
         store: WeightStore,
         swapper: Swapper,
@@ -54,7 +55,7 @@ class Control:
         interval_s: float,
     ) -> None:
         self._scheduler = scheduler
-        self._observe, self._on_turn = observe, on_turn
+        self._observe, self._on_turn, self._unsettled = observe, on_turn, unsettled
         self._instances = instances
         self._store = store
         self._swapper = swapper
@@ -81,7 +82,7 @@ class Control:
 
     def _pause_s(self) -> float:
         """The interval, or less when something may be tried again earlier."""
-        retry_s = min((i.next_retry_s() for i in self._instances.values()), default=math.inf)
+        retry_s = min((instance.next_retry_s() for instance in self._unsettled()), default=math.inf)
         return min(self._interval_s, retry_s - anyio.current_time())
 
     def _plan(self) -> None:
@@ -142,7 +143,7 @@ class Control:
 
     def _revive(self) -> None:
         """Try to bring broken instances back to EMPTY, with a pause that doubles while it fails."""
-        for instance in self._instances.values():
+        for instance in self._unsettled():
             if instance.broken and instance.due(None):
                 instance.claim(None)
                 self._tasks.start_soon(self._restart, instance, name=f"restart {instance.id}")

@@ -132,10 +132,12 @@ class Fleet(AsyncContextManagerMixin):
             telemetry=self._telemetry,
         )
         self._flights: dict[RequestId, Flight] = {}
-        self._num_flights = 0
+        self._num_flights = self._num_requests = 0
+        self._name = uuid.uuid4().hex[:8]
         self._dispatcher = Dispatcher(
             router,
             self._instances,
+            hosts=lambda model: self._observer.hosts(model),
             observe=lambda: self._observer.brief(),
             on_release=lambda: self._room.wake(),
         )
@@ -217,6 +219,7 @@ class Fleet(AsyncContextManagerMixin):
             scheduler=self._scheduler,
             observe=self._observer.view,
             on_turn=last_view.take,
+            unsettled=self._observer.unsettled,
             instances=self._instances,
             store=self._store,
             swapper=self._swapper,
@@ -314,7 +317,7 @@ class Fleet(AsyncContextManagerMixin):
         card = self._registry.card(model)
         named = None if adapter is None else self._adapters.named(model, adapter)
         request = Request(
-            id=RequestId(uuid.uuid4().hex[:12]),
+            id=self._next_id(),
             model=model,
             prompt=await self._registry.encode(model, prompt),
             sampling=sampling,
@@ -327,6 +330,11 @@ class Fleet(AsyncContextManagerMixin):
             self._adapters.demand.ask(named)
         text = self._registry.text_stream(request)
         return Flight(request, adapter=named, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
+
+    def _next_id(self) -> RequestId:
+        """Return an id that sorts as requests came, and that no other fleet gives."""
+        self._num_requests += 1
+        return RequestId(f"{self._name}-{self._num_requests:07d}")
 
     def _memories(self) -> Iterator[int]:
         return (instance.engine.view().memory_bytes for instance in self._instances.values())

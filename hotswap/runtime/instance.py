@@ -77,7 +77,12 @@ class Instance:
     @property
     def restless(self) -> bool:
         """Whether its view may change without a word, so that it has to be looked at each time."""
-        return not self._watched or bool(self._retries)
+        return not self._watched or self.retries
+
+    @property
+    def retries(self) -> bool:
+        """Whether something failed here that may be tried again."""
+        return bool(self._retries)
 
     def view(self) -> InstanceView:
         """The engine's own view with the fleet's fields filled in."""

@@ -65,6 +65,7 @@ class Observer:
         self._lookup = Lookup(pull=self._pull)
         self._turned: dict[InstanceId, None] = {}
         self._restless: dict[InstanceId, None] = {}  # whose views change without anybody's saying so
+        self._unsettled: dict[InstanceId, Instance] = {}
         self._whole, self._brief = _Source(self, running=True), _Source(self, running=False)
         for instance in instances.values():
             self.join(instance)
@@ -81,6 +82,11 @@ class Observer:
         self._refresh()
         return FleetView.of(self._brief, anyio.current_time())
 
+    def hosts(self, model: ModelId) -> tuple[InstanceView, ...]:
+        """Return `FleetView.hosts` of this moment."""
+        self._refresh()
+        return self._lookup.hosts(model)
+
     def replicas(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Return `FleetView.replicas` of this moment."""
         self._refresh()
@@ -90,6 +96,11 @@ class Observer:
         """Whether every model has its least number of replicas serving."""
         self._refresh()
         return all(len(self._lookup.hosts(card.id)) >= card.min_replicas for card in self.cards.values())
+
+    def unsettled(self) -> tuple[Instance, ...]:
+        """Return the instances that are broken, or have failed at something that they may try again."""
+        self._refresh()
+        return tuple(self._unsettled.values())
 
     # ------------------------------------------------------------------ what is looked at
 
@@ -103,6 +114,7 @@ class Observer:
         instance.on_change = None
         self._turned.pop(instance.id, None)
         self._restless.pop(instance.id, None)
+        self._unsettled.pop(instance.id, None)
         if instance.id in self._lookup.ids:
             self._lookup.drop(instance.id)
 
@@ -117,8 +129,8 @@ class Observer:
             turned, self._turned = self._turned, {}
             for instance in turned:
                 self._look(self.instances[instance])
-        for key in self._restless:
-            self._lookup.put(self.instances[key].view())
+        for key in tuple(self._restless):
+            self._look(self.instances[key])
 
     def _look(self, instance: Instance) -> None:
         self._lookup.put(instance.view())
@@ -126,6 +138,10 @@ class Observer:
             self._restless[instance.id] = None
         else:
             self._restless.pop(instance.id, None)
+        if instance.broken or instance.retries:
+            self._unsettled[instance.id] = instance
+        else:
+            self._unsettled.pop(instance.id, None)
 
     def _pull(self, instance: InstanceId) -> InstanceView:
         return self.instances[instance].view()

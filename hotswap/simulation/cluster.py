@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, TypeAlias, TypeVar
 
-import anyio
-
-from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
-from hotswap.errors import ConfigError, HotswapError
+from hotswap.errors import ConfigError
 from hotswap.migration import Mover
-from hotswap.model import Adapter, Model
-from hotswap.request import Sampling
 from hotswap.router import Router
-from hotswap.runtime import Fleet
 from hotswap.scheduler import Scheduler
-from hotswap.simulation.outcome import Outcome, Sample, Served
+from hotswap.simulation.course import Clients, Course, Events, Progress
+from hotswap.simulation.outcome import Outcome
 from hotswap.simulation.profiles import PROFILES, Profile
-from hotswap.simulation.trace import Trace, TraceRequest
+from hotswap.simulation.trace import Trace
 from hotswap.testing.virtual_time import run
-from hotswap.view import InstanceState, TierView
+from hotswap.view import TierView
 
 __all__ = ["Cluster", "simulate"]
 
-Progress = Callable[[int, int], None]
+_E = TypeVar("_E", bound=SimEngine)
+Driver: TypeAlias = Literal["clients", "events"]
+
+_COURSES: Mapping[Driver, type[Course]] = {"clients": Clients, "events": Events}
 
 # Of simulated reads, whose content is real and takes memory.
 _CHUNK_BYTES = 64 << 20
-# Seconds between two samples of what instances hold, at least; over a long trace there are this many of them.
-_LEAST_SAMPLE_S, _MOST_SAMPLES = 0.5, 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +76,11 @@ class Cluster:
         """The profile itself."""
         return PROFILES[self.profile] if isinstance(self.profile, str) else self.profile
 
-    def engines(self) -> list[SimEngine]:
+    def engines(self, kind: type[_E]) -> list[_E]:
         """Return new engines."""
         profile = self.measured
         return [
-            SimEngine(
+            kind(
                 f"e{number}",
                 profile.device,
                 kv_blocks=profile.kv_blocks,
@@ -121,13 +116,18 @@ def simulate(
     mover: Mover | None = None,
     interval_s: float = 1.0,
     name: str = "",
+    driver: Driver = "clients",
     progress: Progress | None = None,
 ) -> Outcome:
     """Play a trace to a fleet of the cluster until its last request has ended, and return what became of it.
 
     The fleet is the one of production, and knows nothing of it. Requests that fail are part of the outcome.
     Prompts are made when they arrive and forgotten when they end. `progress` is told how many requests have
-    ended, of how many. An hour of 100 engines takes minutes: a token is a few turns of the event loop.
+    ended, of how many.
+
+    With the driver `"clients"` every request has a client that reads its stream, as in production: a token is
+    a few turns of the event loop, and an hour of 100 engines takes minutes. `"events"` visits an engine when
+    its batch changes, and counts tokens: the same decisions and latencies, for thousands of engines.
 
     Raises:
         ConfigError: the trace is empty, or the fleet refuses the cluster.
@@ -135,9 +135,11 @@ def simulate(
     """
     if not trace.requests:
         raise ConfigError(f"{trace.name!r} has no requests; nothing would happen.")
-    course = _Course(trace, cluster, progress)
+    if driver not in _COURSES:
+        raise ConfigError(f"driver is {driver!r}; give {' or '.join(map(repr, _COURSES))}.")
+    course = _COURSES[driver](trace, cluster, progress)
     fleet = partial(
-        Fleet,
+        course.fleet,
         router=router,
         scheduler=scheduler,
         mover=mover,
@@ -154,6 +156,7 @@ def simulate(
             "router": repr(router),
             "scheduler": repr(scheduler),
             "interval_s": interval_s,
+            "driver": driver,
             "num_engines": cluster.num_engines,
             "device": cluster.measured.device.name,
         },
@@ -162,97 +165,3 @@ def simulate(
         migrations=tuple(course.moves),
         samples=tuple(course.samples),
     )
-
-
-class _Course:
-    """One run: who sends requests, who looks at instances, and what they have seen."""
-
-    def __init__(self, trace: Trace, cluster: Cluster, progress: Progress | None) -> None:
-        self._trace, self._cluster, self._progress = trace, cluster, progress
-        self.served: list[Served] = []
-        self.swaps: list[SwapRecord] = []
-        self.moves: list[MigrationRecord] = []
-        self.samples: list[Sample] = []
-
-    async def play(self, make_fleet: Callable[..., Fleet]) -> None:
-        models = sorted(self._trace.models)
-        adapters = sorted({(r.adapter, r.model) for r in self._trace.requests if r.adapter})
-        engines = self._cluster.engines()
-        fleet = make_fleet(
-            engines=engines,
-            store=self._cluster.store(models),
-            models=[Model(model, min_replicas=self._cluster.min_replicas) for model in models],
-            adapters=itertools.starmap(Adapter, adapters),
-        )
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(fleet)
-            beside = await stack.enter_async_context(anyio.create_task_group())
-            beside.start_soon(self._look, engines)
-            beside.start_soon(self._lose, {str(engine.id): engine for engine in engines})
-            async with anyio.create_task_group() as clients:
-                for number, request in enumerate(self._trace.requests):
-                    await anyio.sleep_until(request.arrive_s)
-                    clients.start_soon(self._ask, fleet, number, request)
-            beside.cancel_scope.cancel()
-        self.served.sort(key=lambda served: served.number)
-
-    async def _ask(self, fleet: Fleet, number: int, request: TraceRequest) -> None:
-        arrived_s = anyio.current_time()
-        first_s, num_tokens, num_hops, error = None, 0, 0, ""
-        sampling = Sampling(max_tokens=request.output_tokens, ignore_eos=True)
-        try:
-            async with fleet.stream(
-                request.model,
-                request.prompt(number),
-                sampling,
-                adapter=request.adapter or None,
-                priority=request.priority,
-            ) as stream:
-                async for _ in stream:
-                    num_tokens += 1
-                    first_s = anyio.current_time() if first_s is None else first_s
-                num_hops = stream.num_hops
-        except HotswapError as exc:
-            error = type(exc).__name__
-        self.served.append(
-            Served(
-                number=number,
-                model=request.model,
-                adapter=request.adapter,
-                priority=request.priority,
-                prompt_tokens=request.prompt_tokens,
-                output_tokens=num_tokens,
-                arrived_s=arrived_s,
-                first_s=first_s,
-                ended_s=anyio.current_time(),
-                num_hops=num_hops,
-                error=error,
-            )
-        )
-        if self._progress is not None:
-            self._progress(len(self.served), len(self._trace.requests))
-
-    async def _look(self, engines: Sequence[SimEngine]) -> None:
-        every_s = max(_LEAST_SAMPLE_S, self._trace.seconds / _MOST_SAMPLES)
-        for number in itertools.count():
-            await anyio.sleep_until(number * every_s)
-            for engine in engines:
-                view = engine.view()
-                lost = view.state is InstanceState.LOST
-                self.samples.append(
-                    Sample(
-                        at_s=anyio.current_time(),
-                        instance=view.id,
-                        model="" if lost else view.model or "",
-                        num_requests=view.num_running + view.num_waiting,
-                        kv_used=1 - view.num_free_kv_blocks / view.num_kv_blocks
-                        if view.num_kv_blocks
-                        else 0.0,
-                        memory_bytes=view.weight_bytes,
-                    )
-                )
-
-    async def _lose(self, engines: Mapping[str, SimEngine]) -> None:
-        for at_s, engine in sorted(self._cluster.losses):
-            await anyio.sleep_until(at_s)
-            engines[engine].lose()

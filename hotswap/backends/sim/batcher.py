@@ -8,29 +8,29 @@ synchronous.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from hotswap.backends.sim.tokens import SimGeneration
 from hotswap.errors import PromptTooLong
 from hotswap.hardware import DeviceProfile
-from hotswap.request import Request, RequestId, Token
-from hotswap.stream import TokenQueue
+from hotswap.request import Request, RequestId
 
 __all__ = ["Batcher", "Sequence", "Step"]
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """A request on its way through an engine; `num_cached` of its `num_tokens` lie in KV blocks."""
+class Sequence(ABC):
+    """A request on its way through an engine; `num_cached` of its `num_tokens` lie in KV blocks.
+
+    `position` is that of the next token in the generation.
+    """
 
     request: Request
-    generation: SimGeneration
-    tokens: TokenQueue = field(default_factory=TokenQueue)
-    position: int = 0
-    num_cached: int = 0
-    num_blocks: int = 0
+    position: int = field(init=False, default=0)
+    num_cached: int = field(init=False, default=0)
+    num_blocks: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.position = len(self.request.generated)
@@ -43,15 +43,23 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Tokens still to compute before the next can be generated: 1 in decode, more in prefill."""
-        return self.num_tokens - self.num_cached
+        return len(self.request.prompt) + self.position - self.num_cached
 
+    @abstractmethod
     def generate(self) -> bool:
-        """Put the next token into the stream; return whether it was the last."""
-        token = self.generation.token(self.position)
-        reason = self.generation.finish_reason(self.position, token)
-        self.tokens.put(Token(id=token, index=self.position, finish_reason=reason))
-        self.position += 1
-        return reason is not None
+        """Give the next token away; return whether it was the last."""
+
+    @abstractmethod
+    def token(self, position: int) -> int:
+        """Return the token at a position that was generated."""
+
+    @abstractmethod
+    def reuse(self, num_tokens: int) -> None:
+        """Note that so many tokens were found in KV blocks."""
+
+    @abstractmethod
+    def close(self, error: Exception | None = None) -> None:
+        """End it, after its last token or by an error."""
 
 
 class Step:
@@ -97,7 +105,7 @@ class Batcher:
     """Owns the KV blocks of an engine and decides, step by step, which sequences use them.
 
     Attributes:
-        on_change: Called after, or while, any of it changes.
+        on_change: Called before any of it changes.
     """
 
     def __init__(self, *, num_blocks: int, block_tokens: int, max_requests: int, token_budget: int) -> None:
@@ -139,11 +147,12 @@ class Batcher:
         """
         if self._blocks(sequence.num_tokens) > self.num_blocks:
             raise self._too_long(sequence)
-        self.waiting.append(sequence)
         self.on_change()
+        self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
         """Free what a sequence holds; return whether it was still here. Harmless while a step runs."""
+        self.on_change()
         if sequence in self.running:
             del self.running[sequence]
         elif sequence in self.parked:
@@ -153,33 +162,32 @@ class Batcher:
         else:
             return False
         self._free(sequence)
-        self.on_change()
         return True
 
     def hold(self, num_blocks: int) -> None:
         """Take blocks for what is to arrive; a negative number gives them back."""
-        self.num_free_blocks -= num_blocks
         self.on_change()
+        self.num_free_blocks -= num_blocks
 
     def park(self, sequence: Sequence) -> None:
         """Take a sequence that runs out of the steps; it keeps its blocks."""
+        self.on_change()
         del self.running[sequence]
         self.parked[sequence] = None
-        self.on_change()
 
     def unpark(self, sequence: Sequence) -> None:
         """Let a parked sequence run again; unknown ones are ignored."""
         if sequence in self.parked:
+            self.on_change()
             del self.parked[sequence]
             self.running[sequence] = None
-            self.on_change()
 
     def clear(self, error: Exception) -> int:
         """End every stream by `error` after the tokens it holds; return how many there were."""
         ended = list(self)
         for sequence in ended:
             self.remove(sequence)
-            sequence.tokens.close(error)
+            sequence.close(error)
         return len(ended)
 
     def plan(self) -> Step:
@@ -205,7 +213,7 @@ class Batcher:
             sequence.num_cached += count
             if sequence.num_pending == 0 and sequence.generate():
                 self.remove(sequence)
-                sequence.tokens.close()
+                sequence.close()
 
     def _may_admit(self, step: Step) -> bool:
         if not self.waiting or len(self.running) >= self._max_requests:
@@ -229,7 +237,7 @@ class Batcher:
             victim = next(reversed(self.running))
             if self._blocks(num_tokens) > self.num_blocks:
                 self.remove(sequence)
-                sequence.tokens.close(self._too_long(sequence))
+                sequence.close(self._too_long(sequence))
                 return False
             self._preempt(step, victim)
             if victim is sequence:

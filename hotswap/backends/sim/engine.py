@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from hotswap.backends.sim.batcher import Batcher, Sequence
 from hotswap.backends.sim.loading import Weights, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
-from hotswap.backends.sim.tokens import VOCABULARY, SimGeneration, expected_tokens
+from hotswap.backends.sim.tokens import VOCABULARY, SimGeneration, Streamed, expected_tokens
 from hotswap.engine import Engine
 from hotswap.errors import (
     InstanceError,
@@ -46,6 +46,7 @@ _EMPTY, _LOADING, _SERVING, _DRAINING, _LOST = (
 _SHOWN = frozenset({"_state", "_serving", "_staged", "_adapters", "_reserved_bytes"})
 
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound=Sequence)
 
 
 class SimEngine(Engine):
@@ -105,7 +106,7 @@ class SimEngine(Engine):
             self.profile,
             check=self._refuse_if_lost,
             give_up=self._give_up,
-            resumed=lambda: self._work.set(),
+            resumed=lambda: self._rouse(),
         )
         self._work = anyio.Event()
         self._drained = anyio.Event()
@@ -208,8 +209,7 @@ class SimEngine(Engine):
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        sequence = self._admit(request)
-        self._work.set()
+        sequence = self._admit(request, self._streamed)
         try:
             yield sequence.tokens
         finally:
@@ -256,7 +256,7 @@ class SimEngine(Engine):
 
     def _give_up(self, sequence: Sequence) -> None:
         self._batcher.remove(sequence)
-        sequence.tokens.close(RequestEvicted(f"Engine {self.id!r} gave a request up that moves on."))
+        sequence.close(RequestEvicted(f"Engine {self.id!r} gave a request up that moves on."))
         self._note_drained()
 
     def _refuse_if_lost(self) -> None:
@@ -294,7 +294,7 @@ class SimEngine(Engine):
             num_prefill_tokens=sum(s.num_pending for s in pool if s.num_pending > 1),
             max_requests=self.max_requests,
             num_kv_blocks=pool.num_blocks if serving else 0,
-            num_free_kv_blocks=pool.num_free_blocks if serving else 0,
+            num_free_kv_blocks=self._num_free_blocks() if serving else 0,
             num_next_kv_blocks=pool.num_next_blocks,
             preempted=pool.preempted,
             kv_block_tokens=pool.block_tokens,
@@ -304,6 +304,9 @@ class SimEngine(Engine):
             max_adapters=self.max_adapters,
             preloaded=self._staged.model.id if self._staged else None,
         )
+
+    def _num_free_blocks(self) -> int:
+        return self._batcher.num_free_blocks
 
     def watch(self, tell: Callable[[bool], None]) -> None:
         self._tell = tell
@@ -330,7 +333,14 @@ class SimEngine(Engine):
             self._note_drained()
             self._desk.meet_boundary()
 
-    def _admit(self, request: Request) -> Sequence:
+    def _rouse(self) -> None:
+        """Step, if nobody does."""
+        self._work.set()
+
+    def _streamed(self, request: Request, model: ModelCard) -> Streamed:
+        return Streamed(request, SimGeneration(request, model, self.vocabulary))
+
+    def _admit(self, request: Request, make: Callable[[Request, ModelCard], _S]) -> _S:
         if self._state is _LOST:
             raise self._lost()
         if self._serving is None or self._state is not _SERVING or self._model != request.model:
@@ -348,9 +358,10 @@ class SimEngine(Engine):
                 f"Request {request.id!r} has {request.num_tokens} tokens, but the context of {model.id!r} "
                 f"holds {model.max_context_tokens}. Shorten the prompt."
             )
-        sequence = Sequence(request, SimGeneration(request, model, self.vocabulary))
+        sequence = make(request, model)
         self._batcher.add(sequence)
         self._desk.furnish(sequence)
+        self._rouse()
         return sequence
 
     async def _take_staged_or_read(self, model: ModelCard, store: WeightStore) -> Weights:

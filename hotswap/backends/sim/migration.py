@@ -80,7 +80,7 @@ class Desk:
         """Give a new sequence what has arrived for it, if something has."""
         if (arrival := self.arrivals.pop(sequence.request.id, None)) is not None:
             arrival.furnish(sequence)
-            sequence.tokens.num_reused_tokens = sequence.num_cached
+            sequence.reuse(sequence.num_cached)
 
     def at_boundary(self, act: Callable[[], None]) -> anyio.Event:
         """Have something done when no step is under way; the event tells that it was."""
@@ -132,10 +132,11 @@ class SimKVSource(KVSource):
         return KVPages(first_block, num_tokens, memoryview(b""))
 
     async def stop(self) -> Stopped:
+        self._require()
         await self._desk.at_boundary(self._park).wait()
         self._require()
         sequence = self._sequence
-        generated = [sequence.generation.token(at) for at in range(sequence.position)]
+        generated = [sequence.token(at) for at in range(sequence.position)]
         return Stopped((*sequence.request.prompt, *generated), sequence.num_cached)
 
     async def release(self) -> None:

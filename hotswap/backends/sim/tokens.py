@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from dataclasses import dataclass, field
 
+from hotswap.backends.sim.batcher import Sequence
 from hotswap.model import ModelCard
-from hotswap.request import FinishReason, Request
+from hotswap.request import FinishReason, Request, Token
+from hotswap.stream import TokenQueue
 
-__all__ = ["SimGeneration", "expected_tokens"]
+__all__ = ["SimGeneration", "Streamed", "expected_tokens"]
 
 VOCABULARY = 32_000
 _MASK = (1 << 64) - 1
@@ -49,6 +52,30 @@ class SimGeneration:
             return "stop"
         full = len(self._request.prompt) + length >= self._max_context_tokens
         return "length" if full or length >= sampling.max_tokens else None
+
+
+@dataclass(slots=True, eq=False)
+class Streamed(Sequence):
+    """A sequence whose tokens go to a stream."""
+
+    generation: SimGeneration
+    tokens: TokenQueue = field(default_factory=TokenQueue)
+
+    def generate(self) -> bool:
+        token = self.generation.token(self.position)
+        reason = self.generation.finish_reason(self.position, token)
+        self.tokens.put(Token(id=token, index=self.position, finish_reason=reason))
+        self.position += 1
+        return reason is not None
+
+    def token(self, position: int) -> int:
+        return self.generation.token(position)
+
+    def reuse(self, num_tokens: int) -> None:
+        self.tokens.num_reused_tokens = num_tokens
+
+    def close(self, error: Exception | None = None) -> None:
+        self.tokens.close(error)
 
 
 def expected_tokens(request: Request, model: ModelCard, *, vocabulary: int = VOCABULARY) -> list[int]:

@@ -1,0 +1,211 @@
+"""One run of a trace: who sends requests, who looks at instances, and what they have seen."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import anyio
+
+from hotswap.action import MigrationRecord, SwapRecord
+from hotswap.backends.sim import SimEngine
+from hotswap.errors import HotswapError
+from hotswap.model import Adapter, Model
+from hotswap.request import Sampling
+from hotswap.runtime import Fleet
+from hotswap.simulation.events import EventEngine, EventFleet, Rider
+from hotswap.simulation.outcome import Sample, Served
+from hotswap.simulation.trace import Trace, TraceRequest
+from hotswap.view import InstanceState
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+    from hotswap.simulation.cluster import Cluster
+
+__all__ = ["Clients", "Course", "Events", "Progress"]
+
+Progress = Callable[[int, int], None]
+
+# Seconds between two samples of what instances hold, at least; so many there are of each over a long trace,
+# and so many of all in a large cluster.
+_LEAST_SAMPLE_S, _MOST_SAMPLES, _MOST_OF_ALL = 0.5, 1000, 200_000
+
+
+class Course(ABC):
+    """Plays a trace to a fleet, and keeps what became of it.
+
+    Attributes:
+        fleet: The kind of fleet.
+        engine: The kind of its engines.
+    """
+
+    fleet: ClassVar[type[Fleet]] = Fleet
+    engine: ClassVar[type[SimEngine]] = SimEngine
+
+    def __init__(self, trace: Trace, cluster: Cluster, progress: Progress | None) -> None:
+        self._trace, self._cluster, self._progress = trace, cluster, progress
+        self.served: list[Served] = []
+        self.swaps: list[SwapRecord] = []
+        self.moves: list[MigrationRecord] = []
+        self.samples: list[Sample] = []
+
+    async def play(self, make_fleet: Callable[..., Fleet]) -> None:
+        """Return when the last request has ended."""
+        models = sorted(self._trace.models)
+        adapters = sorted({(r.adapter, r.model) for r in self._trace.requests if r.adapter})
+        engines = self._cluster.engines(self.engine)
+        fleet = make_fleet(
+            engines=engines,
+            store=self._cluster.store(models),
+            models=[Model(model, min_replicas=self._cluster.min_replicas) for model in models],
+            adapters=itertools.starmap(Adapter, adapters),
+        )
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(fleet)
+            beside = await stack.enter_async_context(anyio.create_task_group())
+            beside.start_soon(self._look, engines)
+            beside.start_soon(self._lose, {str(engine.id): engine for engine in engines})
+            async with anyio.create_task_group() as clients:
+                for number, request in enumerate(self._trace.requests):
+                    await anyio.sleep_until(request.arrive_s)
+                    self._send(fleet, number, request, clients)
+                await self._ended()
+            beside.cancel_scope.cancel()
+        self.served.sort(key=lambda served: served.number)
+
+    @abstractmethod
+    def _send(self, fleet: Fleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
+        """Have a request served."""
+
+    async def _ended(self) -> None:  # noqa: B027  # clients are waited for already
+        """Wait for those that no task waits for."""
+
+    def _keep(
+        self,
+        number: int,
+        request: TraceRequest,
+        *,
+        num_tokens: int,
+        first_s: float | None,
+        num_hops: int,
+        error: Exception | None,
+    ) -> None:
+        self.served.append(
+            Served(
+                number=number,
+                model=request.model,
+                adapter=request.adapter,
+                priority=request.priority,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=num_tokens,
+                arrived_s=request.arrive_s,
+                first_s=first_s,
+                ended_s=anyio.current_time(),
+                num_hops=num_hops,
+                error="" if error is None else type(error).__name__,
+            )
+        )
+        if self._progress is not None:
+            self._progress(len(self.served), len(self._trace.requests))
+
+    async def _look(self, engines: Sequence[SimEngine]) -> None:
+        seconds = self._trace.seconds
+        every_s = max(_LEAST_SAMPLE_S, seconds / _MOST_SAMPLES, seconds * len(engines) / _MOST_OF_ALL)
+        for number in itertools.count():
+            await anyio.sleep_until(number * every_s)
+            self.samples += map(_sample, engines)
+
+    async def _lose(self, engines: Mapping[str, SimEngine]) -> None:
+        for at_s, engine in sorted(self._cluster.losses):
+            await anyio.sleep_until(at_s)
+            engines[engine].lose()
+
+
+class Clients(Course):
+    """Every request has a client, a task that reads its stream."""
+
+    def _send(self, fleet: Fleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
+        clients.start_soon(self._ask, fleet, number, request)
+
+    async def _ask(self, fleet: Fleet, number: int, request: TraceRequest) -> None:
+        first_s: float | None = None
+        num_tokens = num_hops = 0
+        failed: Exception | None = None
+        try:
+            async with fleet.stream(
+                request.model,
+                request.prompt(number),
+                _sampling(request),
+                adapter=request.adapter or None,
+                priority=request.priority,
+            ) as stream:
+                async for _ in stream:
+                    num_tokens += 1
+                    first_s = anyio.current_time() if first_s is None else first_s
+                num_hops = stream.num_hops
+        except HotswapError as exc:
+            failed = exc
+        self._keep(number, request, num_tokens=num_tokens, first_s=first_s, num_hops=num_hops, error=failed)
+
+
+class Events(Course):
+    """Requests are ridden: nobody reads a token."""
+
+    fleet = EventFleet
+    engine = EventEngine
+
+    def __init__(self, trace: Trace, cluster: Cluster, progress: Progress | None) -> None:
+        super().__init__(trace, cluster, progress)
+        self._change = anyio.Event()
+
+    def _send(self, fleet: Fleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
+        assert isinstance(fleet, EventFleet)
+        try:
+            fleet.ride(
+                request.model,
+                request.prompt(number),
+                _sampling(request),
+                adapter=request.adapter or None,
+                priority=request.priority,
+                on_end=partial(self._note, number, request),
+            )
+        except HotswapError as exc:
+            self._keep(number, request, num_tokens=0, first_s=None, num_hops=0, error=exc)
+
+    def _note(self, number: int, request: TraceRequest, rider: Rider) -> None:
+        self._keep(
+            number,
+            request,
+            num_tokens=rider.num_generated,
+            first_s=rider.first_s,
+            num_hops=0 if rider.error else rider.num_hops,
+            error=rider.error,
+        )
+        self._change.set()
+
+    async def _ended(self) -> None:
+        while len(self.served) < len(self._trace.requests):
+            self._change = anyio.Event()
+            await self._change.wait()
+
+
+def _sampling(request: TraceRequest) -> Sampling:
+    return Sampling(max_tokens=request.output_tokens, ignore_eos=True)
+
+
+def _sample(engine: SimEngine) -> Sample:
+    view = engine.view()
+    held = view.num_kv_blocks - view.num_free_kv_blocks
+    return Sample(
+        at_s=anyio.current_time(),
+        instance=view.id,
+        model="" if view.state is InstanceState.LOST else view.model or "",
+        num_requests=view.num_running + view.num_waiting,
+        kv_used=held / view.num_kv_blocks if view.num_kv_blocks else 0.0,
+        memory_bytes=view.weight_bytes,
+    )

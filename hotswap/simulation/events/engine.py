@@ -1,0 +1,238 @@
+"""An engine that is visited when its batch changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+
+from hotswap.backends.sim import SimEngine
+from hotswap.backends.sim.batcher import Sequence, Step
+from hotswap.hardware import DeviceProfile
+from hotswap.model import ModelCard
+from hotswap.request import Request
+from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
+
+__all__ = ["Counted", "EventEngine", "Passenger"]
+
+
+class Passenger(Protocol):
+    """Who is told of a sequence, in place of a stream."""
+
+    def first_token(self) -> None:
+        """It has got a token here."""
+        ...
+
+    def gone(self, error: Exception | None) -> None:
+        """It has ended, by its last token or an error; called in a later turn of the loop."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Counted(Sequence):
+    """A sequence whose tokens are counted.
+
+    Attributes:
+        passenger: Who is told.
+        limit: The position at which it ends.
+        begun: Whether it has got a token here.
+        closed: Whether its end was told.
+    """
+
+    passenger: Passenger
+    limit: int
+    begun: bool = False
+    closed: bool = False
+
+    def generate(self) -> bool:
+        self.position += 1
+        if not self.begun:
+            self.begun = True
+            self.passenger.first_token()
+        return self.position >= self.limit
+
+    def token(self, position: int) -> int:
+        return 0
+
+    def reuse(self, num_tokens: int) -> None:
+        return
+
+    def close(self, error: Exception | None = None) -> None:
+        if not self.closed:
+            self.closed = True
+            asyncio.get_running_loop().call_soon(self.passenger.gone, error)
+
+
+class EventEngine(SimEngine):
+    """A `SimEngine` in all that it decides and in how long it takes; tokens are counted, not given away.
+
+    It plans a step, and sees how many in a row are alike: those it takes as one (`Stretch`), and when
+    something happens to its batch before they are over it looks up how far they have come. Needs an asyncio
+    loop, and virtual time to be of use.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        profile: DeviceProfile | None = None,
+        *,
+        kv_blocks: int = 1024,
+        kv_block_tokens: int = 16,
+        max_requests: int = 256,
+        token_budget: int = 512,
+        max_adapters: int = 8,
+    ) -> None:
+        super().__init__(
+            id,
+            profile,
+            kv_blocks=kv_blocks,
+            kv_block_tokens=kv_block_tokens,
+            max_requests=max_requests,
+            token_budget=token_budget,
+            max_adapters=max_adapters,
+        )
+        self._batcher.on_change = self._before_change
+        self._step: Step | None = None
+        self._stretch: Stretch | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._roused = self._in_step = False
+        self._listener: Callable[[bool], None] | None = None
+
+    # ------------------------------------------------------------------ sequences
+
+    def seat(self, request: Request, passenger: Passenger) -> Counted:
+        """Take a request in, as `stream` does, and tell a passenger what becomes of it; same errors."""
+
+        def counted(request: Request, model: ModelCard) -> Counted:
+            room = model.max_context_tokens - len(request.prompt)
+            return Counted(request, passenger, min(request.sampling.max_tokens, room))
+
+        return self._admit(request, counted)
+
+    def unseat(self, sequence: Counted) -> None:
+        """Forget a sequence, whose passenger is told nothing more."""
+        sequence.closed = True
+        self._batcher.remove(sequence)
+        self._note_drained()
+
+    def position(self, sequence: Counted) -> int:
+        """Return how many tokens of its generation a sequence has by now."""
+        if self._stretch is None or sequence not in self._batcher.running:
+            return sequence.position
+        return sequence.position + self._stretch.num_ended(_now_s())
+
+    def watch(self, tell: Callable[[bool], None]) -> None:
+        super().watch(tell)
+        self._listener = tell
+        self._batcher.on_change = self._before_change
+
+    def _num_free_blocks(self) -> int:
+        free, stretch = self._batcher.num_free_blocks, self._stretch
+        if stretch is None:
+            return free
+        if self._listener is not None:
+            self._listener(False)  # by the next look they will be fewer
+        at = stretch.num_ended(_now_s()) + 1
+        return free - num_missing(self._batcher.running, at, self._batcher.block_tokens)
+
+    def _refuse_if_lost(self) -> None:
+        super()._refuse_if_lost()
+        self._before_change()  # whoever asks this looks at a sequence next
+
+    # ------------------------------------------------------------------ steps
+
+    async def _step_for_ever(self) -> None:
+        self._rouse()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._step = self._stretch = None
+
+    def _rouse(self) -> None:
+        if self._step is None and not self._roused:
+            self._roused = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._roused = False
+        if self._step is None and self._started:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Plan what comes next, and when it ends."""
+        self._in_step = True
+        step = self._batcher.plan()
+        self._in_step = False
+        self._note_drained()  # a plan refuses what has outgrown the pool
+        if not step.num_tokens:
+            self._step = None
+            return
+        self._step, self._desk.stepping = step, True
+        num_steps = num_alike(step, self._batcher, _least_left(step))
+        if num_steps > 1:
+            self._stretch = Stretch.of(step, num_steps, _now_s(), self.profile)
+            self._end_at(self._stretch.end_s(num_steps))
+        else:
+            self._end_at(_now_s() + step.seconds(self.profile))
+
+    def _end_at(self, when_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_at(when_s, self._end)
+
+    def _end(self) -> None:
+        step = self._step
+        assert step is not None
+        if self._stretch is not None:
+            self._pass(self._stretch.num_steps - 1)
+        self._tell_load()
+        self._in_step = True
+        self._batcher.commit(step)
+        self._in_step = False
+        self._step = None
+        self._note_drained()
+        self._desk.meet_boundary()
+        self._begin()
+
+    def _before_change(self) -> None:
+        """Cut a stretch short: the step that is under way is the last before the change."""
+        if self._in_step:
+            return
+        if self._stretch is not None:
+            stretch, ended = self._stretch, self._stretch.num_ended(_now_s())
+            self._pass(ended)
+            if self._timer is not None:
+                self._timer.cancel()
+            self._end_at(stretch.end_s(ended + 1))
+        self._tell_load()
+
+    def _pass(self, num_steps: int) -> None:
+        """Count steps that have ended, and take the blocks of the one after them."""
+        batcher = self._batcher
+        self._stretch = None
+        for sequence in batcher.running:
+            sequence.num_cached += num_steps
+            sequence.position += num_steps
+            blocks = max(sequence.num_blocks, -(-(sequence.num_cached + 1) // batcher.block_tokens))
+            batcher.num_free_blocks -= blocks - sequence.num_blocks
+            sequence.num_blocks = blocks
+
+    def _tell_load(self) -> None:
+        if self._listener is not None:
+            self._listener(False)
+
+
+def _least_left(step: Step) -> int:
+    """Return how many tokens the first to end lacks; 1 if anybody still waits for a first one."""
+    left = [
+        sequence.limit - sequence.position if isinstance(sequence, Counted) and sequence.begun else 1
+        for sequence in step.chunks
+    ]
+    return max(1, min(left))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

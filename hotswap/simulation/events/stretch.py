@@ -1,0 +1,90 @@
+"""Many steps at once: as long as a batch only decodes, when each step ends is a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import sqrt
+
+from hotswap.backends.sim.batcher import Batcher, Sequence, Step
+from hotswap.hardware import DeviceProfile
+
+__all__ = ["Stretch", "num_alike"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Steps of the same sequences, each one token further: step `i` lasts `first_s + i more_s`.
+
+    Attributes:
+        started_s: When the first began.
+        num_steps: How many they are.
+        first_s: How long the first lasts.
+        more_s: By how much each lasts longer than the one before, for the context has grown.
+    """
+
+    started_s: float
+    num_steps: int
+    first_s: float
+    more_s: float
+
+    @classmethod
+    def of(cls, step: Step, num_steps: int, started_s: float, profile: DeviceProfile) -> Stretch:
+        """Return so many steps like this one, on a device."""
+        batch = len(step.chunks)
+        return cls(started_s, num_steps, step.seconds(profile), batch * profile.context_token_s)
+
+    def end_s(self, num_steps: int) -> float:
+        """When that many of them have ended."""
+        growth_s = self.more_s * (num_steps * (num_steps - 1) / 2)
+        return self.started_s + (num_steps * self.first_s + growth_s)
+
+    def num_ended(self, now_s: float) -> int:
+        """How many have, of those before the last."""
+        half = self.more_s / 2
+        linear_s, passed_s = self.first_s - half, now_s - self.started_s
+        if half:
+            ended = int((sqrt(linear_s * linear_s + 4 * half * passed_s) - linear_s) / (2 * half))
+        else:
+            ended = int(passed_s / self.first_s)
+        ended = min(max(ended, 0), self.num_steps - 1)
+        while ended and self.end_s(ended) > now_s:
+            ended -= 1
+        while ended < self.num_steps - 1 and self.end_s(ended + 1) <= now_s:
+            ended += 1
+        return ended
+
+
+def num_alike(step: Step, batcher: Batcher, least_left: int) -> int:
+    """Return how many steps in a row, this one included, are the same but for their context.
+
+    They are while everybody who runs decodes, nobody ends, and there are KV blocks for all; who waits could
+    not be admitted now, and so neither before somebody ends.
+
+    Args:
+        step: Planned just now, with its blocks taken.
+        batcher: Whose it is.
+        least_left: Tokens that the first to end still lacks.
+    """
+    running = batcher.running
+    if step.num_tokens != len(running) or len(step.chunks) != len(running):
+        return 1
+    steps = least_left
+    if num_missing(running, steps, batcher.block_tokens) <= batcher.num_free_blocks:
+        return steps
+    enough, too_many = 1, steps
+    while too_many - enough > 1:
+        middle = (enough + too_many) // 2
+        if num_missing(running, middle, batcher.block_tokens) <= batcher.num_free_blocks:
+            enough = middle
+        else:
+            too_many = middle
+    return enough
+
+
+def num_missing(running: Iterable[Sequence], num_steps: int, block_tokens: int) -> int:
+    """Return the KV blocks that must be added before the last of so many steps of one token each."""
+    return sum(
+        max(0, -(-(sequence.num_cached + num_steps) // block_tokens) - sequence.num_blocks)
+        for sequence in running
+    )
