@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import inf, ldexp
+from typing import Any, overload
 
 from hotswap.action import Swap
 from hotswap.request import ModelId
@@ -27,10 +30,13 @@ class Allocation:
     def __init__(self, fleet: FleetView) -> None:
         self.models = {model.id: model for model in fleet.models}
         self._now_s = fleet.now_s
-        self._num_replicas = Counter(filter(None, map(_becomes, fleet.instances)))
-        self._resting = {model for instance in fleet.instances for model in instance.resting}
+        self._num_replicas: Counter[ModelId | None] = Counter()
+        self._resting: set[ModelId] = set()
         self._free: dict[ModelId | None, dict[InstanceId, InstanceView]] = {}
         for instance in fleet.instances:
+            self._num_replicas[_becomes(instance)] += 1
+            if instance.resting:
+                self._resting.update(instance.resting)
             if instance.free:
                 model = None if instance.state is InstanceState.EMPTY else instance.model
                 self._free.setdefault(model, {})[instance.id] = instance
@@ -38,6 +44,10 @@ class Allocation:
         for request in fleet.waiting:
             since_s = min(request.waiting_since_s, self._oldest_s.get(request.model, inf))
             self._oldest_s[request.model] = since_s
+        self._donors: dict[bool, _Order] = {}
+        self._overloaded: dict[float, _Order] = {}
+        self._empty: list[InstanceView] | None = None  # the smallest last
+        self._staged: list[InstanceView] = []
 
     def num_replicas(self, model: ModelView) -> int:
         """Return *r*: replicas that serve or load, as `FleetView.replicas` counts them."""
@@ -67,9 +77,38 @@ class Allocation:
         return ldexp(max(self._now_s - since_s, 0.0), -model.num_failed_loads)
 
     def empty(self, model: ModelView) -> InstanceView | None:
-        """Return an EMPTY instance for the model: the smallest that holds it, so large ones stay free."""
-        fitting = [i for i in self._free.get(None, {}).values() if _takes(model, i)]
-        return min(fitting, key=lambda i: (i.preloaded != model.id, i.memory_bytes, i.id), default=None)
+        """Return an EMPTY instance for the model: the smallest that holds it, so large ones stay free.
+
+        One that has it preloaded comes before others.
+        """
+        free = self._free.get(None)
+        if not free:
+            return None
+        if self._empty is None:
+            self._empty = sorted(free.values(), key=lambda i: (i.memory_bytes, i.id), reverse=True)
+            self._staged = [i for i in self._empty if i.preloaded is not None]
+        while self._empty[-1].id not in free:
+            self._empty.pop()
+        staged = (i for i in reversed(self._staged) if i.preloaded == model.id)
+        fitting = (i for i in chain(staged, reversed(self._empty)) if i.id in free and _takes(model, i))
+        return next(fitting, None)
+
+    def overloaded(self, t1: float) -> Sequence[ModelView]:
+        """Return the models with a load over `t1`, the most loaded first.
+
+        Of equal loads the one that has waited longer comes first, then the one with more work.
+        """
+        order = self._overloaded.get(t1)
+        if order is None:
+
+            def urgency(model: ModelView) -> tuple[float, float, float, ModelId] | None:
+                load = self.load(model)
+                if load <= t1:
+                    return None
+                return -load, -self.waited_s(model), -model.num_requests * model.slowness, model.id
+
+            order = self._overloaded[t1] = _Order(self.models, urgency)
+        return order.models()
 
     def replica(self, donor: ModelView, model: ModelView, *, served_s: float = 0.0) -> InstanceView | None:
         """Return the replica of `donor` best given to `model`, of those that served `served_s` or longer.
@@ -83,34 +122,56 @@ class Allocation:
         ]
         return min(fitting, key=lambda i: (i.preloaded != model.id, i.num_requests, i.id), default=None)
 
-    def donors(self, model: ModelView, *, served_s: float = 0.0) -> Iterator[tuple[ModelView, InstanceView]]:
+    def donors(
+        self, model: ModelView, *, served_s: float = 0.0, keeping: bool = False
+    ) -> Iterator[tuple[ModelView, InstanceView]]:
         """Yield the other models that may give up a replica, least loaded first, with the one to give.
 
+        With `keeping`, only those that keep a replica for their work, or have none.
         Those at or below their floor may not. Of two equal loads the one that rises less goes first. Nobody
         gives to a model that failed to load twice in a row and rests from it on any instance: it would leave
         EMPTY one instance after the other, and may use those that are so.
         """
         if self._doubtful(model):
             return
-        spare = [m for m in self.models.values() if m.id != model.id and self.num_spare(m) > 0]
-        for donor in sorted(spare, key=lambda m: (self.load(m), self.load(m, more=-1), m.id)):
-            if instance := self.replica(donor, model, served_s=served_s):
+        for donor in self._spare(keeping=keeping).models():
+            if donor.id != model.id and (instance := self.replica(donor, model, served_s=served_s)):
                 yield donor, instance
+
+    def _spare(self, *, keeping: bool) -> _Order:
+        """The models that may give up a replica, least loaded first."""
+        order = self._donors.get(keeping)
+        if order is None:
+
+            def ease(model: ModelView) -> tuple[float, float, ModelId] | None:
+                after = self.load(model, more=-1)
+                if self.num_spare(model) <= 0 or not self._free.get(model.id) or (keeping and after == inf):
+                    return None
+                return self.load(model), after, model.id
+
+            order = self._donors[keeping] = _Order(self.models, ease)
+        return order
 
     def least_harm(self, model: ModelView, *, served_s: float = 0.0) -> tuple[ModelView, InstanceView] | None:
         """Return the least loaded donor, of those that keep a replica for their work if there are any."""
-        return min(
-            self.donors(model, served_s=served_s), key=lambda d: self.load(d[0], more=-1) == inf, default=None
-        )
+        keeps = next(self.donors(model, served_s=served_s, keeping=True), None)
+        return keeps or next(self.donors(model, served_s=served_s), None)
 
     def take(self, swap: Swap) -> None:
         """Count the swap's instance to its new model, and no longer as free."""
         for model, instances in self._free.items():
             if instances.pop(swap.instance, None) is not None:
                 self._num_replicas[swap.model] += 1
+                self._note(swap.model)
                 if model is not None:
                     self._num_replicas[model] -= 1
+                    self._note(model)
                 return
+
+    def _note(self, model: ModelId) -> None:
+        """Put a model where it belongs now in each order."""
+        for order in (*self._overloaded.values(), *self._donors.values()):
+            order.note(model)
 
     def num_spare(self, model: ModelView) -> int:
         """Return how many replicas the model has beyond its floor; below zero where it lacks some."""
@@ -143,9 +204,52 @@ class Allocation:
         """Count a replica that is unloaded to no model, and no longer as free."""
         if instance.model is not None and self._free[instance.model].pop(instance.id, None) is not None:
             self._num_replicas[instance.model] -= 1
+            self._note(instance.model)
 
     def _doubtful(self, model: ModelView) -> bool:
         return model.num_failed_loads >= _DOUBTFUL and model.id in self._resting
+
+
+class _Order:
+    """Models sorted by a key, each put where it belongs again after it has changed."""
+
+    def __init__(
+        self, models: Mapping[ModelId, ModelView], key: Callable[[ModelView], tuple[Any, ...] | None]
+    ) -> None:
+        self._models, self._key = models, key
+        self._keys = {name: at for name, model in models.items() if (at := key(model)) is not None}
+        self._sorted = sorted((at, name) for name, at in self._keys.items())
+
+    def models(self) -> Sequence[ModelView]:
+        """Return those that have a key, as they stand now."""
+        return _Standing(self._sorted, self._models)
+
+    def note(self, model: ModelId) -> None:
+        """Look at a model again."""
+        if (old := self._keys.pop(model, None)) is not None:
+            del self._sorted[bisect_left(self._sorted, (old, model))]
+        if model in self._models and (new := self._key(self._models[model])) is not None:
+            self._keys[model] = new
+            insort(self._sorted, (new, model))
+
+
+class _Standing(Sequence[ModelView]):
+    """The models of an order, without a list of them."""
+
+    def __init__(self, order: Sequence[tuple[object, ModelId]], models: Mapping[ModelId, ModelView]) -> None:
+        self._order, self._models = order, models
+
+    @overload
+    def __getitem__(self, at: int) -> ModelView: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[ModelView]: ...
+    def __getitem__(self, at: int | slice) -> ModelView | list[ModelView]:
+        if isinstance(at, slice):
+            return [self._models[name] for _, name in self._order[at]]
+        return self._models[self._order[at][1]]
+
+    def __len__(self) -> int:
+        return len(self._order)
 
 
 def turns_away(instance: InstanceView) -> bool:

@@ -125,22 +125,13 @@ class WeightedLoadSwap(Scheduler):
             yield swap
 
     def _next(self, allocation: Allocation) -> Swap | None:
-        for m1 in self._overloaded(allocation):
+        for m1 in allocation.overloaded(self.t1):
             swap = (
                 self._fill(allocation, m1) or self._exchange(allocation, m1) or self._relieve(allocation, m1)
             )
             if swap:
                 return swap
         return None
-
-    def _overloaded(self, allocation: Allocation) -> list[ModelView]:
-        """The candidates for m1, best first."""
-
-        def urgency(model: ModelView) -> tuple[float, float, float, str]:
-            work = model.num_requests * model.slowness
-            return -allocation.load(model), -allocation.waited_s(model), -work, model.id
-
-        return sorted((m for m in allocation.models.values() if allocation.load(m) > self.t1), key=urgency)
 
     def _fill(self, allocation: Allocation, m1: ModelView) -> Swap | None:
         """Take an EMPTY instance."""
@@ -153,7 +144,8 @@ class WeightedLoadSwap(Scheduler):
     def _exchange(self, allocation: Allocation, m1: ModelView) -> Swap | None:
         """Take a replica of m2, if the rules allow one."""
         f1 = allocation.load(m1)
-        for m2, instance in allocation.donors(m1, served_s=self.min_residency_s):
+        # The guard protects all who would keep no replica for their work.
+        for m2, instance in allocation.donors(m1, served_s=self.min_residency_s, keeping=self.guard):
             f2 = allocation.load(m2)
             if f2 >= self.t2 or not self._far_apart(f1, f2):
                 return None  # those after it are more loaded still

@@ -35,7 +35,7 @@ from hotswap import (
     WeightStore,
 )
 from hotswap.backends.sim import SimEngine, SimStore
-from hotswap.backends.sim import batcher as sim
+from hotswap.backends.sim.tokens import Streamed
 
 __all__ = ["ENGINES", "STORES"]
 
@@ -311,7 +311,7 @@ class UnloadsInSilence(SimEngine):
     async def unload(self) -> None:
         for sequence in list(self._batcher):
             self._batcher.remove(sequence)
-            sequence.tokens.close()
+            sequence.close()
         await super().unload()
 
 
@@ -346,7 +346,7 @@ class ForgetsUnreadTokens(SimEngine):
 
 @engine_caught_by("test_a_draining_engine_admits_none")
 class AdmitsWhileDraining(SimEngine):
-    def _admit(self, request: Request) -> sim.Sequence:
+    def _admit(self, request: Request) -> Streamed:
         state = self._state
         if state is InstanceState.DRAINING:
             self._state = InstanceState.SERVING

@@ -209,7 +209,7 @@ class SimEngine(Engine):
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        sequence = self._admit(request, self._streamed)
+        sequence = self._admit(request)
         try:
             yield sequence.tokens
         finally:
@@ -337,10 +337,13 @@ class SimEngine(Engine):
         """Step, if nobody does."""
         self._work.set()
 
-    def _streamed(self, request: Request, model: ModelCard) -> Streamed:
-        return Streamed(request, SimGeneration(request, model, self.vocabulary))
+    def _admit(self, request: Request) -> Streamed:
+        def streamed(request: Request, model: ModelCard) -> Streamed:
+            return Streamed(request, SimGeneration(request, model, self.vocabulary))
 
-    def _admit(self, request: Request, make: Callable[[Request, ModelCard], _S]) -> _S:
+        return self._seat(request, streamed)
+
+    def _seat(self, request: Request, make: Callable[[Request, ModelCard], _S]) -> _S:
         if self._state is _LOST:
             raise self._lost()
         if self._serving is None or self._state is not _SERVING or self._model != request.model:

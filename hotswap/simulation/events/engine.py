@@ -110,7 +110,7 @@ class EventEngine(SimEngine):
             room = model.max_context_tokens - len(request.prompt)
             return Counted(request, passenger, min(request.sampling.max_tokens, room))
 
-        return self._admit(request, counted)
+        return self._seat(request, counted)
 
     def unseat(self, sequence: Counted) -> None:
         """Forget a sequence, whose passenger is told nothing more."""
