@@ -78,6 +78,10 @@ class Lookup:
         """Return those that are SERVING the model, in the fleet's order."""
         return self._of(self._hosts, model)
 
+    def is_hosted(self, model: ModelId) -> bool:
+        """Whether there is any."""
+        return model in self._hosts
+
     def replicas(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Return those that serve the model or are turning to it, likewise."""
         return self._of(self._replicas, model)

@@ -46,6 +46,7 @@ class Allocation:
             self._oldest_s[request.model] = since_s
         self._donors: dict[bool, _Order] = {}
         self._overloaded: dict[float, _Order] = {}
+        self._below: _Order | None = None
         self._empty: list[InstanceView] | None = None  # the smallest last
         self._staged: list[InstanceView] = []
 
@@ -168,10 +169,28 @@ class Allocation:
                     self._note(model)
                 return
 
+    def below_floors(self) -> Sequence[ModelView]:
+        """Return the models that lack replicas, in the order in which they are to get one.
+
+        Those that failed to load come last, and of the others those first that have the least share of it.
+        """
+        if self._below is None:
+
+            def urgency(model: ModelView) -> tuple[int, float, float, ModelId] | None:
+                replicas = self.num_replicas(model)
+                if replicas >= model.min_replicas:
+                    return None
+                work = model.num_requests * model.slowness
+                return model.num_failed_loads, replicas / model.min_replicas, -work, model.id
+
+            self._below = _Order(self.models, urgency)
+        return self._below.models()
+
     def _note(self, model: ModelId) -> None:
         """Put a model where it belongs now in each order."""
-        for order in (*self._overloaded.values(), *self._donors.values()):
-            order.note(model)
+        for order in (*self._overloaded.values(), *self._donors.values(), self._below):
+            if order is not None:
+                order.note(model)
 
     def num_spare(self, model: ModelView) -> int:
         """Return how many replicas the model has beyond its floor; below zero where it lacks some."""

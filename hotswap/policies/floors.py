@@ -9,7 +9,7 @@ from hotswap.action import Action, Swap
 from hotswap.errors import ConfigError
 from hotswap.policies.allocation import Allocation
 from hotswap.scheduler import Scheduler
-from hotswap.view import FleetView, ModelView
+from hotswap.view import FleetView
 
 __all__ = ["RestoreFloors", "restore_floors"]
 
@@ -42,12 +42,7 @@ def restore_floors(allocation: Allocation, *, deadline_s: float) -> Iterator[Swa
 
 
 def _next(allocation: Allocation, deadline_s: float) -> Swap | None:
-    def urgency(model: ModelView) -> tuple[int, float, float, str]:
-        share = allocation.num_replicas(model) / model.min_replicas
-        return model.num_failed_loads, share, -model.num_requests * model.slowness, model.id
-
-    below = [m for m in allocation.models.values() if allocation.num_replicas(m) < m.min_replicas]
-    for model in sorted(below, key=urgency):
+    for model in allocation.below_floors():
         reason = f"{model.id} has {allocation.num_replicas(model)} of at least {model.min_replicas} replicas"
         if empty := allocation.empty(model):
             return Swap(instance=empty.id, model=model.id, reason=reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +47,7 @@ class Seat:
     answered: Bell
     instance: Instance | None = None
     error: Exception | None = None
+    risen: bool = False
 
     def __lt__(self, other: Seat) -> bool:
         return self.order < other.order
@@ -56,15 +57,16 @@ class WaitingRoom:
     """Admits requests to instances: by priority, then by arrival, first come first served within a lane.
 
     A lane is a model with an adapter. Only the first of a lane is asked about, so a thousand requests that
-    wait for one model cost one question. `route` answers with an instance that has already been charged with
-    the request; who gets the answer gives it back by `release`. `on_wait` is told of a model for which
-    somebody begins to wait.
+    wait for one model cost one question, and none while no instance serves it (`is_served`). `route` answers
+    with an instance that has already been charged with the request; who gets the answer gives it back by
+    `release`. `on_wait` is told of a model for which somebody begins to wait.
     """
 
     def __init__(
         self,
         *,
         max_waiting: int,
+        is_served: Callable[[ModelId], bool],
         route: Callable[[Request], Instance | None],
         release: Callable[[Request, Instance], None],
         on_wait: Callable[[ModelId], None],
@@ -72,6 +74,7 @@ class WaitingRoom:
         if max_waiting < 0:
             raise ConfigError(f"max_waiting is {max_waiting!r}; give 0 (nobody may wait) or more requests.")
         self._max_waiting = max_waiting
+        self._is_served = is_served
         self._route = route
         self._release = release
         self._on_wait = on_wait
@@ -132,7 +135,7 @@ class WaitingRoom:
 
     def wake(self) -> None:
         """Ask again for the first of every lane, in order, until nobody moves."""
-        self._ask([lane[0] for lane in self._lanes.values()])
+        self._ask([lane[0] for (model, _), lane in self._lanes.items() if self._is_served(model)])
 
     def _ask(self, heads: list[Seat]) -> None:
         heapq.heapify(heads)
@@ -194,11 +197,12 @@ class WaitingRoom:
 
     def _rise(self, seat: Seat) -> None:
         """Take a seat out of its lane; harmless when it has left already."""
-        lane = self._lanes.get(_lane(seat.request), [])
-        if seat not in lane:
+        if seat.risen:
             return
-        lane.remove(seat)
-        self._seats.remove(seat)
+        seat.risen = True
+        lane = self._lanes[_lane(seat.request)]
+        del lane[bisect_left(lane, seat)]
+        del self._seats[bisect_left(self._seats, seat)]
         self._views = None
         if not lane:
             del self._lanes[_lane(seat.request)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import anyio
@@ -12,7 +12,7 @@ from hotswap.request import AdapterId, ModelId, Request
 from hotswap.router import Router
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.observe import ask
-from hotswap.view import FleetView, InstanceId, InstanceView
+from hotswap.view import FleetView, InstanceId
 
 __all__ = ["Dispatcher"]
 
@@ -29,7 +29,7 @@ class Dispatcher:
         self,
         router: Router,
         instances: Mapping[InstanceId, Instance],
-        hosts: Callable[[ModelId], Collection[InstanceView]],
+        is_served: Callable[[ModelId], bool],
         observe: Callable[[], FleetView],
         on_release: Callable[[], None],
     ) -> None:
@@ -37,7 +37,7 @@ class Dispatcher:
         self.num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
         self._num_assigned = 0
         self._router, self._instances = router, instances
-        self._hosts, self._observe, self._on_release = hosts, observe, on_release
+        self._is_served, self._observe, self._on_release = is_served, observe, on_release
 
     def route(self, request: Request) -> Instance | None:
         """Return the instance that the request may go to, charged with it; `None` if it has to wait."""
@@ -48,7 +48,7 @@ class Dispatcher:
 
     def choose(self, request: Request) -> Instance | None:
         """Return where the request would go, charging nobody; no router is asked while nobody serves it."""
-        if not self._hosts(request.model):
+        if not self._is_served(request.model):
             return None
         chosen = ask(self._observe, lambda fleet: self._router.route(request, _seen_by(request, fleet)))
         instance = None if chosen is None else self._instances.get(chosen)

@@ -137,12 +137,13 @@ class Fleet(AsyncContextManagerMixin):
         self._dispatcher = Dispatcher(
             router,
             self._instances,
-            hosts=lambda model: self._observer.hosts(model),
+            is_served=lambda model: self._observer.is_served(model),
             observe=lambda: self._observer.brief(),
             on_release=lambda: self._room.wake(),
         )
         self._room = WaitingRoom(
             max_waiting=max_waiting,
+            is_served=lambda model: self._observer.is_served(model),
             route=self._dispatcher.route,
             release=self._dispatcher.release,
             on_wait=self._ask_if_unserved,

@@ -82,10 +82,10 @@ class Observer:
         self._refresh()
         return FleetView.of(self._brief, anyio.current_time())
 
-    def hosts(self, model: ModelId) -> tuple[InstanceView, ...]:
-        """Return `FleetView.hosts` of this moment."""
+    def is_served(self, model: ModelId) -> bool:
+        """Whether any instance is SERVING a model."""
         self._refresh()
-        return self._lookup.hosts(model)
+        return self._lookup.is_hosted(model)
 
     def replicas(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Return `FleetView.replicas` of this moment."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
@@ -27,7 +29,7 @@ Driver: TypeAlias = Literal["clients", "events"]
 _COURSES: Mapping[Driver, type[Course]] = {"clients": Clients, "events": Events}
 
 # Of simulated reads, whose content is real and takes memory.
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +150,8 @@ def simulate(
         on_swap=course.swaps.append,
         on_migration=course.moves.append,
     )
-    run(course.play, fleet)
+    with _few_collections():
+        run(course.play, fleet)
     return Outcome(
         name=name or repr(scheduler),
         trace=trace.name,
@@ -165,3 +168,14 @@ def simulate(
         migrations=tuple(course.moves),
         samples=tuple(course.samples),
     )
+
+
+@contextmanager
+def _few_collections() -> Generator[None]:
+    """Look for cycles seldom: there are few, and millions of objects to go over."""
+    before = gc.get_threshold()
+    gc.set_threshold(500_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

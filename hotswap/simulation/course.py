@@ -31,9 +31,9 @@ __all__ = ["Clients", "Course", "Events", "Progress"]
 
 Progress = Callable[[int, int], None]
 
-# Seconds between two samples of what instances hold, at least; so many there are of each over a long trace,
-# and so many of all in a large cluster.
-_LEAST_SAMPLE_S, _MOST_SAMPLES, _MOST_OF_ALL = 0.5, 1000, 200_000
+# Samples of what instances hold are so many seconds apart at least, and further for more than so many
+# engines; over a long trace there are so many of each.
+_LEAST_SAMPLE_S, _FEW_ENGINES, _MOST_SAMPLES = 0.5, 1000, 1000
 
 
 class Course(ABC):
@@ -114,8 +114,8 @@ class Course(ABC):
             self._progress(len(self.served), len(self._trace.requests))
 
     async def _look(self, engines: Sequence[SimEngine]) -> None:
-        seconds = self._trace.seconds
-        every_s = max(_LEAST_SAMPLE_S, seconds / _MOST_SAMPLES, seconds * len(engines) / _MOST_OF_ALL)
+        least_s = _LEAST_SAMPLE_S * max(1, len(engines) / _FEW_ENGINES)
+        every_s = max(least_s, self._trace.seconds / _MOST_SAMPLES)
         for number in itertools.count():
             await anyio.sleep_until(number * every_s)
             self.samples += map(_sample, engines)

@@ -38,6 +38,7 @@ class Places:
         self.asked = 0
         self.room = WaitingRoom(
             max_waiting=10_000,
+            is_served=lambda model: True,
             route=self.route,
             release=self.release,
             on_wait=lambda model: None,

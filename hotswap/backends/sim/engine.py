@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Self, TypeVar
 
@@ -115,16 +115,24 @@ class SimEngine(Engine):
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         async with anyio.create_task_group() as workers:
             workers.start_soon(self._step_for_ever, name=f"steps of {self.id}")
-            self._started = True
             try:
-                yield self
+                with self._running():
+                    yield self
             finally:
-                self._started = False
-                self._evict_all("It was stopped")
-                self._serving = self._staged = None
-                self._adapters = {}
-                self._state = _EMPTY
                 workers.cancel_scope.cancel()
+
+    @contextmanager
+    def _running(self) -> Generator[None]:
+        """Bracket its life, after which it is as it was before."""
+        self._started = True
+        try:
+            yield
+        finally:
+            self._started = False
+            self._evict_all("It was stopped")
+            self._serving = self._staged = None
+            self._adapters = {}
+            self._state = _EMPTY
 
     # ------------------------------------------------------------------ weights
 
@@ -291,7 +299,7 @@ class SimEngine(Engine):
             model=self._model,
             num_running=len(pool.running),
             num_waiting=len(pool.waiting),
-            num_prefill_tokens=sum(s.num_pending for s in pool if s.num_pending > 1),
+            num_prefill_tokens=self._num_prefill_tokens(),
             max_requests=self.max_requests,
             num_kv_blocks=pool.num_blocks if serving else 0,
             num_free_kv_blocks=self._num_free_blocks() if serving else 0,
@@ -307,6 +315,9 @@ class SimEngine(Engine):
 
     def _num_free_blocks(self) -> int:
         return self._batcher.num_free_blocks
+
+    def _num_prefill_tokens(self) -> int:
+        return sum(count for sequence in self._batcher if (count := sequence.num_pending) > 1)
 
     def watch(self, tell: Callable[[bool], None]) -> None:
         self._tell = tell

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
-
-import anyio
+from typing import Protocol, Self
 
 from hotswap.backends.sim import SimEngine
 from hotswap.backends.sim.batcher import Sequence, Step
@@ -26,8 +25,8 @@ class Passenger(Protocol):
         """It has got a token here."""
         ...
 
-    def gone(self, error: Exception | None) -> None:
-        """It has ended, by its last token or an error; called in a later turn of the loop."""
+    def left(self, error: Exception | None) -> None:
+        """It has, by its last token or an error; the engine is amid its step, so change nothing of it now."""
         ...
 
 
@@ -63,7 +62,7 @@ class Counted(Sequence):
     def close(self, error: Exception | None = None) -> None:
         if not self.closed:
             self.closed = True
-            asyncio.get_running_loop().call_soon(self.passenger.gone, error)
+            self.passenger.left(error)
 
 
 class EventEngine(SimEngine):
@@ -100,6 +99,17 @@ class EventEngine(SimEngine):
         self._timer: asyncio.TimerHandle | None = None
         self._roused = self._in_step = False
         self._listener: Callable[[bool], None] | None = None
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        # Without a task group: thousands of them, one within the other, would make every cancel scope slow.
+        try:
+            with self._running():
+                yield self
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._step = self._stretch = None
 
     # ------------------------------------------------------------------ sequences
 
@@ -142,16 +152,12 @@ class EventEngine(SimEngine):
         super()._refuse_if_lost()
         self._before_change()  # whoever asks this looks at a sequence next
 
-    # ------------------------------------------------------------------ steps
+    def _num_prefill_tokens(self) -> int:
+        if self._stretch is None:
+            return super()._num_prefill_tokens()
+        return sum(count for sequence in self._batcher.waiting if (count := sequence.num_pending) > 1)
 
-    async def _step_for_ever(self) -> None:
-        self._rouse()
-        try:
-            await anyio.sleep_forever()
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._step = self._stretch = None
+    # ------------------------------------------------------------------ steps
 
     def _rouse(self) -> None:
         if self._step is None and not self._roused:

@@ -124,14 +124,17 @@ class Rider(Flight):
         if self.first_s is None:
             self.first_s = now_s
 
-    def gone(self, error: Exception | None) -> None:
-        """Leave the instance, which has ended the sequence."""
+    def left(self, error: Exception | None) -> None:
+        """Leave the instance, which has ended the sequence, in the next turn."""
+        asyncio.get_running_loop().call_soon(self._gone, error)
+
+    # ------------------------------------------------------------------ its way
+
+    def _gone(self, error: Exception | None) -> None:
         if self._sequence is not None:
             self._num_before = self._sequence.position
             self._landed = error is None
             self._leave(error)
-
-    # ------------------------------------------------------------------ its way
 
     def start(self) -> None:
         """Ask for a place; one that was found is taken in the next turn."""

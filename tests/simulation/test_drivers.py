@@ -1,0 +1,277 @@
+"""Both drivers make the same decisions at the same times, whatever happens to a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from hotswap import ConfigError, Router, Scheduler
+from hotswap.backends.sim.batcher import Batcher, Step
+from hotswap.backends.sim.batcher import Sequence as Seated
+from hotswap.hardware import DeviceProfile
+from hotswap.policies import (
+    AdapterPool,
+    AffinityRouter,
+    ConsistentHashRouter,
+    Freeness,
+    FreenessRouter,
+    InOrder,
+    LeastLoadedRouter,
+    LeastTimeRouter,
+    MoveCosts,
+    RestoreFloors,
+    RoundRobinRouter,
+    StartupTimePlacement,
+    VirtualUsageRescheduler,
+    WeightedLoadSwap,
+)
+from hotswap.request import ModelId, Request, RequestId, Sampling
+from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, generate, simulate
+from hotswap.simulation.events import EventEngine
+from hotswap.simulation.events.engine import Counted
+from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
+from hotswap.simulation.trace import power_law_lengths
+
+# Of seconds: sums of steps and the formula of a stretch of them round differently.
+TOLERANCE = 1e-6
+
+
+def course(outcome: Outcome) -> Iterator[tuple[list[object], list[float]]]:
+    """What was decided, and when: facts that must be equal, and seconds that must be so but for rounding."""
+    for r in outcome.requests:
+        facts = [r.number, r.model, r.adapter, r.output_tokens, r.num_hops, r.error, r.first_s is None]
+        yield facts, [r.arrived_s, r.first_s or 0.0, r.ended_s]
+    for s in outcome.swaps:
+        phases = [phase.name for phase in s.phases]
+        facts = [s.instance, s.model_before, s.model, s.outcome, s.reason, s.num_evicted, s.tier, phases]
+        yield facts, [s.started_s, s.seconds, s.downtime_s]
+    for m in outcome.migrations:
+        facts = [
+            m.source,
+            m.destination,
+            m.way,
+            m.outcome,
+            m.num_tokens,
+            m.num_stages,
+            m.copied_bytes,
+        ]
+        yield facts, [m.started_s, m.seconds, m.downtime_s]
+    for sample in outcome.samples:
+        yield [sample.instance, sample.model, sample.num_requests, sample.memory_bytes], [sample.kv_used]
+
+
+def assert_same(
+    trace: Trace,
+    cluster: Cluster,
+    *,
+    router: Callable[[], Router] | Router,
+    scheduler: Scheduler,
+    mover: Callable[[], MoveCosts] | None = None,
+) -> Outcome:
+    one, other = (
+        simulate(
+            trace,
+            cluster,
+            router=router if isinstance(router, Router) else router(),
+            scheduler=scheduler,
+            mover=None if mover is None else mover(),
+            driver=driver,
+        )
+        for driver in ("clients", "events")
+    )
+    assert len(list(course(one))) == len(list(course(other)))
+    for (facts, times), (other_facts, other_times) in zip(course(one), course(other), strict=True):
+        assert facts == other_facts
+        assert times == pytest.approx(other_times, abs=TOLERANCE)
+    return one
+
+
+def long_ones(seed: int, rate_per_s: float) -> Trace:
+    lengths = power_law_lengths(256)
+    return generate(
+        seed,
+        models={"m": 1},
+        rate_per_s=rate_per_s,
+        seconds=40,
+        prompt_tokens=lengths,
+        output_tokens=lengths,
+    )
+
+
+def mixed(seed: int, *, adapters: int = 0, rate_per_s: float = 8) -> Trace:
+    trace = generate(seed, models={"a": 5, "b": 2, "c": 1}, rate_per_s=rate_per_s, seconds=30, cv=2)
+    return Trace(
+        tuple(
+            replace(
+                request,
+                adapter=f"{request.model}{number % adapters}" if adapters and number % 3 else "",
+                priority=int(number % 5 == 0),
+            )
+            for number, request in enumerate(trace.requests)
+        ),
+        trace.name,
+    )
+
+
+SWAP = WeightedLoadSwap(4, 50, 2, patience_s=3.0)
+LLUMNIX = InOrder(RestoreFloors(), VirtualUsageRescheduler())
+
+
+@pytest.mark.parametrize("router", [AffinityRouter(), LeastTimeRouter(), LeastLoadedRouter()], ids=repr)
+def test_swaps_and_evictions(router: Router) -> None:
+    outcome = assert_same(mixed(1), Cluster(num_engines=2), router=router, scheduler=SWAP)
+    assert sum(swap.num_evicted for swap in outcome.swaps)
+
+
+def test_lost_engines() -> None:
+    cluster = Cluster(num_engines=3, losses=((5.1, "e0"), (9.7, "e1"), (9.8, "e0")))
+    outcome = assert_same(mixed(2), cluster, router=AffinityRouter(), scheduler=SWAP)
+    assert max(request.num_hops for request in outcome.requests) > 1
+
+
+def test_placement_by_startup_time() -> None:
+    trace, scheduler = mixed(8, rate_per_s=4), StartupTimePlacement()
+    assert_same(trace, Cluster(num_engines=2), router=LeastLoadedRouter(), scheduler=scheduler)
+
+
+def test_kv_blocks_that_run_out_and_requests_that_are_preempted() -> None:
+    cluster = Cluster(num_engines=2, profile="a10-llama-7b", min_replicas=2, token_budget=512)
+    assert_same(long_ones(3, 3.0), cluster, router=RoundRobinRouter(), scheduler=RestoreFloors())
+
+
+def test_staged_moves() -> None:
+    cluster = Cluster(num_engines=4, profile="a10-llama-7b", min_replicas=4)
+    outcome = assert_same(long_ones(0, 6.0), cluster, router=RoundRobinRouter(), scheduler=LLUMNIX)
+    assert sum(move.outcome == "done" for move in outcome.migrations) > 3
+
+
+def test_moves_whose_way_is_learned_and_a_loss_among_them() -> None:
+    cluster = Cluster(
+        num_engines=4, profile="a10-llama-7b", min_replicas=4, losses=((12.0, "e1"), (20.0, "e2"))
+    )
+    router = FreenessRouter(Freeness("artifact"))
+    assert_same(long_ones(4, 4.0), cluster, router=router, scheduler=LLUMNIX, mover=MoveCosts)
+
+
+def test_adapters_that_make_room_for_each_other() -> None:
+    cluster = Cluster(num_engines=3, max_adapters=2, losses=((15.0, "e0"),))
+    for router in (AffinityRouter(), ConsistentHashRouter(key="adapter")):
+        assert_same(mixed(5, adapters=7), cluster, router=router, scheduler=SWAP)
+
+
+def test_adapters_that_are_held_ahead() -> None:
+    scheduler = InOrder(SWAP, AdapterPool())
+    cluster = Cluster(num_engines=3, max_adapters=3)
+    assert_same(mixed(6, adapters=9), cluster, router=AffinityRouter(), scheduler=scheduler)
+
+
+def test_a_host_tier_that_holds_one_model() -> None:
+    cluster = Cluster(num_engines=2, host_bytes=40 << 30)
+    outcome = assert_same(
+        mixed(7, rate_per_s=4), cluster, router=LeastLoadedRouter(), scheduler=StartupTimePlacement()
+    )
+    assert {swap.tier for swap in outcome.swaps} >= {"disk", "host"}
+
+
+arrivals = st.lists(
+    st.builds(
+        TraceRequest,
+        arrive_s=st.floats(0, 5),
+        model=st.sampled_from("ab"),
+        prompt_tokens=st.integers(1, 1000),
+        output_tokens=st.integers(1, 120),
+        priority=st.integers(0, 1),
+    ),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda request: request.arrive_s,
+)
+
+
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(arrivals, st.integers(1, 3), st.sampled_from([64, 512, 2048]), st.integers(1, 6))
+def test_any_requests(
+    requests: list[TraceRequest], num_engines: int, token_budget: int, max_requests: int
+) -> None:
+    cluster = Cluster(num_engines=num_engines, token_budget=token_budget, max_requests=max_requests)
+    assert_same(Trace.of(requests), cluster, router=LeastLoadedRouter(), scheduler=SWAP)
+
+
+def test_another_driver_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'clients' or 'events'"):
+        simulate(mixed(0), Cluster(), router=AffinityRouter(), scheduler=SWAP, driver="steps")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- stretches
+
+
+class Nobody:
+    def first_token(self) -> None:
+        return
+
+    def left(self, error: Exception | None) -> None:
+        return
+
+
+def seated(prompt_tokens: int, output_tokens: int) -> Counted:
+    request = Request(
+        id=RequestId("r"),
+        model=ModelId("m"),
+        prompt=(1,) * prompt_tokens,
+        sampling=Sampling(max_tokens=output_tokens),
+    )
+    return Counted(request, Nobody(), output_tokens)
+
+
+def decoding(lengths: Sequence[tuple[int, int]], num_blocks: int) -> tuple[Batcher, Step] | None:
+    """A batch of requests with their first token, and the step that follows; none if they do not fit."""
+    batcher = Batcher(num_blocks=num_blocks, block_tokens=16, max_requests=64, token_budget=100_000)
+    for prompt_tokens, output_tokens in lengths:
+        batcher.add(seated(prompt_tokens, output_tokens))
+    first = batcher.plan()
+    if len(first.chunks) < len(lengths):
+        return None
+    batcher.commit(first)
+    step = batcher.plan()
+    return (batcher, step) if len(step.chunks) == len(lengths) else None
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(2, 90)), min_size=1, max_size=6), st.integers(20, 45)
+)
+def test_a_stretch_is_as_long_as_steps_are_alike_and_ends_when_they_do(
+    lengths: list[tuple[int, int]], num_blocks: int
+) -> None:
+    ready = decoding(lengths, num_blocks)
+    if ready is None:
+        return
+    batcher, step = ready
+    profile = DeviceProfile()
+    left = min(s.limit - s.position for s in step.chunks if isinstance(s, Counted))
+    steps = num_alike(step, batcher, left)
+    stretch = Stretch.of(step, steps, 10.0, profile)
+    seconds: list[float] = []
+    members: list[Seated] = list(step.chunks)
+    for number in range(steps):  # each of them, planned and committed by itself
+        assert list(step.chunks) == members, "another batch"
+        seconds.append(step.seconds(profile))
+        batcher.commit(step)
+        if number < steps - 1:
+            assert len(batcher) == len(members), "somebody ended before the last step"
+            step = batcher.plan()
+    ends = list(accumulate(seconds, initial=10.0))
+    assert [stretch.end_s(count) for count in range(steps + 1)] == pytest.approx(ends)
+    for count, end_s in enumerate(ends[1:-1], start=1):
+        assert stretch.num_ended(end_s - 1e-9) == count - 1
+        assert stretch.num_ended(end_s + 1e-9) == count
+    if steps < left:  # it ended for want of blocks: not everybody can go on
+        assert num_missing(members, 1, 16) > batcher.num_free_blocks
+
+
+def test_an_event_engine_says_what_it_is() -> None:
+    assert repr(EventEngine("e0")) == "<EventEngine e0 EMPTY [requests: 0 running, 0 waiting]>"
