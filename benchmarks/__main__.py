@@ -23,6 +23,8 @@ BENCHMARKS = {
     "migrate": "requests that move: what their clients wait, by way and context, and what others notice",
     "overhead": "what a fleet adds to each token over the engine's own stream",
     "papers": "what papers report, beside what the shipped policies do in simulation",
+    "policies": "how long routes and plans take, from ten instances to ten thousand",
+    "simulate": "requests that a second of a processor simulates, from 16 engines to 10,000",
     "vllm_migrate": "a request that moves between vLLM cores, with its KV blocks or to be computed anew",
     "vllm_swap": "a swap inside a running vLLM, beside its own reload of the same bytes and a restart",
     "soak": "four engines under load, moved, drained and full of faults: is every stream right?",

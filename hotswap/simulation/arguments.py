@@ -33,6 +33,13 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         "--token-budget", type=int, default=2048, help="tokens of a step (default: %(default)s)"
     )
     parser.add_argument("--rate", type=float, help="stretch time to so many requests a second")
+    parser.add_argument(
+        "--driver",
+        choices=("events", "clients"),
+        default="events",
+        help="visit engines when their batch changes, or have a client for every request: the same outcome, "
+        "later (default: %(default)s)",
+    )
     parser.add_argument("--requests", type=int, help="only the first so many")
     parser.add_argument("--seed", type=int, default=0, help="of a made trace (default: %(default)s)")
     parser.add_argument(

@@ -60,6 +60,7 @@ def simulate_all(
             router=router_named(arguments.router),
             scheduler=scheduler_named(text),
             interval_s=arguments.interval,
+            driver=arguments.driver,
             name=text,
             progress=progress(text),
         )

@@ -1,0 +1,213 @@
+"""How long decisions take, from ten instances to ten thousand.
+
+    python -m benchmarks policies                     up to a thousand
+    python -m benchmarks policies --full --json FILE  up to ten thousand; a few minutes
+
+There are eight requests on an instance. Most fleets have a model for every four instances, and one fleet has
+a single model on all. A route is measured as a fleet makes it: a new view of what is kept, the answer, and
+the load of the chosen instance put up, which the next question finds. A plan is for a view that was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.measure import Summary, machine, write_json
+from benchmarks.table import show
+from hotswap import (
+    FleetView,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    ModelId,
+    Request,
+    RequestId,
+    Router,
+    Scheduler,
+)
+from hotswap.lookup import Lookup
+from hotswap.policies import (
+    AffinityRouter,
+    ConsistentHashRouter,
+    FreenessRouter,
+    KeepAliveSwap,
+    LeastLoadedRouter,
+    LeastTimeRouter,
+    PrefixRouter,
+    RoundRobinRouter,
+    StartupTimePlacement,
+    VirtualUsageRescheduler,
+    WeightedLoadSwap,
+)
+from hotswap.view import ModelView, RunningView
+
+__all__ = ["main", "measure", "view_of"]
+
+ROUTERS: tuple[Router, ...] = (
+    AffinityRouter(),
+    ConsistentHashRouter(),
+    FreenessRouter(),
+    LeastLoadedRouter(),
+    LeastTimeRouter(),
+    PrefixRouter(),
+    RoundRobinRouter(),
+)
+SCHEDULERS: tuple[Scheduler, ...] = (
+    WeightedLoadSwap(t1=8, t2=50, b=2, sigmas=3),
+    VirtualUsageRescheduler(),
+    StartupTimePlacement(),
+    KeepAliveSwap(),
+)
+REQUESTS_EACH, INSTANCES_A_MODEL, KV_BLOCKS = 8, 4, 1024
+REPEATS, ROUTES = 5, 200
+SIZES = (10, 100, 1000)
+
+
+def view_of(num_instances: int, *, num_models: int | None = None, seed: int = 0) -> FleetView:
+    """A fleet that serves, some of it busier than the rest, with all its requests."""
+    random = Random(seed)
+    count = num_models or max(1, num_instances // INSTANCES_A_MODEL)
+    names = [ModelId(f"m{number}") for number in range(count)]
+    instances: list[InstanceView] = []
+    running: list[RunningView] = []
+    for number in range(num_instances):
+        instance, model = InstanceId(f"e{number}"), names[number % len(names)]
+        requests = random.randrange(2 * REQUESTS_EACH)
+        running += (
+            RunningView(
+                id=RequestId(f"r{number}-{at}"),
+                model=model,
+                instance=instance,
+                num_tokens=random.randrange(20, 800),
+                num_remaining=100,
+            )
+            for at in range(requests)
+        )
+        instances.append(
+            InstanceView(
+                id=instance,
+                state=InstanceState.SERVING,
+                model=model,
+                num_running=requests,
+                num_requests=requests,
+                num_kv_blocks=KV_BLOCKS,
+                num_free_kv_blocks=random.randrange(KV_BLOCKS),
+                serving_since_s=0.0,
+                last_used_s=99.0,
+            )
+        )
+    loads = dict.fromkeys(names, 0)
+    for request in running:
+        loads[request.model] += 1
+    models = tuple(ModelView(id=name, num_running=load) for name, load in loads.items())
+    return FleetView(now_s=100.0, instances=tuple(instances), models=models, running=tuple(running))
+
+
+class Kept:
+    """What a fleet keeps of its instances from one view to the next."""
+
+    def __init__(self, view: FleetView) -> None:
+        self._view = view
+        self.lookup = Lookup(view.instances)
+
+    def part(self, name: str) -> Any:
+        """As `ViewSource`."""
+        return self.lookup.instances() if name == "instances" else getattr(self._view, name)
+
+    def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
+        """As `ViewSource`."""
+        return self._view.running_on(instance)
+
+    def route(self, router: Router, request: Request) -> None:
+        """Ask a router, and count the request to the instance that it names."""
+        view = FleetView.of(self, 100.0)
+        chosen = router.route(request, view)
+        assert chosen is not None
+        instance = self.lookup.instance(chosen)
+        self.lookup.put(replace(instance, num_requests=(instance.num_requests + 1) % 256))
+
+
+def measure(sizes: Sequence[int], directory: Path) -> dict[str, Any]:
+    """Time every policy at every size and return the report."""
+    report: dict[str, Any] = {"machine": machine(directory)}
+    for what, num_models in (("routers", None), ("routers_of_one_model", 1)):
+        report[what] = {
+            type(router).__name__: {
+                str(size): route_s(router, view_of(size, num_models=num_models)) for size in sizes
+            }
+            for router in ROUTERS
+        }
+        print(f"{what}: done", file=sys.stderr)
+    report["schedulers"] = {
+        type(scheduler).__name__: {str(size): plan_s(scheduler, view_of(size)) for size in sizes}
+        for scheduler in SCHEDULERS
+    }
+    report["route_s"] = report["routers"]["AffinityRouter"]
+    report["plan_s"] = report["schedulers"]["WeightedLoadSwap"]
+    return report
+
+
+def route_s(router: Router, view: FleetView) -> list[float]:
+    """Seconds of processor time of a route: the median of some, `REPEATS` times, after once unseen."""
+    kept, models = Kept(view), view.models
+    requests = [
+        Request(id=RequestId(f"n{n}"), model=models[n % len(models)].id, prompt=tuple(range(n, n + 200)))
+        for n in range(ROUTES)
+    ]
+    medians: list[float] = []
+    for _ in range(REPEATS + 1):
+        seconds: list[float] = []
+        for request in requests:
+            began_s = time.thread_time()
+            kept.route(router, request)
+            seconds.append(time.thread_time() - began_s)
+        medians.append(statistics.median(seconds))
+    return medians[1:]
+
+
+def plan_s(scheduler: Scheduler, view: FleetView) -> list[float]:
+    """Seconds of processor time of a plan, `REPEATS` times, after once unseen."""
+    seconds: list[float] = []
+    for _ in range(REPEATS + 1):
+        began_s = time.thread_time()
+        scheduler.plan(view)
+        seconds.append(time.thread_time() - began_s)
+    return seconds[1:]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print tables, write the report."""
+    summary = __doc__.partition("\n")[0] if __doc__ else ""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks policies", description=summary)
+    parser.add_argument("--full", action="store_true", help="up to ten thousand instances")
+    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    options = parser.parse_args(arguments)
+    sizes = (*SIZES, 10_000) if options.full else SIZES
+    report = measure(sizes, Path.cwd())
+    for what, unit, factor in (
+        ("routers", "us", 1e6),
+        ("routers_of_one_model", "us", 1e6),
+        ("schedulers", "ms", 1e3),
+    ):
+        rows = [
+            [name, *(Summary.of([s * factor for s in series[str(size)]]).format(1) for size in sizes)]
+            for name, series in report[what].items()
+        ]
+        title = f"a decision of {what.replace('_', ' ')}, {unit} of processor time"
+        show(title, ["", *map(str, sizes)], rows)
+    if options.json:
+        write_json(options.json, report)
+        print(f"The whole report is in {options.json}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
