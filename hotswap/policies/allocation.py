@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import inf, ldexp
 from typing import Any, overload
@@ -33,13 +33,22 @@ class Allocation:
         self._num_replicas: Counter[ModelId | None] = Counter()
         self._resting: set[ModelId] = set()
         self._free: dict[ModelId | None, dict[InstanceId, InstanceView]] = {}
+        self._homes: dict[InstanceId, ModelId | None] = {}  # of the free instances
+        replicas, free, homes, serving = self._num_replicas, self._free, self._homes, InstanceState.SERVING
         for instance in fleet.instances:
-            self._num_replicas[_becomes(instance)] += 1
+            state, model = instance.state, instance.model
+            settled = not instance.swapping and not instance.draining
+            if settled and state is serving:  # the usual case, without a call
+                replicas[model] += 1
+                free.setdefault(model, {})[instance.id] = instance
+                homes[instance.id] = model
+            else:
+                replicas[_becomes(instance)] += 1
+                if settled and state is InstanceState.EMPTY:
+                    free.setdefault(None, {})[instance.id] = instance
+                    homes[instance.id] = None
             if instance.resting:
                 self._resting.update(instance.resting)
-            if instance.free:
-                model = None if instance.state is InstanceState.EMPTY else instance.model
-                self._free.setdefault(model, {})[instance.id] = instance
         self._oldest_s: dict[ModelId, float] = {}
         for request in fleet.waiting:
             since_s = min(request.waiting_since_s, self._oldest_s.get(request.model, inf))
@@ -133,11 +142,18 @@ class Allocation:
         gives to a model that failed to load twice in a row and rests from it on any instance: it would leave
         EMPTY one instance after the other, and may use those that are so.
         """
-        if self._doubtful(model):
-            return
-        for donor in self._spare(keeping=keeping).models():
-            if donor.id != model.id and (instance := self.replica(donor, model, served_s=served_s)):
+        for donor in self.spare(model, keeping=keeping):
+            if instance := self.replica(donor, model, served_s=served_s):
                 yield donor, instance
+
+    def spare(
+        self, model: ModelView, *, keeping: bool = False, among: Iterable[ModelId] | None = None
+    ) -> Iterator[ModelView]:
+        """Yield those of `donors` without looking for a replica that fits; `among` some models, or all."""
+        if not self._doubtful(model):
+            order = self._spare(keeping=keeping)
+            standing = order.models() if among is None else order.among(among)
+            yield from (donor for donor in standing if donor.id != model.id)
 
     def _spare(self, *, keeping: bool) -> _Order:
         """The models that may give up a replica, least loaded first."""
@@ -158,16 +174,18 @@ class Allocation:
         keeps = next(self.donors(model, served_s=served_s, keeping=True), None)
         return keeps or next(self.donors(model, served_s=served_s), None)
 
-    def take(self, swap: Swap) -> None:
-        """Count the swap's instance to its new model, and no longer as free."""
-        for model, instances in self._free.items():
-            if instances.pop(swap.instance, None) is not None:
-                self._num_replicas[swap.model] += 1
-                self._note(swap.model)
-                if model is not None:
-                    self._num_replicas[model] -= 1
-                    self._note(model)
-                return
+    def take(self, swap: Swap) -> ModelId | None:
+        """Count the swap's instance to its new model, and no longer as free; return whose it was."""
+        if swap.instance not in self._homes:
+            return None
+        model = self._homes.pop(swap.instance)
+        del self._free[model][swap.instance]
+        self._num_replicas[swap.model] += 1
+        self._note(swap.model)
+        if model is not None:
+            self._num_replicas[model] -= 1
+            self._note(model)
+        return model
 
     def below_floors(self) -> Sequence[ModelView]:
         """Return the models that lack replicas, in the order in which they are to get one.
@@ -222,6 +240,7 @@ class Allocation:
     def drop(self, instance: InstanceView) -> None:
         """Count a replica that is unloaded to no model, and no longer as free."""
         if instance.model is not None and self._free[instance.model].pop(instance.id, None) is not None:
+            del self._homes[instance.id]
             self._num_replicas[instance.model] -= 1
             self._note(instance.model)
 
@@ -242,6 +261,11 @@ class _Order:
     def models(self) -> Sequence[ModelView]:
         """Return those that have a key, as they stand now."""
         return _Standing(self._sorted, self._models)
+
+    def among(self, models: Iterable[ModelId]) -> Sequence[ModelView]:
+        """Return those of some models that have a key, as they stand now."""
+        standing = sorted((self._keys[name], name) for name in set(models) if name in self._keys)
+        return [self._models[name] for _, name in standing]
 
     def note(self, model: ModelId) -> None:
         """Look at a model again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from math import hypot, inf, isfinite, sqrt
@@ -12,6 +12,7 @@ from hotswap.action import Action, Swap
 from hotswap.errors import ConfigError
 from hotswap.policies.allocation import Allocation
 from hotswap.policies.floors import restore_floors
+from hotswap.request import ModelId
 from hotswap.scheduler import Scheduler
 from hotswap.view import FleetView, ModelView
 
@@ -120,17 +121,33 @@ class WeightedLoadSwap(Scheduler):
         return (*floors, *islice(self._swaps(allocation), self.max_swaps))
 
     def _swaps(self, allocation: Allocation) -> Iterator[Swap]:
-        while swap := self._next(allocation):
-            allocation.take(swap)
+        # An m1 without an m2 finds one only when its own load rises, or among those that gained a replica.
+        gained: list[ModelId] = []
+        failed: dict[ModelId, int] = {}
+        while swap := self._next(allocation, gained, failed):
+            donor = allocation.take(swap)
+            if donor is not None:
+                failed.pop(donor, None)
+            gained.append(swap.model)
             yield swap
 
-    def _next(self, allocation: Allocation) -> Swap | None:
+    def _next(
+        self, allocation: Allocation, gained: Sequence[ModelId], failed: dict[ModelId, int]
+    ) -> Swap | None:
         for m1 in allocation.overloaded(self.t1):
+            since = failed.pop(m1.id, None)
+            # The guard protects all who would keep no replica for their work.
+            among = None if since is None else gained[since:]
+            donors = allocation.spare(m1, keeping=self.guard, among=among)
             swap = (
-                self._fill(allocation, m1) or self._exchange(allocation, m1) or self._relieve(allocation, m1)
+                self._fill(allocation, m1)
+                or self._exchange(allocation, m1, donors)
+                or self._relieve(allocation, m1)
             )
             if swap:
                 return swap
+            if allocation.load(m1) < inf:
+                failed[m1.id] = len(gained)
         return None
 
     def _fill(self, allocation: Allocation, m1: ModelView) -> Swap | None:
@@ -141,30 +158,28 @@ class WeightedLoadSwap(Scheduler):
         reason = f"f({m1.id})={allocation.load(m1):g} > t1={self.t1:g}; {instance.id} is empty"
         return Swap(instance=instance.id, model=m1.id, reason=reason)
 
-    def _exchange(self, allocation: Allocation, m1: ModelView) -> Swap | None:
+    def _exchange(self, allocation: Allocation, m1: ModelView, donors: Iterable[ModelView]) -> Swap | None:
         """Take a replica of m2, if the rules allow one."""
-        f1 = allocation.load(m1)
-        # The guard protects all who would keep no replica for their work.
-        for m2, instance in allocation.donors(m1, served_s=self.min_residency_s, keeping=self.guard):
+        f1, deviation = allocation.load(m1), _deviation(allocation, m1)
+        most_after = allocation.load(m1, more=1) if f1 < inf else inf
+        for m2 in donors:
             f2 = allocation.load(m2)
-            if f2 >= self.t2 or not self._far_apart(f1, f2):
+            if f2 >= self.t2 or not self._far_apart(f1, f2) or f1 - f2 < self.sigmas * deviation:
                 return None  # those after it are more loaded still
-            if self.guard and self._would_swap_back(allocation, m1, m2):
+            if self.guard and allocation.load(m2, more=-1) > most_after:
+                if f2 > most_after:
+                    return None
                 continue
-            if f1 - f2 < self.sigmas * hypot(_deviation(allocation, m1), _deviation(allocation, m2)):
+            if f1 - f2 < self.sigmas * hypot(deviation, _deviation(allocation, m2)):
                 continue
-            reason = f"f({m1.id})={f1:g} > t1={self.t1:g}; f({m2.id})={f2:g} is least"
-            return Swap(instance=instance.id, model=m1.id, deadline_s=self.deadline_s, reason=reason)
+            instance = allocation.replica(m2, m1, served_s=self.min_residency_s)
+            if instance is not None:
+                reason = f"f({m1.id})={f1:g} > t1={self.t1:g}; f({m2.id})={f2:g} is least"
+                return Swap(instance=instance.id, model=m1.id, deadline_s=self.deadline_s, reason=reason)
         return None
 
     def _far_apart(self, f1: float, f2: float) -> bool:
         return f1 > self.b * f2 if self.reading == "ratio" else f1 - f2 > self.b
-
-    def _would_swap_back(self, allocation: Allocation, m1: ModelView, m2: ModelView) -> bool:
-        after = allocation.load(m2, more=-1)
-        if allocation.load(m1) == inf:
-            return after == inf
-        return after > allocation.load(m1, more=1)
 
     def _relieve(self, allocation: Allocation, m1: ModelView) -> Swap | None:
         """Take a replica for a model that has none and has waited too long."""
