@@ -11,7 +11,7 @@ from hotswap.errors import ConfigError
 from hotswap.policies.freeness import Freeness, is_terminating
 from hotswap.request import ModelId
 from hotswap.scheduler import Scheduler
-from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, RunningView
+from hotswap.view import FleetView, InstanceState, InstanceView, RunningView
 
 __all__ = ["VirtualUsageRescheduler", "arrived", "left"]
 
@@ -71,26 +71,22 @@ class VirtualUsageRescheduler(Scheduler):
         for instance in fleet.instances:
             if instance.model is not None and instance.state in _HOLDING:
                 members.setdefault(instance.model, []).append(instance)
-        running: dict[InstanceId, list[RunningView]] = {}
-        for request in fleet.running:
-            running.setdefault(request.instance, []).append(request)
-        return tuple(move for model in sorted(members) for move in self._moves(members[model], running))
+        return tuple(move for model in sorted(members) for move in self._moves(members[model], fleet))
 
-    def _moves(
-        self, members: Sequence[InstanceView], running: dict[InstanceId, list[RunningView]]
-    ) -> Iterator[Migrate]:
+    def _moves(self, members: Sequence[InstanceView], fleet: FleetView) -> Iterator[Migrate]:
         sources: list[tuple[float, InstanceView, list[RunningView]]] = []
         destinations: list[tuple[float, InstanceView]] = []
         for instance in members:
-            here = running.get(instance.id, [])
-            if instance.num_moves or any(request.moving for request in here):
+            if instance.num_moves:
                 continue
             free = self.freeness.of(instance)
             if free < self.low or (instance.preempted and self.freeness.reading == "artifact"):
-                if movable := self._in_order(instance, here):
-                    sources.append((free, instance, movable))
+                here = fleet.running_on(instance.id)
+                if not any(request.moving for request in here):
+                    sources.append((free, instance, self._in_order(instance, here)))
             elif free > self.high and instance.open and self._takes(instance):
                 destinations.append((free, instance))
+        sources = [source for source in sources if source[2]]
         sources.sort(key=lambda entry: (entry[0], entry[1].id))
         destinations.sort(key=lambda entry: (-entry[0], entry[1].id))
         for (_, source, movable), (_, destination) in zip(sources, destinations, strict=False):
