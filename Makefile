@@ -2,7 +2,7 @@
 #
 #   CONSTRAINTS  the versions to install: constraints/cpu.txt unless you say otherwise.
 #                With a GPU: make test CONSTRAINTS=constraints/cuda.txt   (or export it). Empty: whatever pip likes best.
-#   EXTRAS       the extras to install: dev,torch. For instance EXTRAS=dev,torch,vllm.
+#   EXTRAS       the extras to install: dev,torch,triton. For instance EXTRAS=dev,torch,vllm.
 #   PYTHON       the Python to make .venv with: the first found that is 3.11 or newer.
 #   ARGS         more arguments for pytest or for the demo: make test ARGS="tests/policies -x"
 #   WORKERS      test processes: one per core, eight at most. 0 runs them in pytest's own.
@@ -15,7 +15,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 CONSTRAINTS ?= constraints/cpu.txt
-EXTRAS ?= dev,torch
+EXTRAS ?= dev,torch,triton
 ARGS ?=
 WITHOUT ?=
 WORKERS ?= auto
