@@ -1,0 +1,232 @@
+"""`fp8_linear`: checks, the choice of a way, and the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib import import_module
+from math import ceil
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hotswap.errors import ConfigError
+from hotswap.kernels.fp8_gemm.dense import Multiply, decode_rows, dense_linear
+from hotswap.kernels.fp8_gemm.pack import Fp8Weight
+from hotswap.kernels.fp8_gemm.tiles import ROWS, Tile, choose
+from hotswap.kernels.targets import TARGETS, Device, device_of, runs_triton
+
+__all__ = ["Workspace", "fp8_linear", "warm_up"]
+
+_FUSED_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
+# Weights with fewer rows or columns are not worth a tile.
+_LEAST_WIDTH: Final = 16
+_ALIGNMENT_BYTES: Final = 16
+
+
+class Workspace:
+    """Memory that products use while they run, one after the other: those of one stream share one.
+
+    It grows to what the largest needs, and is kept.
+
+    Args:
+        device: Where it lies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.empty(0, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return self._sums.nbytes + self._counters.nbytes
+
+    def sums(self, count: int) -> Tensor:
+        """`count` float32 of any value."""
+        if len(self._sums) < count:
+            self._sums = self._sums.new_empty(count)
+        return self._sums
+
+    def counters(self, count: int) -> Tensor:
+        """`count` int32 of zero, which must be zero again when whoever uses them is done."""
+        if len(self._counters) < count:
+            self._counters = self._counters.new_zeros(count)
+        return self._counters
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    workspace: Workspace | None = None,
+    tile: Tile | None = None,
+    out: Tensor | None = None,
+    multiply: Multiply = F.linear,
+) -> Tensor:
+    """Return `x @ weight.T + bias`, in the dtype of `x`; the same bits for the same input in every run.
+
+    On a GPU that Triton serves, packed weights are decoded inside the multiplication, as exact numbers, and
+    scales are multiplied into float32 sums. Elsewhere, for many rows and for other dtypes, rows of the weight
+    are made whole and multiplied, see `dense_linear`.
+
+    Args:
+        x: `[..., K]`, float32, bfloat16 or float16.
+        weight: `[N, K]`, on the same device.
+        bias: `[N]`, of the dtype of `x`.
+        workspace: What products before it used, on this stream; one of its own if it was not said.
+        tile: How to compute it; what was measured or reckoned to be best if it was not said.
+        out: `[M, N]` for the result, where `x` has M rows; of the dtype of `x`, or float32 where it is fused.
+        multiply: What multiplies where weights are made whole.
+
+    Raises:
+        ConfigError: an argument does not fit the others; its name is in the message.
+    """
+    width = weight.width
+    if x.ndim == 0 or x.shape[-1] != width:
+        raise ConfigError(f"x is {list(x.shape)}, its last dimension must be the weight's {width}.")
+    if bias is not None and (bias.shape != (len(weight.codes),) or bias.dtype is not x.dtype):
+        raise ConfigError(
+            f"bias is {bias.dtype} {list(bias.shape)}, it must be {x.dtype} [{len(weight.codes)}]."
+        )
+    rows = x.reshape(-1, width)
+    on = _device_of(x.device)
+    if not _has_kernel(rows, weight, on):
+        whole = dense_linear(rows, weight, bias, multiply=multiply)
+    else:
+        way = tile or choose(len(rows), weight.shape, _name(x.dtype), weight.group, on)
+        if way.path == "fused":
+            whole = _fused(rows, weight, bias, way.fitted(weight.group), on, workspace, out)
+        else:
+            whole = dense_linear(rows, weight, bias, multiply=multiply, decode=_decode_rows)
+    if out is not None and whole is not out:
+        whole = out.copy_(whole)
+    return whole.view(*x.shape[:-1], len(weight.codes))
+
+
+def warm_up(
+    weights: Iterable[Fp8Weight], dtype: torch.dtype, workspace: Workspace, *, most_rows: int
+) -> None:
+    """Build what products with these weights may need, so that none waits for a compiler. Blocking.
+
+    One of each shape is enough. Nothing to do where no kernel runs.
+    """
+    shapes = {(weight.shape, weight.group): weight for weight in weights}
+    for weight in shapes.values():
+        if runs_triton(weight.codes.device):
+            for rows in (rows for rows in ROWS if rows <= max(most_rows, 1)):
+                x = torch.zeros(rows, weight.width, dtype=dtype, device=weight.codes.device)
+                fp8_linear(x, weight, workspace=workspace)
+
+
+def _has_kernel(rows: Tensor, weight: Fp8Weight, device: Device) -> bool:
+    """Whether a kernel may compute it."""
+    return (
+        weight.is_packed
+        and rows.dtype in _FUSED_DTYPES
+        and device.target is not None
+        and len(rows) > 0
+        and min(weight.shape) >= _LEAST_WIDTH
+    )
+
+
+def _device_of(device: torch.device) -> Device:
+    if not runs_triton(device):
+        return Device(device.type, None, 1)
+    if device.type == "cpu":  # Triton's interpreter, which is like any target
+        return Device("interpreter", TARGETS["sm_80"], 4)
+    return device_of(device)
+
+
+def _fused(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    tile: Tile,
+    device: Device,
+    workspace: Workspace | None,
+    out: Tensor | None,
+) -> Tensor:
+    x = _aligned(x)
+    (num_rows, width), num_columns = x.shape, len(weight.codes)
+    y = x.new_empty(num_rows, num_columns) if out is None else out
+    tiles = ceil(num_rows / tile.block_m) * ceil(num_columns / tile.block_n)
+    parts = min(tile.parts, ceil(width / tile.block_k))
+    space = workspace or Workspace(x.device)
+    is_split = parts > 1
+    assert device.target is not None, "whoever asks has looked"
+    kernels = _kernels()
+    kernels.fp8_gemm_kernel[(tiles, parts)](
+        x,
+        weight.codes,
+        weight.scales,
+        y if bias is None else bias,
+        y,
+        space.sums(parts * num_rows * num_columns) if is_split else y,
+        space.counters(tiles) if is_split else y,
+        num_rows,
+        num_columns,
+        width,
+        x.stride(0),
+        weight.codes.stride(0),
+        weight.scales.stride(0),
+        y.stride(0),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP=weight.group or 0,
+        SPLIT=is_split,
+        WEIGHTS_LEFT=tile.weights_left,
+        REBIAS=x.dtype is torch.bfloat16 or device.target.flushes_subnormals,
+        HAS_BIAS=bias is not None,
+        EVEN_N=num_columns % tile.block_n == 0,
+        EVEN_K=width % tile.block_k == 0,
+        STAGES=tile.stages,
+        DTYPE=getattr(kernels.tl, _name(x.dtype)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y
+
+
+def _decode_rows(weight: Fp8Weight, rows: slice, dtype: torch.dtype) -> Tensor:
+    """`decode_rows` by a kernel; what the weight was is what it becomes, or PyTorch has to round it twice."""
+    if weight.dtype is not dtype:
+        return decode_rows(weight, rows, dtype)
+    codes, scales = weight.codes[rows], weight.scales[rows]
+    whole = torch.empty(len(codes), weight.width, dtype=dtype, device=codes.device)
+    block = replace(Tile(block_n=32), block_k=128).fitted(weight.group)
+    kernels = _kernels()
+    kernels.dequantize_kernel[(ceil(weight.width / block.block_k), ceil(len(codes) / block.block_n))](
+        codes,
+        scales,
+        whole,
+        len(codes),
+        weight.width,
+        codes.stride(0),
+        scales.stride(0),
+        whole.stride(0),
+        BLOCK_N=block.block_n,
+        BLOCK_K=block.block_k,
+        GROUP=weight.group or 0,
+        DTYPE=getattr(kernels.tl, _name(dtype)),
+    )
+    return whole
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows side by side from where a wide load may begin: another place would be another program."""
+    x = x.contiguous()
+    return x if x.data_ptr() % _ALIGNMENT_BYTES == 0 else x.clone()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kernels() -> Any:
+    """What Triton compiles; it is imported when a kernel is first wanted."""
+    return import_module("hotswap.kernels.fp8_gemm.kernel")

@@ -1,0 +1,153 @@
+"""How a product is cut: from what was measured on a device, or by arithmetic where nothing was."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from math import ceil
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from hotswap.errors import ConfigError
+from hotswap.kernels.tables import Choice, load
+from hotswap.kernels.targets import Device, Target
+
+__all__ = ["ROWS", "TABLE", "Tile", "choose", "heuristic", "kind_of"]
+
+TABLE: Final = Path(__file__).with_name("table.json")
+# Where the heuristic changes its mind; a table has these numbers of rows.
+ROWS: Final = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
+# From so many rows on weights are made whole first, which pays once a row of them is used often enough. A
+# guess until a sweep has measured it.
+_DENSE_ROWS: Final = 512
+_LEAST_STEPS: Final = 4
+_MOST_PARTS: Final = 8
+# Programs for each unit of a device that keep enough bytes under way.
+_BUSY: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One way to compute a product.
+
+    Attributes:
+        block_m: Rows of x in a tile; powers of two, like the others.
+        block_n: Rows of the weight in a tile.
+        block_k: Columns of a step; divides the weight's group.
+        warps: Of a program.
+        stages: Steps whose loads are under way at once.
+        parts: Into how many runs K is cut.
+        weights_left: Whether the weights are the left operand, which wide tensor cores ask for.
+        path: `"dense"` makes the weights whole first; nothing else of the tile counts then.
+    """
+
+    block_m: int = 16
+    block_n: int = 64
+    block_k: int = 128
+    warps: int = 4
+    stages: int = 4
+    parts: int = 1
+    weights_left: bool = False
+    path: Literal["fused", "dense"] = "fused"
+
+    @classmethod
+    def of(cls, choice: Choice) -> Tile:
+        """Return the tile that a table's entry describes.
+
+        Raises:
+            ConfigError: it describes none.
+        """
+        values = dict[str, Any](choice)
+        try:
+            values["weights_left"] = bool(values.get("weights_left", False))
+            return cls(**values)
+        except TypeError as exc:
+            raise ConfigError(f"The table has a tile {values!r} ({exc}); sweep again.") from exc
+
+    @property
+    def choice(self) -> Choice:
+        """What a table says of it."""
+        return {
+            name: int(value) if isinstance(value, bool) else value for name, value in asdict(self).items()
+        }
+
+    @property
+    def shared_bytes(self) -> int:
+        """About what a program takes of shared memory: the words and the 16-bit inputs of all stages."""
+        return self.stages * (self.block_n + 2 * self.block_m) * self.block_k
+
+    def fitted(self, group: int | None) -> Tile:
+        """The same for weights whose groups are narrower than a step."""
+        block_k = self.block_k
+        while group is not None and group % block_k:
+            block_k //= 2
+        return replace(self, block_k=block_k)
+
+
+DENSE: Final = Tile(path="dense")
+
+
+def kind_of(dtype: str, group: int | None) -> str:
+    """What a table calls products in a dtype with groups so wide."""
+    return f"{dtype}/{'channel' if group is None else f'g{group}'}"
+
+
+@lru_cache(maxsize=4096)
+def choose(rows: int, shape: tuple[int, int], dtype: str, group: int | None, device: Device) -> Tile:
+    """Return how to compute a product on a device: by its table, else by `heuristic`.
+
+    Args:
+        rows: M.
+        shape: `(N, K)`.
+        dtype: `"bfloat16"` or `"float16"`.
+        group: Of the weight.
+        device: That it runs on; one without a target is served by the dense path.
+    """
+    target = device.target
+    if target is None or not target.mma:
+        return DENSE
+    found = load(TABLE).find(device.name, target.name, kind_of(dtype, group), shape, rows)
+    tile = heuristic(rows, shape, target, device.num_units) if found is None else Tile.of(found)
+    return tile.fitted(group)
+
+
+def heuristic(rows: int, shape: tuple[int, int], target: Target, num_units: int) -> Tile:
+    """Return a tile that needs no measurement: tall enough for the rows, and parts until the device is busy.
+
+    A decode step waits for weights, so tiles are small and many; a part keeps a few steps at least, since
+    each costs a write and a read of its sums.
+    """
+    if rows >= _DENSE_ROWS or not target.mma:
+        return DENSE
+    tile = _amd(rows) if target.is_amd else _nvidia(rows, shape, target, num_units)
+    num_tiles = ceil(rows / tile.block_m) * ceil(shape[0] / tile.block_n)
+    wanted = _BUSY * num_units if rows <= 64 else num_units
+    steps = ceil(shape[1] / tile.block_k)
+    parts = min(_MOST_PARTS, steps // _LEAST_STEPS, round(wanted / num_tiles))
+    return replace(tile, parts=max(1, parts))
+
+
+def _nvidia(rows: int, shape: tuple[int, int], target: Target, num_units: int) -> Tile:
+    is_small = target.shared_bytes < 128 << 10
+    if rows <= 16:
+        return Tile(16, 128, 128, 4, 3) if _is_large(shape, num_units) else Tile(16, 64, 128, 4, 4)
+    if rows <= 32:
+        is_wide = _is_large(shape, num_units) and not is_small
+        return Tile(32, 128, 128, 4, 3) if is_wide else Tile(32, 64, 128, 4, 4)
+    if rows <= 64:
+        if target.wide_mma:
+            # Tensor memory is read back in rows of 128, or registers do not hold what is read.
+            return Tile(64, 128 if target.wide_mma == "UTCHMMA" else 64, 128, 4, 3, weights_left=True)
+        return Tile(64, 64, 128, 4, 3)
+    if target.wide_mma:
+        return Tile(128, 128, 128, 8, 3, weights_left=True)
+    return Tile(128, 64 if is_small else 128, 64, 8, 3)
+
+
+def _is_large(shape: tuple[int, int], num_units: int) -> bool:
+    """Whether tiles of 128 rows of the weight are enough of them."""
+    return shape[0] >= 128 * 2 * num_units
+
+
+def _amd(rows: int) -> Tile:
+    return Tile(16, 64, 128, 4, 2) if rows <= 16 else Tile(64, 64, 64, 4, 2)

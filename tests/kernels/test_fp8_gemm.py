@@ -1,0 +1,300 @@
+"""One-byte weights without a GPU: what words hold, what a CPU computes, what is chosen and refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap import ConfigError
+from hotswap.kernels.fp8_gemm import (
+    Fp8Weight,
+    Tile,
+    Workspace,
+    choose,
+    decode_rows,
+    decoded,
+    dense,
+    dense_linear,
+    fp8_linear,
+    fp8_linear_reference,
+    heuristic,
+    pack,
+    packed_width,
+    unpack,
+    warm_up,
+)
+from hotswap.kernels.fp8_gemm.sweep import Point, neighbours, search, sweep
+from hotswap.kernels.fp8_gemm.tiles import ROWS, TABLE
+from hotswap.kernels.tables import Table, load
+from hotswap.kernels.targets import TARGETS, Device, Target
+from tests.house.tree import ROOT
+from tests.kernels.fp8_weights import BOUNDS, FINITE, WHOLE_BOUNDS, error, every_code, input_of, weight_of
+from tests.kernels.published import published_decode
+
+CPU = torch.device("cpu")
+dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+groups = st.sampled_from([32, 64, 128, None])
+targets = st.sampled_from(list(TARGETS.values()))
+shapes = st.tuples(st.integers(16, 60_000), st.integers(16, 30_000))
+
+
+# ------------------------------------------------------------------------------------------------- packing
+
+
+@given(st.integers(1, 9), st.integers(1, 300), groups)
+def test_codes_come_back_from_words_as_they_were(rows: int, width: int, group: int | None) -> None:
+    weight = weight_of(rows, width, group)
+    packed = pack(weight)
+    assert packed.codes.shape == (rows, packed_width(width))
+    assert packed.codes.shape[1] % 16 == 0, "rows begin where a wide load may"
+    assert torch.equal(unpack(packed).codes.view(torch.uint8), weight.codes.view(torch.uint8))
+    assert torch.equal(decoded(packed), decoded(weight))
+    assert pack(packed) is packed
+    assert unpack(weight) is weight
+
+
+def test_a_word_holds_four_neighbours_the_middle_two_swapped() -> None:
+    codes = torch.tensor([[0x11, 0x22, 0x33, 0x44]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    words = pack(Fp8Weight(codes, torch.ones(1, 1), 4, None, torch.float32)).codes
+    assert words[0].tolist() == [0x44223311, *[0] * 15]
+
+
+def test_packed_weights_take_half_the_bytes_of_bfloat16() -> None:
+    weight = pack(weight_of(64, 4096, 128))
+    assert weight.nbytes <= 0.52 * 64 * 4096 * 2
+
+
+# --------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("packs", [False, True])
+def test_every_finite_code_is_made_whole_exactly(dtype: torch.dtype, packs: bool) -> None:
+    weight = replace(every_code(), dtype=dtype)
+    whole = decode_rows(pack(weight) if packs else weight, slice(None), dtype)
+    assert torch.equal(whole.double(), decoded(weight))
+    assert torch.equal(whole.signbit(), decoded(weight).signbit())
+
+
+def test_the_reference_reads_codes_as_pytorch_does() -> None:
+    codes = FINITE[None].view(torch.float8_e4m3fn)
+    weight = Fp8Weight(codes, torch.ones(1, 1), len(FINITE), None, torch.float32)
+    assert torch.equal(decoded(weight), codes.double())
+
+
+def test_the_published_decoding_makes_numbers_of_zeros_and_loses_subnormals() -> None:
+    right = FINITE.view(torch.float8_e4m3fn).float()
+    found = published_decode(FINITE).float()
+    wrong = found != right
+    assert int(wrong.sum()) == 16
+    assert (right[wrong].abs() < 2.0**-6).all(), "zeros and subnormals, all of them"
+    assert published_decode(torch.zeros(1, dtype=torch.uint8)).item() == 2.0**-7
+    ours = decode_rows(
+        Fp8Weight(FINITE[None].view(torch.float8_e4m3fn), torch.ones(1, 1), 254, None, torch.bfloat16),
+        slice(None),
+        torch.bfloat16,
+    )
+    assert torch.equal(ours[0].float(), right)
+
+
+# ------------------------------------------------------------------------------------------------- products
+
+
+@given(
+    rows=st.integers(0, 9),
+    columns=st.integers(1, 40),
+    width=st.integers(1, 300),
+    group=groups,
+    dtype=dtypes,
+    packs=st.booleans(),
+    with_bias=st.booleans(),
+    block_weights=st.sampled_from([1, 1000, 1 << 18]),
+)
+def test_a_cpu_multiplies_by_what_the_weights_were_rounded_to(
+    rows: int,
+    columns: int,
+    width: int,
+    group: int | None,
+    dtype: torch.dtype,
+    packs: bool,
+    with_bias: bool,
+    block_weights: int,
+) -> None:
+    weight, x = weight_of(columns, width, group, dtype), input_of(rows, width, dtype)
+    bias = input_of(1, columns, dtype)[0] if with_bias else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(dense._BLOCK_WEIGHTS, "cpu", block_weights)  # so that small weights have many blocks
+        found = fp8_linear(x.view(1, rows, width), pack(weight) if packs else weight, bias)
+    whole = decoded(weight).float().to(dtype).double()
+    right = x.double() @ whole.T + (0 if bias is None else bias.double())
+    assert found.shape == (1, rows, columns)
+    assert found.dtype is dtype
+    assert error(found[0], right) <= 3 * BOUNDS[dtype], (
+        "of few numbers, one may be off by all that rounding can"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_the_error_on_a_cpu_is_that_of_rounding_weights_and_result(dtype: torch.dtype, rows: int) -> None:
+    weight, x = weight_of(256, 512, 128, dtype), input_of(rows, 512, dtype)
+    found = fp8_linear(x, weight)
+    assert error(found, fp8_linear_reference(x, weight)) <= WHOLE_BOUNDS[dtype]
+    assert torch.equal(found, fp8_linear(x, weight)), "the same bits in every run"
+
+
+def test_weights_go_through_the_dtype_that_they_had() -> None:
+    weight = weight_of(16, 64, None, torch.bfloat16)
+    whole = decode_rows(weight, slice(None), torch.float32)
+    assert torch.equal(whole, decoded(weight).float().bfloat16().float())
+    assert not torch.equal(whole, decoded(weight).float())
+
+
+def test_whoever_multiplies_sees_whole_rows_and_their_bias() -> None:
+    weight, x, bias = (
+        weight_of(40, 64, 32),
+        input_of(3, 64, torch.bfloat16),
+        input_of(1, 40, torch.bfloat16)[0],
+    )
+    seen: list[tuple[int, ...]] = []
+
+    def multiply(rows: torch.Tensor, part: torch.Tensor, its_bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(tuple(part.shape))
+        return F.linear(rows, part, its_bias)
+
+    found = dense_linear(x, weight, bias, multiply=multiply)
+    assert sum(shape[0] for shape in seen) == 40
+    assert torch.equal(found, F.linear(x, decode_rows(weight, slice(None), torch.bfloat16), bias))
+
+
+def test_a_result_goes_where_it_is_wanted() -> None:
+    weight, x = weight_of(16, 64, None, torch.float32), input_of(3, 64, torch.float32)
+    out = torch.full((3, 16), torch.nan)
+    found = fp8_linear(x, weight, out=out)
+    assert found.data_ptr() == out.data_ptr()
+    assert torch.equal(out, fp8_linear(x, weight))
+
+
+# ------------------------------------------------------------------------------------------------- the choice
+
+
+@given(st.integers(1, 5000), shapes, targets, st.integers(1, 400), groups)
+def test_the_heuristic_gives_every_part_work_and_fits_the_device(
+    rows: int, shape: tuple[int, int], target: Target, num_units: int, group: int | None
+) -> None:
+    tile = heuristic(rows, shape, target, num_units).fitted(group)
+    assert tile.path == "dense" or target.mma, "no tensor cores, no kernel"
+    if tile.path == "fused":
+        steps = ceil(shape[1] / tile.block_k)
+        assert 1 <= tile.parts <= max(1, steps // 4)
+        assert tile.shared_bytes <= target.shared_bytes
+        assert group is None or group % tile.block_k == 0
+        assert tile.block_k >= 16, "what a tensor core takes"
+        assert not tile.weights_left or target.wide_mma
+
+
+def test_a_device_without_a_kernel_makes_weights_whole() -> None:
+    for device in (Device("cpu", None, 1), Device("V100", TARGETS["sm_70"], 80)):
+        assert choose(1, (4096, 4096), "float16", 128, device).path == "dense"
+
+
+def test_the_shipped_table_is_sound_and_each_of_its_tiles_can_be_launched() -> None:
+    for target, record in load(TABLE).records():
+        tile = Tile.of(record.choice)
+        assert tile.path == "dense" or tile.shared_bytes <= TARGETS[target].shared_bytes
+        assert record.figures["us"] > 0, "what was measured stays in it"
+
+
+def test_a_tile_comes_back_from_a_table_as_it_was_and_nonsense_is_refused() -> None:
+    tile = Tile(64, 128, 128, 8, 3, 2, weights_left=True)
+    assert Tile.of(json.loads(json.dumps(tile.choice))) == tile
+    with pytest.raises(ConfigError, match="sweep again"):
+        Tile.of({"block_q": 3})
+
+
+def test_a_search_finds_what_is_better_and_keeps_what_it_measured(tmp_path: Path) -> None:
+    device, point = Device("GPU", TARGETS["sm_90"], 132), Point(16, (4096, 4096))
+
+    def measure(point: Point, tile: Tile) -> float:
+        if tile.path == "dense":
+            return 90.0
+        return 50.0 + abs(tile.parts - 6) + abs(tile.stages - 5) + abs(tile.block_n - 128) / 16
+
+    first = heuristic(16, point.shape, TARGETS["sm_90"], 132)
+    best, microseconds = search(point, device, measure)
+    assert microseconds <= measure(point, first)
+    path = tmp_path / "table.json"
+    sweep([point], device, measure, path=path, others=lambda point: {"bfloat16_us": 80.0})
+    (found,) = [record for _, record in Table(json.loads(path.read_text())).records()]
+    assert Tile.of(found.choice) == best
+    assert found.figures == {"us": microseconds, "bfloat16_us": 80.0}
+    slow = search(point, device, lambda point, tile: 1.0 if tile.path == "dense" else 2.0)
+    assert slow[0].path == "dense"
+
+
+def test_a_search_tries_nothing_that_cannot_be_launched() -> None:
+    for target in TARGETS.values():
+        for rows in ROWS:
+            point = Point(rows, (1024, 512), group=64)
+            tile = heuristic(min(rows, 256), point.shape, target, 60).fitted(64)
+            for other in neighbours(tile, point, target):
+                assert other.shared_bytes <= target.shared_bytes
+                assert other.parts <= ceil(512 / other.block_k)
+                assert 64 % other.block_k == 0
+    with pytest.raises(ConfigError, match="'cpu'"):
+        search(Point(1, (64, 64)), Device("cpu", None, 1), lambda point, tile: 1.0)
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    weight, x = weight_of(16, 64, None), input_of(3, 64, torch.bfloat16)
+    with pytest.raises(ConfigError, match="x is"):
+        fp8_linear(x[:, :63], weight)
+    with pytest.raises(ConfigError, match="bias is"):
+        fp8_linear(x, weight, torch.zeros(16))
+    with pytest.raises(ConfigError, match="bias is"):
+        fp8_linear(x, weight, torch.zeros(15, dtype=torch.bfloat16))
+    changes: list[dict[str, Any]] = [
+        {"codes": weight.codes.view(torch.uint8)},
+        {"codes": weight.codes[:, :63]},
+        {"codes": weight.codes.t(), "width": 16},
+        {"scales": weight.scales.double()},
+        {"scales": torch.ones(16, 2)},
+        {"group": 48},
+        {"group": 16},
+    ]
+    for change in changes:
+        with pytest.raises(ConfigError, match=r"codes|scales|group"):
+            replace(weight, **change)
+
+
+def test_there_is_nothing_to_warm_up_on_a_cpu() -> None:
+    space = Workspace(CPU)
+    warm_up([pack(weight_of(64, 64, None))], torch.bfloat16, space, most_rows=4096)
+    assert space.nbytes == 0
+
+
+def test_without_triton_everything_imports_and_computes() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None; import importlib.util as u; import torch;"
+        "from hotswap.kernels.fp8_gemm import Fp8Weight, fp8_linear, pack;"
+        "c = torch.ones(16, 64).to(torch.float8_e4m3fn);"
+        "w = Fp8Weight(c, torch.ones(16, 1), 64, None, torch.float32);"
+        "print(fp8_linear(torch.ones(1, 64), pack(w)).sum().item())"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [str(16.0 * 64)], done.stderr
