@@ -1,0 +1,188 @@
+"""Programs built for GPUs that are not here, and the facts that their machine code tells."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hotswap.kernels.targets import Target
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+_JUMP = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
+_PREDICATE = re.compile(r"^@!?U?P\w+\s+")
+_AMD_LINE = re.compile(r"^\s+([a-z]+_[a-z0-9_]+)\s", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What must hold of a program; `None` asks nothing.
+
+    Attributes:
+        registers: At most so many of a lane.
+        mma: Whether it multiplies by tensor cores, with the instruction that its target has for it.
+        copies: Whether 16 bytes at a time go to shared memory while it computes (NVIDIA).
+        wide: Whether it reads and writes 16 bytes at a time.
+        per_weight: At most so many instructions of its main loop for each weight, on NVIDIA.
+    """
+
+    registers: int = 255
+    mma: bool = True
+    wide_mma: bool = False
+    copies: bool = False
+    wide: bool = False
+    per_weight: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One way in which a kernel is launched.
+
+    Attributes:
+        name: For people.
+        kernel: What `triton.jit` made.
+        arguments: The types of its run-time arguments, in Triton's words: `*bf16`, `i32`.
+        constants: The others.
+        aligned: Arguments that are multiples of 16 where it is launched.
+        weights: Those that a lane of the program decodes in a step of its main loop.
+        limits: What must hold.
+    """
+
+    name: str
+    kernel: Any
+    arguments: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: frozenset[str]
+    num_warps: int = 4
+    num_stages: int = 2
+    weights: float = 0.0
+    limits: Limits = field(default_factory=Limits)
+
+
+def build(program: Program, target: Target) -> Facts:
+    """Compile a program for a target; whatever Triton raises passes."""
+    names = list(program.kernel.arg_names)
+    source = ASTSource(
+        fn=program.kernel,
+        signature={name: program.arguments.get(name, "constexpr") for name in names},
+        constexprs=dict(program.constants),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in program.aligned},
+    )
+    options = {"num_warps": program.num_warps, "num_stages": program.num_stages}
+    compiled: Any = triton.compile(source, target=_gpu(target), options=options)
+    if target.is_amd:
+        return AmdFacts(int(compiled.metadata.shared), compiled.asm["amdgcn"])
+    return NvidiaFacts(int(compiled.metadata.shared), compiled.asm["cubin"])
+
+
+def _gpu(target: Target) -> GPUTarget:
+    if target.is_amd:
+        return GPUTarget("hip", target.name, target.warp_lanes)
+    return GPUTarget("cuda", int(target.name.removeprefix("sm_")), target.warp_lanes)
+
+
+@dataclass
+class Facts:
+    """What machine code tells.
+
+    Attributes:
+        shared_bytes: What a program takes of shared memory.
+        registers: Of a lane.
+        spilled: What did not fit registers, or lies in memory of a lane's own; in bytes or instructions.
+        operations: How often each instruction is there.
+    """
+
+    shared_bytes: int
+    registers: int = field(init=False, default=0)
+    spilled: int = field(init=False, default=0)
+    operations: Counter[str] = field(init=False, default_factory=Counter[str])
+    num_copies: int = field(init=False, default=0)
+    num_wide_loads: int = field(init=False, default=0)
+    num_wide_stores: int = field(init=False, default=0)
+    loop_length: int = field(init=False, default=0)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether there are instructions to be looked at: of the oldest targets there are not."""
+        return bool(self.operations)
+
+    def count(self, word: str) -> int:
+        """How many instructions have a word in their name."""
+        return sum(count for name, count in self.operations.items() if word in name)
+
+
+class NvidiaFacts(Facts):
+    """Of a cubin, by the tools that come with Triton."""
+
+    def __init__(self, shared_bytes: int, cubin: bytes) -> None:
+        super().__init__(shared_bytes)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            resources = _RESOURCES.search(_said("cuobjdump", "-res-usage", file.name))
+            self.assembly = _said("cuobjdump", "-sass", file.name, may_fail=True)
+        assert resources is not None, "the tool's words have changed"
+        self.registers, stack, local = (int(number) for number in resources.groups())
+        self.operations = Counter(_operation(text) for _, text in self.instructions)
+        self.spilled = stack + local + self.operations["LDL"] + self.operations["STL"]
+        self.num_copies = len(re.findall(r"LDGSTS\.E\S*\.128", self.assembly))
+        self.num_wide_loads = self.num_copies + len(re.findall(r"\bLDG\.E\S*\.128", self.assembly))
+        self.num_wide_stores = len(re.findall(r"\bSTG\.E\S*\.128", self.assembly))
+        self.loop_length = max(self._loops(), default=0)
+
+    @cached_property
+    def instructions(self) -> list[tuple[int, str]]:
+        return [(int(address, 16), text) for address, text in _INSTRUCTION.findall(self.assembly)]
+
+    def _loops(self) -> list[int]:
+        """The lengths of the loops that multiply matrices."""
+        lengths: list[int] = []
+        for address, text in self.instructions:
+            jump = _JUMP.search(text)
+            if jump and (first := int(jump[1], 16)) < address:
+                body = [text for at, text in self.instructions if first <= at <= address]
+                if any("MMA" in text for text in body):
+                    lengths.append(len(body))
+        return lengths
+
+
+class AmdFacts(Facts):
+    """Of assembly."""
+
+    def __init__(self, shared_bytes: int, assembly: str) -> None:
+        super().__init__(shared_bytes)
+        self.registers = _number(assembly, "vgpr_count")
+        self.spilled = _number(assembly, "vgpr_spill_count") + _number(assembly, "private_segment_fixed_size")
+        self.operations = Counter(_AMD_LINE.findall(assembly))
+        # Scalar loads, of arguments, have as wide names.
+        vectors = [name for name in self.operations if name.startswith(("global_", "buffer_", "flat_"))]
+        wide = [name for name in vectors if "dwordx4" in name or "b128" in name]
+        self.num_wide_loads = sum(self.operations[name] for name in wide if "load" in name)
+        self.num_wide_stores = sum(self.operations[name] for name in wide if "store" in name)
+
+
+def _said(tool: str, *arguments: str, may_fail: bool = False) -> str:
+    command = [str(_TOOLS / tool), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=not may_fail).stdout
+
+
+def _operation(text: str) -> str:
+    return _PREDICATE.sub("", text).split()[0].split(".")[0]
+
+
+def _number(assembly: str, name: str) -> int:
+    found = re.search(rf"\.{name}:\s*(\d+)", assembly)
+    assert found is not None, f"the assembly says nothing of {name}"
+    return int(found[1])

@@ -1,0 +1,98 @@
+"""The programs of `fp8_gemm`: every tile that the heuristic or a table can choose, as it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import triton.language as tl
+
+from hotswap.kernels.fp8_gemm.kernel import dequantize_kernel, fp8_gemm_kernel
+from hotswap.kernels.fp8_gemm.tiles import ROWS, TABLE, Tile, heuristic
+from hotswap.kernels.tables import load
+from hotswap.kernels.targets import Target
+from tests.kernels.gate.build import Limits, Program
+
+# Weights from a miniature's to those of the largest layers, on devices with few and with many units.
+SHAPES = [(n, k) for n in (64, 1280, 4096, 8192, 28672, 57344) for k in (64, 1024, 4096, 28672)]
+UNITS = (20, 60, 132, 304)
+_DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16}
+
+
+def programs(target: Target) -> Iterable[Program]:
+    """What a model of fp8 weights runs on a target."""
+    for tile in sorted(tiles(target), key=repr):
+        yield fused(tile, target, "bf16", 128, split=True)
+        yield fused(tile, target, "bf16", None, split=False)
+        yield fused(tile, target, "fp16", 128, split=False)
+    for dtype in _DTYPES:
+        yield dequantize(dtype)
+
+
+def tiles(target: Target) -> set[Tile]:
+    """Every tile that may be chosen, but for the number of parts, which is no part of a program."""
+    chosen = {
+        heuristic(rows, shape, target, units) for rows in ROWS for shape in SHAPES for units in UNITS
+    } | {Tile.of(record.choice) for name, record in load(TABLE).records() if name == target.name}
+    return {replace(tile, parts=1) for tile in chosen if tile.path == "fused"}
+
+
+def fused(tile: Tile, target: Target, dtype: str, group: int | None, *, split: bool) -> Program:
+    """A product in one launch."""
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP": group or 0,
+        "SPLIT": split,
+        "WEIGHTS_LEFT": tile.weights_left,
+        "REBIAS": dtype == "bf16" or target.flushes_subnormals,
+        "HAS_BIAS": False,
+        "EVEN_N": True,
+        "EVEN_K": True,
+        "STAGES": tile.stages,
+        "DTYPE": _DTYPES[dtype],
+    }
+    halves = dict.fromkeys(("x_ptr", "b_ptr", "y_ptr"), f"*{dtype}")
+    floats = dict.fromkeys(("s_ptr", "part_ptr"), "*fp32")
+    words = dict.fromkeys(("w_ptr", "count_ptr"), "*i32")
+    numbers = dict.fromkeys(("M", "N", "K", "x_row", "w_row", "s_row", "y_row"), "i32")
+    aligned = {*halves, *floats, *words, "N", "K", "x_row", "w_row", "y_row"}
+    return Program(
+        name=f"{tile.block_m}x{tile.block_n}x{tile.block_k} {dtype} group {group} split {split}",
+        kernel=fp8_gemm_kernel,
+        arguments={**halves, **floats, **words, **numbers},
+        constants=constants,
+        aligned=frozenset(aligned),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        weights=tile.block_n * tile.block_k / (target.warp_lanes * tile.warps),
+        limits=Limits(copies=True, per_weight=_budget(tile), wide_mma=tile.weights_left),
+    )
+
+
+def _budget(tile: Tile) -> float:
+    """Instructions for a weight, a tenth more than were counted.
+
+    Decoding takes about four. The rest grows with the rows that are multiplied by it, but where one
+    instruction of tensor cores takes many.
+    """
+    return 6.9 if tile.weights_left else {16: 5.2, 32: 6.8, 64: 10.4, 128: 24.4}[tile.block_m]
+
+
+def dequantize(dtype: str) -> Program:
+    """Weights made whole."""
+    return Program(
+        name=f"dequantize {dtype}",
+        kernel=dequantize_kernel,
+        arguments={
+            "w_ptr": "*i32",
+            "s_ptr": "*fp32",
+            "y_ptr": f"*{dtype}",
+            **dict.fromkeys(("N", "K", "w_row", "s_row", "y_row"), "i32"),
+        },
+        constants={"BLOCK_N": 32, "BLOCK_K": 128, "GROUP": 128, "DTYPE": _DTYPES[dtype]},
+        aligned=frozenset({"w_ptr", "s_ptr", "y_ptr", "K", "w_row", "y_row"}),
+        limits=Limits(registers=128, mma=False, wide=True),
+    )

@@ -1,0 +1,45 @@
+"""What is asked of every program, and what one breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hotswap.kernels.targets import Target
+from tests.kernels.gate.build import Facts, Program, build
+
+__all__ = ["broken"]
+
+
+def broken(program: Program, target: Target) -> list[str]:
+    """Build a program for a target, and say which of its limits it breaks."""
+    return list(_broken(build(program, target), program, target))
+
+
+def _broken(facts: Facts, program: Program, target: Target) -> Iterator[str]:
+    limits = program.limits
+    if facts.shared_bytes > target.shared_bytes:
+        yield f"takes {facts.shared_bytes} bytes of shared memory, of {target.shared_bytes}"
+    if facts.registers > limits.registers:
+        yield f"takes {facts.registers} registers, of {limits.registers}"
+    if facts.spilled:
+        yield f"spills: {facts.spilled} bytes and instructions of local memory"
+    if not facts.is_readable:
+        return
+    mma = target.wide_mma if limits.wide_mma else target.mma
+    if limits.mma and not facts.count(mma):
+        yield f"has no {mma}, but {sorted(name for name in facts.operations if 'MMA' in name.upper())}"
+    if limits.copies and not target.is_amd and not facts.num_copies:
+        yield "copies nothing to shared memory 16 bytes at a time"
+    if limits.copies and target.is_amd and not facts.num_wide_loads:
+        yield "loads nothing 16 bytes at a time"
+    if limits.wide and not (facts.num_wide_loads and facts.num_wide_stores):
+        yield f"has {facts.num_wide_loads} loads and {facts.num_wide_stores} stores of 16 bytes"
+    if limits.per_weight is not None and not target.is_amd:
+        yield from _over_budget(facts.loop_length, program.weights, limits.per_weight)
+
+
+def _over_budget(loop_length: int, weights: float, budget: float) -> Iterator[str]:
+    if not loop_length:
+        yield "has no loop that multiplies matrices"
+    elif loop_length / weights > budget:
+        yield f"takes {loop_length / weights:.2f} instructions for a weight, of {budget}"

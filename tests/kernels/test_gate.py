@@ -1,0 +1,67 @@
+"""Every program that kernels ship is built for every target, and keeps to its limits; no GPU is needed.
+
+The modules of `gate` name the programs, by a function `programs(target)`; one that is added is found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+from hotswap.kernels.fp8_gemm.tiles import Tile, heuristic
+from hotswap.kernels.targets import TARGETS, Target
+from tests.kernels.gate import fp8_gemm
+from tests.kernels.gate.build import Limits, Program
+from tests.kernels.gate.rules import broken
+
+_GATE = Path(fp8_gemm.__file__).parent
+_KERNELS = sorted(file.stem for file in _GATE.glob("*.py") if file.stem not in {"__init__", "build", "rules"})
+
+
+@pytest.fixture(autouse=True)
+def _cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was built before counts, and nothing is left behind."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def programs(target: Target) -> Iterator[Program]:
+    for name in _KERNELS:
+        yield from import_module(f"tests.kernels.gate.{name}").programs(target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
+def test_every_program_keeps_to_its_limits(target: Target) -> None:
+    assert {program.name: faults for program in programs(target) if (faults := broken(program, target))} == {}
+
+
+def test_the_programs_are_those_that_the_heuristic_chooses() -> None:
+    for target in TARGETS.values():
+        chosen = heuristic(7, (3000, 5000), target, 100)
+        found = {(tile.block_m, tile.block_n, tile.block_k) for tile in fp8_gemm.tiles(target)}
+        assert not target.mma or (chosen.block_m, chosen.block_n, chosen.block_k) in found
+
+
+@pytest.mark.parametrize(
+    ("tile", "target", "fault"),
+    [
+        (Tile(64, 128, 128, 2, 3), "sm_80", "spills"),
+        (Tile(128, 256, 128, 8, 4), "sm_86", "shared memory"),
+        (Tile(16, 16, 32, 8, 2), "sm_80", "instructions for a weight"),
+    ],
+)
+def test_a_tile_that_is_too_much_for_a_target_is_caught(tile: Tile, target: str, fault: str) -> None:
+    program = fp8_gemm.fused(tile, TARGETS[target], "bf16", 128, split=False)
+    assert fault in " ".join(broken(program, TARGETS[target]))
+
+
+def test_a_program_that_does_not_say_where_its_rows_begin_is_caught() -> None:
+    """Rows of any stride are read byte by byte: what is aligned must be told to the compiler."""
+    made = fp8_gemm.fused(Tile(), TARGETS["sm_80"], "bf16", 128, split=False)
+    blind = Program(**{**vars(made), "aligned": frozenset(), "limits": Limits(copies=True)})
+    assert "16 bytes at a time" in " ".join(broken(blind, TARGETS["sm_80"]))
