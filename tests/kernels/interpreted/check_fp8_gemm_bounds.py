@@ -21,6 +21,7 @@ from tests.kernels.interpreted.guard import guarded
         (17, 72, 300, Tile(16, 32, 64, parts=3)),
         (17, 72, 300, Tile(32, 32, 64, parts=2, weights_left=True)),
         (1, 64, 200, Tile(16, 64, 64)),
+        (2, 48, 150, Tile(16, 32, 128)),
         (5, 40, 130, Tile(path="dense")),
     ],
 )
