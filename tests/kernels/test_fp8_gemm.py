@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 def test_there_is_nothing_to_warm_up_on_a_cpu() -> None:
     space = Workspace(CPU)
-    warm_up([pack(weight_of(64, 64, None))], torch.bfloat16, space, most_rows=4096)
+    warm_up([(pack(weight_of(64, 64, None)), None)], torch.bfloat16, space, most_rows=4096)
     assert space.nbytes == 0
 
 

@@ -7,8 +7,8 @@ of a model exists at any time: what is written never reaches what has yet to be 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hotswap.backends.torch.fp8 import (
 )
 from hotswap.backends.torch.weights import dtype_of, place, tensor_at
 from hotswap.errors import ShardCorrupt, UnsupportedModel
+from hotswap.kernels.fp8_gemm import pack_into, packed_width
 from hotswap.model import Manifest, TensorSpec
 
 __all__ = ["Dequantizer"]
@@ -31,11 +32,12 @@ __all__ = ["Dequantizer"]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One tensor that is stored, and what becomes of it."""
+    """One tensor that is stored, and what becomes of it: decoded if it has scales, else packed or copied."""
 
     stored: TensorSpec
     scales: TensorSpec | None
     target: TensorSpec
+    packs: bool = False
 
     @property
     def begin(self) -> int:
@@ -52,6 +54,9 @@ class Dequantizer:
         rank: Whose tensors.
         dtype: What the model computes in; `None` for the dtype that its weights had before. They go through
             that one in any case, as the weights of a model that was never quantised do.
+        keep: Names of matrices that may stay codes and scales; one with a further name that is not among them
+            is made whole.
+        packs: Whether the codes that stay are laid out for GPUs, see `hotswap.kernels.fp8_gemm.pack`.
 
     Raises:
         UnsupportedModel: the manifest names a quantisation that this release does not know.
@@ -61,25 +66,41 @@ class Dequantizer:
         specs: The tensors in the filled buffer.
         size_bytes: The filled part of it.
         room_bytes: How large it must be to hold the stored bytes at first.
+        kept: The names of what stays codes; their scales are among `specs`.
+        scheme: How weights are grouped.
+        before: The dtype that they had.
+        as_stored: Whether nothing changes: the stored bytes can be used where they are.
     """
 
-    def __init__(self, manifest: Manifest, *, rank: int = 0, dtype: torch.dtype | None = None) -> None:
-        self._scheme = _scheme(manifest)
-        self._dtype = _original_dtype(manifest)
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        rank: int = 0,
+        dtype: torch.dtype | None = None,
+        keep: Set[str] = frozenset(),
+        packs: bool = False,
+    ) -> None:
+        self.scheme = _scheme(manifest)
+        self.before = _original_dtype(manifest)
         stored = _by_offset(manifest.tensors_of(rank))
         known = {spec.name: spec for spec in stored}
         scales = {spec.name: known.get(spec.name + SCALE_SUFFIX) for spec in stored}
-        owned = {spec.name for spec in scales.values() if spec is not None}
-        kept = [spec for spec in stored if spec.name not in owned]
-        for spec in kept:
-            self._check(spec, scales[spec.name])
-        self.specs, self.size_bytes = place(
-            (spec.name, self._wanted(spec, scales[spec.name], dtype), spec.shape, _place_of(spec))
-            for spec in kept
-        )
+        of_others = {its.name for its in scales.values() if its is not None}
+        for spec in stored:
+            if spec.name not in of_others:
+                self._check(spec, scales[spec.name])
+        self.kept = _kept(stored, {name for name, its in scales.items() if its is not None} & keep)
+        own = {name: its for name, its in scales.items() if its is not None and name not in self.kept}
+        owned = {its.name for its in own.values()}
+        free = [spec for spec in stored if spec.name not in owned]
+        wanted = [(spec, *self._wanted(spec, own.get(spec.name), dtype, packs)) for spec in free]
+        self.specs, self.size_bytes = place((s.name, d, shape, _place_of(s)) for s, d, shape in wanted)
         self._jobs = _distinct(
-            _Job(spec, scales[spec.name], target) for spec, target in zip(kept, self.specs, strict=True)
+            _Job(spec, own.get(spec.name), target, packs and spec.name in self.kept)
+            for spec, target in zip(free, self.specs, strict=True)
         )
+        self.as_stored = all(job.target == replace(job.stored, checksum="", rank=0) for job in self._jobs)
         unit = manifest.alignment_bytes
         begin = -(-_lead_bytes(self._jobs) // unit) * unit
         self._stored = slice(begin, begin + manifest.buffer_bytes)
@@ -103,15 +124,21 @@ class Dequantizer:
             source, target = tensor_at(stored, job.stored), tensor_at(flat, job.target)
             if not source.is_contiguous():
                 source = _cloned(source)
-            if scales is None:
-                self._copy(source, target)
-            else:
+            if job.packs:
+                self._pack(source, target)
+            elif scales is not None:
                 self._decode(source, scales, target)
+            elif source.data_ptr() != target.data_ptr() or source.dtype is not target.dtype:
+                self._copy(source, target)
 
     def _decode(self, codes: Tensor, scales: Tensor, target: Tensor) -> None:
         code_rows, scale_rows, rows = (_rows(part) for part in (codes, scales, target))
         for block in row_blocks(rows):
-            rows[block] = decode(code_rows[block], scale_rows[block], self._scheme).to(self._dtype)
+            rows[block] = decode(code_rows[block], scale_rows[block], self.scheme).to(self.before)
+
+    def _pack(self, codes: Tensor, words: Tensor) -> None:
+        for block in row_blocks(words):
+            pack_into(codes[block].clone(), words[block])
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         values, places = source.view(-1), target.view(-1)
@@ -119,23 +146,29 @@ class Dequantizer:
             # A copy in between: source and target may overlap.
             places[block] = values[block].clone()
 
-    def _wanted(self, spec: TensorSpec, scales: TensorSpec | None, dtype: torch.dtype | None) -> torch.dtype:
-        own = self._dtype if scales is not None else dtype_of(spec)
-        return dtype if dtype is not None and own is self._dtype else own
+    def _wanted(
+        self, spec: TensorSpec, scales: TensorSpec | None, dtype: torch.dtype | None, packs: bool
+    ) -> tuple[torch.dtype, tuple[int, ...]]:
+        if spec.name in self.kept and packs:
+            return torch.int32, (*spec.shape[:-1], packed_width(spec.shape[-1]))
+        if spec.name in self.kept or spec.name.removesuffix(SCALE_SUFFIX) in self.kept:
+            return dtype_of(spec), spec.shape
+        own = self.before if scales is not None else dtype_of(spec)
+        return dtype if dtype is not None and own is self.before else own, spec.shape
 
     def _check(self, spec: TensorSpec, scales: TensorSpec | None) -> None:
         """Raise `ShardCorrupt` unless a tensor is codes with scales, or neither."""
         if scales is None:
             sound = dtype_of(spec) is not CODE_DTYPE
         else:
-            groups = (*spec.shape[:-1], self._scheme.num_groups(spec.shape[-1])) if spec.shape else None
+            groups = (*spec.shape[:-1], self.scheme.num_groups(spec.shape[-1])) if spec.shape else None
             sound = (
                 dtype_of(spec) is CODE_DTYPE and dtype_of(scales) is SCALE_DTYPE and scales.shape == groups
             )
         if not sound:
             raise ShardCorrupt(
                 f"Tensor {spec.name!r} ({spec.dtype} {list(spec.shape)}) has no scales that fit "
-                f"{self._scheme.name!r}; convert the model again."
+                f"{self.scheme.name!r}; convert the model again."
             )
 
 
@@ -156,6 +189,20 @@ def _original_dtype(manifest: Manifest) -> torch.dtype:
             "convert the model again."
         )
     return dtype
+
+
+def _kept(stored: Sequence[TensorSpec], wanted: Set[str]) -> frozenset[str]:
+    """Those of the wanted names whose place has no other names, and that are matrices as they are stored."""
+    others = {_place_of(spec) for spec in stored if spec.name not in wanted and spec.size_bytes}
+    return frozenset(
+        spec.name
+        for spec in stored
+        if spec.name in wanted
+        and len(spec.shape) == 2
+        and spec.size_bytes
+        and spec.stride == (spec.shape[1], 1)
+        and _place_of(spec) not in others
+    )
 
 
 def _by_offset(specs: Sequence[TensorSpec]) -> list[TensorSpec]:

@@ -116,6 +116,9 @@ class TorchEngine(Engine):
             the weights. They are made in a preload or between steps, change no bits, are kept across swaps,
             and go when `memory_bytes` is needed for anything else. `None` is a quarter of that, 0 makes none.
             Where the CPU has no bf16 instructions, the copies of bf16 weights are in fp32. Ranks make none.
+        keep_fp8: Whether linear weights that are stored as FP8 stay codes and scales, at half the memory of
+            bf16; else they are made whole when they are loaded. `None` keeps them on GPUs that decode them
+            inside their products, and makes them whole on a CPU, where steps then take less time.
         threads: CPU threads of a step; `None` is PyTorch's default, mostly all cores. Each engine has its
             own, so give engines that serve at the same time a part of the cores each.
         invariant: Whether bits may not depend on the batch; costs a few per cent. CPU only, and where oneDNN
@@ -147,6 +150,7 @@ class TorchEngine(Engine):
         max_adapters: int = 32,
         adapter_bytes: int | str = "1 GiB",
         packed_bytes: int | str | None = None,
+        keep_fp8: bool | None = None,
         threads: int | None = None,
         invariant: bool = True,
         skeletons: SkeletonCache | None = None,
@@ -169,6 +173,7 @@ class TorchEngine(Engine):
             memory_bytes=memory_bytes,
             idle_bytes=idle_bytes,
             packed_bytes=packed_bytes,
+            keep_fp8=keep_fp8,
             threads=threads,
             invariant=invariant,
             rank_timeout_s=rank_timeout_s,

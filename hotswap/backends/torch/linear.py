@@ -29,7 +29,16 @@ from transformers.pytorch_utils import Conv1D
 
 from hotswap.backends.torch.device import multiplies_bf16
 
-__all__ = ["LEAST_ROWS", "LinearLayer", "Packs", "Shelf", "kernels", "linear_layers", "product"]
+__all__ = [
+    "LEAST_ROWS",
+    "LinearLayer",
+    "Packs",
+    "Shelf",
+    "kernels",
+    "linear_layers",
+    "product",
+    "widened",
+]
 
 log = logging.getLogger("hotswap")
 
@@ -73,6 +82,11 @@ def _widens() -> bool:
     """Whether this CPU is better off with bf16 layers in fp32."""
     x86 = torch.cpu.get_capabilities().get("architecture") == "x86_64"
     return x86 and not multiplies_bf16() and torch.float32 in kernels()
+
+
+def widened() -> bool:
+    """Whether bf16 layers are computed in fp32 here, where there is memory for it."""
+    return _widens()
 
 
 class LinearLayer:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Set
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import anyio
@@ -15,32 +14,39 @@ from torch import Tensor
 
 from hotswap.backends.torch.adapters.targets import Target, observed, targets
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
+from hotswap.backends.torch.coded import Coding, linear_weights, prepare
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.device import free_bytes, out_of_memory_mapped, reclaimed, touch
 from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.forward import LocalForward
+from hotswap.backends.torch.identity import fingerprint_of, identity, way_of
 from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token, most_runs_bytes
 from hotswap.backends.torch.linear import Packs, Shelf
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.preflight import preflight
 from hotswap.backends.torch.runs import Runs
-from hotswap.backends.torch.weights import convert, recast
-from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
+from hotswap.backends.torch.weights import check_world_size, convert, recast
+from hotswap.errors import InstanceLost, OutOfMemory
+from hotswap.kernels.targets import runs_triton
 from hotswap.model import Manifest, ModelCard, TensorSpec
 from hotswap.request import ModelId
 from hotswap.store import SupportsLend, WeightStore
 
-__all__ = ["LocalLoader", "LocalModel", "check_world_size"]
+__all__ = ["LocalLoader", "LocalModel"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A flat buffer and what lies in it: memory of the engine, or of the store while `loan` is open."""
+    """A flat buffer and what lies in it: memory of the engine, or of the store while `loan` is open.
+
+    `coding` says which of the tensors are codes that are computed with as they are.
+    """
 
     flat: Tensor
     specs: tuple[TensorSpec, ...]
     loan: AsyncExitStack | None = None
+    coding: Coding | None = None
 
     @property
     def own_bytes(self) -> int:
@@ -98,7 +104,8 @@ class LocalLoader(Loader):
 
     On a CPU, weights that the store can lend are used where they lie, however many engines do: loading copies
     nothing, and the budget, here as in `weight_bytes`, counts nothing for them, since they take the store's.
-    Quantised weights are made whole in memory of the engine, and count as what they become.
+    Quantised weights are made whole in memory of the engine, and count as what they become; or those of
+    linear layers stay codes, are lent like others, and count as codes.
 
     Everything between two awaits is cheap; files, copies and modules are dealt with in worker threads. What
     an interrupted load held is given back before the interruption goes on.
@@ -112,13 +119,14 @@ class LocalLoader(Loader):
         memory_bytes: int,
         idle_bytes: int,
         packed_bytes: int,
+        keep_fp8: bool,
         skeletons: SkeletonCache,
         block_tokens: int,
         min_rows: Callable[[torch.dtype], int],
     ) -> None:
         self.memory_bytes = memory_bytes
         self.weight_bytes = 0
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._keeps_fp8 = device, dtype, keep_fp8
         self._buffers = FlatBuffers(device, idle_bytes)
         self._shelf = Shelf(packed_bytes)
         self._skeletons = skeletons
@@ -137,7 +145,7 @@ class LocalLoader(Loader):
         check_world_size(manifest, 1)
         skeleton = await anyio.to_thread.run_sync(self._borrow_skeleton, manifest.config)
         try:
-            weights = await self._weights(manifest, store, others_bytes)
+            weights = await self._weights(manifest, store, others_bytes, linear_weights(skeleton.module))
         except BaseException:
             self._skeletons.give_back(skeleton, self._device)
             raise
@@ -215,13 +223,18 @@ class LocalLoader(Loader):
     def targets(self, model: LocalModel) -> dict[str, Target]:
         """The layers of a loaded model that adapters may change, by name."""
         skeleton = model.skeleton
-        odd = self._skeletons.unadaptable[skeleton.key, f"{self._device} {skeleton.dtype}"]
+        odd = self._skeletons.unadaptable[skeleton.key, f"{self._device} {way_of(skeleton)}"]
         return targets(skeleton.module, odd)
 
-    async def _weights(self, manifest: Manifest, store: WeightStore, others_bytes: int) -> Weights:
+    async def _weights(
+        self, manifest: Manifest, store: WeightStore, others_bytes: int, linear: Set[str]
+    ) -> Weights:
         """Borrow or read the weights, and convert what is stored in another way than is wanted."""
         if manifest.quantization:
-            return await self._dequantized(manifest, store, others_bytes)
+            keep = linear if self._keeps_fp8 else frozenset[str]()
+            packs = runs_triton(self._device)
+            dequantizer = Dequantizer(manifest, dtype=self._dtype, keep=keep, packs=packs)
+            return await self._dequantized(manifest, store, others_bytes, dequantizer)
         weights = await self._borrow(manifest, store) or await self._read(manifest, store, others_bytes)
         if self._dtype is None or main_dtype(manifest.tensors) is self._dtype:
             return weights
@@ -261,10 +274,17 @@ class LocalLoader(Loader):
             raise
         return Weights(flat, specs)
 
-    async def _dequantized(self, manifest: Manifest, store: WeightStore, others_bytes: int) -> Weights:
-        """Make quantised weights whole, from the store's memory or within the buffer they are read into."""
-        dequantizer = Dequantizer(manifest, dtype=self._dtype)
+    async def _dequantized(
+        self, manifest: Manifest, store: WeightStore, others_bytes: int, dequantizer: Dequantizer
+    ) -> Weights:
+        """Make whole what is not kept, from the store's memory or within the buffer it is read into."""
+        coding = None
+        if dequantizer.kept:
+            dtype = self._dtype or dequantizer.before
+            coding = Coding(dequantizer.kept, dequantizer.scheme, dequantizer.before, dtype)
         loan = await self._borrow(manifest, store)
+        if loan and dequantizer.as_stored:
+            return replace(loan, specs=dequantizer.specs, coding=coding)
         try:
             size_bytes = dequantizer.size_bytes if loan else dequantizer.room_bytes
             flat = await self._take(manifest.model, size_bytes, others_bytes)
@@ -279,7 +299,7 @@ class LocalLoader(Loader):
         finally:
             if loan:
                 await self._free(loan)
-        return Weights(flat, dequantizer.specs)
+        return Weights(flat, dequantizer.specs, coding=coding)
 
     async def _free(self, weights: Weights) -> None:
         if weights.loan is None:
@@ -322,8 +342,13 @@ class LocalLoader(Loader):
         skeleton: Skeleton,
         weights: Weights,
     ) -> LocalModel:
-        skeleton.bind(weights.flat, weights.specs)
-        packs = self._shelf.take(_identity(manifest), skeleton.linears)
+        coding = weights.coding
+        if coding is not None:  # a module with several names is bound by one of them
+            coding = replace(coding, names=coding.names & skeleton.shapes.keys())
+        skeleton.bind(weights.flat, weights.specs, coding)
+        with out_of_memory_mapped(f"the kernels of {card.id!r}"):
+            prepare(skeleton.coded, skeleton.dtype)
+        packs = self._shelf.take(identity(manifest), skeleton.linears)
         try:
             return self._known(card, manifest, skeleton, weights, packs)
         except BaseException:
@@ -334,7 +359,7 @@ class LocalLoader(Loader):
         self, card: ModelCard, manifest: Manifest, skeleton: Skeleton, weights: Weights, packs: Packs
     ) -> LocalModel:
         """The model, whose architecture was found to be served exactly."""
-        key = (skeleton.key, f"{self._device} {skeleton.dtype}")
+        key = (skeleton.key, f"{self._device} {way_of(skeleton)}")
         layers = self._skeletons.verified.get(key)
         if layers is None:
             with (
@@ -361,7 +386,7 @@ class LocalLoader(Loader):
             context=min(card.max_context_tokens, positions),
             eos_token_ids=frozenset(card.eos_token_ids or manifest.eos_token_ids),
             vocabulary=skeleton.vocabulary,
-            fingerprint=_fingerprint(manifest, f"{self._device.type} {skeleton.dtype}"),
+            fingerprint=fingerprint_of(manifest, f"{self._device.type} {way_of(skeleton)}"),
         )
 
     def _check_room(self, model: ModelId, size_bytes: int, others_bytes: int) -> None:
@@ -371,26 +396,3 @@ class LocalLoader(Loader):
                 f"The weights of {model!r} take {size_bytes:,} bytes of {self._device}, which has "
                 f"{max(0, room):,} left; unload a model or give the engine more memory."
             )
-
-
-def _identity(manifest: Manifest) -> Hashable | None:
-    """What distinguishes a model's bytes from any others; `None` if its store takes no checksums."""
-    return (manifest.model, manifest.shards) if all(shard.checksum for shard in manifest.shards) else None
-
-
-def _fingerprint(manifest: Manifest, way: str) -> str:
-    """Stands for the weights and the way in which they are computed with."""
-    if _identity(manifest) is None:
-        return ""
-    shards = [(shard.rank, shard.size_bytes, shard.checksum) for shard in manifest.shards]
-    return hashlib.blake2b(repr((way, manifest.config, shards)).encode(), digest_size=16).hexdigest()
-
-
-def check_world_size(manifest: Manifest, tp: int) -> None:
-    """Raise `UnsupportedModel` if a model is not cut for as many tensor-parallel ranks as an engine has."""
-    if manifest.world_size != tp:
-        raise UnsupportedModel(
-            f"Model {manifest.model!r} is cut for {manifest.world_size} tensor-parallel ranks and this "
-            f"engine has {tp}; add it to the store with `hotswap store add --world-size {tp}`, or give the "
-            f"engine tp={manifest.world_size}."
-        )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention
+from hotswap.backends.torch.coded import Coding, Fp8Linear, attach, detach
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LinearLayer, linear_layers
 from hotswap.backends.torch.weights import Views
@@ -65,6 +66,7 @@ class Skeleton:
         self.module = _build(self.config, device)
         self.dtype = torch.float32
         self._slots = tuple(_slots(self.module))
+        self._coded: tuple[Fp8Linear, ...] = ()
         self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if device.type == "cpu" else ()
         text_config = self.config.get_text_config()
         self.num_layers = int(getattr(text_config, "num_hidden_layers", 0))
@@ -90,16 +92,22 @@ class Skeleton:
             if slot.name in shapes
         )
 
-    def bind(self, flat: Tensor, specs: Sequence[TensorSpec]) -> None:
-        """Make every parameter and persistent buffer a view of `flat`.
+    def bind(self, flat: Tensor, specs: Sequence[TensorSpec], coding: Coding | None = None) -> None:
+        """Make every parameter and persistent buffer a view of `flat`, but for weights that stay codes.
+
+        In the place of these stand parameters without values, and their layers compute from the codes.
 
         Raises:
             ShardCorrupt: a tensor is missing, or not of the shape that the architecture has.
         """
-        self.dtype = self.config.dtype = main_dtype(specs)
+        self.dtype = self.config.dtype = main_dtype(specs) if coding is None else coding.dtype
         known = {spec.name: spec for spec in specs}
         views, made = Views(flat), dict[int, Tensor]()
+        coded = frozenset[str]() if coding is None else coding.names
         for slot in self._slots:
+            if slot.name in coded:
+                slot.holder[slot.key] = _without_values(slot, self.dtype)
+                continue
             spec = known.get(slot.name)
             if spec is None or spec.shape != tuple(slot.original.shape):
                 found = "missing" if spec is None else f"of shape {list(spec.shape)}"
@@ -112,19 +120,29 @@ class Skeleton:
                 parameter = nn.Parameter(view, requires_grad=False) if slot.is_parameter else view
                 made[spec.offset_bytes] = parameter
             slot.holder[slot.key] = made[spec.offset_bytes]
+        if coding is not None:
+            self._coded = attach(self.module, coding, known, views)
+
+    @property
+    def coded(self) -> tuple[Fp8Linear, ...]:
+        """What computes the linear layers whose weights are kept as codes."""
+        return self._coded
 
     def unbind(self) -> None:
         """Let go of the flat buffer."""
+        detach(self._coded)
+        self._coded = ()
         for slot in self._slots:
             slot.holder[slot.key] = slot.original
 
     @property
     def linear_only(self) -> bool:
-        """Whether linear layers of oneDNN's are all that multiplies by a matrix of what is bound.
+        """Whether linear layers, computed by oneDNN, are all that multiplies by a matrix of what is bound.
 
         Other matrices, as of a mixture's experts, are multiplied nobody knows how.
         """
         packable = {id(layer.stored) for layer in self.linears if layer.packable}
+        packable |= {id(coded.layer.weight) for coded in self._coded if coded.is_invariant}
         holders = cast("Iterator[nn.Module]", self.module.modules())
         matrices = (
             parameter
@@ -331,6 +349,12 @@ def _slots(module: Any) -> Iterator[_Slot]:
         for key, buffer in buffers.items():
             if buffer is not None and key not in computed:
                 yield _Slot(lead + key, buffers, key, buffer)
+
+
+def _without_values(slot: _Slot, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of a shape and dtype alone: whoever computes with it fails, and does so loudly."""
+    empty = torch.empty(tuple(slot.original.shape), dtype=dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=False)
 
 
 def _placeholder(slot: _Slot, shape: tuple[int, ...]) -> Tensor:

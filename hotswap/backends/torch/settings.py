@@ -9,6 +9,7 @@ import torch
 from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.budget import TokenBudget
+from hotswap.backends.torch.coded import keeps_by_default
 from hotswap.backends.torch.device import resolve, total_bytes
 from hotswap.backends.torch.forward import Forward, least_rows
 from hotswap.backends.torch.loading import KVBudget
@@ -42,6 +43,7 @@ class Settings:
     memory_bytes: int | str | None
     idle_bytes: int | str
     packed_bytes: int | str | None
+    keep_fp8: bool | None
     threads: int | None
     invariant: bool
     rank_timeout_s: float
@@ -58,6 +60,8 @@ class Settings:
         _check(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
         _check(self.tp >= 1, "tp", self.tp, "1 or more")
         _check(self.pp >= 1, "pp", self.pp, "1 or more")
+        alone = self.num_ranks == 1 or not self.keep_fp8
+        _check(alone, "keep_fp8", self.keep_fp8, "False or None with ranks, which make weights whole")
         _check(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "over 0")
 
     @property
@@ -95,6 +99,11 @@ class Settings:
     def most_packed_bytes(self) -> int:
         """The budget of packed weights: a quarter of all memory if it was not said."""
         return self.all_memory_bytes // 4 if self.packed_bytes is None else parse_bytes(self.packed_bytes)
+
+    @property
+    def keeps_fp8(self) -> bool:
+        """Whether linear weights that are stored as FP8 stay so."""
+        return keeps_by_default(self.first_device) if self.keep_fp8 is None else self.keep_fp8
 
     @property
     def kv(self) -> KVBudget:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile, UnsupportedModel
-from hotswap.model import TensorSpec
+from hotswap.model import Manifest, TensorSpec
 
 __all__ = [
     "ALIGNMENT_BYTES",
     "Views",
     "check_complete",
     "check_files",
+    "check_world_size",
     "convert",
     "dtype_of",
     "fill",
@@ -270,3 +271,13 @@ def check_files(directory: Path) -> None:
             "convert it to safetensors where you trust it."
         )
     raise ShardMissing(f"There are no weights (*.safetensors) in {str(directory)!r}; fetch them.")
+
+
+def check_world_size(manifest: Manifest, tp: int) -> None:
+    """Raise `UnsupportedModel` if a model is not cut for as many tensor-parallel ranks as an engine has."""
+    if manifest.world_size != tp:
+        raise UnsupportedModel(
+            f"Model {manifest.model!r} is cut for {manifest.world_size} tensor-parallel ranks and this "
+            f"engine has {tp}; add it to the store with `hotswap store add --world-size {tp}`, or give the "
+            f"engine tp={manifest.world_size}."
+        )

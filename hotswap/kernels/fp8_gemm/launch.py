@@ -108,18 +108,22 @@ def fp8_linear(
 
 
 def warm_up(
-    weights: Iterable[Fp8Weight], dtype: torch.dtype, workspace: Workspace, *, most_rows: int
+    layers: Iterable[tuple[Fp8Weight, Tensor | None]],
+    dtype: torch.dtype,
+    workspace: Workspace,
+    *,
+    most_rows: int,
 ) -> None:
-    """Build what products with these weights may need, so that none waits for a compiler. Blocking.
+    """Build what products in `dtype` need, so that none waits for a compiler. Blocking.
 
-    One of each shape is enough. Nothing to do where no kernel runs.
+    Layers are weights with their biases; one of a shape is enough. Nothing to do where no kernel runs.
     """
-    shapes = {(weight.shape, weight.group): weight for weight in weights}
-    for weight in shapes.values():
+    kinds = {(weight.shape, weight.group, bias is None): (weight, bias) for weight, bias in layers}
+    for weight, bias in kinds.values():
         if runs_triton(weight.codes.device):
             for rows in (rows for rows in ROWS if rows <= max(most_rows, 1)):
                 x = torch.zeros(rows, weight.width, dtype=dtype, device=weight.codes.device)
-                fp8_linear(x, weight, workspace=workspace)
+                fp8_linear(x, weight, bias, workspace=workspace)
 
 
 def _has_kernel(rows: Tensor, weight: Fp8Weight, device: Device) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.kv import LayerShape, bytes_per_token, most_runs_bytes
-from hotswap.backends.torch.loader import check_world_size
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.parallel.forward import RankedForward
@@ -25,6 +24,7 @@ from hotswap.backends.torch.parallel.processes import Ranks
 from hotswap.backends.torch.parallel.shared import SharedMemory
 from hotswap.backends.torch.parallel.trial import TRIAL_ROWS, run_trial
 from hotswap.backends.torch.parallel.weights import PartWeights, Reader
+from hotswap.backends.torch.weights import check_world_size
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
 from hotswap.model import Manifest, ModelCard
 from hotswap.store import WeightStore
