@@ -18,6 +18,7 @@ BENCHMARKS = {
     "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
     "fit": "a simulated engine beside the real one that it was fitted to: mean TTFT and TPOT of a trace",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
+    "kernels": "a linear layer from one-byte weights beside the same from bfloat16, on a CPU",
     "killed": "a process of an engine killed under 100 streams: what their clients wait",
     "load": "weights into host memory: this store, the raw disk, and the loaders people use today",
     "migrate": "requests that move: what their clients wait, by way and context, and what others notice",

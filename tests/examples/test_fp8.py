@@ -28,10 +28,11 @@ def model_of(directory: Path, *, dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
 
-def ids_of(checkpoint: Checkpoint) -> list[int]:
+def ids_of(checkpoint: Checkpoint) -> tuple[list[int], int]:
+    """The text, with its end, and how many tokens of it are its opening."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(checkpoint.path)
     ids: list[int] = tokenizer(checkpoint.text)["input_ids"]
-    return [*ids, int(tokenizer.eos_token_id)]
+    return [*ids, int(tokenizer.eos_token_id)], len(tokenizer(checkpoint.opening)["input_ids"])
 
 
 def perplexity(model: Any, ids: list[int], given: int) -> float:
@@ -48,9 +49,10 @@ async def test_greedy_tokens_are_all_those_of_the_dequantised_model(
 ) -> None:
     checkpoint = next(each for each in checkpoints if each.name == name)
     convert(checkpoint.path, tmp_path, model_id=M, quantize=scheme)
-    ids = ids_of(checkpoint)
-    prompt = tuple(ids[:8])
-    request = Request(id=RequestId("r"), model=M, prompt=prompt, sampling=Sampling(max_tokens=len(ids)))
+    ids, given = ids_of(checkpoint)
+    request = Request(
+        id=RequestId("r"), model=M, prompt=tuple(ids[:given]), sampling=Sampling(max_tokens=len(ids))
+    )
     received: list[list[int]] = []
     async with NvmeStore(tmp_path) as store:
         card = ModelCard.of(Model(M), await store.manifest(M))
@@ -60,7 +62,7 @@ async def test_greedy_tokens_are_all_those_of_the_dequantised_model(
                 async with engine.stream(request) as stream:
                     received.append([token.id async for token in stream])
     assert received[0] == received[1]
-    assert received[0] == ids[8:], "and they are still those of the text"
+    assert received[0] == ids[given:], "and they are still those of the text"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -69,11 +71,11 @@ def test_perplexity_is_within_a_hundredth_of_bfloat16(
     name: str, scheme: str, checkpoints: tuple[Checkpoint, ...]
 ) -> None:
     checkpoint = next(each for each in checkpoints if each.name == name)
-    ids = ids_of(checkpoint)
-    plain = perplexity(model_of(checkpoint.path, dtype=torch.bfloat16), ids, given=8)
+    ids, given = ids_of(checkpoint)
+    plain = perplexity(model_of(checkpoint.path, dtype=torch.bfloat16), ids, given=given)
     model = model_of(checkpoint.path, dtype=torch.bfloat16)
     state = dict(named_tensors(model))
     with torch.no_grad():
         for weight in quantizable(model):
             state[weight].copy_(rounded(state[weight], SCHEMES[scheme]))
-    assert perplexity(model, ids, given=8) <= 1.01 * plain
+    assert perplexity(model, ids, given=given) <= 1.01 * plain

@@ -95,5 +95,5 @@ MUTANTS: Final = (
     Mutant("scales of rows forgotten", _KERNEL, "total *= tl.load(s_at)[None, :]", "pass", _BOUNDS),
     Mutant("the bias forgotten where parts are added", _KERNEL, "if HAS_BIAS:", "if False:", _BOUNDS),
     Mutant("words packed in the order of memory", "fp8_gemm/pack.py", "(0, 2, 1, 3)", "(0, 1, 2, 3)", _CODES),
-    Mutant("weights made whole by half", "fp8_gemm/dense.py", "scales * 2.0**8", "scales * 2.0**7", _WHOLE),
+    Mutant("weights made whole by half", "fp8_gemm/dense.py", "scales * _HALF_BIAS", "scales * 2.0**7", _WHOLE),
 )

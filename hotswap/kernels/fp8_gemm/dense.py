@@ -14,14 +14,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hotswap.kernels.fp8_gemm.pack import Fp8Weight
+from hotswap.kernels.fp8_gemm.workspace import Workspace
 
-__all__ = ["Multiply", "decode_codes", "decode_rows", "dense_linear"]
+__all__ = ["Decode", "Multiply", "decode_codes", "decode_rows", "dense_linear"]
 
 Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Decode: TypeAlias = Callable[[Fp8Weight, slice, torch.dtype, Workspace | None], Tensor]
 
-# What is whole at a time. On a CPU a few such blocks fit the caches of its cores; a GPU has to be kept busy.
-_BLOCK_WEIGHTS: Final = {"cpu": 1 << 18}
+# What is whole at a time. On a CPU it stays in the caches, and each step on it takes longer than to begin it;
+# a GPU has to be kept busy.
+_BLOCK_WEIGHTS: Final = {"cpu": 1 << 19}
 _BLOCK_WEIGHTS_ELSEWHERE: Final = 1 << 25
+# A code whose bits are moved to the places of a half is so much too small.
+_HALF_BIAS: Final = 2.0**8
+
+
+def decode_rows(
+    weight: Fp8Weight, rows: slice, dtype: torch.dtype, workspace: Workspace | None = None
+) -> Tensor:
+    """Return some rows of a weight whole, `[rows, K]`, contiguous.
+
+    The product of code and scale is rounded to float32, then to what the weight was, then to `dtype`. What is
+    returned lies in the workspace, if there is one, and is valid until the next call.
+    """
+    codes, space = weight.codes[rows], workspace or Workspace(weight.codes.device)
+    bits = space.rows(len(codes), weight.width, torch.int16)
+    if weight.is_packed:
+        bits.copy_(_bits_of_words(codes)[:, : weight.width])
+    else:
+        _move_bits(codes, bits)
+    floats = space.rows(len(codes), weight.width, torch.float32)
+    values = _scaled(bits, weight.scales[rows], weight.group, floats)
+    for wanted in (weight.dtype, dtype):
+        if wanted is not values.dtype:
+            values = space.rows(len(codes), weight.width, wanted).copy_(values)
+    return values
 
 
 def dense_linear(
@@ -29,8 +56,9 @@ def dense_linear(
     weight: Fp8Weight,
     bias: Tensor | None = None,
     *,
+    workspace: Workspace | None = None,
     multiply: Multiply = F.linear,
-    decode: Callable[[Fp8Weight, slice, torch.dtype], Tensor] | None = None,
+    decode: Decode = decode_rows,
 ) -> Tensor:
     """Return `x @ weight.T + bias`, as if the weights were whole: rounded to what they were, then as `x` is.
 
@@ -38,58 +66,58 @@ def dense_linear(
         x: `[M, K]`, of a floating dtype.
         weight: Packed or as stored.
         bias: `[N]`.
+        workspace: Where rows are made whole; memory of its own if it was not said.
         multiply: What multiplies by some rows of the weight, in the way of `torch.nn.functional.linear`.
-        decode: What makes rows whole; `decode_rows` if it was not said.
+        decode: What makes rows whole.
     """
-    make, out = decode or decode_rows, x.new_empty((len(x), len(weight.codes)))
+    space = workspace or Workspace(x.device)
+    out = x.new_empty((len(x), len(weight.codes)))
     for rows in _blocks(weight):
-        out[:, rows] = multiply(x, make(weight, rows, x.dtype), None if bias is None else bias[rows])
+        whole = decode(weight, rows, x.dtype, space)
+        out[:, rows] = multiply(x, whole, None if bias is None else bias[rows])
     return out
-
-
-def decode_rows(weight: Fp8Weight, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Return some rows of a weight whole, `[rows, K]`, contiguous.
-
-    The product of code and scale is rounded to float32, then to what the weight was, then to `dtype`.
-    """
-    codes = weight.codes[rows]
-    values = _halves_of_words(codes)[:, : weight.width] if weight.is_packed else _halves(codes)
-    return decode_codes(values, weight.scales[rows], weight.group).to(weight.dtype).to(dtype)
 
 
 def decode_codes(codes: Tensor, scales: Tensor, group: int | None) -> Tensor:
     """Return `code * scale`, rounded once, to float32; exact for every code but the two NaNs.
 
     Args:
-        codes: `[N, K]` float8_e4m3fn, or float16 that holds the codes' values times 2**-8.
+        codes: `[N, K]` float8_e4m3fn.
         scales: `[N, groups]` float32.
         group: The neighbours along K that share a scale; `None` for all of a row.
     """
-    halves = codes if codes.dtype is torch.float16 else _halves(codes)
-    width = halves.shape[-1]
-    wanted = max(width, 1) if group is None else group
-    lacking = -width % wanted
-    values = F.pad(halves.float(), (0, lacking)) if lacking else halves.float()
-    grouped = values.view(len(values), -1, wanted).mul_((scales * 2.0**8)[..., None])
-    whole = grouped.view(len(values), -1)
-    return whole[:, :width].contiguous() if lacking else whole
+    bits = torch.empty(codes.shape, dtype=torch.int16, device=codes.device)
+    _move_bits(codes, bits)
+    return _scaled(bits, scales, group, torch.empty(codes.shape, dtype=torch.float32, device=codes.device))
 
 
-def _halves(codes: Tensor) -> Tensor:
-    """Codes as float16, 2**8 too small, subnormals and zeros included: their bits, moved to the same places.
+def _move_bits(codes: Tensor, bits: Tensor) -> None:
+    """Fill `bits` with codes as halves, 2**8 too small, subnormals and zeros included.
 
     Ten times as fast on a CPU as a conversion from float8, and right also where float32 subnormals are
     flushed.
     """
-    bits = codes.view(torch.int8).to(torch.int16)
-    return bits.bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16)
+    bits.copy_(codes.view(torch.int8))
+    bits.bitwise_left_shift_(7).bitwise_and_(-0x4001)
 
 
-def _halves_of_words(words: Tensor) -> Tensor:
-    """The same of packed codes, `[N, 4 * words]`."""
+def _bits_of_words(words: Tensor) -> Tensor:
+    """The same of packed codes, `[N, 4 * words]` int16."""
     even = (words << 8 & -0x7FFF8000) | (words << 7 & 0x3F803F80)
     odd = (words & -0x7FFF8000) | (words >> 1 & 0x3F803F80)
-    return torch.stack((even, odd), dim=-1).view(torch.float16).view(len(words), -1)
+    return torch.stack((even, odd), dim=-1).view(torch.int16).view(len(words), -1)
+
+
+def _scaled(bits: Tensor, scales: Tensor, group: int | None, values: Tensor) -> Tensor:
+    """Fill `values`, float32, with halves times the scale of their group, and return them."""
+    values.copy_(bits.view(torch.float16))
+    scales, width = scales * _HALF_BIAS, values.shape[1]
+    whole = 0 if group is None else width - width % group
+    if group is not None and whole:
+        values[:, :whole].view(len(values), -1, group).mul_(scales[:, : whole // group, None])
+    if whole < width:
+        values[:, whole:].mul_(scales[:, -1:])
+    return values
 
 
 def _blocks(weight: Fp8Weight) -> list[slice]:

@@ -13,48 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hotswap.errors import ConfigError
-from hotswap.kernels.fp8_gemm.dense import Multiply, decode_rows, dense_linear
+from hotswap.kernels.fp8_gemm.dense import Decode, Multiply, decode_rows, dense_linear
 from hotswap.kernels.fp8_gemm.pack import Fp8Weight
 from hotswap.kernels.fp8_gemm.tiles import ROWS, Tile, choose
+from hotswap.kernels.fp8_gemm.workspace import Workspace
 from hotswap.kernels.targets import TARGETS, Device, device_of, runs_triton
 
-__all__ = ["Workspace", "fp8_linear", "warm_up"]
+__all__ = ["fp8_linear", "warm_up"]
 
 _FUSED_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 # Weights with fewer rows or columns are not worth a tile.
 _LEAST_WIDTH: Final = 16
 _ALIGNMENT_BYTES: Final = 16
-
-
-class Workspace:
-    """Memory that products use while they run, one after the other: those of one stream share one.
-
-    It grows to what the largest needs, and is kept.
-
-    Args:
-        device: Where it lies.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.empty(0, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that it takes."""
-        return self._sums.nbytes + self._counters.nbytes
-
-    def sums(self, count: int) -> Tensor:
-        """`count` float32 of any value."""
-        if len(self._sums) < count:
-            self._sums = self._sums.new_empty(count)
-        return self._sums
-
-    def counters(self, count: int) -> Tensor:
-        """`count` int32 of zero, which must be zero again when whoever uses them is done."""
-        if len(self._counters) < count:
-            self._counters = self._counters.new_zeros(count)
-        return self._counters
 
 
 def fp8_linear(
@@ -94,15 +64,15 @@ def fp8_linear(
         )
     rows = x.reshape(-1, width)
     on = _device_of(x.device)
-    if not _has_kernel(rows, weight, on):
-        whole = dense_linear(rows, weight, bias, multiply=multiply)
-    else:
+    decode: Decode = decode_rows
+    if _has_kernel(rows, weight, on):
         way = tile or choose(len(rows), weight.shape, _name(x.dtype), weight.group, on)
         if way.path == "fused":
             whole = _fused(rows, weight, bias, way.fitted(weight.group), on, workspace, out)
-        else:
-            whole = dense_linear(rows, weight, bias, multiply=multiply, decode=_decode_rows)
-    if out is not None and whole is not out:
+            return whole.view(*x.shape[:-1], len(weight.codes))
+        decode = _decode_rows
+    whole = dense_linear(rows, weight, bias, workspace=workspace, multiply=multiply, decode=decode)
+    if out is not None:
         whole = out.copy_(whole)
     return whole.view(*x.shape[:-1], len(weight.codes))
 
@@ -196,12 +166,14 @@ def _fused(
     return y
 
 
-def _decode_rows(weight: Fp8Weight, rows: slice, dtype: torch.dtype) -> Tensor:
+def _decode_rows(
+    weight: Fp8Weight, rows: slice, dtype: torch.dtype, workspace: Workspace | None = None
+) -> Tensor:
     """`decode_rows` by a kernel; what the weight was is what it becomes, or PyTorch has to round it twice."""
     if weight.dtype is not dtype:
-        return decode_rows(weight, rows, dtype)
+        return decode_rows(weight, rows, dtype, workspace)
     codes, scales = weight.codes[rows], weight.scales[rows]
-    whole = torch.empty(len(codes), weight.width, dtype=dtype, device=codes.device)
+    whole = (workspace or Workspace(codes.device)).rows(len(codes), weight.width, dtype)
     block = replace(Tile(block_n=32), block_k=128).fitted(weight.group)
     kernels = _kernels()
     kernels.dequantize_kernel[(ceil(weight.width / block.block_k), ceil(len(codes) / block.block_n))](
