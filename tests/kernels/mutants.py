@@ -93,7 +93,9 @@ MUTANTS: Final = (
     ),
     Mutant("the bias of fp16 forgotten", _KERNEL, "total *= _HALF_BIAS", "pass", _ERROR),
     Mutant("scales of rows forgotten", _KERNEL, "total *= tl.load(s_at)[None, :]", "pass", _BOUNDS),
-    Mutant("the bias forgotten where parts are added", _KERNEL, "if HAS_BIAS:", "if False:", _BOUNDS),
+    Mutant("the bias of a layer forgotten", _KERNEL, "if HAS_BIAS:", "if False:", _BOUNDS),
     Mutant("words packed in the order of memory", "fp8_gemm/pack.py", "(0, 2, 1, 3)", "(0, 1, 2, 3)", _CODES),
-    Mutant("weights made whole by half", "fp8_gemm/dense.py", "scales * _HALF_BIAS", "scales * 2.0**7", _WHOLE),
+    Mutant(
+        "weights made whole by half", "fp8_gemm/dense.py", "scales * _HALF_BIAS", "scales * 2.0**7", _WHOLE
+    ),
 )

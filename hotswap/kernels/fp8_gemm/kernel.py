@@ -72,6 +72,29 @@ def _tile_of(program, num_m, num_n, GROUP_M: tl.constexpr):
     return first + place % size, place // size
 
 
+@triton.jit
+def _accumulate(total, x, w, s_at, k, GROUP: tl.constexpr, WEIGHTS_LEFT: tl.constexpr):
+    """`total + x @ w.T`, or its transpose: with the scale of the step's group, if it has one."""
+    if GROUP > 0:
+        scale = tl.load(s_at + k // GROUP)
+        none = tl.zeros(total.shape, tl.float32)
+        if WEIGHTS_LEFT:
+            return total + dot(w, x, none) * scale[:, None]
+        else:
+            return total + dot(x, tl.trans(w), none) * scale[None, :]
+    elif WEIGHTS_LEFT:
+        return dot(w, x, total)
+    else:
+        return dot(x, tl.trans(w), total)
+
+
+@triton.jit
+def _write(y_at, total, b_at, inside, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        total += widen(tl.load(b_at))[None, :]
+    tl.store(y_at, narrow(total, y_at.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["M"])
 def fp8_gemm_kernel(
     x_ptr,
@@ -142,16 +165,7 @@ def fp8_gemm_kernel(
             words = tl.load(w_at + (k // 4 + rw)[None, :], mask=(k // 4 + rw)[None, :] < w_row, other=0)
             x = tl.load(x_at + k, mask=k + x_rk < K, other=0.0)
         w = decode_words(words, DTYPE, REBIAS)
-        if GROUP > 0:
-            scale = tl.load(s_at + k // GROUP)
-            if WEIGHTS_LEFT:
-                total += dot(w, x, tl.zeros((BLOCK_N, BLOCK_M), tl.float32)) * scale[:, None]
-            else:
-                total += dot(x, tl.trans(w), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale[None, :]
-        elif WEIGHTS_LEFT:
-            total = dot(w, x, total)
-        else:
-            total = dot(x, tl.trans(w), total)
+        total = _accumulate(total, x, w, s_at, k, GROUP, WEIGHTS_LEFT)
     if WEIGHTS_LEFT:
         total = tl.trans(total)
     if GROUP == 0:
@@ -171,14 +185,10 @@ def fp8_gemm_kernel(
             for other in range(0, num_parts):
                 # Past the first level of caches, which may hold what was there before.
                 total += tl.load(part_at + other * plane, mask=inside, other=0.0, cache_modifier=".cg")
-            if HAS_BIAS:
-                total += widen(tl.load(b_ptr + row_n))[None, :]
-            tl.store(y_at, narrow(total, y_ptr.dtype.element_ty), mask=inside)
+            _write(y_at, total, b_ptr + row_n, inside, HAS_BIAS)
             tl.store(count_ptr + tile, 0)
     else:
-        if HAS_BIAS:
-            total += widen(tl.load(b_ptr + row_n))[None, :]
-        tl.store(y_at, narrow(total, y_ptr.dtype.element_ty), mask=inside)
+        _write(y_at, total, b_ptr + row_n, inside, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["N"])

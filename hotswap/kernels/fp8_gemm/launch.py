@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from importlib import import_module
 from math import ceil
 from typing import Any, Final
@@ -13,13 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hotswap.errors import ConfigError
+from hotswap.kernels.calls import Call
 from hotswap.kernels.fp8_gemm.dense import Decode, Multiply, decode_rows, dense_linear
 from hotswap.kernels.fp8_gemm.pack import Fp8Weight
 from hotswap.kernels.fp8_gemm.tiles import ROWS, Tile, choose
 from hotswap.kernels.fp8_gemm.workspace import Workspace
 from hotswap.kernels.targets import TARGETS, Device, device_of, runs_triton
 
-__all__ = ["fp8_linear", "warm_up"]
+__all__ = ["dequantize_call", "fp8_linear", "gemm_call", "warm_up"]
+
+# Imports triton, and so is imported when a kernel is first wanted.
+_KERNELS: Final = "hotswap.kernels.fp8_gemm.kernel"
 
 _FUSED_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 # Weights with fewer rows or columns are not worth a tile.
@@ -125,45 +128,49 @@ def _fused(
     out: Tensor | None,
 ) -> Tensor:
     x = _aligned(x)
+    y = x.new_empty(len(x), len(weight.codes)) if out is None else out
+    gemm_call(x, weight, bias, y, tile, device, workspace or Workspace(x.device)).launch()
+    return y
+
+
+def gemm_call(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    y: Tensor,
+    tile: Tile,
+    device: Device,
+    workspace: Workspace,
+) -> Call:
+    """Return the launch of a fused product."""
     (num_rows, width), num_columns = x.shape, len(weight.codes)
-    y = x.new_empty(num_rows, num_columns) if out is None else out
     tiles = ceil(num_rows / tile.block_m) * ceil(num_columns / tile.block_n)
     parts = min(tile.parts, ceil(width / tile.block_k))
-    space = workspace or Workspace(x.device)
     is_split = parts > 1
-    assert device.target is not None, "whoever asks has looked"
-    kernels = _kernels()
-    kernels.fp8_gemm_kernel[(tiles, parts)](
-        x,
-        weight.codes,
-        weight.scales,
-        y if bias is None else bias,
-        y,
-        space.sums(parts * num_rows * num_columns) if is_split else y,
-        space.counters(tiles) if is_split else y,
-        num_rows,
-        num_columns,
-        width,
-        x.stride(0),
-        weight.codes.stride(0),
-        weight.scales.stride(0),
-        y.stride(0),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        GROUP=weight.group or 0,
-        SPLIT=is_split,
-        WEIGHTS_LEFT=tile.weights_left,
-        REBIAS=x.dtype is torch.bfloat16 or device.target.flushes_subnormals,
-        HAS_BIAS=bias is not None,
-        EVEN_N=num_columns % tile.block_n == 0,
-        EVEN_K=width % tile.block_k == 0,
-        STAGES=tile.stages,
-        DTYPE=getattr(kernels.tl, _name(x.dtype)),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return y
+    target = device.target
+    assert target is not None, "whoever asks has looked"
+    sums = workspace.sums(parts * num_rows * num_columns) if is_split else y
+    counters = workspace.counters(tiles) if is_split else y
+    tensors = (x, weight.codes, weight.scales, y if bias is None else bias, y, sums, counters)
+    strides = (x.stride(0), weight.codes.stride(0), weight.scales.stride(0), y.stride(0))
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP": weight.group or 0,
+        "SPLIT": is_split,
+        "WEIGHTS_LEFT": tile.weights_left,
+        "REBIAS": x.dtype is torch.bfloat16 or target.flushes_subnormals,
+        "HAS_BIAS": bias is not None,
+        "EVEN_N": num_columns % tile.block_n == 0,
+        "EVEN_K": width % tile.block_k == 0,
+        "STAGES": tile.stages,
+        "DTYPE": _triton_dtype(x.dtype),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    arguments = (*tensors, num_rows, num_columns, width, *strides)
+    return Call(f"{_KERNELS}:fp8_gemm_kernel", (tiles, parts), arguments, constants)
 
 
 def _decode_rows(
@@ -174,23 +181,24 @@ def _decode_rows(
         return decode_rows(weight, rows, dtype, workspace)
     codes, scales = weight.codes[rows], weight.scales[rows]
     whole = (workspace or Workspace(codes.device)).rows(len(codes), weight.width, dtype)
-    block = replace(Tile(block_n=32), block_k=128).fitted(weight.group)
-    kernels = _kernels()
-    kernels.dequantize_kernel[(ceil(weight.width / block.block_k), ceil(len(codes) / block.block_n))](
-        codes,
-        scales,
-        whole,
-        len(codes),
-        weight.width,
-        codes.stride(0),
-        scales.stride(0),
-        whole.stride(0),
-        BLOCK_N=block.block_n,
-        BLOCK_K=block.block_k,
-        GROUP=weight.group or 0,
-        DTYPE=getattr(kernels.tl, _name(dtype)),
-    )
+    dequantize_call(codes, scales, whole, weight.group).launch()
     return whole
+
+
+def dequantize_call(codes: Tensor, scales: Tensor, whole: Tensor, group: int | None) -> Call:
+    """Return the launch that makes packed rows whole."""
+    num_rows, width = whole.shape
+    block = Tile(block_n=32, block_k=128).fitted(group)
+    grid = (ceil(width / block.block_k), ceil(num_rows / block.block_n))
+    strides = (codes.stride(0), scales.stride(0), whole.stride(0))
+    constants: dict[str, Any] = {
+        "BLOCK_N": block.block_n,
+        "BLOCK_K": block.block_k,
+        "GROUP": group or 0,
+        "DTYPE": _triton_dtype(whole.dtype),
+    }
+    arguments = (codes, scales, whole, num_rows, width, *strides)
+    return Call(f"{_KERNELS}:dequantize_kernel", grid, arguments, constants)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -203,6 +211,5 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kernels() -> Any:
-    """What Triton compiles; it is imported when a kernel is first wanted."""
-    return import_module("hotswap.kernels.fp8_gemm.kernel")
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    return getattr(import_module(_KERNELS).tl, _name(dtype))
