@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,10 +32,11 @@ from hotswap import (
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import SkeletonCache, TorchEngine, linear
-from hotswap.backends.torch.coded import Coding, attach, detach, linear_weights
+from hotswap.backends.torch.coded import Coding, Fp8Linear, attach, detach, linear_weights
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.fp8 import SCHEMES
 from hotswap.backends.torch.linear import LEAST_ROWS, kernels, product
+from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.weights import Views, tensor_at
 from hotswap.kernels.fp8_gemm import Fp8Weight, decode_rows, pack
 from hotswap.policies import LeastLoadedRouter
@@ -135,6 +137,27 @@ def test_a_layer_is_left_as_it_was_and_its_hooks_run() -> None:
     detach(made)
     assert torch.equal(layer(hidden), before)
     assert seen == [0, 0, 0]
+
+
+@pytest.mark.skipif(torch.float32 not in kernels(), reason="oneDNN has no kernel here")
+def test_a_model_of_kept_layers_needs_no_more_rows_and_no_watching_than_another() -> None:
+    model = make_model("llama")
+    skeleton = Skeleton(json.dumps(model.config.to_dict()), torch.device("cpu"))
+    manifest, flat = stored(model, "fp8-e4m3")
+    dequantizer = Dequantizer(manifest, keep=linear_weights(skeleton.module))
+    coding = Coding(dequantizer.kept, dequantizer.scheme, torch.float32, torch.float32)
+    skeleton.bind(flat, manifest.tensors, coding)
+    assert {
+        f"{name}.weight" for name, layer in skeleton.module.named_modules() if layer in kept(skeleton)
+    } == (dequantizer.kept)
+    assert skeleton.linear_only
+    skeleton.unbind()
+    assert skeleton.coded == ()
+    assert not any(isinstance(vars(layer).get("forward"), Fp8Linear) for layer in skeleton.module.modules())
+
+
+def kept(skeleton: Skeleton) -> list[nn.Module]:
+    return [coded.layer for coded in skeleton.coded]
 
 
 def test_codes_that_do_not_fit_a_layer_are_refused() -> None:

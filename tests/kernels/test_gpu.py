@@ -1,0 +1,49 @@
+"""The kernels on a GPU, held to float64 as the interpreted ones are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hotswap.kernels.fp8_gemm import Fp8Weight, Workspace, fp8_linear, fp8_linear_reference, pack, warm_up
+from hotswap.kernels.targets import runs_triton
+from tests.kernels.fp8_weights import BOUNDS, WHOLE_BOUNDS, error, every_code, input_of, weight_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def on_gpu(weight: Fp8Weight) -> Fp8Weight:
+    return pack(replace(weight, codes=weight.codes.cuda(), scales=weight.scales.cuda()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [128, None])
+@pytest.mark.parametrize("shape", [(1280, 8192), (4096, 1024), (1000, 1100)])
+def test_products_are_those_of_float64_and_have_the_same_bits_again(
+    shape: tuple[int, int], group: int | None, dtype: torch.dtype
+) -> None:
+    weight, space = weight_of(*shape, group, dtype), Workspace(torch.device("cuda"))
+    packed = on_gpu(weight)
+    assert runs_triton(packed.codes.device)
+    warm_up([(packed, None)], dtype, space, most_rows=512)
+    for rows in (1, 7, 17, 33, 64, 100, 300, 700):
+        x = input_of(rows, shape[1], dtype)
+        found = fp8_linear(x.cuda(), packed, workspace=space)
+        bound = (BOUNDS if rows < 512 else WHOLE_BOUNDS)[dtype]
+        assert error(found.cpu(), fp8_linear_reference(x, weight)) <= bound
+        assert torch.equal(fp8_linear(x.cuda(), packed, workspace=space), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_finite_code_is_multiplied_exactly(dtype: torch.dtype) -> None:
+    """By rows of the identity, in a product whose sums have one number that is not zero."""
+    weight = replace(every_code(), codes=every_code().codes.repeat(16, 1), scales=torch.ones(64, 1))
+    found = fp8_linear(torch.eye(64, dtype=dtype).cuda(), on_gpu(weight))
+    assert torch.equal(found.cpu().T.double(), fp8_linear_reference(torch.eye(64), weight).T)
