@@ -1,0 +1,150 @@
+"""The two kernels of `segmented_lora`: activations down to ranks, and ranks up to what is added.
+
+A program of the first takes one *item*, a tile of rows of one adapter and a few pages of its ranks, over a
+part of the input's width; a program of the second takes one tile and a block of output columns. Parts of the
+width are added up in order by whoever reads them, so sums have the same bits in every run, and nothing has to
+be cleared or counted. Whatever depends on the mix of adapters is read from the plan, one int32 tensor, or
+passed as a number that is not specialised on: a new mix compiles nothing.
+"""
+
+# mypy: ignore-errors
+# pyright: basic, reportMissingImports=false
+import triton
+import triton.language as tl
+
+from hotswap.kernels.interpreter import dot, narrow, widen
+
+
+@triton.jit(do_not_specialize=["h_part", "h_slice", "item_at", "row_at", "part_width"])
+def shrink_kernel(
+    x_ptr,
+    a_ptr,
+    h_ptr,
+    plan_ptr,
+    item_at,
+    row_at,
+    width_in,
+    part_width,
+    x_row,
+    a_slice,
+    a_row,
+    h_part,
+    h_slice,
+    h_row,
+    BLOCK_M: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`h[part, slice, position, rank] = sum over the part's k of x[row of position, k] * A[slice, rank, k]`.
+
+    Grid: items, parts of the width, slices. An item is (first position, rows, where its pages stand in the
+    plan, pages, first rank); one of no rows only fills the grid.
+    """
+    item = plan_ptr + item_at + tl.program_id(0) * 5
+    num_rows = tl.load(item + 1)
+    if num_rows == 0:
+        return
+    part = tl.program_id(1)
+    piece = tl.program_id(2).to(tl.int64)
+    first = tl.load(item)
+    page_at = tl.load(item + 2)
+    num_pages = tl.load(item + 3)
+    column = tl.load(item + 4)
+    rm = tl.arange(0, BLOCK_M)
+    rr = tl.arange(0, PAGES * 16)
+    rk = tl.arange(0, BLOCK_K)
+    in_rows = rm < num_rows
+    in_ranks = rr // 16 < num_pages
+    row = tl.load(plan_ptr + row_at + first + rm, mask=in_rows, other=0)
+    page = tl.load(plan_ptr + page_at + rr // 16, mask=in_ranks, other=0)
+    rank = page.to(tl.int64) * 16 + rr % 16
+    x_at = x_ptr + row.to(tl.int64)[:, None] * x_row
+    a_at = a_ptr + piece * a_slice + rank[None, :] * a_row
+    total = tl.zeros((BLOCK_M, PAGES * 16), tl.float32)
+    start = part * part_width
+    for k in tl.range(start, tl.minimum(start + part_width, width_in), BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            x = tl.load(x_at + (k + rk)[None, :], mask=in_rows[:, None], other=0.0)
+            a = tl.load(a_at + (k + rk)[:, None], mask=in_ranks[None, :], other=0.0)
+        else:
+            inside = k + rk < width_in
+            x = tl.load(x_at + (k + rk)[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
+            a = tl.load(a_at + (k + rk)[:, None], mask=in_ranks[None, :] & inside[:, None], other=0.0)
+        total = dot(x, a, total)
+    position = (first + rm).to(tl.int64)
+    h_at = h_ptr + part.to(tl.int64) * h_part + piece * h_slice + position[:, None] * h_row
+    tl.store(h_at + (column + rr)[None, :], total, mask=in_rows[:, None] & in_ranks[None, :])
+
+
+@triton.jit(do_not_specialize=["h_part", "h_slice", "tile_at", "row_at", "block_at", "shift", "num_parts"])
+def expand_kernel(
+    h_ptr,
+    b_ptr,
+    y_ptr,
+    plan_ptr,
+    block_ptr,
+    tile_at,
+    row_at,
+    block_at,
+    shift,
+    num_parts,
+    h_part,
+    h_slice,
+    h_row,
+    b_row,
+    y_row,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """`y[row of position, n] += scale * sum over ranks of h[slice of n, position, rank] * B[rank, n]`.
+
+    Grid: column blocks, tiles. A tile is (first position, rows, where its pages stand in the plan, pages,
+    bits of the scale); a column block is (slice, column of B, column of y, columns). Columns of y count from
+    `shift` on.
+    """
+    tile = plan_ptr + tile_at + tl.program_id(1) * 5
+    num_rows = tl.load(tile + 1)
+    if num_rows == 0:
+        return
+    first = tl.load(tile)
+    page_at = tl.load(tile + 2)
+    num_pages = tl.load(tile + 3)
+    scale = tl.load(tile + 4).to(tl.float32, bitcast=True)
+    block = block_ptr + (block_at + tl.program_id(0)) * 4
+    piece = tl.load(block).to(tl.int64)
+    b_column = tl.multiple_of(tl.load(block + 1), 16)
+    y_column = tl.load(block + 2) - shift
+    num_columns = tl.load(block + 3)
+    if ALIGNED:
+        y_column = tl.multiple_of(y_column, 16)
+        num_columns = tl.multiple_of(num_columns, 16)
+    rm = tl.arange(0, BLOCK_M)
+    rn = tl.arange(0, BLOCK_N)
+    rr = tl.arange(0, PAGES * 16)
+    in_rows = rm < num_rows
+    h_at = h_ptr + piece * h_slice + (first + rm).to(tl.int64)[:, None] * h_row
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for p in range(0, num_pages, PAGES):
+        in_ranks = p + rr // 16 < num_pages
+        page = tl.load(plan_ptr + page_at + p + rr // 16, mask=in_ranks, other=0)
+        rank = page.to(tl.int64) * 16 + rr % 16
+        wanted = in_rows[:, None] & in_ranks[None, :]
+        part_at = h_at + (p * 16 + rr)[None, :]
+        h = tl.zeros((BLOCK_M, PAGES * 16), tl.float32)
+        for _ in range(0, num_parts):
+            h += tl.load(part_at, mask=wanted, other=0.0)
+            part_at += h_part
+        # The pool is as wide as whole blocks: no column of it need be masked.
+        b = tl.load(
+            b_ptr + rank[:, None] * b_row + (b_column + rn)[None, :], mask=in_ranks[:, None], other=0.0
+        )
+        total = dot(narrow(h, b_ptr.dtype.element_ty), b, total)
+    row = tl.load(plan_ptr + row_at + first + rm, mask=in_rows, other=0)
+    y_at = y_ptr + row.to(tl.int64)[:, None] * y_row + (y_column + rn)[None, :]
+    inside = in_rows[:, None] & (rn < num_columns)[None, :]
+    before = widen(tl.load(y_at, mask=inside, other=0.0))
+    tl.store(y_at, narrow(before + total * scale, y_ptr.dtype.element_ty), mask=inside)

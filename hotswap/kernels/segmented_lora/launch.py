@@ -1,0 +1,186 @@
+"""`segmented_lora`: low-rank updates of a batch that mixes adapters, on a GPU or in torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hotswap.errors import ConfigError
+from hotswap.kernels.segmented_lora.plan import PAGE_RANKS, SegmentPlan
+from hotswap.kernels.segmented_lora.pool import RankPool
+from hotswap.kernels.segmented_lora.tiles import Tile
+from hotswap.kernels.targets import runs_triton
+
+__all__ = ["Call", "expand", "expand_call", "segmented_lora", "shrink", "shrink_call"]
+
+# A grid, arguments, constants.
+Call: TypeAlias = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+
+
+def segmented_lora(out: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> Tensor:
+    """Add to `out`, in place, what the adapters of a plan make of `x`; two launches, whatever the mix.
+
+    Row *i* of an adapter gets `scale * x[i] @ A.T @ B` for every slice. Rows that the plan does not name are
+    neither read nor written. Sums are in fp32 and in a fixed order: the same call gives the same bits. What
+    is between A and B is rounded to the pool's dtype, as a pair of linear layers rounds it.
+
+    Args:
+        out: `[rows, sum of the slices' widths]`, of any floating dtype; columns are neighbours.
+        x: `[rows, width_in]` of the pool's dtype; columns are neighbours.
+        pool: A and B of every adapter.
+        plan: Which rows have which.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ConfigError: a tensor that does not fit the pool.
+
+    Source: Chen et al., Punica, arXiv:2310.18547, section 4; Sheng et al., S-LoRA, arXiv:2311.03285,
+    section 5.
+    """
+    expand(out, shrink(x, pool, plan), pool, plan)
+    return out
+
+
+def shrink(x: Tensor, pool: RankPool, plan: SegmentPlan) -> Tensor:
+    """Return what every slice's A makes of the planned rows, for `expand`; one launch.
+
+    Returns:
+        fp32 `[parts, slices, positions, ranks]`, to be added up over the parts. What lies beyond an adapter's
+        own pages, or beyond the planned positions, is not defined.
+    """
+    _check("x", x, pool.width_in, pool)
+    if x.dtype is not pool.dtype:
+        raise ConfigError(f"x is {x.dtype} and the pool {pool.dtype}; convert one of them.")
+    parts = _num_parts(pool, plan)
+    h = torch.empty(
+        parts, pool.num_slices, plan.capacity.rows, plan.width, dtype=torch.float32, device=x.device
+    )
+    if not plan.capacity.items:
+        return h
+    if runs_triton(x.device):
+        _launch("shrink_kernel", shrink_call(h, x, pool, plan))
+    else:
+        _shrink_in_torch(h, x, pool, plan)
+    return h
+
+
+def expand(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, *, piece: int | None = None) -> None:
+    """Add what B makes of `shrink`'s result to `out`, in place; one launch.
+
+    Args:
+        out: `[rows, columns]`, those of all slices or of one.
+        h: From `shrink`, of the same pool and plan.
+        pool: A and B of every adapter.
+        plan: Which rows have which.
+        piece: Which slice alone; all if `None`.
+    """
+    first, last = _pieces(pool, piece)
+    _check("out", out, pool.start_of(last) - pool.start_of(first), pool)
+    if not plan.capacity.tiles:
+        return
+    if runs_triton(out.device):
+        _launch("expand_kernel", expand_call(out, h, pool, plan, piece))
+    else:
+        _expand_in_torch(out, h, pool, plan, first, last)
+
+
+def _num_parts(pool: RankPool, plan: SegmentPlan) -> int:
+    return -(-pool.width_in // plan.tile.part) if plan.tile.part else 1
+
+
+def shrink_call(h: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> Call:
+    """Return the grid, the arguments and the constants of `shrink_kernel`."""
+    tile = plan.tile
+    depth = tile.depth * 2 // max(2, x.itemsize)  # as many bytes
+    grid = (plan.capacity.items, h.shape[0], pool.num_slices)
+    tensors = (x, pool.a, h, plan.work)
+    numbers = (plan.item_at, plan.row_at, pool.width_in, tile.part or _whole(pool, tile))
+    strides = (x.stride(0), pool.a.stride(0), pool.a.stride(1), h.stride(0), h.stride(1), h.stride(2))
+    constants = {
+        "BLOCK_M": tile.rows,
+        "PAGES": tile.pages,
+        "BLOCK_K": depth,
+        "EVEN_K": pool.width_in % depth == 0,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    return grid, (*tensors, *numbers, *strides), constants
+
+
+def expand_call(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, piece: int | None = None) -> Call:
+    """Return the grid, the arguments and the constants of `expand_kernel`."""
+    tile = plan.tile
+    first, last = _pieces(pool, piece)
+    blocks = pool.blocks_of(tile.columns, first, last)
+    grid = (len(blocks), plan.capacity.tiles)
+    tensors = (h, pool.b, out, plan.work, pool.blocks(tile.columns))
+    numbers = (plan.tile_at, plan.row_at, blocks.start, pool.start_of(first), h.shape[0])
+    strides = (h.stride(0), h.stride(1), h.stride(2), pool.b.stride(0), out.stride(0))
+    constants = {
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "PAGES": tile.pages,
+        "ALIGNED": pool.is_aligned,
+        "num_warps": tile.warps,
+        "num_stages": 2,
+    }
+    return grid, (*tensors, *numbers, *strides), constants
+
+
+def _whole(pool: RankPool, tile: Tile) -> int:
+    """The width of the input, as one part."""
+    return -(-pool.width_in // tile.depth) * tile.depth
+
+
+def _pieces(pool: RankPool, piece: int | None) -> tuple[int, int]:
+    return (0, pool.num_slices) if piece is None else (piece, piece + 1)
+
+
+def _launch(name: str, call: Call) -> None:
+    grid, arguments, constants = call
+    kernels: Any = import_module("hotswap.kernels.segmented_lora.kernel")  # which imports triton
+    getattr(kernels, name)[grid](*arguments, **constants)
+
+
+def _ranks(segment_pages: tuple[int, ...], device: torch.device) -> Tensor:
+    ranks = [page * PAGE_RANKS + rank for page in segment_pages for rank in range(PAGE_RANKS)]
+    return torch.tensor(ranks, device=device)
+
+
+def _shrink_in_torch(h: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> None:
+    h[1:] = 0
+    for segment in plan.segments:
+        rows = torch.tensor(plan.rows[segment.first : segment.last], device=x.device)
+        ranks = _ranks(segment.place.pages, x.device)
+        a = pool.a[:, ranks, : pool.width_in].float()
+        h[0, :, segment.first : segment.last, : len(ranks)] = x[rows].float() @ a.transpose(1, 2)
+
+
+def _expand_in_torch(
+    out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, first: int, last: int
+) -> None:
+    for segment in plan.segments:
+        rows = torch.tensor(plan.rows[segment.first : segment.last], device=out.device)
+        ranks = _ranks(segment.place.pages, out.device)
+        held = h[:, :, segment.first : segment.last, : len(ranks)].sum(0).to(pool.dtype).float()
+        for piece in range(first, last):
+            at = pool.start_of(piece) - pool.start_of(first)
+            columns = slice(at, at + pool.widths[piece])
+            change = held[piece] @ pool.part(piece)[1][ranks].float() * segment.place.scale
+            out[rows, columns] = (out[rows, columns].float() + change).to(out.dtype)
+
+
+def _check(name: str, tensor: Tensor, columns: int, pool: RankPool) -> None:
+    if tensor.ndim != 2 or tensor.shape[1] != columns or (columns > 1 and tensor.stride(1) != 1):
+        raise ConfigError(
+            f"{name} is {tuple(tensor.shape)} with strides {tensor.stride()}; it must be [rows, {columns}], "
+            "columns side by side."
+        )
+    if tensor.device != pool.device:
+        raise ConfigError(f"{name} lies on {tensor.device} and the pool on {pool.device}; move one of them.")
