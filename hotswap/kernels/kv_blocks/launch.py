@@ -1,0 +1,174 @@
+"""`gather` and `scatter`: by one kernel through a table of addresses, or in torch where Triton is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotswap.errors import ConfigError
+from hotswap.kernels.targets import runs_triton
+
+__all__ = ["BlockTable", "gather", "scatter"]
+
+# Bytes that all threads of a program move at once, and in all.
+_CHUNK_BYTES = 16 << 10
+_WARPS = 4
+# What the second axis of a grid takes.
+_MOST_POOLS = 65_535
+_WORD = 16
+
+
+class BlockTable:
+    """Where the blocks of a KV cache lie: one pool for each layer and side.
+
+    A block's bytes of all pools, in the order given, are a row of the staging buffer. Pools may differ in
+    shape and dtype. They must stay where they are for as long as the table is used.
+
+    Args:
+        pools: Each `[num_blocks, ...]` and contiguous, all on one device and of as many blocks.
+
+    Raises:
+        ConfigError: pools that differ in what must be alike, or none.
+
+    Attributes:
+        block_bytes: Of one block, all pools: the length of a row.
+        num_blocks: Of each pool.
+    """
+
+    def __init__(self, pools: Sequence[Tensor]) -> None:
+        if not 0 < len(pools) <= _MOST_POOLS:
+            raise ConfigError(f"A table of {len(pools)} pools was asked for; it takes 1 to {_MOST_POOLS}.")
+        self.device, self.num_blocks = pools[0].device, len(pools[0])
+        for index, pool in enumerate(pools):
+            if (pool.device, len(pool)) != (self.device, self.num_blocks) or not pool.is_contiguous():
+                raise ConfigError(
+                    f"Pool {index} has {len(pool)} blocks on {pool.device} with strides {pool.stride()}: "
+                    f"all must be contiguous and have {self.num_blocks} on {self.device}."
+                )
+        self._pools = [pool.detach().view(self.num_blocks, -1).view(torch.uint8) for pool in pools]
+        self._sizes = [pool.shape[1] for pool in self._pools]
+        self.block_bytes = sum(self._sizes)
+        self._tables: dict[int, Tensor] = {}
+        self._is_wide = all(
+            number % _WORD == 0 for pool in self._pools for number in (pool.data_ptr(), pool.shape[1])
+        )
+
+    def parts(self, staging: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Every pool as bytes, `[num_blocks, bytes]`, and its columns of rows `[blocks, block_bytes]`."""
+        ends = list(accumulate(self._sizes, initial=0))
+        return [
+            (pool, staging[:, first:last])
+            for pool, (first, last) in zip(self._pools, pairwise(ends), strict=True)
+        ]
+
+    def word_bytes(self, staging: Tensor) -> int:
+        """Bytes of the words that are moved: four, so that threads move 16 bytes, or one."""
+        return 4 if self._is_wide and staging.data_ptr() % _WORD == 0 else 1
+
+    def entries(self, word_bytes: int) -> Tensor:
+        """int64 `[pools, 3]` on the device: address, words of a block, its first word in a row."""
+        if word_bytes not in self._tables:
+            starts = accumulate(self._sizes, initial=0)
+            records = [
+                (pool.data_ptr(), size // word_bytes, start // word_bytes)
+                for pool, size, start in zip(self._pools, self._sizes, starts, strict=False)
+            ]
+            self._tables[word_bytes] = torch.tensor(records, dtype=torch.int64, device=self.device)
+        return self._tables[word_bytes]
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of a block, in the pool where it has most."""
+        return max(self._sizes)
+
+    def __repr__(self) -> str:
+        return (
+            f"<BlockTable [{len(self._pools)} pools of {self.num_blocks}, {self.block_bytes} bytes a block]>"
+        )
+
+
+def gather(table: BlockTable, blocks: Sequence[int], staging: Tensor) -> None:
+    """Copy blocks, all pools of each, to rows of `staging`; in the order of the device's stream.
+
+    Args:
+        table: Where they lie.
+        blocks: Which; -1 leaves its row as it is.
+        staging: uint8, `block_bytes` for each, contiguous; on the same device, or pinned host memory, to
+            which a GPU writes by itself: read it once the stream has come so far.
+
+    Raises:
+        ConfigError: a block that there is not, or staging that does not fit.
+    """
+    _move(table, blocks, staging, to_staging=True)
+
+
+def scatter(table: BlockTable, blocks: Sequence[int], staging: Tensor) -> None:
+    """Fill blocks from rows of `staging`, as `gather` wrote them; no block twice. Otherwise as there."""
+    _move(table, blocks, staging, to_staging=False)
+
+
+def _move(table: BlockTable, blocks: Sequence[int], staging: Tensor, *, to_staging: bool) -> None:
+    _check(table, blocks, staging)
+    if not blocks or not table.block_bytes:
+        return
+    rows = staging.view(len(blocks), table.block_bytes)
+    if runs_triton(table.device):
+        _launch(table, blocks, rows, to_staging)
+    else:
+        _move_in_torch(table, blocks, rows, to_staging)
+
+
+def _launch(table: BlockTable, blocks: Sequence[int], rows: Tensor, to_staging: bool) -> None:
+    word_bytes = table.word_bytes(rows)
+    words = rows.view(torch.int32) if word_bytes == 4 else rows
+    chunk = _CHUNK_BYTES // word_bytes
+    num_chunks = -(-table.largest_bytes // _CHUNK_BYTES)
+    kernels: Any = import_module("hotswap.kernels.kv_blocks.kernel")  # which imports triton
+    kernels.move_kernel[(len(blocks) * num_chunks, len(table.entries(word_bytes)))](
+        table.entries(word_bytes),
+        _sent(blocks, table.device),
+        words,
+        words.shape[1],
+        num_chunks,
+        TO_STAGING=to_staging,
+        WORDS=chunk,
+        WIDE=word_bytes == 4,
+        num_warps=_WARPS,
+    )
+
+
+def _move_in_torch(table: BlockTable, blocks: Sequence[int], rows: Tensor, to_staging: bool) -> None:
+    kept = [index for index, block in enumerate(blocks) if block >= 0]
+    there = torch.tensor(kept, dtype=torch.long, device=rows.device)
+    here = torch.tensor([blocks[index] for index in kept], dtype=torch.long, device=table.device)
+    for pool, columns in table.parts(rows):
+        if to_staging:
+            columns[there] = pool[here].to(columns.device)
+        else:
+            pool[here] = columns[there].to(pool.device)
+
+
+def _sent(blocks: Sequence[int], device: torch.device) -> Tensor:
+    numbers = torch.tensor(blocks, dtype=torch.int32)
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def _check(table: BlockTable, blocks: Sequence[int], staging: Tensor) -> None:
+    wanted = len(blocks) * table.block_bytes
+    if staging.dtype is not torch.uint8 or not staging.is_contiguous() or staging.numel() != wanted:
+        raise ConfigError(
+            f"The staging buffer is {staging.dtype} of {staging.numel()}, contiguous: "
+            f"{staging.is_contiguous()}; {len(blocks)} blocks take {wanted} of torch.uint8 side by side."
+        )
+    if staging.device != table.device and not staging.is_pinned():
+        raise ConfigError(
+            f"The staging buffer lies on {staging.device}, not pinned, and the blocks on {table.device}; "
+            "pin it, or stage on the device."
+        )
+    if blocks and (min(blocks) < -1 or max(blocks) >= table.num_blocks):
+        raise ConfigError(f"Of blocks {min(blocks)} to {max(blocks)} there are {table.num_blocks}.")

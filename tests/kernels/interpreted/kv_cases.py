@@ -1,0 +1,91 @@
+"""The kernel of `kv_blocks` in Triton's interpreter, against block after block; run by `test_kv_blocks`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
+from hotswap.kernels.kv_blocks.reference import gather_reference, scatter_reference
+from tests.kernels.guard import guarded
+
+# Shapes of a block in each pool: alike, of several widths, larger than a chunk, and of odd numbers of bytes.
+CACHES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "alike": ((2, 16, 64),) * 6,
+    "several": ((2, 16, 64), (1, 16, 32), (2, 16, 128)),
+    "large": ((9, 32, 64),) * 2,
+    "odd": ((3, 5, 7), (1, 1, 1), (2, 3, 1)),
+    "eight bytes": ((1, 4), (2, 8)),
+}
+CHOICES = {
+    "some": (7, 3, 19, 1),
+    "one": (19,),
+    "none": (),
+    "with holes": (-1, 4, -1, 0, 12),
+    "only holes": (-1, -1),
+}
+
+
+def make_pools(cache: str, dtype: torch.dtype, num_blocks: int = 20) -> list[Tensor]:
+    """Bytes of all kinds, NaNs among them."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randint(0, 256, (num_blocks, size[0] * dtype.itemsize), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .view(num_blocks, *shape)
+        for shape in CACHES[cache]
+        for size in [(torch.Size(shape).numel(),)]
+    ]
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """Whether they have the same bits."""
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def poisoned(count: int, table: BlockTable) -> Tensor:
+    return torch.full((count, table.block_bytes), 0xA5, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_blocks_go_to_the_buffer_and_back(dtype: torch.dtype, cache: str, choice: str) -> None:
+    pools, blocks = make_pools(cache, dtype), CHOICES[choice]
+    table = BlockTable(pools)
+    staging = poisoned(len(blocks), table)
+    expected = gather_reference(pools, blocks, staging)
+    gather(table, blocks, staging.view(-1))
+    assert same(staging, expected)
+    elsewhere = [19 - block if block >= 0 else -1 for block in blocks]
+    targets = [torch.zeros_like(pool) for pool in pools]
+    filled = scatter_reference(targets, elsewhere, staging)
+    scatter(BlockTable(targets), elsewhere, staging.view(-1))
+    assert all(same(*pair) for pair in zip(targets, filled, strict=True))
+
+
+def test_a_buffer_that_begins_anywhere_is_filled_byte_by_byte() -> None:
+    pools = make_pools("alike", torch.bfloat16)
+    table = BlockTable(pools)
+    whole = torch.zeros(3 + 2 * table.block_bytes, dtype=torch.uint8)
+    assert table.word_bytes(whole) == 4
+    assert table.word_bytes(whole[3:]) == 1
+    gather(table, (2, 5), whole[3:])
+    assert same(whole[3:].view(2, -1), gather_reference(pools, (2, 5), whole[3:].view(2, -1)))
+    assert not whole[:3].any()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_nothing_outside_the_tensors_is_read_or_written(cache: str) -> None:
+    pools = [guarded(pool) for pool in make_pools(cache, torch.bfloat16)]
+    table = BlockTable(pools)
+    for word_bytes in (1, 4):
+        table._tables[word_bytes] = guarded(table.entries(word_bytes))
+    blocks: Sequence[int] = (19, 0, 7)
+    staging = guarded(poisoned(3, table))
+    gather(table, blocks, staging.view(-1))
+    assert same(staging, gather_reference(pools, blocks, staging))
+    scatter(table, blocks, staging.view(-1))

@@ -1,0 +1,68 @@
+"""`kv_blocks`: its torch path, what it refuses, and its kernel in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap import ConfigError
+from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
+from hotswap.kernels.kv_blocks.reference import gather_reference, scatter_reference
+from tests.kernels.interpreted.kv_cases import CACHES, make_pools, same
+from tests.kernels.interpreted.run import interpret
+
+
+def test_the_kernel_moves_every_byte_in_the_interpreter() -> None:
+    interpret("kv_cases.py")
+
+
+@given(
+    cache=st.sampled_from(sorted(CACHES)),
+    blocks=st.lists(st.integers(0, 19), unique=True, max_size=20),
+    holes=st.sets(st.integers(0, 19)),
+)
+def test_torch_moves_every_byte(cache: str, blocks: list[int], holes: set[int]) -> None:
+    chosen = [-1 if index in holes else block for index, block in enumerate(blocks)]
+    pools = make_pools(cache, torch.bfloat16)
+    table = BlockTable(pools)
+    staging = torch.full((len(chosen), table.block_bytes), 0xA5, dtype=torch.uint8)
+    expected = gather_reference(pools, chosen, staging)
+    gather(table, chosen, staging)
+    assert same(staging, expected)
+    targets = [torch.zeros_like(pool) for pool in pools]
+    filled = scatter_reference(targets, chosen, staging)
+    scatter(BlockTable(targets), chosen, staging)
+    assert all(same(*pair) for pair in zip(targets, filled, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [(20,), (-2,), (0, 21)])
+def test_a_block_that_there_is_not_is_refused(blocks: tuple[int, ...]) -> None:
+    table = BlockTable(make_pools("alike", torch.bfloat16))
+    staging = torch.zeros(len(blocks), table.block_bytes, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match="there are 20"):
+        gather(table, blocks, staging)
+
+
+@pytest.mark.parametrize(
+    "staging",
+    [
+        torch.zeros(1, dtype=torch.uint8),
+        torch.zeros(2 * 6 * 4096, dtype=torch.uint8)[::2],
+        torch.zeros(6 * 4096, dtype=torch.bfloat16),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused(staging: torch.Tensor) -> None:
+    table = BlockTable(make_pools("alike", torch.bfloat16))
+    with pytest.raises(ConfigError, match="staging buffer"):
+        gather(table, [3], staging)
+
+
+def test_pools_that_are_not_alike_are_refused() -> None:
+    whole = torch.zeros(4, 2, 8)
+    for other in (torch.zeros(5, 2, 8), whole.transpose(1, 2), whole.to("meta")):
+        with pytest.raises(ConfigError):
+            BlockTable([whole, other])
+    with pytest.raises(ConfigError):
+        BlockTable([])
