@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from torch import Tensor
 from hotswap.errors import ConfigError
 from hotswap.kernels.targets import runs_triton
 
-__all__ = ["BlockTable", "gather", "scatter"]
+__all__ = ["BlockTable", "Call", "gather", "move_call", "scatter"]
 
-# Bytes that all threads of a program move at once, and in all.
-_CHUNK_BYTES = 16 << 10
+# A grid, arguments, constants.
+Call: TypeAlias = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+
+# Words that a program moves.
+_CHUNK_WORDS = 4096
 _WARPS = 4
 # What the second axis of a grid takes.
 _MOST_POOLS = 65_535
@@ -118,28 +121,32 @@ def _move(table: BlockTable, blocks: Sequence[int], staging: Tensor, *, to_stagi
         return
     rows = staging.view(len(blocks), table.block_bytes)
     if runs_triton(table.device):
-        _launch(table, blocks, rows, to_staging)
+        _launch(move_call(table, blocks, rows, to_staging))
     else:
         _move_in_torch(table, blocks, rows, to_staging)
 
 
-def _launch(table: BlockTable, blocks: Sequence[int], rows: Tensor, to_staging: bool) -> None:
+def move_call(table: BlockTable, blocks: Sequence[int], rows: Tensor, to_staging: bool) -> Call:
+    """Return the grid, the arguments and the constants of `move_kernel`."""
     word_bytes = table.word_bytes(rows)
     words = rows.view(torch.int32) if word_bytes == 4 else rows
-    chunk = _CHUNK_BYTES // word_bytes
-    num_chunks = -(-table.largest_bytes // _CHUNK_BYTES)
+    entries = table.entries(word_bytes)
+    num_chunks = -(-table.largest_bytes // (_CHUNK_WORDS * word_bytes))
+    grid = (len(blocks) * num_chunks, len(entries))
+    arguments = (entries, _sent(blocks, table.device), words, words.shape[1], num_chunks)
+    constants = {
+        "TO_STAGING": to_staging,
+        "WORDS": _CHUNK_WORDS,
+        "WIDE": word_bytes == 4,
+        "num_warps": _WARPS,
+    }
+    return grid, arguments, constants
+
+
+def _launch(call: Call) -> None:
+    grid, arguments, constants = call
     kernels: Any = import_module("hotswap.kernels.kv_blocks.kernel")  # which imports triton
-    kernels.move_kernel[(len(blocks) * num_chunks, len(table.entries(word_bytes)))](
-        table.entries(word_bytes),
-        _sent(blocks, table.device),
-        words,
-        words.shape[1],
-        num_chunks,
-        TO_STAGING=to_staging,
-        WORDS=chunk,
-        WIDE=word_bytes == 4,
-        num_warps=_WARPS,
-    )
+    kernels.move_kernel[grid](*arguments, **constants)
 
 
 def _move_in_torch(table: BlockTable, blocks: Sequence[int], rows: Tensor, to_staging: bool) -> None:

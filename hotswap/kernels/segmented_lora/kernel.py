@@ -4,7 +4,9 @@ A program of the first takes one *item*, a tile of rows of one adapter and a few
 part of the input's width; a program of the second takes one tile and a block of output columns. Parts of the
 width are added up in order by whoever reads them, so sums have the same bits in every run, and nothing has to
 be cleared or counted. Whatever depends on the mix of adapters is read from the plan, one int32 tensor, or
-passed as a number that is not specialised on: a new mix compiles nothing.
+passed as a number that is not specialised on: a new mix compiles nothing. What of these is a multiple of a
+block or a page is passed in blocks or pages, since Triton loads in wide words only what it knows to be
+aligned.
 """
 
 # mypy: ignore-errors
@@ -15,7 +17,7 @@ import triton.language as tl
 from hotswap.kernels.interpreter import dot, narrow, widen
 
 
-@triton.jit(do_not_specialize=["h_part", "h_slice", "item_at", "row_at", "part_width"])
+@triton.jit(do_not_specialize=["h_part_pages", "h_slice_pages", "item_at", "row_at", "part_steps"])
 def shrink_kernel(
     x_ptr,
     a_ptr,
@@ -24,12 +26,12 @@ def shrink_kernel(
     item_at,
     row_at,
     width_in,
-    part_width,
+    part_steps,
     x_row,
     a_slice,
     a_row,
-    h_part,
-    h_slice,
+    h_part_pages,
+    h_slice_pages,
     h_row,
     BLOCK_M: tl.constexpr,
     PAGES: tl.constexpr,
@@ -63,8 +65,9 @@ def shrink_kernel(
     x_at = x_ptr + row.to(tl.int64)[:, None] * x_row
     a_at = a_ptr + piece * a_slice + rank[None, :] * a_row
     total = tl.zeros((BLOCK_M, PAGES * 16), tl.float32)
-    start = part * part_width
-    for k in tl.range(start, tl.minimum(start + part_width, width_in), BLOCK_K, num_stages=STAGES):
+    start = part * part_steps * BLOCK_K  # said so that a multiple of BLOCK_K is known to be one
+    stop = tl.minimum(start + part_steps * BLOCK_K, width_in)
+    for k in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             x = tl.load(x_at + (k + rk)[None, :], mask=in_rows[:, None], other=0.0)
             a = tl.load(a_at + (k + rk)[:, None], mask=in_ranks[None, :], other=0.0)
@@ -74,11 +77,14 @@ def shrink_kernel(
             a = tl.load(a_at + (k + rk)[:, None], mask=in_ranks[None, :] & inside[:, None], other=0.0)
         total = dot(x, a, total)
     position = (first + rm).to(tl.int64)
-    h_at = h_ptr + part.to(tl.int64) * h_part + piece * h_slice + position[:, None] * h_row
+    plane = part.to(tl.int64) * h_part_pages + piece * h_slice_pages
+    h_at = h_ptr + plane * 16 + position[:, None] * h_row
     tl.store(h_at + (column + rr)[None, :], total, mask=in_rows[:, None] & in_ranks[None, :])
 
 
-@triton.jit(do_not_specialize=["h_part", "h_slice", "tile_at", "row_at", "block_at", "shift", "num_parts"])
+@triton.jit(
+    do_not_specialize=["h_part_pages", "h_slice_pages", "tile_at", "row_at", "block_at", "shift", "num_parts"]
+)
 def expand_kernel(
     h_ptr,
     b_ptr,
@@ -90,8 +96,8 @@ def expand_kernel(
     block_at,
     shift,
     num_parts,
-    h_part,
-    h_slice,
+    h_part_pages,
+    h_slice_pages,
     h_row,
     b_row,
     y_row,
@@ -126,7 +132,7 @@ def expand_kernel(
     rn = tl.arange(0, BLOCK_N)
     rr = tl.arange(0, PAGES * 16)
     in_rows = rm < num_rows
-    h_at = h_ptr + piece * h_slice + (first + rm).to(tl.int64)[:, None] * h_row
+    h_at = h_ptr + piece * h_slice_pages * 16 + (first + rm).to(tl.int64)[:, None] * h_row
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for p in range(0, num_pages, PAGES):
         in_ranks = p + rr // 16 < num_pages
@@ -137,7 +143,7 @@ def expand_kernel(
         h = tl.zeros((BLOCK_M, PAGES * 16), tl.float32)
         for _ in range(0, num_parts):
             h += tl.load(part_at, mask=wanted, other=0.0)
-            part_at += h_part
+            part_at += h_part_pages * 16
         # The pool is as wide as whole blocks: no column of it need be masked.
         b = tl.load(
             b_ptr + rank[:, None] * b_row + (b_column + rn)[None, :], mask=in_ranks[:, None], other=0.0

@@ -99,8 +99,8 @@ def shrink_call(h: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> Call
     depth = tile.depth * 2 // max(2, x.itemsize)  # as many bytes
     grid = (plan.capacity.items, h.shape[0], pool.num_slices)
     tensors = (x, pool.a, h, plan.work)
-    numbers = (plan.item_at, plan.row_at, pool.width_in, tile.part or _whole(pool, tile))
-    strides = (x.stride(0), pool.a.stride(0), pool.a.stride(1), h.stride(0), h.stride(1), h.stride(2))
+    numbers = (plan.item_at, plan.row_at, pool.width_in, (tile.part or _whole(pool, tile)) // depth)
+    strides = (x.stride(0), pool.a.stride(0), pool.a.stride(1), *_strides(h))
     constants = {
         "BLOCK_M": tile.rows,
         "PAGES": tile.pages,
@@ -121,7 +121,7 @@ def expand_call(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, piece
     grid = (len(blocks), plan.capacity.tiles)
     tensors = (h, pool.b, out, plan.work, pool.blocks(tile.columns))
     numbers = (plan.tile_at, plan.row_at, blocks.start, pool.start_of(first), h.shape[0])
-    strides = (h.stride(0), h.stride(1), h.stride(2), pool.b.stride(0), out.stride(0))
+    strides = (*_strides(h), pool.b.stride(0), out.stride(0))
     constants = {
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
@@ -131,6 +131,11 @@ def expand_call(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, piece
         "num_stages": 2,
     }
     return grid, (*tensors, *numbers, *strides), constants
+
+
+def _strides(h: Tensor) -> tuple[int, int, int]:
+    """From part to part and slice to slice in pages, which all are made of, and from position to position."""
+    return h.stride(0) // PAGE_RANKS, h.stride(1) // PAGE_RANKS, h.stride(2)
 
 
 def _whole(pool: RankPool, tile: Tile) -> int:

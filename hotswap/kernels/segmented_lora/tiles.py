@@ -74,7 +74,7 @@ def rule_of_thumb(rows: int, device: Device) -> Tile:
     stages = 2 if device.target and device.target.is_amd else 4
     if rows <= _MOST_DECODES:
         return Tile(stages=stages)
-    return Tile(rows=64, pages=4, depth=64, part=0, stages=min(3, stages))
+    return Tile(rows=64, pages=4, depth=64, part=0, warps=8, stages=min(3, stages))
 
 
 def tiles_of(width_in: int, device: torch.device | Device) -> tuple[Tile, ...]:
