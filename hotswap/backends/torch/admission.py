@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hotswap.backends.servable import most_tokens
-from hotswap.backends.torch.adapters.plan import RankRange
+from hotswap.backends.torch.adapters.plan import Place
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.prefix import root_key
@@ -19,7 +19,7 @@ def to_sequence(
     request: Request,
     ticket: int,
     model: LoadedModel,
-    adapter: RankRange | None,
+    adapter: Place | None,
     *,
     epoch: int,
     keys_of: Callable[[Request, bytes], tuple[bytes, ...]] | None = None,

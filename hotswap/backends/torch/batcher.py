@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from hotswap.backends.torch.adapters.plan import RankRange
+from hotswap.backends.torch.adapters.plan import Place
 from hotswap.backends.torch.blocks import BlockPool, Copy
 from hotswap.backends.torch.forward import Piece
 from hotswap.backends.torch.kv import blocks_for
@@ -53,7 +53,7 @@ class Sequence:
     sampler: Sampler
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
-    adapter: RankRange | None = None
+    adapter: Place | None = None
     priority: int = 0
     root: bytes = b""
     blocks: list[int] = field(default_factory=list[int])

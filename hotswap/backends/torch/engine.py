@@ -23,7 +23,7 @@ from hotswap.backends.adapter_books import Held
 from hotswap.backends.life import Life
 from hotswap.backends.servable import check_servable
 from hotswap.backends.torch.adapters.holder import AdapterHolder
-from hotswap.backends.torch.adapters.plan import RankRange
+from hotswap.backends.torch.adapters.plan import Place
 from hotswap.backends.torch.admission import to_sequence
 from hotswap.backends.torch.forward import Forward, LocalForward
 from hotswap.backends.torch.loading import LoadedModel
@@ -501,7 +501,7 @@ class TorchEngine(Engine):
 
     # ------------------------------------------------------------------ streams
 
-    def _admit(self, request: Request) -> tuple[int, TokenQueue, Held[RankRange] | None]:
+    def _admit(self, request: Request) -> tuple[int, TokenQueue, Held[Place] | None]:
         self._life.refuse_if_lost()
         model = self._models.serving
         if model is None or self._life.state is not _SERVING or model.card.id != request.model:

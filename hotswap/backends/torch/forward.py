@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hotswap.backends.torch.adapters.plan import RankRange, adaptation
+from hotswap.backends.torch.adapters.plan import Place, adaptation
 from hotswap.backends.torch.attention import Segment, Step, even_blocks, running
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.device import multiplies_bf16
@@ -44,7 +44,7 @@ class Piece:
     start: int
     blocks: Sequence[int]
     samples: bool
-    adapter: RankRange | None = None
+    adapter: Place | None = None
 
     @property
     def end(self) -> int:
@@ -201,7 +201,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_o
     blocks: list[int] = []
     keep: list[int] = []
     segments: list[Segment] = []
-    adapted: list[tuple[RankRange, range, int | None]] = []
+    adapted: list[tuple[Place, range, int | None]] = []
     cache.runs.begin()
     for group in _groups(pieces, cache.block_tokens):
         segments.append(_segment(len(ids), group, cache))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -10,17 +11,24 @@ import torch
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.adapter_books import AdapterBooks, Held
+from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, PeftCache
-from hotswap.backends.torch.adapters.plan import RankRange
+from hotswap.backends.torch.adapters.plan import Place
 from hotswap.backends.torch.adapters.pool import AdapterPool, bytes_per_rank
 from hotswap.backends.torch.adapters.targets import Target
+from hotswap.backends.torch.adapters.tiled import TiledPool
 from hotswap.backends.torch.device import out_of_memory_mapped
 from hotswap.errors import OutOfMemory
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
 from hotswap.view import InstanceId
 
-__all__ = ["AdapterHolder"]
+__all__ = ["AdapterHolder", "pool_kind"]
+
+
+def pool_kind(device: torch.device) -> type[PagedPool | TiledPool]:
+    """Return how adapters lie on a device: as the kernels want them, or as a CPU does."""
+    return TiledPool if device.type == "cpu" else PagedPool
 
 
 class AdapterHolder:
@@ -37,8 +45,8 @@ class AdapterHolder:
     def __init__(self, engine: InstanceId, device: torch.device, *, most: int, size_bytes: int) -> None:
         self._engine, self._device, self._size_bytes = engine, device, size_bytes
         self._cache = PeftCache(size_bytes)
-        self._pool: AdapterPool | None = None
-        self._books = AdapterBooks[RankRange](engine, most=most)
+        self._pool: AdapterPool[Any] | None = None
+        self._books = AdapterBooks[Place](engine, most=most)
         self._line = anyio.Lock()  # of those that load
         self._pen = anyio.Lock()  # of those that change the pool
 
@@ -53,7 +61,7 @@ class AdapterHolder:
         dtype = next((target.dtype for target in targets.values()), torch.float32)
         num_ranks = self._size_bytes // max(1, bytes_per_rank(targets, dtype))
         self._books.serve(model)
-        self._pool = AdapterPool(targets, num_ranks=num_ranks, dtype=dtype, device=self._device)
+        self._pool = pool_kind(self._device)(targets, num_ranks=num_ranks, dtype=dtype, device=self._device)
 
     async def forget(self) -> None:
         """Drop everything: the model goes. Cannot be interrupted."""
@@ -76,8 +84,8 @@ class AdapterHolder:
             async with self._pen:
                 self._books.enter(name, await self._put(name, weights, pool))
 
-    async def _put(self, name: AdapterId, weights: AdapterWeights, pool: AdapterPool) -> RankRange:
-        ranks = pool.take(weights.rank)
+    async def _put(self, name: AdapterId, weights: AdapterWeights, pool: AdapterPool[Any]) -> Place:
+        ranks: Place | None = pool.take(weights.rank)
         if ranks is None:
             raise OutOfMemory(
                 f"Adapter {name!r} of rank {weights.rank} finds no room in the {pool.num_ranks} ranks "
@@ -102,7 +110,7 @@ class AdapterHolder:
             if ranks is not None and self._pool is not None:
                 self._pool.give(ranks)
 
-    def use(self, adapter: AdapterId | None) -> Held[RankRange] | None:
+    def use(self, adapter: AdapterId | None) -> Held[Place] | None:
         """Count a user more, who counts itself out later.
 
         Raises:

@@ -1,9 +1,12 @@
 """Which rows of a step go through which ranks of the pool, so that few products do all adapters.
 
-The adapters of a layer lie one under the other in one matrix (`pool`). Rows are cut into tiles of eight. A
-tile of one adapter goes through its ranks; a tile of several goes through the whole range of their ranks, and
-what a row has no part in is set to zero between the two products, before it could be added to anything. That
-spares the batch of decodes, in which every request may have another adapter, a product for each of them.
+On a GPU they go through kernels, which take each adapter by itself (`hotswap.kernels.segmented_lora`).
+
+On a CPU the adapters of a layer lie one under the other in one matrix (`tiled`). Rows are cut into tiles of
+eight. A tile of one adapter goes through its ranks; a tile of several goes through the whole range of their
+ranks, and what a row has no part in is set to zero between the two products, before it could be added to
+anything. That spares the batch of decodes, in which every request may have another adapter, a product for
+each of them.
 
 Bits do not depend on who shares the step: on a CPU both products are oneDNN's, which round a row alike for
 any number of rows from two on, wherever its ranks lie, and zeros add nothing. (MKL's do so for eight rows on
@@ -15,11 +18,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["TILE_ROWS", "Adaptation", "Plan", "RankRange", "Run", "adaptation"]
+from hotswap.kernels.segmented_lora import RankPlace, RankPool, SegmentPlan, plan_rows, shrink, tile_for
+
+__all__ = [
+    "TILE_ROWS",
+    "Adaptation",
+    "PagedPlan",
+    "Place",
+    "Plan",
+    "RankPages",
+    "RankRange",
+    "Run",
+    "StepPlan",
+    "adaptation",
+]
 
 TILE_ROWS = 8
 # Ranks that a tile of several adapters spans at most: more would be multiplied in vain.
@@ -28,17 +45,35 @@ _MOST_RANKS = 96
 _MOST_GAP = 16
 
 
-@dataclass(frozen=True, slots=True)
-class RankRange:
-    """The place of one adapter in the pool: rank rows `first` to `last`.
+class Place(Protocol):
+    """Where an adapter lies in the pool of its engine.
 
     `serial` is given to no other adapter of the process, also not to the same one when it comes again: what
     was computed with an adapter belongs to it.
     """
 
+    @property
+    def serial(self) -> int:
+        """Stands for the adapter."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankRange:
+    """The place of one adapter in a pool of tiles: rank rows `first` to `last`."""
+
     first: int
     last: int
     serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPages:
+    """The place of one adapter in a pool of pages; `width_in` is the widest input of its layers."""
+
+    pages: tuple[int, ...]
+    serial: int
+    width_in: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +125,32 @@ class Plan:
         out.view(-1, out.shape[-1]).index_add_(0, self.rows, change)
 
 
+@dataclass(slots=True, eq=False)
+class PagedPlan:
+    """The rows with adapters, as the kernels take them.
+
+    Attributes:
+        segments: What is to be multiplied.
+        serials: Of the adapters.
+    """
+
+    segments: SegmentPlan
+    serials: frozenset[int]
+    _pool: RankPool | None = field(default=None, repr=False)
+    _input: Tensor | None = field(default=None, repr=False)
+    _ranks: Tensor | None = field(default=None, repr=False)
+
+    def ranks(self, hidden: Tensor, pool: RankPool) -> Tensor:
+        """What a pool makes of a layer's input; layers that share both, as queries and keys, do it once."""
+        if self._ranks is None or self._input is not hidden or self._pool is not pool:
+            self._ranks = shrink(hidden.reshape(-1, hidden.shape[-1]), pool, self.segments)
+            self._input, self._pool = hidden, pool
+        return self._ranks
+
+
+StepPlan: TypeAlias = Plan | PagedPlan
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Adaptation:
     """The plans of one step: for layers that get all its rows, and for the last, which gets some.
@@ -99,16 +160,14 @@ class Adaptation:
         kept: Of those that sample; `None` if none of these has an adapter.
     """
 
-    tokens: Plan
-    kept: Plan | None
+    tokens: StepPlan
+    kept: StepPlan | None
 
 
-def adaptation(
-    pieces: Iterable[tuple[RankRange, range, int | None]], device: torch.device
-) -> Adaptation | None:
+def adaptation(pieces: Iterable[tuple[Place, range, int | None]], device: torch.device) -> Adaptation | None:
     """Plan a step of which pieces have adapters: each with its rows, and its place if it samples."""
-    tokens: dict[RankRange, list[int]] = {}
-    kept: dict[RankRange, list[int]] = {}
+    tokens: dict[Place, list[int]] = {}
+    kept: dict[Place, list[int]] = {}
     for ranks, rows, place in pieces:
         tokens.setdefault(ranks, []).extend(rows)
         if place is not None:
@@ -118,7 +177,25 @@ def adaptation(
     return Adaptation(_plan(tokens, device), _plan(kept, device) if kept else None)
 
 
-def _plan(rows_of: dict[RankRange, list[int]], device: torch.device) -> Plan:
+def _plan(rows_of: dict[Place, list[int]], device: torch.device) -> StepPlan:
+    """Places of one pool are all of one kind."""
+    paged = {place: rows for place, rows in rows_of.items() if isinstance(place, RankPages)}
+    if paged:
+        return _paged_plan(paged, device)
+    return _tiled_plan(
+        {place: rows for place, rows in rows_of.items() if isinstance(place, RankRange)}, device
+    )
+
+
+def _paged_plan(rows_of: dict[RankPages, list[int]], device: torch.device) -> PagedPlan:
+    num_rows = sum(len(rows) for rows in rows_of.values())
+    tile = tile_for(num_rows, max(place.width_in for place in rows_of), device)
+    by_pages = {RankPlace(place.pages): rows for place, rows in rows_of.items()}
+    segments = plan_rows(by_pages, tile=tile, device=device)
+    return PagedPlan(segments, frozenset(place.serial for place in rows_of))
+
+
+def _tiled_plan(rows_of: dict[RankRange, list[int]], device: torch.device) -> Plan:
     gathered: list[int] = []
     found: list[int] = []
     runs: list[Run] = []

@@ -17,6 +17,7 @@ from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, PeftCache, read
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.adapters.targets import Target
+from hotswap.backends.torch.adapters.tiled import TiledPool
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
@@ -86,11 +87,11 @@ async def test_no_adapter_goes_while_another_is_being_put(
     card = store.add("m", MODEL)
     first, second = (Adapter(n, "m", write(tmp_path / n, MODEL, r=4 + len(n))) for n in ("x", "yy"))
 
-    def put_later(self: AdapterPool, *arguments: Any) -> None:
+    def put_later(self: AdapterPool[Any], *arguments: Any) -> None:
         gate.pass_through()
         put(self, *arguments)
 
-    def note(self: AdapterPool, *arguments: Any) -> None:
+    def note(self: AdapterPool[Any], *arguments: Any) -> None:
         given.append(gate.opened.is_set())
         give(self, *arguments)
 
@@ -145,7 +146,7 @@ async def test_want_of_memory_is_told_as_such(
 def test_a_layer_of_another_dtype_than_the_others_takes_no_adapter() -> None:
     layers = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8, dtype=torch.bfloat16)}
     targets = {name: Target(layer, 8, 8) for name, layer in layers.items()}
-    pool = AdapterPool(targets, num_ranks=8, dtype=torch.float32, device=torch.device("cpu"))
+    pool = TiledPool(targets, num_ranks=8, dtype=torch.float32, device=torch.device("cpu"))
     pair = LowRank(torch.ones(4, 8), torch.ones(4, 8))
     pool.check("x", AdapterWeights({"a": pair}))
     with pytest.raises(UnsupportedAdapter, match=r"'b', which is torch\.bfloat16"):

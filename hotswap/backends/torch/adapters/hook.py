@@ -1,0 +1,48 @@
+"""What stands in for a linear layer that adapters change."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+
+from hotswap.backends.torch.adapters.plan import StepPlan
+from hotswap.backends.torch.adapters.targets import Target
+from hotswap.backends.torch.attention import current
+
+__all__ = ["AdaptedLayer"]
+
+
+class AdaptedLayer(ABC):
+    """Computes a linear layer that adapters change, in place of its `forward` and by calling it."""
+
+    def __init__(self, target: Target) -> None:
+        self._layer, self._kept_rows = target.layer, target.kept_rows
+        self._former: object = vars(target.layer).get("forward")
+        self._inner: Callable[[Tensor], Tensor] = target.layer.forward
+
+    def install(self) -> None:
+        """Take the place of the layer's `forward`; a step that is under way may see it at once."""
+        vars(self._layer)["forward"] = self
+
+    def remove(self) -> None:
+        """Leave the layer as it was."""
+        if self._former is None:
+            vars(self._layer).pop("forward", None)
+        else:
+            vars(self._layer)["forward"] = self._former
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the layer's output, with what its adapters add to the rows of the running step."""
+        out = self._inner(hidden)
+        step = current()
+        if step is not None and step.adapters is not None:
+            plan = step.adapters.kept if self._kept_rows else step.adapters.tokens
+            if plan is not None:
+                self._adapt(plan, hidden, out)
+        return out
+
+    @abstractmethod
+    def _adapt(self, plan: StepPlan, hidden: Tensor, out: Tensor) -> None:
+        """Add to `out` what the plan's adapters make of `hidden`."""

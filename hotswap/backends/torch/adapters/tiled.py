@@ -1,0 +1,146 @@
+"""Adapters on a CPU: one matrix a layer, in which each has a range of ranks."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hotswap.backends.torch.adapters.hook import AdaptedLayer
+from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank
+from hotswap.backends.torch.adapters.plan import Plan, RankRange, Run, StepPlan
+from hotswap.backends.torch.adapters.pool import AdapterPool
+from hotswap.backends.torch.adapters.targets import Target
+from hotswap.backends.torch.linear import kernels, product
+
+__all__ = ["TiledLayer", "TiledPool"]
+
+# Ranges begin at multiples of it: sums of bf16 are taken in pairs, which must not depend on the place.
+_ALIGNMENT = 8
+
+
+class TiledLayer(AdaptedLayer):
+    """A layer whose adapters lie in one matrix.
+
+    All ranks are finite at any time, those that nobody has included: what is not to be added is zero times a
+    number.
+    """
+
+    def __init__(self, target: Target, num_ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(target)
+        self._down = _zeros(num_ranks, target.width_in, dtype, device)
+        self._up = _zeros(num_ranks, target.width_out, dtype, device)
+        # Replaced, never changed: another thread is reading them.
+        self._changed_by: frozenset[RankRange] = frozenset()
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor] | None] = {}
+
+    def put(self, ranks: RankRange, weights: LowRank | None) -> None:
+        """Write an adapter's part to its range; `None` if it does not change this layer."""
+        rank = 0 if weights is None else weights.rank
+        if weights is not None:
+            self._down[ranks.first : ranks.first + rank] = weights.down
+            self._up[ranks.first : ranks.first + rank] = weights.up
+            self._changed_by |= {ranks}
+        self._down[ranks.first + rank : ranks.last] = 0
+        self._up[ranks.first + rank : ranks.last] = 0
+        self._parts = {}
+
+    def drop(self, ranks: RankRange) -> None:
+        """Forget an adapter; its numbers stay until the range is given anew."""
+        self._changed_by -= {ranks}
+        self._parts = {}
+
+    def _adapt(self, plan: StepPlan, hidden: Tensor, out: Tensor) -> None:
+        assert isinstance(plan, Plan), "the places are of this pool"
+        parts = self._parts
+        used = [(run, part) for run in plan.runs if (part := self._part(run, parts)) is not None]
+        if not used:
+            return
+        tiles = plan.tiles(hidden)
+        make = torch.empty if len(used) == len(plan.runs) else torch.zeros
+        change = make(len(tiles), out.shape[-1], dtype=tiles.dtype, device=tiles.device)
+        for run, (down, up) in used:
+            _multiply(tiles[run.rows], down, up, run, change[run.rows])
+        plan.add(out, change)
+
+    def _part(
+        self, run: Run, parts: dict[tuple[int, int], tuple[Tensor, Tensor] | None]
+    ) -> tuple[Tensor, Tensor] | None:
+        """`[ranks, in]` and `[ranks, out]` of a run; `None` if nobody in it changes this layer."""
+        key = (run.first, run.last)
+        if key not in parts:
+            used = any(r.first < run.last and run.first < r.last for r in self._changed_by)
+            parts[key] = (self._down[slice(*key)], self._up[slice(*key)]) if used else None
+        return parts[key]
+
+
+def _zeros(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take no memory on a CPU until they are written to; torch would write them at once.
+
+    In small pages: an adapter writes a little to many matrices, and clearing a huge page in each of them
+    would take longer than everything else.
+    """
+    if device.type != "cpu":
+        return torch.zeros(rows, width, dtype=dtype, device=device)
+    blank = mmap.mmap(-1, max(1, rows * width * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        blank.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(blank, dtype=dtype, count=rows * width).view(rows, width)
+
+
+def _multiply(rows: Tensor, down: Tensor, up: Tensor, run: Run, out: Tensor) -> None:
+    """`out = rows @ down.T @ up`, with what a row has no part in set to zero in between."""
+    if rows.device.type == "cpu" and rows.dtype in kernels():
+        inner = product(rows, down)
+        if run.blocked is not None:
+            inner.masked_fill_(run.blocked, 0)
+        out.copy_(product(inner, up.t()))
+        return
+    inner = torch.mm(rows, down.t())
+    if run.blocked is not None:
+        inner.masked_fill_(run.blocked, 0)
+    torch.mm(inner, up, out=out)
+
+
+class TiledPool(AdapterPool[RankRange]):
+    """Ranges of ranks, one for each adapter, the same in every layer."""
+
+    alignment = _ALIGNMENT
+
+    def __init__(
+        self, targets: Mapping[str, Target], *, num_ranks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(targets, num_ranks=num_ranks, dtype=dtype, device=device)
+        self._taken: list[RankRange] = []
+        self._layers: dict[str, TiledLayer] = {}
+
+    def take(self, rank: int) -> RankRange | None:
+        need, at = self.rounded(rank), 0
+        for taken in (*self._taken, RankRange(self.num_ranks, self.num_ranks, 0)):
+            if taken.first - at >= need:
+                ranks = RankRange(at, at + need, self.next_serial())
+                self._taken = sorted([*self._taken, ranks], key=lambda ranks: ranks.first)
+                return ranks
+            at = taken.last
+        return None
+
+    def _write(self, place: RankRange, weights: AdapterWeights) -> None:
+        for name in weights.layers.keys() - self._layers.keys():
+            layer = TiledLayer(self.targets[name], self.num_ranks, self.dtype, self.device)
+            layer.install()
+            self._layers[name] = layer
+        for name, layer in self._layers.items():
+            layer.put(place, weights.layers.get(name))
+
+    def _forget(self, place: RankRange) -> None:
+        self._taken = [taken for taken in self._taken if taken != place]
+        for layer in self._layers.values():
+            layer.drop(place)
+
+    def _clear(self) -> None:
+        for layer in self._layers.values():
+            layer.remove()
+        self._layers.clear()
+        self._taken = []
