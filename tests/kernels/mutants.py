@@ -7,6 +7,15 @@ from typing import Final
 
 __all__ = ["MUTANTS", "Mutant"]
 
+_LORA, _LORA_LAUNCH = "segmented_lora/kernel.py", "segmented_lora/launch.py"
+_LORA_CHECK = "check_segmented_lora.py::test_every_row_gets_what_float64_says"
+_MIXED = f"{_LORA_CHECK}[torch.bfloat16-qkv-decode-random]"
+_MIXED_WIDE = f"{_LORA_CHECK}[torch.bfloat16-qkv-wide-random]"
+_ALL = f"{_LORA_CHECK}[torch.bfloat16-qkv-decode-all]"
+_LORA_BOUNDS = "check_segmented_lora.py::test_nothing_outside_the_tensors_is_read_or_written"
+_KV, _KV_CHECK = "kv_blocks/kernel.py", "check_kv_blocks.py::test_blocks_go_to_the_buffer_and_back"
+_KV_BOUNDS = "check_kv_blocks.py::test_nothing_outside_the_tensors_is_read_or_written"
+
 _FP8, _BOUNDS = "check_fp8_gemm.py", "check_fp8_gemm_bounds.py::test_nothing_out_of_range_is_touched"
 _KERNEL = "fp8_gemm/kernel.py"
 _ERROR = f"{_FP8}::test_the_error_is_that_of_rounding_the_result"
@@ -97,5 +106,66 @@ MUTANTS: Final = (
     Mutant("words packed in the order of memory", "fp8_gemm/pack.py", "(0, 2, 1, 3)", "(0, 1, 2, 3)", _CODES),
     Mutant(
         "weights made whole by half", "fp8_gemm/dense.py", "scales * _HALF_BIAS", "scales * 2.0**7", _WHOLE
+    ),
+    Mutant("a part of the input lost", _LORA, "range(0, num_parts)", "range(1, num_parts)", _MIXED),
+    Mutant("scales of adapters forgotten", _LORA, "total * scale", "total", _MIXED),
+    Mutant(
+        "every slice taken for the first",
+        _LORA,
+        "h_ptr + piece * h_slice_pages * 16",
+        "h_ptr",
+        _MIXED,
+    ),
+    Mutant("the first page for all", _LORA, "page_at + rr // 16", "page_at + 0 * rr", _MIXED_WIDE),
+    Mutant("pages after the first lost", _LORA, "range(0, num_pages, PAGES)", "range(0, 1, PAGES)", _MIXED),
+    Mutant(
+        "rows written that a tile has not",
+        _LORA,
+        "inside = in_rows[:, None] &",
+        "inside = (rm >= 0)[:, None] &",
+        _ALL,
+    ),
+    Mutant(
+        "columns of the next slice written", _LORA, "rn < num_columns", "rn < num_columns + 16", _LORA_BOUNDS
+    ),
+    Mutant("columns behind the input", _LORA, "k + rk < width_in", "k + rk < width_in + 64", _LORA_BOUNDS),
+    Mutant(
+        "a last step of the input taken for a whole one",
+        _LORA_LAUNCH,
+        "pool.width_in % depth == 0",
+        "True",
+        _LORA_BOUNDS,
+    ),
+    Mutant(
+        "a tile that goes on with the next adapter",
+        "segmented_lora/plan.py",
+        "count = min(cut.rows, len(rows) - at)",
+        "count = cut.rows",
+        _MIXED,
+    ),
+    Mutant(
+        "rows without an adapter given the first",
+        "segmented_lora/plan.py",
+        "places[slot] if slot >= 0 else None",
+        "places[max(slot, 0)]",
+        _MIXED,
+    ),
+    Mutant(
+        "ranks of the adapter before left in a page",
+        "segmented_lora/pool.py",
+        "content = torch.zeros(room, pool.shape[1], dtype=self.dtype)",
+        "content = pool[ranks].cpu()",
+        _MIXED,
+    ),
+    Mutant("a block that is none of them moved", _KV, "if block < 0:", "if block < -1:", _KV_CHECK),
+    Mutant("words of the next pool moved", _KV, "offset < words", "offset < words + 4", _KV_BOUNDS),
+    Mutant("the first chunk moved again and again", _KV, "chunk * WORDS + ", "", _KV_CHECK),
+    Mutant("all pools at the start of a row", _KV, "staging_ptr + row + at", "staging_ptr + row", _KV_CHECK),
+    Mutant(
+        "wide words where a buffer begins anywhere",
+        "kv_blocks/launch.py",
+        "self._is_wide and staging.data_ptr() % _WORD == 0",
+        "self._is_wide",
+        "check_kv_blocks.py::test_a_buffer_that_begins_anywhere_is_filled_byte_by_byte",
     ),
 )

@@ -1,4 +1,4 @@
-"""`kv_blocks`: its torch path, what it refuses, and its kernel in the interpreter."""
+"""`kv_blocks`: its torch path, and what it refuses; its kernel is run by `test_interpreted`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from hotswap import ConfigError
 from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
 from hotswap.kernels.kv_blocks.reference import gather_reference, scatter_reference
-from tests.kernels.interpreted.kv_cases import CACHES, make_pools, same
-from tests.kernels.interpreted.run import interpret
-
-
-def test_the_kernel_moves_every_byte_in_the_interpreter() -> None:
-    interpret("kv_cases.py")
+from tests.kernels.kv_pools import CACHES, make_pools, same
 
 
 @given(

@@ -12,7 +12,7 @@ from hotswap.errors import ConfigError
 from hotswap.kernels.segmented_lora.plan import PAGE_RANKS, SegmentPlan
 from hotswap.kernels.segmented_lora.pool import RankPool
 from hotswap.kernels.segmented_lora.tiles import Tile
-from hotswap.kernels.targets import runs_triton
+from hotswap.kernels.targets import device_of, runs_triton
 
 __all__ = ["Call", "expand", "expand_call", "segmented_lora", "shrink", "shrink_call"]
 
@@ -62,7 +62,7 @@ def shrink(x: Tensor, pool: RankPool, plan: SegmentPlan) -> Tensor:
     )
     if not plan.capacity.items:
         return h
-    if runs_triton(x.device):
+    if _by_kernels(x.device):
         _launch("shrink_kernel", shrink_call(h, x, pool, plan))
     else:
         _shrink_in_torch(h, x, pool, plan)
@@ -83,10 +83,16 @@ def expand(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, *, piece: 
     _check("out", out, pool.start_of(last) - pool.start_of(first), pool)
     if not plan.capacity.tiles:
         return
-    if runs_triton(out.device):
+    if _by_kernels(out.device):
         _launch("expand_kernel", expand_call(out, h, pool, plan, piece))
     else:
         _expand_in_torch(out, h, pool, plan, first, last)
+
+
+def _by_kernels(device: torch.device) -> bool:
+    """Where Triton reaches no tensor cores, PyTorch multiplies better."""
+    target = device_of(device).target
+    return runs_triton(device) and (target is None or bool(target.mma))
 
 
 def _num_parts(pool: RankPool, plan: SegmentPlan) -> int:

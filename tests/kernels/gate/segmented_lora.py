@@ -1,0 +1,45 @@
+"""The programs of `segmented_lora`: every tile that a rule or a table can choose, in both dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hotswap.kernels.segmented_lora import RankPlace, RankPool, Tile, make_plan, tiles_of
+from hotswap.kernels.segmented_lora.kernel import expand_kernel, shrink_kernel
+from hotswap.kernels.segmented_lora.launch import expand_call, shrink_call
+from hotswap.kernels.targets import Device, Target
+from tests.kernels.gate.build import Limits, Program
+from tests.kernels.launches import program_of
+
+WIDTH = 4096
+_PLACES = (RankPlace((0, 2)), RankPlace((1,)))
+
+
+def programs(target: Target) -> Iterable[Program]:
+    """What adapters run on a target; where it reaches no tensor cores, nothing."""
+    if not target.mma:
+        return
+    for tile in tiles_of(WIDTH, Device("any", target, 100)):
+        for dtype in (torch.bfloat16, torch.float16):
+            yield from _pair(tile, target, dtype)
+
+
+def _pair(tile: Tile, target: Target, dtype: torch.dtype) -> Iterable[Program]:
+    pool = RankPool(3, WIDTH, (256, 128), dtype=dtype)
+    plan = make_plan([0, 1, -1], _PLACES, tile=tile)
+    x, out = torch.zeros(3, WIDTH, dtype=dtype), torch.zeros(3, 384, dtype=dtype)
+    h = torch.zeros(4, 2, 2, plan.width)
+    name = f"{tile.rows}x{tile.pages} pages, {dtype}"
+    lanes = target.warp_lanes * tile.warps
+    # A number of A is two bytes that are copied and multiplied, and nothing else.
+    _, arguments, constants = shrink_call(h, x, pool, plan)
+    weights = constants["BLOCK_K"] * tile.pages * 16 / lanes
+    wide = tile.rows >= 64 and bool(target.wide_mma)
+    limits = Limits(registers=128, copies=True, wide_mma=wide, per_weight=6.0)
+    yield program_of(f"shrink {name}", shrink_kernel, arguments, constants, weights=weights, limits=limits)
+    _, arguments, constants = expand_call(out, h, pool, plan)
+    # AMD's matrix units leave a row's numbers with many lanes, which Triton writes as they lie.
+    limits = Limits(registers=128, wide=not target.is_amd, copies=target.is_amd, wide_mma=wide)
+    yield program_of(f"expand {name}", expand_kernel, arguments, constants, limits=limits)
