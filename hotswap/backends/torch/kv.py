@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.runs import Prelude, Runs
+from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
 
 __all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "lines_of", "most_runs_bytes"]
 
@@ -82,6 +83,7 @@ class KVCache:
         # The same by their first layer, `[layers, num_blocks + 1, kv_heads, block_tokens, dim]`.
         self._stacks: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         self._scratch: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._blocks: BlockTable | None = None
         # Not zeroed: blocks are cleared when handed out, and gigabytes of zeros would delay a swap.
         self._make(first_layer, layers, torch.empty)
         for stack in self._stacks[1].values():
@@ -126,21 +128,40 @@ class KVCache:
 
         Any thread may, and computes alone: threads of PyTorch's would take turns with those of steps.
         """
+        if self.device.type != "cpu":
+            self.save_staged(blocks, out)
+            return
         for stack, part in self._parts(out, len(blocks)):
-            if self.device.type == "cpu":
-                for content, block in zip(part.numpy(), blocks, strict=True):
-                    content[:] = stack.numpy()[:, block]
-            else:
-                part.copy_(stack.index_select(1, self._index(blocks)).transpose(0, 1))
+            for content, block in zip(part.numpy(), blocks, strict=True):
+                content[:] = stack.numpy()[:, block]
 
     def restore(self, blocks: Sequence[int], data: Tensor) -> None:
         """Fill blocks, which nobody reads yet, with what `save` wrote. Any thread may, as there."""
+        if self.device.type != "cpu":
+            self.restore_staged(blocks, data)
+            return
         for stack, part in self._parts(data, len(blocks)):
-            if self.device.type == "cpu":
-                for content, block in zip(part.numpy(), blocks, strict=True):
-                    stack.numpy()[:, block] = content
-            else:
-                stack.index_copy_(1, self._index(blocks), part.to(self.device).transpose(0, 1))
+            for content, block in zip(part.numpy(), blocks, strict=True):
+                stack.numpy()[:, block] = content
+
+    def save_staged(self, blocks: Sequence[int], out: Tensor) -> None:
+        """Do as `save` by way of a buffer on the device: one launch for all layers, and one copy."""
+        if self.block_bytes:
+            staging = torch.empty(len(out), dtype=torch.uint8, device=self.device)
+            gather(self._table(), blocks, staging)
+            out.copy_(staging)
+
+    def restore_staged(self, blocks: Sequence[int], data: Tensor) -> None:
+        """Do as `restore` in the same way; `data` may be written to again when this returns."""
+        if self.block_bytes:
+            scatter(self._table(), blocks, data.to(self.device))
+
+    def _table(self) -> BlockTable:
+        """Where all layers lie, in the order in which `save` writes them."""
+        if self._blocks is None:
+            layers = [stack[layer] for stack in self._all() for layer in range(len(stack))]
+            self._blocks = BlockTable([layer for layer in layers if layer.numel()])
+        return self._blocks
 
     def _parts(self, data: Tensor, num_blocks: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The bytes of each stack `[layers, blocks, bytes]`, and where the blocks' own are, blocks first."""
@@ -148,7 +169,7 @@ class KVCache:
         for stack in self._all():
             pool = stack.flatten(2).view(torch.uint8)
             layers, _, size = pool.shape
-            yield pool, rows[:, at : at + layers * size].view(-1, layers, size)
+            yield pool, rows[:, at : at + layers * size].view(len(rows), layers, size)
             at += layers * size
 
     @property
@@ -208,6 +229,7 @@ class KVCache:
         return held[:count]
 
     def _make(self, first: int, layers: Sequence[LayerShape], make: Callable[..., Tensor]) -> None:
+        self._blocks = None
         sides = (
             (self._keys, [(layer.kv_heads, layer.key_dim, layer.dtype) for layer in layers]),
             (self._values, [(layer.kv_heads, layer.value_dim, layer.dtype) for layer in layers]),

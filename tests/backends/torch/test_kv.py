@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+import pytest
 import torch
 
 from hotswap import Sampling
@@ -51,3 +53,41 @@ def test_a_cache_is_as_large_as_its_layers_say() -> None:
     cache = KVCache(10, 32, CPU, LAYERS)
     assert cache.size_bytes == 11 * 32 * bytes_per_token(LAYERS)
     assert tuple(cache.layers.values()) == LAYERS
+
+
+# Neighbours of other shapes and dtypes, and a layer that keeps no values.
+UNLIKE = (
+    LayerShape(kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float32),
+    LayerShape(kv_heads=2, key_dim=16, value_dim=8, dtype=torch.float32),
+    LayerShape(kv_heads=1, key_dim=24, value_dim=8, dtype=torch.bfloat16),
+    LayerShape(kv_heads=1, key_dim=5, value_dim=0, dtype=torch.bfloat16),
+)
+
+
+@pytest.mark.parametrize("layers", [LAYERS, UNLIKE, UNLIKE[3:]])
+def test_blocks_staged_on_a_device_are_those_of_a_cpu(layers: tuple[LayerShape, ...]) -> None:
+    """What one engine saves another restores, wherever each has its blocks."""
+    random, cache, other = Random(1), KVCache(9, 4, CPU, layers), KVCache(9, 4, CPU, layers)
+    blocks = random.sample(range(1, 10), 5)
+    data = torch.tensor([random.randrange(256) for _ in range(5 * cache.block_bytes)], dtype=torch.uint8)
+    cache.restore(blocks, data)
+    other.restore_staged(blocks, data)
+    for order in (blocks, blocks[::-1], blocks[:1]):
+        out, staged = (torch.zeros(len(order) * cache.block_bytes, dtype=torch.uint8) for _ in range(2))
+        other.save(order, out)
+        cache.save_staged(order, staged)
+        assert torch.equal(out, staged)
+        assert order != blocks or torch.equal(out, data)
+
+
+def test_blocks_are_moved_of_layers_that_came_later_too() -> None:
+    """A cache that was told no shapes learns them from what arrives."""
+    cache = KVCache(3, 4, CPU)
+    for layer in range(2):
+        key, value = torch.full((1, 2, 4, 8), layer + 1.0), torch.full((1, 2, 4, 8), layer + 5.0)
+        cache.write(layer, key, value, torch.tensor([2] * 4), torch.arange(4))
+        out, staged = (torch.zeros(cache.block_bytes, dtype=torch.uint8) for _ in range(2))
+        cache.save([2], out)
+        cache.save_staged([2], staged)
+        assert torch.equal(out, staged)
+        assert staged.any()

@@ -80,7 +80,8 @@ class TorchKVSource(KVSource):
     def _room_for(self, num_tokens: int) -> Tensor:
         size_bytes = blocks_for(num_tokens, self.layout.block_tokens) * self.layout.block_bytes
         if len(self._buffer) < size_bytes:
-            self._buffer = torch.empty(size_bytes, dtype=torch.uint8)
+            is_pinned = self._desk.cache.device.type == "cuda"  # or a copy from there goes twice
+            self._buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         return self._buffer[:size_bytes]
 
     async def _copy_parked(self, sequence: Sequence, first_block: int, num_tokens: int, out: Tensor) -> None:
