@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hotswap.errors import ConfigError
+from hotswap.kernels.calls import Call
 from hotswap.kernels.targets import runs_triton
 
-__all__ = ["BlockTable", "Call", "gather", "move_call", "scatter"]
-
-# A grid, arguments, constants.
-Call: TypeAlias = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+__all__ = ["BlockTable", "gather", "move_call", "scatter"]
 
 # Words that a program moves.
 _CHUNK_WORDS = 4096
@@ -121,13 +117,13 @@ def _move(table: BlockTable, blocks: Sequence[int], staging: Tensor, *, to_stagi
         return
     rows = staging.view(len(blocks), table.block_bytes)
     if runs_triton(table.device):
-        _launch(move_call(table, blocks, rows, to_staging))
+        move_call(table, blocks, rows, to_staging).launch()
     else:
         _move_in_torch(table, blocks, rows, to_staging)
 
 
 def move_call(table: BlockTable, blocks: Sequence[int], rows: Tensor, to_staging: bool) -> Call:
-    """Return the grid, the arguments and the constants of `move_kernel`."""
+    """Return the launch."""
     word_bytes = table.word_bytes(rows)
     words = rows.view(torch.int32) if word_bytes == 4 else rows
     entries = table.entries(word_bytes)
@@ -140,13 +136,7 @@ def move_call(table: BlockTable, blocks: Sequence[int], rows: Tensor, to_staging
         "WIDE": word_bytes == 4,
         "num_warps": _WARPS,
     }
-    return grid, arguments, constants
-
-
-def _launch(call: Call) -> None:
-    grid, arguments, constants = call
-    kernels: Any = import_module("hotswap.kernels.kv_blocks.kernel")  # which imports triton
-    kernels.move_kernel[grid](*arguments, **constants)
+    return Call("hotswap.kernels.kv_blocks.kernel:move_kernel", grid, arguments, constants)
 
 
 def _move_in_torch(table: BlockTable, blocks: Sequence[int], rows: Tensor, to_staging: bool) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any, TypeAlias
-
 import torch
 from torch import Tensor
 
 from hotswap.errors import ConfigError
+from hotswap.kernels.calls import Call
 from hotswap.kernels.segmented_lora.plan import PAGE_RANKS, SegmentPlan
 from hotswap.kernels.segmented_lora.pool import RankPool
 from hotswap.kernels.segmented_lora.tiles import Tile
 from hotswap.kernels.targets import device_of, runs_triton
 
-__all__ = ["Call", "expand", "expand_call", "segmented_lora", "shrink", "shrink_call"]
+__all__ = ["expand", "expand_call", "segmented_lora", "shrink", "shrink_call"]
 
-# A grid, arguments, constants.
-Call: TypeAlias = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+_KERNELS = "hotswap.kernels.segmented_lora.kernel"
 
 
 def segmented_lora(out: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> Tensor:
@@ -63,7 +60,7 @@ def shrink(x: Tensor, pool: RankPool, plan: SegmentPlan) -> Tensor:
     if not plan.capacity.items:
         return h
     if _by_kernels(x.device):
-        _launch("shrink_kernel", shrink_call(h, x, pool, plan))
+        shrink_call(h, x, pool, plan).launch()
     else:
         _shrink_in_torch(h, x, pool, plan)
     return h
@@ -84,7 +81,7 @@ def expand(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, *, piece: 
     if not plan.capacity.tiles:
         return
     if _by_kernels(out.device):
-        _launch("expand_kernel", expand_call(out, h, pool, plan, piece))
+        expand_call(out, h, pool, plan, piece).launch()
     else:
         _expand_in_torch(out, h, pool, plan, first, last)
 
@@ -100,7 +97,7 @@ def _num_parts(pool: RankPool, plan: SegmentPlan) -> int:
 
 
 def shrink_call(h: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> Call:
-    """Return the grid, the arguments and the constants of `shrink_kernel`."""
+    """Return the launch of `shrink`."""
     tile = plan.tile
     depth = tile.depth * 2 // max(2, x.itemsize)  # as many bytes
     grid = (plan.capacity.items, h.shape[0], pool.num_slices)
@@ -116,11 +113,11 @@ def shrink_call(h: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> Call
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    return grid, (*tensors, *numbers, *strides), constants
+    return Call(f"{_KERNELS}:shrink_kernel", grid, (*tensors, *numbers, *strides), constants)
 
 
 def expand_call(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, piece: int | None = None) -> Call:
-    """Return the grid, the arguments and the constants of `expand_kernel`."""
+    """Return the launch of `expand`."""
     tile = plan.tile
     first, last = _pieces(pool, piece)
     blocks = pool.blocks_of(tile.columns, first, last)
@@ -136,7 +133,7 @@ def expand_call(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, piece
         "num_warps": tile.warps,
         "num_stages": 2,
     }
-    return grid, (*tensors, *numbers, *strides), constants
+    return Call(f"{_KERNELS}:expand_kernel", grid, (*tensors, *numbers, *strides), constants)
 
 
 def _strides(h: Tensor) -> tuple[int, int, int]:
@@ -151,12 +148,6 @@ def _whole(pool: RankPool, tile: Tile) -> int:
 
 def _pieces(pool: RankPool, piece: int | None) -> tuple[int, int]:
     return (0, pool.num_slices) if piece is None else (piece, piece + 1)
-
-
-def _launch(name: str, call: Call) -> None:
-    grid, arguments, constants = call
-    kernels: Any = import_module("hotswap.kernels.segmented_lora.kernel")  # which imports triton
-    getattr(kernels, name)[grid](*arguments, **constants)
 
 
 def _ranks(segment_pages: tuple[int, ...], device: torch.device) -> Tensor:

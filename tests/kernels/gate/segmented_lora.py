@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from hotswap.kernels.segmented_lora import RankPlace, RankPool, Tile, make_plan, tiles_of
-from hotswap.kernels.segmented_lora.kernel import expand_kernel, shrink_kernel
 from hotswap.kernels.segmented_lora.launch import expand_call, shrink_call
 from hotswap.kernels.targets import Device, Target
 from tests.kernels.gate.build import Limits, Program
@@ -34,12 +33,12 @@ def _pair(tile: Tile, target: Target, dtype: torch.dtype) -> Iterable[Program]:
     name = f"{tile.rows}x{tile.pages} pages, {dtype}"
     lanes = target.warp_lanes * tile.warps
     # A number of A is two bytes that are copied and multiplied, and nothing else.
-    _, arguments, constants = shrink_call(h, x, pool, plan)
-    weights = constants["BLOCK_K"] * tile.pages * 16 / lanes
+    call = shrink_call(h, x, pool, plan)
+    weights = call.constants["BLOCK_K"] * tile.pages * 16 / lanes
     wide = tile.rows >= 64 and bool(target.wide_mma)
     limits = Limits(registers=128, copies=True, wide_mma=wide, per_weight=6.0)
-    yield program_of(f"shrink {name}", shrink_kernel, arguments, constants, weights=weights, limits=limits)
-    _, arguments, constants = expand_call(out, h, pool, plan)
+    yield program_of(f"shrink {name}", call, weights=weights, limits=limits)
+    call = expand_call(out, h, pool, plan)
     # AMD's matrix units leave a row's numbers with many lanes, which Triton writes as they lie.
     limits = Limits(registers=128, wide=not target.is_amd, copies=target.is_amd, wide_mma=wide)
-    yield program_of(f"expand {name}", expand_kernel, arguments, constants, limits=limits)
+    yield program_of(f"expand {name}", call, limits=limits)
