@@ -32,6 +32,10 @@ from hotswap import (
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import SkeletonCache, TorchEngine, linear
+from hotswap.backends.torch.adapters import holder
+from hotswap.backends.torch.adapters.paged import PagedPool
+from hotswap.backends.torch.adapters.pool import AdapterPool
+from hotswap.backends.torch.adapters.tiled import TiledPool
 from hotswap.backends.torch.coded import Coding, attach, detach, linear_weights
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.fp8 import SCHEMES
@@ -372,7 +376,11 @@ async def test_a_fleet_swaps_to_a_model_of_codes_and_moves_its_requests_with_the
         assert read == generate(other, PROMPT, 24)
 
 
-async def test_adapters_change_layers_that_are_kept_as_codes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [TiledPool, PagedPool])
+async def test_adapters_change_layers_that_are_kept_as_codes(
+    kind: type[AdapterPool[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, "pool_kind", lambda device: kind)
     model = make_model("llama", dtype=torch.bfloat16)
     put(tmp_path, A, model)
     adapter = Adapter("tuned", A, write(tmp_path / "adapter", model, seed=3, size=4.0))
