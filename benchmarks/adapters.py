@@ -33,7 +33,7 @@ from benchmarks.table import show
 from hotswap import Adapter, AdapterId, InstanceId, ModelId
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.holder import AdapterHolder
-from hotswap.backends.torch.adapters.plan import RankRange
+from hotswap.backends.torch.adapters.plan import Place
 from hotswap.backends.torch.adapters.targets import targets
 from hotswap.backends.torch.forward import LocalForward, Piece, Work, least_rows
 from hotswap.backends.torch.kv import KVCache
@@ -97,7 +97,7 @@ async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], re
         files_s.append(await _timed(lambda a=adapter: holder.load(a)))  # type: ignore[misc]
         await holder.drop(AdapterId(adapter.id))
         again_s.append(await _timed(lambda a=adapter: holder.load(a)))  # type: ignore[misc]
-    places: list[RankRange] = []
+    places: list[Place] = []
     for adapter in adapters:
         held = holder.use(AdapterId(adapter.id))
         assert held is not None
@@ -118,7 +118,7 @@ async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], re
     }
 
 
-def _steps(model: Any, places: list[RankRange], repeats: int, budget: int) -> dict[str, list[float]]:
+def _steps(model: Any, places: list[Place], repeats: int, budget: int) -> dict[str, list[float]]:
     """Seconds of steps by number of adapters."""
     blocks_each = (CONTEXT + BUDGET) // BLOCK_TOKENS + 1
     cache = KVCache(NUM_REQUESTS * blocks_each, BLOCK_TOKENS, CPU)
@@ -135,7 +135,7 @@ def _steps(model: Any, places: list[RankRange], repeats: int, budget: int) -> di
     return seconds
 
 
-def _pieces(places: list[RankRange], blocks_each: int, budget: int) -> list[Piece]:
+def _pieces(places: list[Place], blocks_each: int, budget: int) -> list[Piece]:
     pieces: list[Piece] = []
     for n in range(NUM_REQUESTS):
         place = places[n % len(places)] if places else None
