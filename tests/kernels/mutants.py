@@ -116,7 +116,7 @@ MUTANTS: Final = (
         "h_ptr",
         _MIXED,
     ),
-    Mutant("the first page for all", _LORA, "page_at + rr // 16", "page_at + 0 * rr", _MIXED_WIDE),
+    Mutant("the first page for all", _LORA, "pages_ptr + ranks // 16", "pages_ptr + 0 * ranks", _MIXED_WIDE),
     Mutant("pages after the first lost", _LORA, "range(0, num_pages, PAGES)", "range(0, 1, PAGES)", _MIXED),
     Mutant(
         "rows written that a tile has not",

@@ -17,6 +17,22 @@ import triton.language as tl
 from hotswap.kernels.interpreter import dot, narrow, widen
 
 
+@triton.jit
+def _places(pages_ptr, ranks, wanted):
+    """Rows of the pools where an adapter's ranks lie, whose pages begin there."""
+    page = tl.load(pages_ptr + ranks // 16, mask=wanted, other=0)
+    return page.to(tl.int64) * 16 + ranks % 16
+
+
+@triton.jit
+def _sum_of_parts(part_at, step, num_parts, wanted):
+    total = tl.zeros(wanted.shape, tl.float32)
+    for _ in range(0, num_parts):
+        total += tl.load(part_at, mask=wanted, other=0.0)
+        part_at += step
+    return total
+
+
 @triton.jit(do_not_specialize=["h_part_pages", "h_slice_pages", "item_at", "row_at", "part_steps"])
 def shrink_kernel(
     x_ptr,
@@ -60,8 +76,7 @@ def shrink_kernel(
     in_rows = rm < num_rows
     in_ranks = rr // 16 < num_pages
     row = tl.load(plan_ptr + row_at + first + rm, mask=in_rows, other=0)
-    page = tl.load(plan_ptr + page_at + rr // 16, mask=in_ranks, other=0)
-    rank = page.to(tl.int64) * 16 + rr % 16
+    rank = _places(plan_ptr + page_at, rr, in_ranks)
     x_at = x_ptr + row.to(tl.int64)[:, None] * x_row
     a_at = a_ptr + piece * a_slice + rank[None, :] * a_row
     total = tl.zeros((BLOCK_M, PAGES * 16), tl.float32)
@@ -136,14 +151,9 @@ def expand_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for p in range(0, num_pages, PAGES):
         in_ranks = p + rr // 16 < num_pages
-        page = tl.load(plan_ptr + page_at + p + rr // 16, mask=in_ranks, other=0)
-        rank = page.to(tl.int64) * 16 + rr % 16
+        rank = _places(plan_ptr + page_at + p, rr, in_ranks)
         wanted = in_rows[:, None] & in_ranks[None, :]
-        part_at = h_at + (p * 16 + rr)[None, :]
-        h = tl.zeros((BLOCK_M, PAGES * 16), tl.float32)
-        for _ in range(0, num_parts):
-            h += tl.load(part_at, mask=wanted, other=0.0)
-            part_at += h_part_pages * 16
+        h = _sum_of_parts(h_at + (p * 16 + rr)[None, :], h_part_pages * 16, num_parts, wanted)
         # The pool is as wide as whole blocks: no column of it need be masked.
         b = tl.load(
             b_ptr + rank[:, None] * b_row + (b_column + rn)[None, :], mask=in_ranks[:, None], other=0.0

@@ -40,5 +40,5 @@ def _pair(tile: Tile, target: Target, dtype: torch.dtype) -> Iterable[Program]:
     yield program_of(f"shrink {name}", call, weights=weights, limits=limits)
     call = expand_call(out, h, pool, plan)
     # AMD's matrix units leave a row's numbers with many lanes, which Triton writes as they lie.
-    limits = Limits(registers=128, wide=not target.is_amd, copies=target.is_amd, wide_mma=wide)
+    limits = Limits(registers=160, wide=not target.is_amd, copies=target.is_amd, wide_mma=wide)
     yield program_of(f"expand {name}", call, limits=limits)
