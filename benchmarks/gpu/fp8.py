@@ -101,14 +101,23 @@ def compare(session: Session, names: Sequence[str], out: Path) -> None:
             session.report.setdefault("left_out", []).append(f"fp8 from shape {shape} on, for want of time")
             break
         case = _Case(shape, session)
-        # Each shape may use its share, so that the last are not left to chance.
-        stop_s = session.left_s - (session.left_s - end_s) / (len(shapes) - index)
-        for rows in rows_of:
+        for place, rows in enumerate(rows_of):
+            # Each point may use its share, so that the last are not left to chance.
+            num_left = (len(shapes) - index) * len(rows_of) - place
+            stop_s = session.left_s - (session.left_s - end_s) / num_left
             record = _point(session, case, rows, stop_s)
             records.append(record)
             lines.append(_line(record))
         del case
         session.free()
+        _keep(session, records, out)  # in case the rest is cut off
+    head = ("N x K, rows", "us", "vs bf16", "of floor", "dense", "vs published", "noise", "path")
+    show(f"fp8 beside bf16 on {_device(session).name}", head, lines)
+    _show_means(records)
+
+
+def _keep(session: Session, records: Sequence[tables.Record], out: Path) -> None:
+    """Write the table of the device, and the same into the report."""
     device = _device(session)
     assert device.target is not None, "a phase without kernels does not begin"
     about = {"num_units": session.num_units, **session.report.get("versions", {})}
@@ -117,9 +126,6 @@ def compare(session: Session, names: Sequence[str], out: Path) -> None:
         {"kind": r.kind, "shape": r.shape, "rows": r.rows, "choice": dict(r.choice), **r.figures}
         for r in records
     ]
-    head = ("N x K, rows", "us", "vs bf16", "of floor", "dense", "vs published", "noise", "path")
-    show(f"fp8 beside bf16 on {device.name}", head, lines)
-    _show_means(records)
 
 
 def _point(session: Session, case: _Case, rows: int, stop_s: float) -> tables.Record:
@@ -128,7 +134,7 @@ def _point(session: Session, case: _Case, rows: int, stop_s: float) -> tables.Re
             return math.inf
         try:
             return case.time(point.rows, partial(case.ours, tile)).median
-        except (RuntimeError, ValueError) as exc:  # it asks for more than there is: not a choice here
+        except Exception as exc:  # Triton's own errors, where it asks for more than there is
             print(f"  {tile}: {str(exc).splitlines()[0][:80]}")
             return math.inf
 
