@@ -16,7 +16,7 @@ from hotswap.action import (
     SwapRecord,
     Unload,
 )
-from hotswap.engine import Engine, SupportsAdapters, SupportsPreload, WrapperEngine
+from hotswap.engine import Engine, SupportsAdapters, SupportsPreload, SupportsWatch, WrapperEngine
 from hotswap.errors import (
     BackendMissing,
     ConfigError,
@@ -166,6 +166,7 @@ __all__ = [
     "SupportsPreload",
     "SupportsReadInto",
     "SupportsTokenizer",
+    "SupportsWatch",
     "Swap",
     "SwapFailed",
     "SwapLimits",

@@ -23,7 +23,7 @@ from hotswap.errors import (
 )
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
-from hotswap.request import FinishReason, ModelId, Request, RequestId, Sampling, Token
+from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.router import Router
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Seat, WaitingRoom
@@ -127,8 +127,8 @@ class Fleet(AsyncContextManagerMixin):
             models=lambda: self._registry.models,
             instances=self._instances,
             aliases=self._aliases,
-            num_running=lambda model, adapter: self._dispatcher.num_adapted[model, adapter],
-            num_waiting=lambda model, adapter: self._room.num_waiting(model, adapter),
+            num_running=self._num_adapted,
+            num_waiting=self._num_waiting,
             telemetry=self._telemetry,
         )
         self._flights: dict[RequestId, Flight] = {}
@@ -137,13 +137,13 @@ class Fleet(AsyncContextManagerMixin):
         self._dispatcher = Dispatcher(
             router,
             self._instances,
-            is_served=lambda model: self._observer.is_served(model),
+            is_served=self._is_served,
             observe=lambda: self._observer.brief(),
             on_release=lambda: self._room.wake(),
         )
         self._room = WaitingRoom(
             max_waiting=max_waiting,
-            is_served=lambda model: self._observer.is_served(model),
+            is_served=self._is_served,
             route=self._dispatcher.route,
             release=self._dispatcher.release,
             on_wait=self._ask_if_unserved,
@@ -358,6 +358,15 @@ class Fleet(AsyncContextManagerMixin):
             del self._flights[flight.request.id]
 
     # -- routing
+
+    def _is_served(self, model: ModelId) -> bool:
+        return self._observer.is_served(model)
+
+    def _num_adapted(self, model: ModelId, adapter: AdapterId) -> int:
+        return self._dispatcher.num_adapted[model, adapter]
+
+    def _num_waiting(self, model: ModelId, adapter: AdapterId) -> int:
+        return self._room.num_waiting(model, adapter)
 
     def _would_route(self, request: Request) -> Instance | None:
         return self._dispatcher.choose(request)

@@ -78,6 +78,7 @@ PUBLIC = [
     "SupportsMigration",
     "SupportsPrefetch",
     "SupportsPreload",
+    "SupportsWatch",
     "SupportsReadInto",
     "SupportsTokenizer",
     "Swap",

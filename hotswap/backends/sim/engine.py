@@ -13,14 +13,18 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from hotswap.backends.sim.batcher import Batcher, Sequence
 from hotswap.backends.sim.loading import Weights, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
-from hotswap.backends.sim.tokens import VOCABULARY, SimGeneration, Streamed, expected_tokens
+from hotswap.backends.sim.tokens import (
+    VOCABULARY,
+    SimGeneration,
+    Streamed,
+    check_request,
+    expected_tokens,
+)
 from hotswap.engine import Engine
 from hotswap.errors import (
     InstanceError,
     InstanceLost,
-    InvalidRequest,
     OutOfMemory,
-    PromptTooLong,
     RequestEvicted,
     UnknownAdapter,
 )
@@ -365,13 +369,7 @@ class SimEngine(Engine):
         model = self._serving.model
         if request.adapter is not None and request.adapter not in self._adapters:
             raise UnknownAdapter(f"Engine {self.id!r} holds no adapter {request.adapter!r}; load it first.")
-        if request.remaining_tokens < 1:
-            raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
-        if request.num_tokens >= model.max_context_tokens:
-            raise PromptTooLong(
-                f"Request {request.id!r} has {request.num_tokens} tokens, but the context of {model.id!r} "
-                f"holds {model.max_context_tokens}. Shorten the prompt."
-            )
+        check_request(request, model)
         sequence = make(request, model)
         self._batcher.add(sequence)
         self._desk.furnish(sequence)

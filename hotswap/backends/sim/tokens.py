@@ -7,11 +7,12 @@ from array import array
 from dataclasses import dataclass, field
 
 from hotswap.backends.sim.batcher import Sequence
+from hotswap.errors import InvalidRequest, PromptTooLong
 from hotswap.model import ModelCard
 from hotswap.request import FinishReason, Request, Token
 from hotswap.stream import TokenQueue
 
-__all__ = ["SimGeneration", "Streamed", "expected_tokens"]
+__all__ = ["SimGeneration", "Streamed", "check_request", "expected_tokens"]
 
 VOCABULARY = 32_000
 _MASK = (1 << 64) - 1
@@ -88,6 +89,22 @@ def expected_tokens(request: Request, model: ModelCard, *, vocabulary: int = VOC
         if generation.finish_reason(position, tokens[-1]):
             return tokens
         position += 1
+
+
+def check_request(request: Request, model: ModelCard) -> None:
+    """Refuse what can get no token of the model.
+
+    Raises:
+        InvalidRequest: it has all its tokens.
+        PromptTooLong: it leaves no room in the model's context.
+    """
+    if request.remaining_tokens < 1:
+        raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
+    if request.num_tokens >= model.max_context_tokens:
+        raise PromptTooLong(
+            f"Request {request.id!r} has {request.num_tokens} tokens, but the context of {model.id!r} "
+            f"holds {model.max_context_tokens}. Shorten the prompt."
+        )
 
 
 def _key(request: Request, model: ModelCard) -> bytes:
