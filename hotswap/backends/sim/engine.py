@@ -13,13 +13,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from hotswap.backends.sim.batcher import Batcher, Sequence
 from hotswap.backends.sim.loading import Weights, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
-from hotswap.backends.sim.tokens import (
-    VOCABULARY,
-    SimGeneration,
-    Streamed,
-    check_request,
-    expected_tokens,
-)
+from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
 from hotswap.engine import Engine
 from hotswap.errors import (
     InstanceError,
@@ -353,10 +347,7 @@ class SimEngine(Engine):
         self._work.set()
 
     def _admit(self, request: Request) -> Streamed:
-        def streamed(request: Request, model: ModelCard) -> Streamed:
-            return Streamed(request, SimGeneration(request, model, self.vocabulary))
-
-        return self._seat(request, streamed)
+        return self._seat(request, lambda asked, model: Streamed.of(asked, model, self.vocabulary))
 
     def _seat(self, request: Request, make: Callable[[Request, ModelCard], _S]) -> _S:
         if self._state is _LOST:

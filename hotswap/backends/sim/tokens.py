@@ -62,6 +62,11 @@ class Streamed(Sequence):
     generation: SimGeneration
     tokens: TokenQueue = field(default_factory=TokenQueue)
 
+    @classmethod
+    def of(cls, request: Request, model: ModelCard, vocabulary: int) -> Streamed:
+        """Return the sequence of a request for a model."""
+        return cls(request, SimGeneration(request, model, vocabulary))
+
     def generate(self) -> bool:
         token = self.generation.token(self.position)
         reason = self.generation.finish_reason(self.position, token)
