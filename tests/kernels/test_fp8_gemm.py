@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hotswap import ConfigError
 from hotswap.kernels.fp8_gemm import (
@@ -29,14 +31,16 @@ from hotswap.kernels.fp8_gemm import (
     fp8_linear,
     fp8_linear_reference,
     heuristic,
+    launch,
     pack,
     packed_width,
+    tiles,
     unpack,
     warm_up,
 )
 from hotswap.kernels.fp8_gemm.sweep import Point, neighbours, search, sweep
-from hotswap.kernels.fp8_gemm.tiles import ROWS, TABLE
-from hotswap.kernels.tables import Table, load
+from hotswap.kernels.fp8_gemm.tiles import ROWS, TABLE, rows_to_build
+from hotswap.kernels.tables import Record, Table, load, write
 from hotswap.kernels.targets import TARGETS, Device, Target
 from tests.house.tree import ROOT
 from tests.kernels.fp8_weights import BOUNDS, FINITE, WHOLE_BOUNDS, error, every_code, input_of, weight_of
@@ -285,6 +289,58 @@ def test_there_is_nothing_to_warm_up_on_a_cpu() -> None:
     space = Workspace(CPU)
     warm_up([(pack(weight_of(64, 64, None)), None)], torch.bfloat16, space, most_rows=4096)
     assert space.nbytes == 0
+
+
+def programs_of(shape: tuple[int, int], device: Device, numbers: Iterable[int]) -> set[Tile]:
+    """What products of so many rows are compiled for: the tile, and whether K is cut into parts."""
+    chosen = {choose(rows, shape, "bfloat16", 128, device) for rows in numbers}
+    return {
+        Tile(path="dense")
+        if tile.path == "dense"
+        else replace(tile, parts=1 + (min(tile.parts, ceil(shape[1] / tile.block_k)) > 1))
+        for tile in chosen
+    }
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS.values() if target.mma], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 4096), (1280, 8192), (28672, 4096), (4096, 14336), (64, 128)])
+def test_programs_of_every_number_of_rows_are_built_ahead(shape: tuple[int, int], target: Target) -> None:
+    device = Device("a card of a test", target, 132)
+    built = rows_to_build(shape, "bfloat16", 128, device)
+    assert programs_of(shape, device, built) == programs_of(shape, device, range(1, 9000))
+    assert len(built) == len(programs_of(shape, device, built)), "none is built twice"
+    few = rows_to_build(shape, "bfloat16", 128, device, 20)
+    assert programs_of(shape, device, few) == programs_of(shape, device, range(1, 21))
+
+
+def test_programs_that_a_table_has_for_many_rows_are_built_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [(16, Tile()), (1024, Tile(128, 128, 64, 8, 3)), (4096, Tile(128, 256, 64, 8, 3))]
+    records = [Record("bfloat16/g128", (4096, 4096), rows, tile.choice, {}) for rows, tile in chosen]
+    write(tmp_path / "table.json", "a card with a table", "sm_90", {}, records)
+    monkeypatch.setattr(tiles, "TABLE", tmp_path / "table.json")
+    device = Device("a card with a table", TARGETS["sm_90"], 132)
+    built = rows_to_build((4096, 4096), "bfloat16", 128, device)
+    assert built == (1, 17, 1025)
+
+
+def test_a_warm_up_computes_a_product_of_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H100, 257 rows of a square weight are the first whose K is not cut."""
+    device, computed = Device("an H100 of a test", TARGETS["sm_90"], 132), list[int]()
+
+    def note(x: Tensor, *args: object, **options: object) -> Tensor:
+        computed.append(len(x))
+        return x
+
+    monkeypatch.setattr(launch, "runs_triton", lambda device: True)
+    monkeypatch.setattr(launch, "_device_of", lambda where: device)
+    monkeypatch.setattr(launch, "fp8_linear", note)
+    codes = torch.zeros(4096, 4096, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = Fp8Weight(codes, torch.ones(4096, 32), 4096, 128, torch.bfloat16)
+    warm_up([(weight, None)] * 2, torch.bfloat16, Workspace(CPU))
+    assert programs_of((4096, 4096), device, computed) == programs_of((4096, 4096), device, range(1, 600))
+    assert 257 in computed
 
 
 def test_without_triton_everything_imports_and_computes() -> None:

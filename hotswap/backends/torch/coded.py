@@ -25,8 +25,6 @@ from hotswap.model import TensorSpec
 __all__ = ["Coding", "Fp8Linear", "attach", "detach", "keeps_by_default", "linear_weights", "prepare"]
 
 _WEIGHT: Final = ".weight"
-# Products of more rows are computed in one way, which these show.
-_MOST_ROWS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,4 +157,4 @@ def prepare(layers: Iterable[Fp8Linear], dtype: torch.dtype) -> None:
     """Build the kernels that layers will need, so that no request waits for a compiler. Blocking."""
     given: list[Any] = [(layer.weight, cast("Tensor | None", layer.layer.bias)) for layer in layers]
     if given:
-        warm_up(given, dtype, Workspace(given[0][0].codes.device), most_rows=_MOST_ROWS)
+        warm_up(given, dtype, Workspace(given[0][0].codes.device))

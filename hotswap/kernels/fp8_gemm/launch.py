@@ -15,7 +15,7 @@ from hotswap.errors import ConfigError
 from hotswap.kernels.calls import Call
 from hotswap.kernels.fp8_gemm.dense import Decode, Multiply, decode_rows, dense_linear
 from hotswap.kernels.fp8_gemm.pack import Fp8Weight
-from hotswap.kernels.fp8_gemm.tiles import ROWS, Tile, choose
+from hotswap.kernels.fp8_gemm.tiles import Tile, choose, rows_to_build
 from hotswap.kernels.fp8_gemm.workspace import Workspace
 from hotswap.kernels.targets import TARGETS, Device, device_of, runs_triton
 
@@ -85,16 +85,18 @@ def warm_up(
     dtype: torch.dtype,
     workspace: Workspace,
     *,
-    most_rows: int,
+    most_rows: int | None = None,
 ) -> None:
     """Build what products in `dtype` need, so that none waits for a compiler. Blocking.
 
     Layers are weights with their biases; one of a shape is enough. Nothing to do where no kernel runs.
+    Products of more than `most_rows` are left out.
     """
     kinds = {(weight.shape, weight.group, bias is None): (weight, bias) for weight, bias in layers}
     for weight, bias in kinds.values():
         if runs_triton(weight.codes.device):
-            for rows in (rows for rows in ROWS if rows <= max(most_rows, 1)):
+            on = _device_of(weight.codes.device)
+            for rows in rows_to_build(weight.shape, _name(dtype), weight.group, on, most_rows):
                 x = torch.zeros(rows, weight.width, dtype=dtype, device=weight.codes.device)
                 fp8_linear(x, weight, bias, workspace=workspace)
 
@@ -145,7 +147,7 @@ def gemm_call(
     """Return the launch of a fused product."""
     (num_rows, width), num_columns = x.shape, len(weight.codes)
     tiles = ceil(num_rows / tile.block_m) * ceil(num_columns / tile.block_n)
-    parts = min(tile.parts, ceil(width / tile.block_k))
+    parts = tile.parts_of(width)
     is_split = parts > 1
     target = device.target
     assert target is not None, "whoever asks has looked"

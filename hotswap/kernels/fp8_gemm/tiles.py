@@ -12,7 +12,7 @@ from hotswap.errors import ConfigError
 from hotswap.kernels.tables import Choice, load
 from hotswap.kernels.targets import Device, Target
 
-__all__ = ["ROWS", "TABLE", "Tile", "choose", "heuristic", "kind_of"]
+__all__ = ["ROWS", "TABLE", "Tile", "choose", "heuristic", "kind_of", "rows_to_build"]
 
 TABLE: Final = Path(__file__).with_name("table.json")
 # Where the heuristic changes its mind; a table has these numbers of rows.
@@ -76,6 +76,10 @@ class Tile:
         """About what a program takes of shared memory: the words and the 16-bit inputs of all stages."""
         return self.stages * (self.block_n + 2 * self.block_m) * self.block_k
 
+    def parts_of(self, width: int) -> int:
+        """Into how many runs a K of `width` is cut: each has a step at least."""
+        return min(self.parts, ceil(width / self.block_k))
+
     def fitted(self, group: int | None) -> Tile:
         """The same for weights whose groups are narrower than a step."""
         block_k = self.block_k
@@ -109,6 +113,25 @@ def choose(rows: int, shape: tuple[int, int], dtype: str, group: int | None, dev
     found = load(TABLE).find(device.name, target.name, kind_of(dtype, group), shape, rows)
     tile = heuristic(rows, shape, target, device.num_units) if found is None else Tile.of(found)
     return tile.fitted(group)
+
+
+@lru_cache(maxsize=256)
+def rows_to_build(
+    shape: tuple[int, int], dtype: str, group: int | None, device: Device, most_rows: int | None = None
+) -> tuple[int, ...]:
+    """Return numbers of rows whose products are between them every program that `choose` can lead to.
+
+    Every number up to `most_rows` is asked about, since a program does not depend on the tile alone: whether
+    K is cut changes wherever the number of tiles does. `None` is no limit.
+    """
+    # Whatever has more rows is computed alike.
+    last = max(_DENSE_ROWS, *(record.rows + 1 for _, record in load(TABLE).records()), 1)
+    least: dict[Tile, int] = {}
+    for rows in range(1, last + 1 if most_rows is None else min(last, most_rows) + 1):
+        tile = choose.__wrapped__(rows, shape, dtype, group, device)
+        program = replace(tile, parts=min(2, tile.parts_of(shape[1])))
+        least.setdefault(DENSE if tile.path == "dense" else program, rows)
+    return tuple(least.values())
 
 
 def heuristic(rows: int, shape: tuple[int, int], target: Target, num_units: int) -> Tile:
