@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from torch import Tensor
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.runs import Prelude, Runs
 from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
+from hotswap.kernels.targets import runs_triton
 
 __all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "lines_of", "most_runs_bytes"]
+
+_NO_BLOCK: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +159,13 @@ class KVCache:
         """Do as `restore` in the same way; `data` may be written to again when this returns."""
         if self.block_bytes:
             scatter(self._table(), blocks, data.to(self.device))
+
+    def build_kernels(self) -> None:
+        """Have what moves blocks compiled before a request waits for it; moves nothing. Blocking."""
+        if self.block_bytes and runs_triton(self.device):
+            staging = torch.empty(self.block_bytes, dtype=torch.uint8, device=self.device)
+            gather(self._table(), (_NO_BLOCK,), staging)
+            scatter(self._table(), (_NO_BLOCK,), staging)
 
     def _table(self) -> BlockTable:
         """Where all layers lie, in the order in which `save` writes them."""

@@ -205,6 +205,7 @@ class LocalLoader(Loader):
             cache = KVCache(
                 num_blocks, budget.block_tokens, self._device, model.layers, runs_bytes=runs_bytes
             )
+            cache.build_kernels()
         self._runs = cache.runs
         self._fit()
         return LocalForward(

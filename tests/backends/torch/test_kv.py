@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hotswap import Sampling
-from hotswap.backends.torch import attention
+from hotswap.backends.torch import attention, kv
 from hotswap.backends.torch.batcher import Batcher, Sequence
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import LocalForward
@@ -53,6 +53,31 @@ def test_a_cache_is_as_large_as_its_layers_say() -> None:
     cache = KVCache(10, 32, CPU, LAYERS)
     assert cache.size_bytes == 11 * 32 * bytes_per_token(LAYERS)
     assert tuple(cache.layers.values()) == LAYERS
+
+
+def test_what_moves_blocks_is_built_ahead_and_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, moved = KVCache(4, 16, CPU, LAYERS), list[tuple[str, int]]()
+    for pool in (*cache._keys.values(), *cache._values.values()):
+        pool.fill_(7.0)
+    cache.build_kernels()  # a CPU has none
+
+    def noting(name: str) -> Any:
+        honest = getattr(kv, name)
+
+        def note(table: Any, blocks: Any, staging: torch.Tensor) -> None:
+            moved.append((name, len(staging)))
+            honest(table, blocks, staging)
+
+        return note
+
+    for name in ("gather", "scatter"):
+        monkeypatch.setattr(kv, name, noting(name))
+    monkeypatch.setattr(kv, "runs_triton", lambda device: True)
+    cache.build_kernels()
+    assert moved == [("gather", cache.block_bytes), ("scatter", cache.block_bytes)]
+    assert all((pool == 7.0).all() for pool in (*cache._keys.values(), *cache._values.values()))
+    KVCache(4, 16, CPU).build_kernels()
+    assert len(moved) == 2, "a cache without layers has nothing to move"
 
 
 # Neighbours of other shapes and dtypes, and a layer that keeps no values.
