@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
 
 __all__ = ["TARGETS", "Device", "Target", "device_of", "runs_triton", "target_of"]
+
+log = logging.getLogger("hotswap")
+
+# Imports triton, and so is imported when it is first wanted.
+_TRIAL: Final = "hotswap.kernels.trial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +109,32 @@ def device_of(device: torch.device) -> Device:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether kernels can be launched there: a GPU with a target, or a CPU under Triton's interpreter."""
+    """Whether kernels can be launched there: a GPU with a target, or a CPU under Triton's interpreter.
+
+    The first call for a GPU compiles and launches a kernel, so make it where it may block.
+    """
     if not _has_triton():
         return False
     if device.type == "cuda":
-        return device_of(device).target is not None
+        return device_of(device).target is not None and _launches(device)
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@cache
+def _launches(device: torch.device) -> bool:
+    """Whether a kernel can be compiled: Triton asks for a C compiler and for what the driver comes with.
+
+    Triton comes with PyTorch's wheels for CUDA, and so is found on machines that have neither.
+    """
+    try:
+        import_module(_TRIAL).launch(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as exc:  # of Triton, of a compiler, of a linker: whatever is missing
+        text = "no kernel can be launched on %s, PyTorch computes instead: %s: %s"
+        log.warning(text, device, type(exc).__name__, exc)
+        return False
+    return True
 
 
 @cache

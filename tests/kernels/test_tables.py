@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import ConfigError
+from hotswap.kernels import targets
 from hotswap.kernels.tables import Record, Table, load, write
-from hotswap.kernels.targets import TARGETS, device_of, runs_triton, target_of
+from hotswap.kernels.targets import TARGETS, Device, device_of, runs_triton, target_of
 
 KIND = "bfloat16/g128"
 
@@ -90,6 +92,29 @@ def test_a_newer_gpu_is_served_as_the_one_before_it_and_a_stranger_not_at_all() 
     assert target_of("sm_103") is TARGETS["sm_100"]
     assert target_of("sm_61") is None
     assert target_of("gfx1100") is None
+
+
+def test_a_gpu_where_nothing_compiles_is_said_so_once_and_runs_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA wheels of PyTorch bring Triton to images without a C compiler."""
+    tried: list[torch.device] = []
+
+    def launch(device: torch.device) -> None:
+        tried.append(device)
+        if device.index == 90:
+            raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    known = Device("a card of a test", TARGETS["sm_90"], 132)
+    monkeypatch.setattr(targets, "device_of", lambda device: known)
+    monkeypatch.setattr(targets, "_has_triton", lambda: True)
+    monkeypatch.setattr(targets, "import_module", lambda name: SimpleNamespace(launch=launch))
+    broken, good = torch.device("cuda:90"), torch.device("cuda:91")
+    assert [runs_triton(broken), runs_triton(good), runs_triton(broken)] == [False, True, False]
+    assert tried == [broken, good]
+    (record,) = caplog.records
+    assert "cuda:90" in record.getMessage()
+    assert "C compiler" in record.getMessage()
 
 
 def test_a_cpu_runs_no_kernels_unless_they_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,8 @@ class LocalLoader(Loader):
             await anyio.to_thread.run_sync(touch, self._device)
         except RuntimeError as exc:
             raise InstanceLost(f"{self._device} fails ({exc}); restart the process.") from exc
+        # Whoever asks again is answered at once.
+        await anyio.to_thread.run_sync(runs_triton, self._device)
 
     async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> LocalModel:
         manifest = await store.manifest(card.id)
