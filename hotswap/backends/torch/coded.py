@@ -18,7 +18,7 @@ from hotswap.backends.torch.fp8 import SCALE_SUFFIX, Scheme
 from hotswap.backends.torch.linear import kernels, product, widened
 from hotswap.backends.torch.weights import Views
 from hotswap.errors import ConfigError, ShardCorrupt
-from hotswap.kernels.fp8_gemm import Fp8Weight, Workspace, fp8_linear, warm_up
+from hotswap.kernels.fp8_gemm import FUSED_DTYPES, Fp8Weight, Workspace, fp8_linear, warm_up
 from hotswap.kernels.targets import device_of, runs_triton
 from hotswap.model import TensorSpec
 
@@ -94,8 +94,10 @@ class Fp8Linear:
         )
 
 
-def keeps_by_default(device: torch.device) -> bool:
-    """Whether codes are kept if nobody said: where a kernel decodes them inside its products."""
+def keeps_by_default(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether codes are kept if nobody said: where a kernel decodes them inside products in `dtype`."""
+    if dtype not in FUSED_DTYPES:
+        return False
     target = device_of(device).target
     return device.type == "cuda" and runs_triton(device) and target is not None and bool(target.mma)
 

@@ -27,7 +27,7 @@ from hotswap.errors import ShardCorrupt, UnsupportedModel
 from hotswap.kernels.fp8_gemm import pack_into, packed_width
 from hotswap.model import Manifest, TensorSpec
 
-__all__ = ["Dequantizer"]
+__all__ = ["Dequantizer", "original_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Dequantizer:
         packs: bool = False,
     ) -> None:
         self.scheme = _scheme(manifest)
-        self.before = _original_dtype(manifest)
+        self.before = original_dtype(manifest)
         stored = _by_offset(manifest.tensors_of(rank))
         known = {spec.name: spec for spec in stored}
         scales = {spec.name: known.get(spec.name + SCALE_SUFFIX) for spec in stored}
@@ -181,7 +181,12 @@ def _scheme(manifest: Manifest) -> Scheme:
     return SCHEMES[manifest.quantization]
 
 
-def _original_dtype(manifest: Manifest) -> torch.dtype:
+def original_dtype(manifest: Manifest) -> torch.dtype:
+    """Return the dtype that a quantised model's weights had.
+
+    Raises:
+        ShardCorrupt: the manifest names none.
+    """
     dtype = getattr(torch, manifest.unquantized_dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ShardCorrupt(

@@ -118,7 +118,8 @@ class TorchEngine(Engine):
             Where the CPU has no bf16 instructions, the copies of bf16 weights are in fp32. Ranks make none.
         keep_fp8: Whether linear weights that are stored as FP8 stay codes and scales, at half the memory of
             bf16; else they are made whole when they are loaded. `None` keeps them on GPUs that decode them
-            inside their products, and makes them whole on a CPU, where steps then take less time.
+            inside their products, which takes bf16 or fp16, and makes them whole otherwise: on a CPU steps
+            then take less time.
         threads: CPU threads of a step; `None` is PyTorch's default, mostly all cores. Each engine has its
             own, so give engines that serve at the same time a part of the cores each.
         invariant: Whether bits may not depend on the batch; costs a few per cent. CPU only, and where oneDNN

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hotswap.backends.torch.adapters.targets import Target, observed, targets
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
-from hotswap.backends.torch.coded import Coding, linear_weights, prepare
-from hotswap.backends.torch.dequantize import Dequantizer
+from hotswap.backends.torch.coded import Coding, keeps_by_default, linear_weights, prepare
+from hotswap.backends.torch.dequantize import Dequantizer, original_dtype
 from hotswap.backends.torch.device import free_bytes, out_of_memory_mapped, reclaimed, touch
 from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.forward import LocalForward
@@ -119,14 +119,14 @@ class LocalLoader(Loader):
         memory_bytes: int,
         idle_bytes: int,
         packed_bytes: int,
-        keep_fp8: bool,
+        keep_fp8: bool | None,
         skeletons: SkeletonCache,
         block_tokens: int,
         min_rows: Callable[[torch.dtype], int],
     ) -> None:
         self.memory_bytes = memory_bytes
         self.weight_bytes = 0
-        self._device, self._dtype, self._keeps_fp8 = device, dtype, keep_fp8
+        self._device, self._dtype, self._keep_fp8 = device, dtype, keep_fp8
         self._buffers = FlatBuffers(device, idle_bytes)
         self._shelf = Shelf(packed_bytes)
         self._skeletons = skeletons
@@ -234,7 +234,7 @@ class LocalLoader(Loader):
     ) -> Weights:
         """Borrow or read the weights, and convert what is stored in another way than is wanted."""
         if manifest.quantization:
-            keep = linear if self._keeps_fp8 else frozenset[str]()
+            keep = linear if self._keeps_fp8(manifest) else frozenset[str]()
             packs = runs_triton(self._device)
             dequantizer = Dequantizer(manifest, dtype=self._dtype, keep=keep, packs=packs)
             return await self._dequantized(manifest, store, others_bytes, dequantizer)
@@ -245,6 +245,11 @@ class LocalLoader(Loader):
             return await self._recast(manifest.model, weights, self._dtype, others_bytes)
         finally:
             await self._free(weights)
+
+    def _keeps_fp8(self, manifest: Manifest) -> bool:
+        if self._keep_fp8 is not None:
+            return self._keep_fp8
+        return keeps_by_default(self._device, self._dtype or original_dtype(manifest))
 
     async def _borrow(self, manifest: Manifest, store: WeightStore) -> Weights | None:
         """The store's own memory, if a CPU may use it and the store can lend it."""

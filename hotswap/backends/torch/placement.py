@@ -34,7 +34,7 @@ def make_loader(
             memory_bytes=settings.all_memory_bytes,
             idle_bytes=parse_bytes(settings.idle_bytes),
             packed_bytes=settings.most_packed_bytes,
-            keep_fp8=settings.keeps_fp8,
+            keep_fp8=settings.keep_fp8,
             skeletons=skeletons,
             block_tokens=settings.kv_block_tokens,
             min_rows=settings.min_rows,

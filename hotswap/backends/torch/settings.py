@@ -9,7 +9,6 @@ import torch
 from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.budget import TokenBudget
-from hotswap.backends.torch.coded import keeps_by_default
 from hotswap.backends.torch.device import resolve, total_bytes
 from hotswap.backends.torch.forward import Forward, least_rows
 from hotswap.backends.torch.loading import KVBudget
@@ -99,11 +98,6 @@ class Settings:
     def most_packed_bytes(self) -> int:
         """The budget of packed weights: a quarter of all memory if it was not said."""
         return self.all_memory_bytes // 4 if self.packed_bytes is None else parse_bytes(self.packed_bytes)
-
-    @property
-    def keeps_fp8(self) -> bool:
-        """Whether linear weights that are stored as FP8 stay so."""
-        return keeps_by_default(self.first_device) if self.keep_fp8 is None else self.keep_fp8
 
     @property
     def kv(self) -> KVBudget:

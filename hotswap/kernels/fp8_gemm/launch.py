@@ -19,12 +19,13 @@ from hotswap.kernels.fp8_gemm.tiles import Tile, choose, rows_to_build
 from hotswap.kernels.fp8_gemm.workspace import Workspace
 from hotswap.kernels.targets import TARGETS, Device, device_of, runs_triton
 
-__all__ = ["dequantize_call", "fp8_linear", "gemm_call", "warm_up"]
+__all__ = ["FUSED_DTYPES", "dequantize_call", "fp8_linear", "gemm_call", "warm_up"]
 
 # Imports triton, and so is imported when a kernel is first wanted.
 _KERNELS: Final = "hotswap.kernels.fp8_gemm.kernel"
 
-_FUSED_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
+# Of inputs that weights are decoded for inside the multiplication.
+FUSED_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 # Weights with fewer rows or columns are not worth a tile.
 _LEAST_WIDTH: Final = 16
 _ALIGNMENT_BYTES: Final = 16
@@ -105,7 +106,7 @@ def _has_kernel(rows: Tensor, weight: Fp8Weight, device: Device) -> bool:
     """Whether a kernel may compute it."""
     return (
         weight.is_packed
-        and rows.dtype in _FUSED_DTYPES
+        and rows.dtype in FUSED_DTYPES
         and device.target is not None
         and len(rows) > 0
         and min(weight.shape) >= _LEAST_WIDTH

@@ -31,18 +31,19 @@ from hotswap import (
 )
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
-from hotswap.backends.torch import SkeletonCache, TorchEngine, linear
+from hotswap.backends.torch import SkeletonCache, TorchEngine, linear, loader
 from hotswap.backends.torch.adapters import holder
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.adapters.tiled import TiledPool
-from hotswap.backends.torch.coded import Coding, attach, detach, linear_weights
+from hotswap.backends.torch.coded import Coding, attach, detach, keeps_by_default, linear_weights
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.fp8 import SCHEMES
 from hotswap.backends.torch.linear import LEAST_ROWS, kernels, product
 from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.weights import Views, tensor_at
 from hotswap.kernels.fp8_gemm import Fp8Weight, decode_rows, pack
+from hotswap.kernels.targets import TARGETS, Device
 from hotswap.policies import LeastLoadedRouter
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.clients import fulfil, make_wishes
@@ -51,6 +52,7 @@ from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
 A, B = ModelId("a"), ModelId("b")
 PROMPT = (5, 6, 7, 8)
+_CODED = "hotswap.backends.torch.coded"
 
 
 @asynccontextmanager
@@ -395,6 +397,41 @@ async def test_adapters_change_layers_that_are_kept_as_codes(
                 received.append(both)
                 await engine.unload()
     assert received[0] == received[1]
+
+
+def test_codes_are_kept_by_default_where_a_kernel_decodes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, known = torch.device("cuda:0"), dict[str, bool]()
+    for name in ("sm_70", "sm_90"):
+        card = Device("a card of a test", TARGETS[name], 132)
+        monkeypatch.setattr(f"{_CODED}.device_of", lambda device, card=card: card)
+        for runs in (True, False):
+            monkeypatch.setattr(f"{_CODED}.runs_triton", lambda device, runs=runs: runs)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                known[f"{name} {runs} {dtype}"] = keeps_by_default(here, dtype)
+    assert {name for name, keeps in known.items() if keeps} == {
+        "sm_90 True torch.bfloat16",
+        "sm_90 True torch.float16",
+    }
+    assert not keeps_by_default(torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+async def test_the_default_goes_by_the_dtype_that_is_computed_in(
+    dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.dtype] = []
+
+    def note(device: torch.device, dtype: torch.dtype) -> bool:
+        asked.append(dtype)
+        return dtype is torch.bfloat16
+
+    monkeypatch.setattr(loader, "keeps_by_default", note)
+    put(tmp_path, A, make_model("llama", dtype=torch.bfloat16))
+    async with store_of(tmp_path, lends=True) as store, make_engine(dtype=dtype, keep_fp8=None) as engine:
+        await engine.load(await card_of(store, A), store)
+        assert (engine.view().weight_bytes == 0) == (dtype is None), "what is lent takes nothing"
+        await engine.unload()
+    assert asked == [dtype or torch.bfloat16]
 
 
 def test_ranks_make_weights_whole() -> None:
