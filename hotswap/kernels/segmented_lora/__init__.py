@@ -7,7 +7,7 @@ tested against.
 
 from __future__ import annotations
 
-from hotswap.kernels.segmented_lora.launch import expand, segmented_lora, shrink
+from hotswap.kernels.segmented_lora.launch import expand, has_kernels, segmented_lora, shrink
 from hotswap.kernels.segmented_lora.plan import (
     PAGE_RANKS,
     Capacity,
@@ -28,6 +28,7 @@ __all__ = [
     "SegmentPlan",
     "Tile",
     "expand",
+    "has_kernels",
     "make_plan",
     "plan_rows",
     "segmented_lora",

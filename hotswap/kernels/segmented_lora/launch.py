@@ -12,7 +12,7 @@ from hotswap.kernels.segmented_lora.pool import RankPool
 from hotswap.kernels.segmented_lora.tiles import Tile
 from hotswap.kernels.targets import device_of, runs_triton
 
-__all__ = ["expand", "expand_call", "segmented_lora", "shrink", "shrink_call"]
+__all__ = ["expand", "expand_call", "has_kernels", "segmented_lora", "shrink", "shrink_call"]
 
 _KERNELS = "hotswap.kernels.segmented_lora.kernel"
 
@@ -59,7 +59,7 @@ def shrink(x: Tensor, pool: RankPool, plan: SegmentPlan) -> Tensor:
     )
     if not plan.capacity.items:
         return h
-    if _by_kernels(x.device):
+    if has_kernels(x.device):
         shrink_call(h, x, pool, plan).launch()
     else:
         _shrink_in_torch(h, x, pool, plan)
@@ -80,14 +80,14 @@ def expand(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, *, piece: 
     _check("out", out, pool.start_of(last) - pool.start_of(first), pool)
     if not plan.capacity.tiles:
         return
-    if _by_kernels(out.device):
+    if has_kernels(out.device):
         expand_call(out, h, pool, plan, piece).launch()
     else:
         _expand_in_torch(out, h, pool, plan, first, last)
 
 
-def _by_kernels(device: torch.device) -> bool:
-    """Where Triton reaches no tensor cores, PyTorch multiplies better."""
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels compute it there; where Triton reaches no tensor cores, PyTorch multiplies better."""
     target = device_of(device).target
     return runs_triton(device) and (target is None or bool(target.mma))
 

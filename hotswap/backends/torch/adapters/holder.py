@@ -19,6 +19,7 @@ from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.adapters.tiled import TiledPool
 from hotswap.backends.torch.device import out_of_memory_mapped
 from hotswap.errors import OutOfMemory
+from hotswap.kernels.segmented_lora import has_kernels
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
 from hotswap.view import InstanceId
@@ -27,8 +28,11 @@ __all__ = ["AdapterHolder", "pool_kind"]
 
 
 def pool_kind(device: torch.device) -> type[PagedPool | TiledPool]:
-    """Return how adapters lie on a device: as the kernels want them, or as a CPU does."""
-    return TiledPool if device.type == "cpu" else PagedPool
+    """Return how adapters lie on a device: as kernels want them where they run, and else as on a CPU.
+
+    Without kernels pages cost a product for each adapter, and tiles a handful for all.
+    """
+    return PagedPool if device.type != "cpu" and has_kernels(device) else TiledPool
 
 
 class AdapterHolder:

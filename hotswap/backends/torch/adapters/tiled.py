@@ -1,4 +1,4 @@
-"""Adapters on a CPU: one matrix a layer, in which each has a range of ranks."""
+"""Adapters on a CPU, and on a GPU without kernels: one matrix a layer, in which each has a range of ranks."""
 
 from __future__ import annotations
 

@@ -14,10 +14,14 @@ from torch import nn
 
 from hotswap import Adapter, AdapterId, InstanceError, OutOfMemory, UnsupportedAdapter
 from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.backends.torch.adapters.holder import pool_kind
+from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, PeftCache, read
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.adapters.tiled import TiledPool
+from hotswap.kernels.segmented_lora import launch
+from hotswap.kernels.targets import TARGETS, Device
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
@@ -28,6 +32,20 @@ SKELETONS = SkeletonCache()
 
 def make_engine(**options: Any) -> TorchEngine:
     return TorchEngine("e0", kv_tokens=256, threads=1, skeletons=SKELETONS, **options)
+
+
+def test_pages_are_for_devices_on_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda:0")
+    for name, runs, kind in (
+        ("sm_90", True, PagedPool),
+        ("sm_90", False, TiledPool),  # no Triton, or nothing that compiles for it
+        ("sm_70", True, TiledPool),  # Triton reaches no tensor cores
+    ):
+        card = Device("a card of a test", TARGETS[name], 132)
+        monkeypatch.setattr(launch, "device_of", lambda device, card=card: card)
+        monkeypatch.setattr(launch, "runs_triton", lambda device, runs=runs: runs)
+        assert pool_kind(gpu) is kind
+        assert pool_kind(torch.device("cpu")) is TiledPool
 
 
 class Gate:
