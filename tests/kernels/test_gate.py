@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from hotswap.kernels.fp8_gemm.tiles import Tile, heuristic
 from hotswap.kernels.targets import TARGETS, Target
-from tests.kernels.gate import fp8_gemm
-from tests.kernels.gate.build import Limits, Program
+from tests.kernels.gate import fp8_gemm, rules
+from tests.kernels.gate.build import Facts, Limits, Program
 from tests.kernels.gate.rules import broken
 
 _GATE = Path(fp8_gemm.__file__).parent
@@ -58,6 +58,19 @@ def test_the_programs_are_those_that_the_heuristic_chooses() -> None:
 def test_a_tile_that_is_too_much_for_a_target_is_caught(tile: Tile, target: str, fault: str) -> None:
     program = fp8_gemm.fused(tile, TARGETS[target], "bf16", 128, split=False)
     assert fault in " ".join(broken(program, TARGETS[target]))
+
+
+@pytest.mark.parametrize(
+    ("target", "fault"), [("sm_90", "instructions"), ("gfx942", "instructions"), ("sm_70", "")]
+)
+def test_code_that_cannot_be_read_is_no_code_that_keeps_to_its_limits(
+    target: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "build", lambda program, target: Facts(0))
+    program = fp8_gemm.fused(Tile(), TARGETS["sm_80"], "bf16", 128, split=False)
+    faults = broken(program, TARGETS[target])
+    assert bool(faults) == bool(fault)
+    assert fault in " ".join(faults)
 
 
 def test_a_program_that_does_not_say_where_its_rows_begin_is_caught() -> None:
