@@ -52,7 +52,7 @@ class Session:
 
     def copies(self, size_bytes: int) -> int:
         """How many copies of weights to take in turns, so that none is still in the cache."""
-        return 1 if self.is_dry else max(2, min(12, -(-3 * self.l2_bytes // max(1, size_bytes))))
+        return 1 if self.is_dry else max(2, -(-3 * self.l2_bytes // max(1, size_bytes)))
 
     def replayed(self, calls: Sequence[Callable[[], object]]) -> Summary:
         """Microseconds of a call, when all are replayed one after the other from a captured graph.

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.gpu.session import Session
 from hotswap.kernels import tables
 from hotswap.kernels.fp8_gemm import Tile as Fp8Tile
 from hotswap.kernels.segmented_lora import Tile
@@ -70,6 +72,14 @@ def test_its_tables_can_be_put_in_place(out: Path) -> None:
         for _, record in records:
             choice: dict[str, Any] = dict(record.choice)
             assert kind(**choice).choice == record.choice
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 20, 10 << 20, 40 << 20, 1 << 30])
+def test_weights_in_turns_fill_three_caches(size_bytes: int) -> None:
+    session = Session(torch.device("cpu"), is_dry=False, ends_at=0.0, l2_bytes=50 << 20)
+    copies = session.copies(size_bytes)
+    assert copies >= 2
+    assert copies * size_bytes >= 3 * session.l2_bytes
 
 
 def test_kernels_are_found_where_the_rest_cannot_be_imported() -> None:
