@@ -108,10 +108,12 @@ class Lookup:
         self._move(self._replicas, before.becomes if before else None, view.becomes, view)
 
     def drop(self, instance: InstanceId) -> None:
-        """Forget an instance."""
-        view = self._views.pop(instance)
-        del self._places[instance]
+        """Forget an instance, if it was ever taken in."""
         self._touched.discard(instance)
+        view = self._views.pop(instance, None)
+        if view is None:
+            return
+        del self._places[instance]
         self._ids = self._all = None
         self._move(self._hosts, view.hosted, None, view)
         self._move(self._replicas, view.becomes, None, view)
@@ -137,7 +139,11 @@ class Lookup:
         assert self._pull is not None
         for instance in instances:
             self._touched.discard(instance)
-            self.put(self._pull(instance))
+            try:
+                self.put(self._pull(instance))
+            except BaseException:
+                self._touched.add(instance)
+                raise
 
     def _move(
         self, groups: dict[ModelId, _Group], old: ModelId | None, new: ModelId | None, view: InstanceView
@@ -173,11 +179,13 @@ class _Group:
         self.members[view.id] = view
         self._all = None
         for standing in self._standings.values():
-            standing.changed.append(view.id)
+            standing.changed[view.id] = None
 
     def leave(self, instance: InstanceId) -> None:
         del self.members[instance]
         self._all = None
+        for standing in self._standings.values():
+            standing.changed.pop(instance, None)
 
     def all(self, places: dict[InstanceId, int]) -> tuple[InstanceView, ...]:
         if not self._sorted:
@@ -188,11 +196,12 @@ class _Group:
         return self._all
 
     def least(self, rank: Rank) -> InstanceView | None:
-        standing = self._standings.get(rank)
+        standing = self._standings.pop(rank, None)
         if standing is None:
             if len(self._standings) >= _MOST_RANKS:
                 del self._standings[next(iter(self._standings))]
-            standing = self._standings[rank] = _Standing(list(self.members))
+            standing = _Standing(self.members)
+        self._standings[rank] = standing  # last, as the one that was asked for last
         return standing.least(rank, self.members)
 
 
@@ -201,16 +210,16 @@ class _Standing:
 
     __slots__ = ("_heap", "_numbers", "changed")
 
-    def __init__(self, members: list[InstanceId]) -> None:
-        self.changed = members
+    def __init__(self, members: Iterable[InstanceId]) -> None:
+        self.changed = dict.fromkeys(members)
         self._heap: list[tuple[Any, int, InstanceView]] = []
         self._numbers = itertools.count()
 
     def least(self, rank: Rank, members: dict[InstanceId, InstanceView]) -> InstanceView | None:
         if len(self.changed) + len(self._heap) > 4 * len(members) + 64:
             self._heap.clear()
-            self.changed = list(members)
-        for instance in dict.fromkeys(self.changed):
+            self.changed = dict.fromkeys(members)
+        for instance in self.changed:
             view = members.get(instance)
             if view is not None and (key := rank(view)) is not None:
                 heapq.heappush(self._heap, (key, next(self._numbers), view))

@@ -47,7 +47,8 @@ def first(request: Request, fleet: FleetView, rank: Rank) -> InstanceView | None
     best = fleet.least(request.model, rank)
     if best is None or _holds(best, request):
         return best
-    return min(candidates(request, fleet), key=rank, default=None)
+    ranked = (instance for instance in candidates(request, fleet) if rank(instance) is not None)
+    return min(ranked, key=rank, default=None)
 
 
 def by_load(instance: InstanceView) -> tuple[bool, int, float, InstanceId] | None:

@@ -73,16 +73,17 @@ class Control:
         """Observe, plan and apply until cancelled."""
         while True:
             self._asked = anyio.Event()
-            with self._forgiving("The control loop failed in this turn"):
-                self._on_turn()
-                self._revive()
-            self._plan()
+            for part in (self._on_turn, self._revive, self._plan):
+                with self._forgiving("The control loop failed in this turn"):
+                    part()
             with anyio.move_on_after(self._pause_s()):
                 await self._asked.wait()
 
     def _pause_s(self) -> float:
         """The interval, or less when something may be tried again earlier."""
-        retry_s = min((instance.next_retry_s() for instance in self._unsettled()), default=math.inf)
+        retry_s = math.inf
+        with self._forgiving("The fleet could not be looked at"):
+            retry_s = min((instance.next_retry_s() for instance in self._unsettled()), default=math.inf)
         return min(self._interval_s, retry_s - anyio.current_time())
 
     def _plan(self) -> None:

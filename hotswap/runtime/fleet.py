@@ -513,9 +513,9 @@ class Fleet(AsyncContextManagerMixin):
             FleetClosed: the fleet is not open.
         """
         self._open_tasks()
+        if engine.id in self._instances:
+            raise ConfigError(f"There is an instance {engine.id!r} already; give the engine another id.")
         instance = Instance(engine)
-        if instance.id in self._instances:
-            raise ConfigError(f"There is an instance {instance.id!r} already; give the engine another id.")
         await self._houses.move_in(instance)
         self._instances[instance.id] = instance
         self._observer.join(instance)

@@ -29,8 +29,9 @@ class LastView:
 
     def take(self) -> FleetView:
         """Look now, on the event loop."""
-        self._last = seen = self._view()
-        seen.settle()
+        seen = self._view()
+        seen.settle()  # before another thread may read it
+        self._last = seen
         return seen
 
     def seen(self) -> Iterable[FleetView]:

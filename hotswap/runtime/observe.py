@@ -115,8 +115,7 @@ class Observer:
         self._turned.pop(instance.id, None)
         self._restless.pop(instance.id, None)
         self._unsettled.pop(instance.id, None)
-        if instance.id in self._lookup.ids:
-            self._lookup.drop(instance.id)
+        self._lookup.drop(instance.id)
 
     def _note(self, instance: InstanceId, turned: bool) -> None:
         if turned:
@@ -125,10 +124,9 @@ class Observer:
             self._lookup.touch(instance)
 
     def _refresh(self) -> None:
-        if self._turned:
-            turned, self._turned = self._turned, {}
-            for instance in turned:
-                self._look(self.instances[instance])
+        for instance in tuple(self._turned):
+            self._look(self.instances[instance])
+            self._turned.pop(instance, None)  # not before: one whose view cannot be had now is asked again
         for key in tuple(self._restless):
             self._look(self.instances[key])
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
 from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
+from hotswap.backends.sim.batcher import Batching
 from hotswap.errors import ConfigError
 from hotswap.migration import Mover
 from hotswap.router import Router
@@ -44,6 +45,8 @@ class Cluster:
         disk_bytes_per_s: What the disk that holds every model reads at.
         token_budget: Tokens of a step.
         max_requests: Sequences of a batch.
+        batching: Prefill chunks beside decodes, or as old engines did, whole prompts before them.
+        watermark: The share of KV blocks that an admission leaves free; of `"prefill_first"` alone.
         max_adapters: Adapters that an engine holds at once.
         min_replicas: The floor of every model.
         max_context_tokens: The longest request.
@@ -57,6 +60,8 @@ class Cluster:
     disk_bytes_per_s: float = 5e9
     token_budget: int = 2048
     max_requests: int = 256
+    batching: Batching = "mixed"
+    watermark: float = 0.0
     max_adapters: int = 8
     min_replicas: int = 0
     max_context_tokens: int = 131_072
@@ -68,6 +73,10 @@ class Cluster:
         if isinstance(self.profile, str) and self.profile not in PROFILES:
             raise ConfigError(f"There is no profile {self.profile!r}; there are {', '.join(PROFILES)}.")
         engines = {f"e{number}" for number in range(self.num_engines)}
+        if self.batching not in ("mixed", "prefill_first"):
+            raise ConfigError(f"batching is {self.batching!r}; give 'mixed' or 'prefill_first'.")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark is {self.watermark!r}; give a share of all blocks, 0 to below 1.")
         if unknown := sorted({engine for _, engine in self.losses} - engines):
             raise ConfigError(
                 f"losses name {', '.join(unknown)}; the engines are e0 to e{self.num_engines - 1}."
@@ -89,6 +98,8 @@ class Cluster:
                 max_requests=self.max_requests,
                 token_budget=self.token_budget,
                 max_adapters=self.max_adapters,
+                batching=self.batching,
+                watermark=self.watermark,
             )
             for number in range(self.num_engines)
         ]

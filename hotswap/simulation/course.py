@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -162,9 +163,21 @@ class Events(Course):
     def __init__(self, trace: Trace, cluster: Cluster, progress: Progress | None) -> None:
         super().__init__(trace, cluster, progress)
         self._change = anyio.Event()
+        self._fault: BaseException | None = None
+
+    async def play(self, make_fleet: Callable[..., Fleet]) -> None:
+        # What is told in callbacks of the loop has nobody else to raise to.
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self._fail(context))
+        await super().play(make_fleet)
+
+    def _fail(self, context: Mapping[str, object]) -> None:
+        error = context.get("exception")
+        self._fault = error if isinstance(error, BaseException) else RuntimeError(str(context.get("message")))
+        self._change.set()
 
     def _send(self, fleet: Fleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
         assert isinstance(fleet, EventFleet)
+        self._raise_fault()
         try:
             fleet.ride(
                 request.model,
@@ -177,7 +190,13 @@ class Events(Course):
         except HotswapError as exc:
             self._keep(number, request, num_tokens=0, first_s=None, num_hops=0, error=exc)
 
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
     def _note(self, number: int, request: TraceRequest, rider: Rider) -> None:
+        if rider.error is not None and not isinstance(rider.error, HotswapError):
+            raise rider.error
         self._keep(
             number,
             request,
@@ -190,6 +209,7 @@ class Events(Course):
 
     async def _ended(self) -> None:
         while len(self.served) < len(self._trace.requests):
+            self._raise_fault()
             self._change = anyio.Event()
             await self._change.wait()
 

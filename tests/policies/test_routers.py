@@ -114,6 +114,14 @@ def test_a_holder_of_the_adapter_comes_before_a_less_loaded_replica() -> None:
     assert route(AffinityRouter(), *instances) == "e0"
 
 
+def test_a_holder_too_small_for_the_tokens_is_passed_over() -> None:
+    small = blocks(holding(serving("e0", "a", 0), "x"), 2, 2)
+    large, other = blocks(serving("e1", "a", 5), 4, 4), blocks(serving("e2", "a", 7), 2, 2)
+    assert route(AffinityRouter(), small, large, other, adapter="x", tokens=32) == "e1"
+    assert route(AffinityRouter(), small, large, other, adapter="x", tokens=64) == "e0"  # it never fits
+    assert route(AffinityRouter(), large, other, adapter="x", tokens=64) == "e1"
+
+
 def test_the_least_loaded_holder_wins() -> None:
     instances = (
         serving("e0", "a", 0),

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import anyio
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hotswap import (
     Action,
     Adapter,
+    ConfigError,
     Engine,
     Fleet,
     FleetView,
@@ -30,6 +32,7 @@ from hotswap import (
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.engine import SupportsWatch, WrapperEngine
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
+from hotswap.simulation.events import EventEngine, EventFleet
 from hotswap.testing.replay import dump_view
 from hotswap.testing.virtual_time import run, virtual_time
 
@@ -95,8 +98,15 @@ class Plain(WrapperEngine):
     """Says nothing of its changes."""
 
 
+async def ridden(fleet: EventFleet, model: str, adapter: str | None, num_tokens: int) -> None:
+    ended = anyio.Event()
+    sampling = Sampling(max_tokens=num_tokens)
+    fleet.ride(model, (1,) * 20, sampling, adapter=adapter, on_end=lambda _: ended.set())
+    await ended.wait()
+
+
 async def course(witness: Witness, engines: Sequence[Engine], asked: list[tuple[str, bool, int]]) -> None:
-    fleet = Fleet(
+    fleet = (EventFleet if isinstance(engines[0], EventEngine) else Fleet)(
         engines=engines,
         store=SimStore(dict.fromkeys("abc", "1 GiB")),
         models=[Model(name) for name in "abc"],
@@ -108,6 +118,8 @@ async def course(witness: Witness, engines: Sequence[Engine], asked: list[tuple[
 
     async def ask(model: str, adapted: bool, num_tokens: int) -> None:
         adapter = ("x" if num_tokens % 2 else "y") if adapted and model == "a" else None
+        if isinstance(fleet, EventFleet):
+            return await ridden(fleet, model, adapter, num_tokens)
         try:
             await fleet.generate(model, [1] * 20, Sampling(max_tokens=num_tokens), adapter=adapter)
         except HotswapError:
@@ -129,9 +141,11 @@ requests = st.lists(
 
 
 @settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(requests, st.booleans())
-def test_what_is_shown_is_what_there_is(asked: list[tuple[str, bool, int]], plain: bool) -> None:
-    sims: list[Engine] = [SimEngine(f"e{n}", kv_blocks=40) for n in range(3)]
+@given(requests, st.sampled_from(["plain", "watched", "events"]))
+def test_what_is_shown_is_what_there_is(asked: list[tuple[str, bool, int]], kind: str) -> None:
+    plain = kind == "plain"
+    make = EventEngine if kind == "events" else SimEngine
+    sims: list[Engine] = [make(f"e{n}", kv_blocks=40) for n in range(3)]
     engines: list[Engine] = [sims[0], Plain(sims[1]), sims[2]] if plain else sims
     assert isinstance(sims[0], SupportsWatch)
     assert not isinstance(Plain(sims[1]), SupportsWatch)
@@ -149,6 +163,57 @@ def test_a_view_that_is_kept_does_not_change() -> None:
     run(course, witness, engines, [("a", True, 40), ("b", False, 90), ("c", False, 20), ("a", False, 60)])
     assert len({text for _, text in witness.kept}) > 5
     assert all(dump_view(view) == text for view, text in witness.kept)
+
+
+class Blinking(WrapperEngine):
+    """Cannot be looked at while it blinks."""
+
+    blinks = False
+
+    def view(self) -> InstanceView:
+        if self.blinks:
+            raise RuntimeError("It blinks.")
+        return super().view()
+
+
+@virtual_time
+async def test_an_engine_that_cannot_be_looked_at_for_a_while_ends_nothing() -> None:
+    blinking, other = Blinking(SimEngine("e0")), SimEngine("e1")
+    fleet = Fleet(
+        engines=[blinking, other],
+        store=SimStore({"m": "1 GiB"}),
+        models=[Model("m")],
+        router=LeastLoadedRouter(),
+        scheduler=WeightedLoadSwap(1, 50, 1),
+    )
+    async with fleet:
+        await fleet.swap("e1", to="m")
+        async with fleet.stream("m", [1, 2, 3], Sampling(max_tokens=400)) as stream:
+            await anext(stream)
+            blinking.blinks = True
+            await anyio.sleep(1.5)  # the control loop has turns meanwhile
+            blinking.blinks = False
+            other.lose()
+            assert len(await stream.collect()) == 399  # it went on, where the fleet found a place
+
+
+@virtual_time
+async def test_an_engine_that_is_added_twice_is_still_watched() -> None:
+    engine = SimEngine("e0")
+    fleet = Fleet(
+        engines=[engine],
+        store=SimStore({"m": "1 GiB"}),
+        models=[Model("m")],
+        router=LeastLoadedRouter(),
+        scheduler=WeightedLoadSwap(1, 50, 1),
+    )
+    async with fleet:
+        with pytest.raises(ConfigError, match="already"):
+            await fleet.add(engine)
+        with anyio.fail_after(60):
+            await fleet.generate("m", [1, 2, 3])
+            engine.lose()
+            await fleet.generate("m", [1, 2, 3])
 
 
 class Glancer(Router):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, Router, Scheduler
+from hotswap import ConfigError, FleetView, InstanceId, Router, Scheduler
 from hotswap.backends.sim.batcher import Batcher, Step
 from hotswap.backends.sim.batcher import Sequence as Seated
 from hotswap.hardware import DeviceProfile
@@ -275,3 +275,54 @@ def test_a_stretch_is_as_long_as_steps_are_alike_and_ends_when_they_do(
 
 def test_an_event_engine_says_what_it_is() -> None:
     assert repr(EventEngine("e0")) == "<EventEngine e0 EMPTY [requests: 0 running, 0 waiting]>"
+
+
+@pytest.mark.parametrize("token_budget", [256, 12_800])
+def test_whole_prompts_first(token_budget: int) -> None:
+    cluster = Cluster(
+        num_engines=3,
+        profile="a10-llama-7b",
+        min_replicas=3,
+        token_budget=token_budget,
+        batching="prefill_first",
+        watermark=0.01,
+    )
+    router = FreenessRouter(Freeness("artifact"))
+    assert_same(long_ones(9, 4.5), cluster, router=router, scheduler=LLUMNIX)
+
+
+def test_a_step_of_whole_prompts_has_no_decode_and_leaves_blocks_free() -> None:
+    batcher = Batcher(
+        num_blocks=100,
+        block_tokens=16,
+        max_requests=8,
+        token_budget=600,
+        batching="prefill_first",
+        watermark=0.1,
+    )
+    running, *waiting = [seated(length, 50) for length in (160, 400, 200, 800)]
+    batcher.add(running)
+    batcher.commit(batcher.plan())
+    for sequence in waiting:
+        batcher.add(sequence)
+    steps = [batcher.plan()]
+    batcher.commit(steps[0])
+    steps.append(batcher.plan())
+    assert list(steps[0].chunks.values()) == [400, 200]  # the budget is full, and the decode waits
+    assert list(steps[1].chunks.values()) == [1, 1, 1]  # 800 tokens would take what is to be kept free
+    assert list(batcher.waiting) == waiting[2:]
+
+
+def test_prompts_that_trickle_in_beside_many_decodes() -> None:
+    cluster = Cluster(num_engines=2, profile="a10-llama-7b", min_replicas=2, token_budget=12)
+    assert_same(long_ones(3, 0.8), cluster, router=RoundRobinRouter(), scheduler=RestoreFloors())
+
+
+def test_a_fault_in_a_policy_of_ones_own_leaves_the_simulation() -> None:
+    class Faulty(LeastLoadedRouter):
+        def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+            raise ZeroDivisionError("mine")
+
+    for driver in ("clients", "events"):
+        with pytest.raises((ZeroDivisionError, BaseExceptionGroup)):
+            simulate(mixed(0), Cluster(), router=Faulty(), scheduler=SWAP, driver=driver)

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from hotswap.errors import PromptTooLong
 from hotswap.hardware import DeviceProfile
 from hotswap.request import Request, RequestId
 
-__all__ = ["Batcher", "Sequence", "Step"]
+__all__ = ["Batcher", "Batching", "Sequence", "Step"]
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +98,9 @@ class Step:
         self.num_tokens -= self.chunks.pop(sequence, 0)
 
 
+Batching: TypeAlias = Literal["mixed", "prefill_first"]
+
+
 def _nothing() -> None:
     pass
 
@@ -104,11 +108,24 @@ def _nothing() -> None:
 class Batcher:
     """Owns the KV blocks of an engine and decides, step by step, which sequences use them.
 
+    With the batching `"prefill_first"`, as of vLLM before 0.3, a step has whole prompts alone while any can
+    be admitted, and decodes wait for it; `watermark` is the share of blocks that an admission leaves free.
+    A prompt longer than the budget has a step of its own.
+
     Attributes:
         on_change: Called before any of it changes.
     """
 
-    def __init__(self, *, num_blocks: int, block_tokens: int, max_requests: int, token_budget: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        max_requests: int,
+        token_budget: int,
+        batching: Batching = "mixed",
+        watermark: float = 0.0,
+    ) -> None:
         self.num_blocks = self.num_free_blocks = num_blocks
         self.block_tokens = block_tokens
         self.waiting: deque[Sequence] = deque()
@@ -117,6 +134,8 @@ class Batcher:
         self.on_change: Callable[[], None] = _nothing
         self._max_requests = max_requests
         self._token_budget = token_budget
+        self._prefills_first = batching == "prefill_first"
+        self._kept_free = int(watermark * num_blocks)
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.parked)
@@ -194,11 +213,15 @@ class Batcher:
         """Compose the next step and take the blocks it needs; empty when there is nothing to do."""
         self.on_change()
         step = Step()
+        if self._prefills_first:
+            self._add_prefills(step)
+            if step.num_tokens:
+                return step
         decodes = [sequence for sequence in self.running if sequence.num_pending == 1]
         prefills = [sequence for sequence in self.running if sequence.num_pending > 1]
         for sequence in decodes + prefills:
             self._schedule(step, sequence)
-        while self._may_admit(step):
+        while not self._prefills_first and self._may_admit(step):
             sequence = self.waiting.popleft()
             self.running[sequence] = None
             self._schedule(step, sequence)
@@ -214,6 +237,20 @@ class Batcher:
             if sequence.num_pending == 0 and sequence.generate():
                 self.remove(sequence)
                 sequence.close()
+
+    def _add_prefills(self, step: Step) -> None:
+        """Fill a step with whole prompts; those who come with their blocks decode in the next one."""
+        while self.waiting and len(self.running) < self._max_requests:
+            sequence = self.waiting[0]
+            count = sequence.num_pending
+            if step.num_tokens and step.num_tokens + count > self._token_budget:
+                return
+            if self.num_next_blocks > self.num_free_blocks - self._kept_free:
+                return
+            self.running[self.waiting.popleft()] = None
+            if count > 1:
+                self._grow(step, sequence, sequence.num_tokens)
+                step.add(sequence, count)
 
     def _may_admit(self, step: Step) -> bool:
         if not self.waiting or len(self.running) >= self._max_requests:

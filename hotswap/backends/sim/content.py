@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 from hotswap.errors import ShardCorrupt
 from hotswap.model import HostChunk, Shard
@@ -33,12 +34,18 @@ class SimContent:
     """Lends `sim_bytes` of at most `max_bytes` at a time as views of one buffer, without copying."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._buffer = memoryview(_PATTERN * (max_bytes // _PERIOD + 2))
+        self._buffer = memoryview(_repeated(max_bytes // _PERIOD + 2))
 
     def view(self, model: ModelId, offset_bytes: int, size_bytes: int) -> memoryview:
         """Return a read-only view of the bytes at a place."""
         start = _phase(model, offset_bytes)
         return self._buffer[start : start + size_bytes]
+
+
+@lru_cache(maxsize=1)
+def _repeated(times: int) -> bytes:
+    # Kept, for stores are made by the hundred and such a buffer is a quarter of a gigabyte.
+    return _PATTERN * times
 
 
 def check_chunk(shard: Shard, chunk: HostChunk) -> None:

@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
-from hotswap.backends.sim.batcher import Batcher, Sequence
+from hotswap.backends.sim.batcher import Batcher, Batching, Sequence
 from hotswap.backends.sim.loading import Weights, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
@@ -32,13 +32,7 @@ from hotswap.view import InstanceId, InstanceState, InstanceView
 
 __all__ = ["SimEngine"]
 
-_EMPTY, _LOADING, _SERVING, _DRAINING, _LOST = (
-    InstanceState.EMPTY,
-    InstanceState.LOADING,
-    InstanceState.SERVING,
-    InstanceState.DRAINING,
-    InstanceState.LOST,
-)
+_EMPTY, _LOADING, _SERVING, _DRAINING, _LOST = InstanceState
 
 # What `view` shows beside the load.
 _SHOWN = frozenset({"_state", "_serving", "_staged", "_adapters", "_reserved_bytes"})
@@ -64,6 +58,8 @@ class SimEngine(Engine):
         token_budget: tokens of a step, decodes and prefill chunks together.
         vocabulary: token ids lie below it.
         max_adapters: how many adapters it holds at once; it takes any, and reads nothing.
+        batching: prefill chunks beside decodes, or whole prompts before them.
+        watermark: the share of KV blocks that an admission leaves free; of `"prefill_first"` alone.
     """
 
     def __init__(
@@ -77,6 +73,8 @@ class SimEngine(Engine):
         token_budget: int = 512,
         vocabulary: int = VOCABULARY,
         max_adapters: int = 8,
+        batching: Batching = "mixed",
+        watermark: float = 0.0,
     ) -> None:
         self._tell: Callable[[bool], None] | None = None
         self.id = InstanceId(id)
@@ -89,6 +87,8 @@ class SimEngine(Engine):
             block_tokens=kv_block_tokens,
             max_requests=max_requests,
             token_budget=token_budget,
+            batching=batching,
+            watermark=watermark,
         )
         self._state = _EMPTY
         self._started = False

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, Self
 
 from hotswap.backends.sim import SimEngine
-from hotswap.backends.sim.batcher import Sequence, Step
+from hotswap.backends.sim.batcher import Batching, Sequence, Step
 from hotswap.hardware import DeviceProfile
 from hotswap.model import ModelCard
 from hotswap.request import Request
@@ -83,6 +84,8 @@ class EventEngine(SimEngine):
         max_requests: int = 256,
         token_budget: int = 512,
         max_adapters: int = 8,
+        batching: Batching = "mixed",
+        watermark: float = 0.0,
     ) -> None:
         super().__init__(
             id,
@@ -92,6 +95,8 @@ class EventEngine(SimEngine):
             max_requests=max_requests,
             token_budget=token_budget,
             max_adapters=max_adapters,
+            batching=batching,
+            watermark=watermark,
         )
         self._batcher.on_change = self._before_change
         self._step: Step | None = None
@@ -155,7 +160,8 @@ class EventEngine(SimEngine):
     def _num_prefill_tokens(self) -> int:
         if self._stretch is None:
             return super()._num_prefill_tokens()
-        return sum(count for sequence in self._batcher.waiting if (count := sequence.num_pending) > 1)
+        others = chain(self._batcher.parked, self._batcher.waiting)
+        return sum(count for sequence in others if (count := sequence.num_pending) > 1)
 
     # ------------------------------------------------------------------ steps
 
@@ -171,6 +177,7 @@ class EventEngine(SimEngine):
 
     def _begin(self) -> None:
         """Plan what comes next, and when it ends."""
+        self._tell_load()
         self._in_step = True
         step = self._batcher.plan()
         self._in_step = False
@@ -232,9 +239,11 @@ class EventEngine(SimEngine):
 
 
 def _least_left(step: Step) -> int:
-    """Return how many tokens the first to end lacks; 1 if anybody still waits for a first one."""
+    """Return how many tokens the first to end lacks; 1 if anybody waits for a first one, or prefills."""
     left = [
-        sequence.limit - sequence.position if isinstance(sequence, Counted) and sequence.begun else 1
+        sequence.limit - sequence.position
+        if isinstance(sequence, Counted) and sequence.begun and sequence.num_pending == 1
+        else 1
         for sequence in step.chunks
     ]
     return max(1, min(left))

@@ -69,7 +69,8 @@ class Rider(Flight):
         self._landed = self._rang = False
         self._num_before = 0
         self._sequence: Counted | None = None
-        self._left = anyio.Event() if adapter is not None else None
+        self._left: anyio.Event | None = None
+        self._loading: anyio.CancelScope | None = None
 
     # ------------------------------------------------------------------ as a flight
 
@@ -92,7 +93,9 @@ class Rider(Flight):
         return self.request.continued(self.journal)
 
     def cut(self) -> None:
-        if self._sequence is not None and self.instance is not None:
+        if self._loading is not None:
+            self._loading.cancel()
+        elif self._sequence is not None and not self._sequence.closed and self.instance is not None:
             self._num_before = self.num_generated
             _engine(self.instance).unseat(self._sequence)
             asyncio.get_running_loop().call_soon(self._leave, None)
@@ -157,6 +160,7 @@ class Rider(Flight):
         self.board(instance)
         self.hops.append(Hop(instance=instance.id, first_index=self._num_before))
         if self.adapter is None:
+            self._left = None
             self._sit(instance)
         else:
             self._left = anyio.Event()
@@ -164,11 +168,14 @@ class Rider(Flight):
 
     async def _with_adapter(self, instance: Instance, adapter: Adapter, left: anyio.Event) -> None:
         try:
-            async with self._ground.shelves.held(adapter, self.request.id, instance, self.span):
-                if self._sit(instance, leave=False):
-                    await left.wait()
+            with anyio.CancelScope() as self._loading:
+                async with self._ground.shelves.held(adapter, self.request.id, instance, self.span):
+                    self._loading = None
+                    if self._sit(instance, leave=False):
+                        await left.wait()
         except Exception as exc:
             self.error = exc
+        self._loading = None
         error, self.error = self.error, None
         self._settle(instance, error)
 
