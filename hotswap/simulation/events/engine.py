@@ -10,8 +10,7 @@ from itertools import chain
 from typing import Protocol, Self
 
 from hotswap.backends.sim import SimEngine
-from hotswap.backends.sim.batcher import Batching, Sequence, Step
-from hotswap.hardware import DeviceProfile
+from hotswap.backends.sim.batcher import Sequence, Step
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
@@ -74,40 +73,16 @@ class EventEngine(SimEngine):
     loop, and virtual time to be of use.
     """
 
-    def __init__(
-        self,
-        id: str,
-        profile: DeviceProfile | None = None,
-        *,
-        kv_blocks: int = 1024,
-        kv_block_tokens: int = 16,
-        max_requests: int = 256,
-        token_budget: int = 512,
-        max_adapters: int = 8,
-        batching: Batching = "mixed",
-        watermark: float = 0.0,
-    ) -> None:
-        super().__init__(
-            id,
-            profile,
-            kv_blocks=kv_blocks,
-            kv_block_tokens=kv_block_tokens,
-            max_requests=max_requests,
-            token_budget=token_budget,
-            max_adapters=max_adapters,
-            batching=batching,
-            watermark=watermark,
-        )
-        self._batcher.on_change = self._before_change
-        self._step: Step | None = None
-        self._stretch: Stretch | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._roused = self._in_step = False
-        self._listener: Callable[[bool], None] | None = None
+    _step: Step | None = None
+    _stretch: Stretch | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _listener: Callable[[bool], None] | None = None
+    _roused = _in_step = False
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         # Without a task group: thousands of them, one within the other, would make every cancel scope slow.
+        self._batcher.on_change = self._before_change
         try:
             with self._running():
                 yield self
