@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hotswap.backends.torch.adapters.plan import Adaptation
 from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.backends.torch.kv import KVCache, lines_of
+from hotswap.backends.torch.rounding import keys_across
 from hotswap.backends.torch.runs import Run
 from hotswap.errors import UnsupportedModel
 
@@ -272,15 +273,18 @@ def paged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads = _Heads(query.shape[1], key.shape[1], scale, softcap, s_aux, step.min_rows)
     out = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+    across = keys_across(key.dtype, heads.decode_rows)
     for segment in step.segments:
         rows = slice(segment.start, segment.start + segment.num_rows)
-        keys, values = _read(step.cache, layer, segment, key[0, :, rows], value[0, :, rows])
+        keys, values = _read(step.cache, layer, segment, key[0, :, rows], value[0, :, rows], across=across)
         queries = query[0, :, rows].transpose(0, 1)
         out[rows] = heads.attend(queries, keys, values, segment, attention_mask, step.cache.block_tokens)
     return out.unsqueeze(0), None
 
 
-def _read(cache: KVCache, layer: int, segment: Segment, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _read(
+    cache: KVCache, layer: int, segment: Segment, key: Tensor, value: Tensor, *, across: bool
+) -> tuple[Tensor, Tensor]:
     """`[n, kv_heads, tokens, dim]` of a segment's blocks, to which `[kv_heads, rows, dim]` were appended."""
 
     def gather(first: int) -> tuple[Tensor, Tensor]:
@@ -289,7 +293,7 @@ def _read(cache: KVCache, layer: int, segment: Segment, key: Tensor, value: Tens
     if segment.run is None:
         return gather(0)
     tokens = segment.table.shape[1] * cache.block_tokens
-    return segment.run.read(layer, key.transpose(0, 1), value.transpose(0, 1), tokens, gather)
+    return segment.run.read(layer, key.transpose(0, 1), value.transpose(0, 1), tokens, gather, across=across)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +310,11 @@ class _Heads:
     @property
     def group(self) -> int:
         return self.num_heads // self.kv_heads
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows by which the keys of a request that decodes are multiplied."""
+        return max(self.group, self.min_rows)
 
     def attend(
         self,

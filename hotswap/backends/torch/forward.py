@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from hotswap.backends.torch.adapters.plan import Place, adaptation
 from hotswap.backends.torch.attention import Segment, Step, even_blocks, running
 from hotswap.backends.torch.blocks import Copy
-from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.backends.torch.kv import KVCache, blocks_for
 from hotswap.backends.torch.linear import LEAST_ROWS
 from hotswap.backends.torch.products import RowInvariant
 
-__all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble", "least_rows"]
+__all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble"]
 
 # Keys gathered at once for a batch of decodes, in tokens: bounds the scratch memory of the gather.
 _GATHERED_TOKENS = 1 << 16
@@ -130,20 +129,6 @@ class LocalForward(Forward):
 
     def improve(self) -> bool:
         return self._chore()
-
-
-def least_rows(device: torch.device, threads: int, dtype: torch.dtype) -> int:
-    """The least number of rows at which a matrix product on the CPU no longer rounds by its number of rows.
-
-    Measured: fp32 takes another kernel below 4 rows on some CPUs and below 6 on others, also for a part of
-    the rows where several threads share fewer than 12; bf16 for a single row, and with instructions for it
-    not even then. 0 on other devices, where no such number is known.
-    """
-    if device.type != "cpu":
-        return 0
-    if dtype is torch.bfloat16:
-        return 2 if multiplies_bf16() else 4
-    return 8 if threads == 1 else 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)

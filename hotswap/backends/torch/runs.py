@@ -37,7 +37,10 @@ _MORE_SHARE, _LEAST_MORE_BLOCKS, _MOST_MORE_TOKENS = 4, 2, 512
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """What is kept of a layer: `[n, kv_heads, capacity, dim]` each, complete up to the run's step `step`."""
+    """What is kept of a layer: `[n, kv_heads, capacity, dim]` each, complete up to the run's step `step`.
+
+    Keys may be a view of columns, `[n, kv_heads, dim, capacity]` in memory.
+    """
 
     keys: Tensor
     values: Tensor
@@ -103,7 +106,14 @@ class Run:
         self._at = torch.tensor(self._positions)
 
     def read(
-        self, layer: int, keys: Tensor, values: Tensor, tokens: int, gather: Callable[[int], Gathered]
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        tokens: int,
+        gather: Callable[[int], Gathered],
+        *,
+        across: bool = False,
     ) -> Gathered:
         """Return what the requests' blocks hold of a layer, in their first `tokens` slots or more of them.
 
@@ -114,6 +124,7 @@ class Run:
             tokens: A multiple of the tokens of a block.
             gather: Gathers it from the blocks, all but so many of each request's first, into memory that is
                 valid until the next call.
+            across: Whether keys that are kept from now on lie as columns.
         """
         kept = self._layers.get(layer)
         if kept is not None and kept.step == self._step - 1 and tokens <= kept.keys.shape[2]:
@@ -129,7 +140,7 @@ class Run:
             return kept.first(tokens)
         gathered = gather(0)
         self._give_back(layer)
-        if self._step and (made := self._owner.keep(gathered, self._step)) is not None:
+        if self._step and (made := self._owner.keep(gathered, self._step, across=across)) is not None:
             self._layers[layer] = made  # from the second step on: a run of one would be kept in vain
         return gathered
 
@@ -231,8 +242,8 @@ class Runs:
                 return kept, len(blocks)
         return None
 
-    def keep(self, gathered: Gathered, step: int) -> _Layer | None:
-        """Return a copy with room for more tokens; `None` if there is no memory for it."""
+    def keep(self, gathered: Gathered, step: int, *, across: bool = False) -> _Layer | None:
+        """Return a copy with room for more tokens, keys perhaps as columns; `None` if memory is short."""
         num_requests, _, tokens, _ = gathered[0].shape
         share = min(tokens // self.block_tokens // _MORE_SHARE, _MOST_MORE_TOKENS // self.block_tokens)
         more = max(_LEAST_MORE_BLOCKS, share) * self.block_tokens
@@ -247,9 +258,11 @@ class Runs:
         if not buffers:
             return None
         keys, values = (
-            buffer[:size].view(part.dtype).view(shape)
-            for buffer, size, part, shape in zip(buffers, sizes, gathered, shapes, strict=True)
+            buffer[:size].view(part.dtype)
+            for buffer, size, part in zip(buffers, sizes, gathered, strict=True)
         )
+        keys = _columns(keys, shapes[0]) if across else keys.view(shapes[0])
+        values = values.view(shapes[1])
         keys[:, :, :tokens], values[:, :, :tokens] = gathered
         # A masked key has weight zero, and zero times a NaN that was there before would be a NaN.
         values[:, :, tokens:] = 0
@@ -298,3 +311,9 @@ class Runs:
 
     def __repr__(self) -> str:
         return f"<Runs [{len(self._runs)} runs, {self.used_bytes:,} of {self._limit_bytes:,} bytes]>"
+
+
+def _columns(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A view `[n, kv_heads, capacity, dim]` of memory in which each key is a column."""
+    num_requests, heads, room, dim = shape
+    return flat.view(num_requests, heads, dim, room).transpose(2, 3)

@@ -10,8 +10,9 @@ from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.device import resolve, total_bytes
-from hotswap.backends.torch.forward import Forward, least_rows
+from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.loading import KVBudget
+from hotswap.backends.torch.rounding import least_rows
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
 

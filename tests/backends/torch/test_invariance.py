@@ -18,9 +18,10 @@ from hotswap import Sampling
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.batcher import Batcher, Sequence
 from hotswap.backends.torch.blocks import BlockPool
-from hotswap.backends.torch.forward import LocalForward, Piece, Work, assemble, least_rows
+from hotswap.backends.torch.forward import LocalForward, Piece, Work, assemble
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import Shelf, linear_layers
+from hotswap.backends.torch.rounding import least_rows
 from hotswap.backends.torch.sampling import Sampler
 from tests.backends.torch import zoo
 from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model

@@ -22,7 +22,8 @@ ROW_BYTES = HEADS * DIM * 4
 class Decoding:
     """Some requests that write a token each in every step, and read all of theirs through a run."""
 
-    def __init__(self, runs_bytes: int) -> None:
+    def __init__(self, runs_bytes: int, *, across: bool = False) -> None:
+        self.across = across
         self.cache = KVCache(NUM_BLOCKS, BLOCK, torch.device("cpu"), LAYERS, runs_bytes=runs_bytes)
         self.free = list(range(1, NUM_BLOCKS + 1))
         self.requests: list[tuple[list[int], int]] = []
@@ -76,7 +77,9 @@ class Decoding:
             self.num_gathers += first == 0
             return self.cache.gather(layer, lines_of(table[:, first:], HEADS), len(rows))
 
-        read = [part.clone() for part in run.read(layer, keys, values, width * BLOCK, gather)]
+        tokens = width * BLOCK
+        parts = run.read(layer, keys, values, tokens, gather, across=self.across)
+        read = [part.clone() for part in parts]
         for part, pool in zip(read, (self.cache._keys[layer], self.cache._values[layer]), strict=True):
             for row, (blocks, at) in zip(part, rows, strict=True):
                 held = torch.cat(list(pool[blocks]), 1)[:, : at + 1]
@@ -98,10 +101,12 @@ class Decoding:
         return keys, values
 
 
-@given(st.integers(0, 1 << 32), st.sampled_from([1 << 20, 30_000, 9_000]))
-def test_what_is_read_is_what_the_blocks_hold_whoever_comes_and_goes(seed: int, runs_bytes: int) -> None:
+@given(st.integers(0, 1 << 32), st.sampled_from([1 << 20, 30_000, 9_000]), st.booleans())
+def test_what_is_read_is_what_the_blocks_hold_whoever_comes_and_goes(
+    seed: int, runs_bytes: int, across: bool
+) -> None:
     random = Random(seed)
-    decoding = Decoding(runs_bytes)
+    decoding = Decoding(runs_bytes, across=across)
     for pool in (*decoding.cache._keys.values(), *decoding.cache._values.values()):
         pool[1:] = float("nan")  # what a block held before it was handed out
     for _ in range(40):
@@ -122,6 +127,23 @@ def test_blocks_are_gathered_twice_and_then_no_more() -> None:
     for _ in range(30):
         decoding.step()
     assert decoding.num_gathers == 2 * len(LAYERS)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_keys_that_are_kept_lie_as_rows_or_as_columns(across: bool) -> None:
+    """What is multiplied by them would else be copied in every step."""
+    decoding = Decoding(1 << 20, across=across)
+    decoding.add(20)
+    for _ in range(3):
+        decoding.step()
+    blocks, at = decoding.requests[0]
+    decoding.cache.runs.begin()
+    run = decoding.cache.runs.claim([(blocks, at)])
+    assert run is not None
+    one = torch.zeros(1, HEADS, DIM)
+    keys, values = run.read(0, one, one, len(blocks) * BLOCK, lambda first: pytest.fail("it is kept"))
+    assert keys.stride(-2 if across else -1) == 1
+    assert values.stride(-1) == 1
 
 
 def test_a_request_that_was_foreseen_gathers_nothing_but_its_tail() -> None:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from hotswap.backends.torch.device import out_of_memory_mapped
-from hotswap.backends.torch.forward import least_rows
 from hotswap.backends.torch.parallel.collectives import Boundary, Group
 from hotswap.backends.torch.parallel.messages import (
     Ask,
@@ -39,6 +38,7 @@ from hotswap.backends.torch.parallel.messages import (
 from hotswap.backends.torch.parallel.places import Grid
 from hotswap.backends.torch.parallel.shared import SharedMemory
 from hotswap.backends.torch.parallel.stage import Stage
+from hotswap.backends.torch.rounding import least_rows
 
 __all__ = ["main"]
 

@@ -18,9 +18,10 @@ from hotswap.backends.torch.adapters.plan import RankRange, adaptation
 from hotswap.backends.torch.adapters.targets import Target, targets
 from hotswap.backends.torch.adapters.tiled import TiledPool
 from hotswap.backends.torch.attention import Step, running
-from hotswap.backends.torch.forward import LocalForward, Piece, Work, least_rows
+from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import linear_layers
+from hotswap.backends.torch.rounding import least_rows
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model
 
