@@ -3,7 +3,8 @@
 python -m benchmarks adapters --json adapters.json      a small model, seconds
 python -m benchmarks adapters --full                    hidden 1024, 12 layers
 
-A step decodes one token of each of 20 requests, or does so for 19 and prefills a part of a prompt beside.
+A step decodes one token of each of 20 requests, or does so for 19 and prefills a part of a prompt beside,
+with weights packed, as an engine computes it.
 With *n* adapters the requests have them in turn; 0 is the same step without. Seconds are of the processor on
 one thread, contestants take turns, and ratios are of the steps of one round.
 
@@ -35,8 +36,10 @@ from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.holder import AdapterHolder
 from hotswap.backends.torch.adapters.plan import Place
 from hotswap.backends.torch.adapters.targets import targets
-from hotswap.backends.torch.forward import LocalForward, Piece, Work, least_rows
+from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.linear import Shelf, linear_layers
+from hotswap.backends.torch.rounding import least_rows
 
 CPU = torch.device("cpu")
 NUM_REQUESTS = 20
@@ -122,7 +125,8 @@ def _steps(model: Any, places: list[Place], repeats: int, budget: int) -> dict[s
     """Seconds of steps by number of adapters."""
     blocks_each = (CONTEXT + BUDGET) // BLOCK_TOKENS + 1
     cache = KVCache(NUM_REQUESTS * blocks_each, BLOCK_TOKENS, CPU)
-    forward = LocalForward(model, cache, min_rows=least_rows(CPU, 1, torch.float32))
+    least = least_rows(CPU, 1, torch.float32)
+    forward = LocalForward(model, cache, min_rows=least, linear_only=True)
     seconds: dict[str, list[float]] = {str(count): [] for count in COUNTS}
     with torch.inference_mode():
         for turn, count in enumerate(rounds(COUNTS, repeats + 1)):
@@ -177,9 +181,13 @@ def _model(hidden: int, layers: int) -> Any:
     )
     attention.register()
     models: Any = transformers.AutoModelForCausalLM
-    return (
-        models.from_config(config, attn_implementation=attention.IMPLEMENTATION).eval().requires_grad_(False)
-    )
+    model = models.from_config(config, attn_implementation=attention.IMPLEMENTATION)
+    model.eval().requires_grad_(False)
+    shelf = Shelf(1 << 32)
+    packs = shelf.take(None, linear_layers(model))
+    while shelf.pack_next(packs):  # as an engine does between its steps
+        pass
+    return model
 
 
 def _write(directory: Path, model: Any, layers: tuple[str, ...], rank: int) -> Adapter:
