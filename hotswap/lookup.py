@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from hotswap.request import ModelId
     from hotswap.view import InstanceId, InstanceView
 
-__all__ = ["Lookup", "Rank"]
+__all__ = ["CountRank", "Lookup", "Rank"]
 
 # Ranks that a group keeps sorted; routers have one each, and one for each adapter in use.
 _MOST_RANKS = 64
@@ -26,12 +27,27 @@ _MOST_RANKS = 64
 Rank: TypeAlias = "Callable[[InstanceView], Any]"
 
 
+class CountRank(ABC):
+    """A rank whose keys begin with what the fleet itself counts, so that engines need not all be looked at.
+
+    An engine that computes has another load at every moment. Only where counts are equal does it decide.
+    """
+
+    @abstractmethod
+    def __call__(self, instance: InstanceView) -> Any:
+        """Return the whole key, `None` for one that is out of the question."""
+
+    @abstractmethod
+    def count(self, instance: InstanceView) -> Any:
+        """Return its beginning; of one with a key. It and that there is a key may depend on no load."""
+
+
 class Lookup:
     """The instances of a fleet, by id, by the model that they host, and by the one that they are turning to.
 
     Args:
         instances: Those that there are, in the fleet's order.
-        pull: Returns an instance as it is now; asked only about those that `touch` named.
+        pull: Returns an instance as it is now; asked only about those that `touch` or `stir` named.
     """
 
     def __init__(
@@ -47,6 +63,7 @@ class Lookup:
         self._ids: frozenset[InstanceId] | None = None
         self._all: tuple[InstanceView, ...] | None = None
         self._touched: set[InstanceId] = set()
+        self._stirred: set[InstanceId] = set()
         self._pull = pull
         for instance in instances:
             self.put(instance)
@@ -62,17 +79,27 @@ class Lookup:
 
     def instances(self) -> tuple[InstanceView, ...]:
         """Return all of them, in the fleet's order."""
-        if self._touched:
-            self._refresh(tuple(self._touched))
+        if self._touched or self._stirred:
+            self._refresh(self._touched | self._stirred)
         if self._all is None:
             self._all = tuple(self._views.values())
         return self._all
 
     def instance(self, instance: InstanceId) -> InstanceView:
         """Return one; `KeyError` if there is none of that id."""
-        if instance in self._touched:
+        if instance in self._touched or instance in self._stirred:
             self._refresh((instance,))
         return self._views[instance]
+
+    def counted(self, instance: InstanceId) -> InstanceView | None:
+        """Return one as it is but for the load that its engine tells of; `None` if there is none."""
+        if instance in self._touched:
+            self._refresh((instance,))
+        return self._views.get(instance)
+
+    def seen(self) -> Iterable[InstanceView]:
+        """Return all as they were when they were last looked at: for what never changes, such as memory."""
+        return self._views.values()
 
     def hosts(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Return those that are SERVING the model, in the fleet's order."""
@@ -91,7 +118,17 @@ class Lookup:
         group = self._hosts.get(model)
         if group is None:
             return None
-        self._refresh_group(group)
+        if not isinstance(rank, CountRank):
+            self._refresh_group(group)
+            return group.least(rank)
+        if touched := self._touched & group.members.keys():
+            self._refresh(touched)
+        best = group.least(rank)
+        if best is None or not (stirred := self._stirred & group.members.keys()):
+            return best
+        count = rank.count(best)
+        ranked = ((i, group.members[i]) for i in stirred)
+        self._refresh([i for i, view in ranked if rank(view) is not None and rank.count(view) == count])
         return group.least(rank)
 
     # ------------------------------------------------------------------ changes
@@ -110,6 +147,7 @@ class Lookup:
     def drop(self, instance: InstanceId) -> None:
         """Forget an instance, if it was ever taken in."""
         self._touched.discard(instance)
+        self._stirred.discard(instance)
         view = self._views.pop(instance, None)
         if view is None:
             return
@@ -119,8 +157,12 @@ class Lookup:
         self._move(self._replicas, view.becomes, None, view)
 
     def touch(self, instance: InstanceId) -> None:
-        """Note that its load has changed: it is looked at when somebody asks. What it hosts needs `put`."""
+        """Note that its counts have changed: it is looked at when somebody asks. Other things need `put`."""
         self._touched.add(instance)
+
+    def stir(self, instance: InstanceId) -> None:
+        """Note that only the load that its engine tells of has."""
+        self._stirred.add(instance)
 
     # ------------------------------------------------------------------ private
 
@@ -132,13 +174,15 @@ class Lookup:
         return group.all(self._places)
 
     def _refresh_group(self, group: _Group) -> None:
-        if self._touched and (touched := self._touched & group.members.keys()):
-            self._refresh(touched)
+        members = group.members.keys()
+        if changed := (self._touched & members) | (self._stirred & members):
+            self._refresh(changed)
 
     def _refresh(self, instances: Iterable[InstanceId]) -> None:
         assert self._pull is not None
         for instance in instances:
             self._touched.discard(instance)
+            self._stirred.discard(instance)  # before: one that computes is stirred again by being looked at
             try:
                 self.put(self._pull(instance))
             except BaseException:

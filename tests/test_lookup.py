@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId
-from hotswap.lookup import Lookup
+from hotswap.lookup import CountRank, Lookup
 from hotswap.testing.replay import dump_view, load_view
 
 MODELS = [ModelId(name) for name in "abc"]
@@ -24,18 +25,37 @@ def by_id(instance: InstanceView) -> InstanceId:
     return instance.id
 
 
+def by_requests_and_blocks(instance: InstanceView) -> tuple[int, int, InstanceId] | None:
+    return (instance.num_requests, -instance.num_free_kv_blocks, instance.id) if instance.open else None
+
+
+class ByCounts(CountRank):
+    """The same, as a rank that asks for loads only where requests are equal."""
+
+    def __call__(self, instance: InstanceView) -> tuple[int, int, InstanceId] | None:
+        return by_requests_and_blocks(instance)
+
+    def count(self, instance: InstanceView) -> int:
+        return instance.num_requests
+
+
+BY_COUNTS = ByCounts()
+
+
 views = st.builds(
     InstanceView,
     id=st.sampled_from(IDS),
     state=st.sampled_from(InstanceState),
     model=st.none() | st.sampled_from(MODELS),
     num_requests=st.integers(0, 3),
+    num_free_kv_blocks=st.integers(0, 5),
     max_requests=st.just(3),
     draining=st.booleans(),
     swapping=st.booleans(),
     target=st.none() | st.sampled_from(MODELS),
 )
-changes = st.lists(st.tuples(st.sampled_from(["put", "load", "drop"]), views, st.booleans()), max_size=40)
+kinds = st.sampled_from(["put", "count", "load", "drop"])
+changes = st.lists(st.tuples(kinds, views, st.booleans()), max_size=40)
 
 
 def walk_hosts(now: dict[InstanceId, InstanceView], model: ModelId) -> tuple[InstanceView, ...]:
@@ -60,9 +80,12 @@ def test_it_answers_as_a_walk_over_all_instances_does(course: list[tuple[str, In
         if kind == "put":
             now[view.id] = view
             lookup.put(view)
-        elif kind == "load" and view.id in now:  # nobody says more than that it changed
+        elif kind == "count" and view.id in now:  # nobody says more than that it changed
             now[view.id] = replace(now[view.id], num_requests=view.num_requests)
             lookup.touch(view.id)
+        elif kind == "load" and view.id in now:
+            now[view.id] = replace(now[view.id], num_free_kv_blocks=view.num_free_kv_blocks)
+            lookup.stir(view.id)
         elif kind == "drop" and view.id in now:
             del now[view.id]
             lookup.drop(view.id)
@@ -70,12 +93,17 @@ def test_it_answers_as_a_walk_over_all_instances_does(course: list[tuple[str, In
             continue
         for model in MODELS:
             hosts = walk_hosts(now, model)
+            for rank in (
+                BY_COUNTS,
+                by_requests,
+                by_id,
+                by_requests_and_blocks,
+            ):  # loads not asked for at first
+                ranked = [(rank(instance), instance) for instance in hosts if rank(instance) is not None]
+                best = min(ranked, key=itemgetter(0), default=(None, None))[1]
+                assert lookup.least(model, rank) == best
             assert lookup.hosts(model) == hosts
             assert lookup.replicas(model) == walk_replicas(now, model)
-            for rank in (by_requests, by_id):
-                ranked = [(rank(instance), instance) for instance in hosts if rank(instance) is not None]
-                best = min(ranked, key=lambda pair: str(pair[0]), default=(None, None))[1]
-                assert lookup.least(model, rank) == best
     assert lookup.instances() == tuple(now.values())
     assert lookup.ids == now.keys()
     assert all(lookup.instance(key) == view for key, view in now.items())
@@ -117,3 +145,22 @@ def test_a_heap_that_many_changes_went_through_still_knows_the_best() -> None:
         best = lookup.least(MODELS[0], by_requests)
         assert best is not None
         assert best.num_requests == min(i.num_requests for i in lookup.hosts(MODELS[0]))
+
+
+def test_a_rank_by_counts_looks_at_loads_only_where_counts_are_equal() -> None:
+    looked: list[InstanceId] = []
+
+    def pull(instance: InstanceId) -> InstanceView:
+        looked.append(instance)
+        return now[instance]
+
+    now = {
+        key: InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0], num_requests=number // 2)
+        for number, key in enumerate(IDS)
+    }
+    lookup = Lookup(now.values(), pull)
+    for key in IDS:
+        lookup.stir(key)
+    now[IDS[1]] = replace(now[IDS[1]], num_free_kv_blocks=7)
+    assert lookup.least(MODELS[0], BY_COUNTS) == now[IDS[1]]
+    assert set(looked) == set(IDS[:2])

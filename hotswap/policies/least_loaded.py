@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotswap.lookup import Rank
+from hotswap.lookup import CountRank, Rank
 from hotswap.request import Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId, InstanceView
@@ -51,9 +51,18 @@ def first(request: Request, fleet: FleetView, rank: Rank) -> InstanceView | None
     return min(ranked, key=rank, default=None)
 
 
-def by_load(instance: InstanceView) -> tuple[bool, int, float, InstanceId] | None:
-    """Rank open instances by their number of requests, then by free KV blocks."""
-    return (instance.swapping, *_load(instance)) if instance.open else None
+@dataclass(frozen=True, slots=True)
+class _ByLoad(CountRank):
+    """Ranks open instances by their number of requests, then by free KV blocks."""
+
+    def __call__(self, instance: InstanceView) -> tuple[bool, int, float, InstanceId] | None:
+        return (instance.swapping, *_load(instance)) if instance.open else None
+
+    def count(self, instance: InstanceView) -> tuple[bool, int]:
+        return instance.swapping, instance.num_requests
+
+
+by_load = _ByLoad()
 
 
 def least_loaded(instances: Sequence[InstanceView]) -> InstanceView | None:

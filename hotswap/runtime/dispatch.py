@@ -12,7 +12,7 @@ from hotswap.request import AdapterId, ModelId, Request
 from hotswap.router import Router
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.observe import ask
-from hotswap.view import FleetView, InstanceId
+from hotswap.view import FleetView, InstanceId, InstanceView
 
 __all__ = ["Dispatcher"]
 
@@ -31,13 +31,15 @@ class Dispatcher:
         instances: Mapping[InstanceId, Instance],
         is_served: Callable[[ModelId], bool],
         observe: Callable[[], FleetView],
+        look: Callable[[InstanceId], InstanceView | None],
         on_release: Callable[[], None],
     ) -> None:
         self.num_running: Counter[ModelId] = Counter()
         self.num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
         self._num_assigned = 0
         self._router, self._instances = router, instances
-        self._is_served, self._observe, self._on_release = is_served, observe, on_release
+        self._is_served, self._observe, self._look = is_served, observe, look
+        self._on_release = on_release
 
     def route(self, request: Request) -> Instance | None:
         """Return the instance that the request may go to, charged with it; `None` if it has to wait."""
@@ -51,12 +53,10 @@ class Dispatcher:
         if not self._is_served(request.model):
             return None
         chosen = ask(self._observe, lambda fleet: self._router.route(request, _seen_by(request, fleet)))
-        instance = None if chosen is None else self._instances.get(chosen)
-        if instance is None:
+        view = None if chosen is None else self._look(chosen)
+        if view is None or not view.open or view.model != request.model:
             return None
-        view = instance.view()
-        able = view.open and view.model == request.model and (request.adapter is None or view.max_adapters)
-        return instance if able else None
+        return self._instances[view.id] if request.adapter is None or view.max_adapters else None
 
     def charge(self, request: Request, instance: Instance) -> None:
         """Count a request to an instance."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -139,6 +139,7 @@ class Fleet(AsyncContextManagerMixin):
             self._instances,
             is_served=self._is_served,
             observe=lambda: self._observer.brief(),
+            look=lambda instance: self._observer.counted(instance),
             on_release=lambda: self._room.wake(),
         )
         self._room = WaitingRoom(
@@ -326,7 +327,7 @@ class Fleet(AsyncContextManagerMixin):
             priority=priority,
             arrived_s=anyio.current_time(),
         )
-        check_servable(request, card, self._memories)
+        check_servable(request, card, self._observer.memory_bytes)
         if named is not None:
             self._adapters.demand.ask(named)
         text = self._registry.text_stream(request)
@@ -336,9 +337,6 @@ class Fleet(AsyncContextManagerMixin):
         """Return an id that sorts as requests came, and that no other fleet gives."""
         self._num_requests += 1
         return RequestId(f"{self._name}-{self._num_requests:07d}")
-
-    def _memories(self) -> Iterator[int]:
-        return (instance.engine.view().memory_bytes for instance in self._instances.values())
 
     async def _fly(self, flight: Flight, seat: Seat) -> None:
         self._num_flights += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import anyio
@@ -25,7 +26,15 @@ __all__ = ["Instance"]
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 
 # What changes with every request, and nothing that says which model is where.
-_OF_LOAD = frozenset({"num_requests", "num_high_priority", "num_moves", "last_assigned", "last_used_s"})
+_COUNTED = frozenset({"num_requests", "num_high_priority", "num_moves", "last_assigned", "last_used_s"})
+
+
+class Change(Enum):
+    """What is new of an instance: the load that its engine tells of, counts of the fleet, or more."""
+
+    LOAD = auto()
+    COUNTED = auto()
+    TURNED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class Instance:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.on_change: Callable[[InstanceId, bool], None] | None = None
+        self.on_change: Callable[[InstanceId, Change], None] | None = None
         self.engine = engine
         self.id: InstanceId = engine.id
         self.flights: dict[RequestId, Flight] = {}
@@ -68,11 +77,11 @@ class Instance:
         # Whatever is set here shows in the view, and nobody has to remember to say so.
         object.__setattr__(self, name, value)
         if (tell := self.on_change) is not None:
-            tell(self.id, name not in _OF_LOAD)
+            tell(self.id, Change.COUNTED if name in _COUNTED else Change.TURNED)
 
     def _note(self, turned: bool) -> None:
         if self.on_change is not None:
-            self.on_change(self.id, turned)
+            self.on_change(self.id, Change.TURNED if turned else Change.LOAD)
 
     @property
     def restless(self) -> bool:

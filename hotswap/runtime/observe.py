@@ -14,7 +14,7 @@ from hotswap.model import ModelCard
 from hotswap.request import ModelId, RequestId
 from hotswap.runtime.admission import WaitingRoom
 from hotswap.runtime.flight import Flight
-from hotswap.runtime.instance import Instance
+from hotswap.runtime.instance import Change, Instance
 from hotswap.store import WeightStore
 from hotswap.view import AdapterView, FleetView, InstanceId, InstanceView, ModelView, RunningView
 
@@ -117,11 +117,23 @@ class Observer:
         self._unsettled.pop(instance.id, None)
         self._lookup.drop(instance.id)
 
-    def _note(self, instance: InstanceId, turned: bool) -> None:
-        if turned:
-            self._turned[instance] = None
-        else:
-            self._lookup.touch(instance)
+    def counted(self, instance: InstanceId) -> InstanceView | None:
+        """Return one as a view of this moment shows it, but for its engine's load; `None` if it is gone."""
+        return self._lookup.counted(instance)
+
+    def memory_bytes(self) -> Iterator[int]:
+        """Yield what each engine has; 0 where nobody knows."""
+        self._refresh()
+        return (view.memory_bytes for view in self._lookup.seen())
+
+    def _note(self, instance: InstanceId, change: Change) -> None:
+        match change:
+            case Change.TURNED:
+                self._turned[instance] = None
+            case Change.COUNTED:
+                self._lookup.touch(instance)
+            case Change.LOAD:
+                self._lookup.stir(instance)
 
     def _refresh(self) -> None:
         for instance in tuple(self._turned):

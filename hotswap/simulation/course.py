@@ -7,7 +7,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, ClassVar
 
 import anyio
@@ -141,7 +141,7 @@ class Clients(Course):
             async with fleet.stream(
                 request.model,
                 request.prompt(number),
-                _sampling(request),
+                _sampling(request.output_tokens),
                 adapter=request.adapter or None,
                 priority=request.priority,
             ) as stream:
@@ -182,7 +182,7 @@ class Events(Course):
             fleet.ride(
                 request.model,
                 request.prompt(number),
-                _sampling(request),
+                _sampling(request.output_tokens),
                 adapter=request.adapter or None,
                 priority=request.priority,
                 on_end=partial(self._note, number, request),
@@ -214,8 +214,9 @@ class Events(Course):
             await self._change.wait()
 
 
-def _sampling(request: TraceRequest) -> Sampling:
-    return Sampling(max_tokens=request.output_tokens, ignore_eos=True)
+@lru_cache(maxsize=4096)
+def _sampling(output_tokens: int) -> Sampling:
+    return Sampling(max_tokens=output_tokens, ignore_eos=True)
 
 
 def _sample(engine: SimEngine) -> Sample:

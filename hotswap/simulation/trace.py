@@ -22,6 +22,7 @@ __all__ = ["Trace", "TraceRequest", "generate", "power_law_lengths"]
 VOCABULARY = 32_000
 # Tokens that a block id of a trace stands for: those of Mooncake's traces.
 PREFIX_BLOCK_TOKENS = 512
+_IDS = tuple(range(VOCABULARY))
 
 _EXPONENTS = {128: 2.0, 256: 1.5, 512: 1.15, 1024: 1.0005}
 
@@ -43,14 +44,20 @@ class TraceRequest:
 
     def prompt(self, number: int) -> tuple[int, ...]:
         """Return token ids of that many; what no prefix says is this `number`'s own."""
-        shared = (
-            (block * PREFIX_BLOCK_TOKENS + at) % VOCABULARY
-            for block in self.prefix_blocks
-            for at in range(PREFIX_BLOCK_TOKENS)
+        shared = itertools.chain.from_iterable(
+            _counted(block * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS) for block in self.prefix_blocks
         )
-        first = number * 7919
-        own = (token % VOCABULARY for token in itertools.count(first))
-        return tuple(itertools.islice(itertools.chain(shared, own), self.prompt_tokens))
+        known = tuple(itertools.islice(shared, self.prompt_tokens))
+        return known + _counted(number * 7919, self.prompt_tokens - len(known))
+
+
+def _counted(first: int, num_tokens: int) -> tuple[int, ...]:
+    """Token ids in a row, from `first` on and round again."""
+    start = first % VOCABULARY
+    rounds, rest = divmod(start + num_tokens, VOCABULARY)
+    if not rounds:
+        return _IDS[start:rest]
+    return _IDS[start:] + _IDS * (rounds - 1) + _IDS[:rest]
 
 
 @dataclass(frozen=True, slots=True)

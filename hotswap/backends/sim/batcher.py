@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, TypeAlias
 
 from hotswap.errors import PromptTooLong
@@ -153,8 +154,19 @@ class Batcher:
         return self._blocks(self.waiting[0].num_tokens) - self.waiting[0].num_blocks
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that are to be computed before everybody here decodes, but for those of decodes."""
+        num_tokens = 0
+        for sequence in chain(self.running, self.parked, self.waiting):
+            if (num_pending := sequence.num_pending) > 1:
+                num_tokens += num_pending
+        return num_tokens
+
+    @property
     def preempted(self) -> tuple[RequestId, ...]:
         """Those that wait again after they had got tokens here."""
+        if not self.waiting:
+            return ()
         set_back = (s.request for s in self.waiting if s.position > len(s.request.generated))
         return tuple(request.id for request in set_back)
 
@@ -217,9 +229,12 @@ class Batcher:
             self._add_prefills(step)
             if step.num_tokens:
                 return step
-        decodes = [sequence for sequence in self.running if sequence.num_pending == 1]
-        prefills = [sequence for sequence in self.running if sequence.num_pending > 1]
-        for sequence in decodes + prefills:
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            if num_pending := sequence.num_pending:
+                (decodes if num_pending == 1 else prefills).append(sequence)
+        for sequence in chain(decodes, prefills):
             self._schedule(step, sequence)
         while not self._prefills_first and self._may_admit(step):
             sequence = self.waiting.popleft()

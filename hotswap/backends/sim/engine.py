@@ -315,7 +315,7 @@ class SimEngine(Engine):
         return self._batcher.num_free_blocks
 
     def _num_prefill_tokens(self) -> int:
-        return sum(count for sequence in self._batcher if (count := sequence.num_pending) > 1)
+        return self._batcher.num_prefill_tokens
 
     def watch(self, tell: Callable[[bool], None]) -> None:
         self._tell = tell

@@ -44,7 +44,7 @@ class EventFleet(Fleet):
             priority=priority,
             arrived_s=anyio.current_time(),
         )
-        check_servable(request, self._registry.card(name), self._memories)
+        check_servable(request, self._registry.card(name), self._observer.memory_bytes)
         if named is not None:
             self._adapters.demand.ask(named)
 
