@@ -67,6 +67,7 @@ from hotswap.scheduler import Scheduler
 from hotswap.store import (
     SupportsImport,
     SupportsLend,
+    SupportsNodes,
     SupportsPrefetch,
     SupportsReadInto,
     SupportsTokenizer,
@@ -162,6 +163,7 @@ __all__ = [
     "SupportsImport",
     "SupportsLend",
     "SupportsMigration",
+    "SupportsNodes",
     "SupportsPrefetch",
     "SupportsPreload",
     "SupportsReadInto",

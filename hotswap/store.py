@@ -17,6 +17,7 @@ from hotswap.view import StoreView
 __all__ = [
     "SupportsImport",
     "SupportsLend",
+    "SupportsNodes",
     "SupportsPrefetch",
     "SupportsReadInto",
     "SupportsTokenizer",
@@ -117,6 +118,21 @@ class SupportsLend(Protocol):
 
         Raises:
             StoreError: the weights could not be read; see `open`.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsNodes(Protocol):
+    """A store with tiers that belong to nodes: where an engine is decides from which it reads."""
+
+    def on(self, node: str) -> WeightStore:
+        """Return the store as engines of a node use it (`InstanceView.node`); entered and left with this one.
+
+        Its manifests are those of this store. `view` of this store tells of all nodes, by `TierView.node`.
+
+        Raises:
+            StoreError: it has no such node.
         """
         ...
 

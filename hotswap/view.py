@@ -58,7 +58,8 @@ class InstanceView:
     it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
     that can hold none. `serving_since_s` is the loop time at which the present model became ready, `None` if
     there is none. `road` is how the engine came by it, in the engine's own words, where it has more ways than
-    one. `last_used_s` is the loop time at which a request last came here or left, `None` if none ever did.
+    one. `node` is where it is, for stores whose tiers belong to nodes; "" if that makes no difference.
+    `last_used_s` is the loop time at which a request last came here or left, `None` if none ever did.
     `num_high_priority` of the requests have a priority over 0. `num_moves` are the moves under way that begin
     or end here. `last_assigned` is the number, counted over the fleet, of the assignment by which the latest
     request came here; 0 if none ever did. `swapped_s` is the loop time at which the latest swap here ended,
@@ -83,6 +84,7 @@ class InstanceView:
     max_adapters: int = 0
     preloaded: ModelId | None = None
     road: str = ""
+    node: str = ""
     num_requests: int = 0
     swapping: bool = False
     target: ModelId | None = None
@@ -211,6 +213,7 @@ class TierView:
 
     `queued_bytes` are still to be read from it for models on their way up now; prefetches that wait for
     their turn do not count, since a load overtakes them. `bytes_per_s` is learned from the reads so far.
+    `node` is whose it is, "" if every instance reads from it alike; tiers of several nodes may share a name.
     """
 
     name: str
@@ -218,6 +221,7 @@ class TierView:
     capacity_bytes: int | None = None
     bytes_per_s: float = float("inf")
     queued_bytes: int = 0
+    node: str = ""
 
     @property
     def free_bytes(self) -> float:
@@ -227,11 +231,12 @@ class TierView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residency:
-    """A model that lies whole on a tier."""
+    """A model that lies whole on a tier, of a node where tiers belong to nodes."""
 
     model: ModelId
     tier: str
     size_bytes: int = 0
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,16 +244,29 @@ class StoreView:
     """Which model is resident on which tier, how much room each tier has, and what is on its way up.
 
     An entry of `rising` names the tier from which a model is being read, and the bytes of it to come.
+
+    Where tiers belong to nodes, ask `seen_from(instance.node)` what an instance there would find. Asked
+    directly, it tells of the best place on any node.
     """
 
     tiers: tuple[TierView, ...] = ()
     residency: tuple[Residency, ...] = ()
     rising: tuple[Residency, ...] = ()
 
+    def seen_from(self, node: str) -> StoreView:
+        """The store as an instance on a node reads it: the tiers of that node, and those of none."""
+        if not any(tier.node for tier in self.tiers):
+            return self
+        return StoreView(
+            tiers=tuple(tier for tier in self.tiers if tier.node in ("", node)),
+            residency=tuple(entry for entry in self.residency if entry.node in ("", node)),
+            rising=tuple(entry for entry in self.rising if entry.node in ("", node)),
+        )
+
     def tier_of(self, model: ModelId) -> str | None:
         """The fastest tier that holds the whole model, `None` if none does."""
-        held = {entry.tier for entry in self.residency if entry.model == model}
-        return next((tier.name for tier in self.tiers if tier.name in held), None)
+        held = {(entry.tier, entry.node) for entry in self.residency if entry.model == model}
+        return next((tier.name for tier in self.tiers if (tier.name, tier.node) in held), None)
 
     def load_s(self, model: ModelId, tier: str | None = None) -> float:
         """Seconds to load the model from a tier, or else from its fastest; infinite if it is not there.
@@ -256,20 +274,27 @@ class StoreView:
         The bytes queued on the tier, then those of the model, over the tier's bandwidth (ServerlessLLM,
         section 5.1: `q + n / b`). What is on its way up already is among those queued and counts once.
         """
-        name = self.tier_of(model) if tier is None else tier
-        num_bytes = self.load_bytes(model, name)
-        if num_bytes is None:
-            return float("inf")
-        return num_bytes / next(link.bytes_per_s for link in self.tiers if link.name == name)
+        link = self.source(model, tier)
+        return float("inf") if link is None else self._bytes_from(model, link) / link.bytes_per_s
 
     def load_bytes(self, model: ModelId, tier: str | None = None) -> int | None:
         """Bytes to be read before the model is loaded, as in `load_s`; `None` if it is not there."""
+        link = self.source(model, tier)
+        return None if link is None else self._bytes_from(model, link)
+
+    def source(self, model: ModelId, tier: str | None = None) -> TierView | None:
+        """The tier that a load would read from, of several of one name the soonest; `None` if none is."""
         name = self.tier_of(model) if tier is None else tier
-        link = next((link for link in self.tiers if link.name == name), None)
-        size = _size(self.residency, model, name)
-        if link is None or size is None:
-            return None
-        return link.queued_bytes + (size if _size(self.rising, model, name) is None else 0)
+        held = {(entry.tier, entry.node) for entry in self.residency if entry.model == model}
+        links = [link for link in self.tiers if link.name == name and (name, link.node) in held]
+        if len(links) < 2:
+            return links[0] if links else None
+        return min(links, key=lambda link: self._bytes_from(model, link) / link.bytes_per_s)
+
+    def _bytes_from(self, model: ModelId, link: TierView) -> int:
+        if _size(self.rising, model, link) is not None:
+            return link.queued_bytes
+        return link.queued_bytes + (_size(self.residency, model, link) or 0)
 
 
 class ViewSource(Protocol):
@@ -399,5 +424,6 @@ class FleetView(_Lazy):
         return tuple(self._on_instance.get(instance, ()))
 
 
-def _size(entries: tuple[Residency, ...], model: ModelId, tier: str | None) -> int | None:
-    return next((entry.size_bytes for entry in entries if (entry.model, entry.tier) == (model, tier)), None)
+def _size(entries: tuple[Residency, ...], model: ModelId, tier: TierView) -> int | None:
+    wanted = model, tier.name, tier.node
+    return next((e.size_bytes for e in entries if (e.model, e.tier, e.node) == wanted), None)

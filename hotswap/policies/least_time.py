@@ -80,7 +80,8 @@ class LeastTimeRouter(Router):
             return self._here_s(request, instance)
         if not instance.free:
             return inf
-        load_s = 0.0 if instance.preloaded == request.model else fleet.store.load_s(request.model)
+        store = fleet.store.seen_from(instance.node)
+        load_s = 0.0 if instance.preloaded == request.model else store.load_s(request.model)
         adapter_s = 0.0 if request.adapter is None else self.adapter_s
         return self.swap_s + load_s + adapter_s + request.num_tokens / self.prefill_tokens_per_s
 

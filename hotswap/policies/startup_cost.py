@@ -42,13 +42,14 @@ class LoadCosts:
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
     def load_s(self, store: StoreView, model: ModelId) -> float:
-        """Return the seconds that a load from the model's fastest tier would take."""
-        tier = store.tier_of(model)
-        num_bytes = None if tier is None else store.load_bytes(model, tier)
-        if tier is None or num_bytes is None:
+        """Return the seconds that a load from the model's fastest tier would take.
+
+        Give `store.seen_from(instance.node)` for a load on a certain instance.
+        """
+        link, num_bytes = store.source(model), store.load_bytes(model)
+        if link is None or num_bytes is None:
             return self._unknown_s
-        bytes_per_s = self.bandwidths.get(tier) or next(t.bytes_per_s for t in store.tiers if t.name == tier)
-        return num_bytes / bytes_per_s
+        return num_bytes / (self.bandwidths.get(link.name) or link.bytes_per_s)
 
     def learn(self, record: SwapRecord) -> None:
         """See what a swap loaded; one that failed or read nothing teaches nothing."""

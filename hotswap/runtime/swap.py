@@ -25,7 +25,14 @@ from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
-from hotswap.store import SupportsLend, SupportsReadInto, SupportsTokenizer, WeightStore, WrapperStore
+from hotswap.store import (
+    SupportsLend,
+    SupportsNodes,
+    SupportsReadInto,
+    SupportsTokenizer,
+    WeightStore,
+    WrapperStore,
+)
 from hotswap.telemetry import Telemetry
 from hotswap.text import Tokenizer
 from hotswap.view import InstanceState
@@ -128,6 +135,7 @@ class SwapJob:
     async def _prepare(self, engine: Engine, model: ModelCard, span: Span) -> None:
         """All that can fail or be done early, while the old model still serves."""
         async with self._timed("preflight", self.limits.preflight_s, span):
+            self._store.go_to(engine.view().node)
             await self._store.manifest(model.id)
             room = engine.view().memory_bytes
             if room and model.weight_bytes > room:
@@ -279,6 +287,11 @@ class _MeteredStore(WrapperStore):
         self.num_bytes = 0
         self.tier = ""
         self.buffered = False
+
+    def go_to(self, node: str) -> None:
+        """Read as the engines of a node do, where the store tells nodes apart."""
+        if isinstance(self.wrapped, SupportsNodes):
+            self.wrapped = self.wrapped.on(node)
 
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
         wrapped = self.wrapped

@@ -24,10 +24,13 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--router", default="AffinityRouter()", metavar="CALL", help="default: %(default)s")
     parser.add_argument("--engines", type=int, default=4, help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--nodes", type=int, default=0, help="nodes with a store each; 0 is one store (default: %(default)s)"
+    )
     parser.add_argument("--device", default="h100-llama-3.1-8b", help="a profile (default: %(default)s)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="one of `hotswap fit`, instead")
     parser.add_argument(
-        "--host", metavar="SIZE", help="room of the host tier, like '200 GB'; all if left out"
+        "--host", metavar="SIZE", help="room of the host tier (of a node), like '200 GB'; all if left out"
     )
     parser.add_argument(
         "--token-budget", type=int, default=2048, help="tokens of a step (default: %(default)s)"

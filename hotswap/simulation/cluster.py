@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
-from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
+from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.backends.sim.batcher import Batching
 from hotswap.errors import ConfigError
 from hotswap.migration import Mover
@@ -19,6 +19,7 @@ from hotswap.simulation.course import Clients, Course, Events, Progress
 from hotswap.simulation.outcome import Outcome
 from hotswap.simulation.profiles import PROFILES, Profile
 from hotswap.simulation.trace import Trace
+from hotswap.store import WeightStore
 from hotswap.testing.virtual_time import run
 from hotswap.view import TierView
 
@@ -39,8 +40,11 @@ class Cluster:
 
     Attributes:
         num_engines: Instances, `e0` and so on.
+        num_nodes: Nodes that they are spread over evenly, `n0` with the first of them and so on. Each has a
+            host tier and a disk of its own, with every model on it, and what its engines read at once shares
+            their bandwidth. 0 is one store for all, from which each reads as if alone.
         profile: Their device and the size of every model; a name of `PROFILES` will do.
-        host_bytes: Room of the host tier for weights; `None` is without bound, 0 none.
+        host_bytes: Room of the host tier (of each node) for weights; `None` is without bound, 0 none.
         host_bytes_per_s: What the host tier reads at.
         disk_bytes_per_s: What the disk that holds every model reads at.
         token_budget: Tokens of a step.
@@ -54,6 +58,7 @@ class Cluster:
     """
 
     num_engines: int = 4
+    num_nodes: int = 0
     profile: Profile | str = "h100-llama-3.1-8b"
     host_bytes: int | None = None
     host_bytes_per_s: float = 50e9
@@ -70,6 +75,10 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_engines < 1:
             raise ConfigError(f"num_engines is {self.num_engines!r}; give 1 or more.")
+        if self.num_nodes < 0 or (self.num_nodes and self.num_engines % self.num_nodes):
+            raise ConfigError(
+                f"num_nodes is {self.num_nodes!r}; give 0, or what divides {self.num_engines} engines."
+            )
         if isinstance(self.profile, str) and self.profile not in PROFILES:
             raise ConfigError(f"There is no profile {self.profile!r}; there are {', '.join(PROFILES)}.")
         engines = {f"e{number}" for number in range(self.num_engines)}
@@ -100,23 +109,32 @@ class Cluster:
                 max_adapters=self.max_adapters,
                 batching=self.batching,
                 watermark=self.watermark,
+                node=f"n{number * self.num_nodes // self.num_engines}" if self.num_nodes else "",
             )
             for number in range(self.num_engines)
         ]
 
-    def store(self, models: Sequence[str]) -> SimStore:
-        """Return a new store that holds the models on its disk, and none in host memory."""
+    def store(self, models: Sequence[str]) -> WeightStore:
+        """Return a new store with the models on its disk (of each node), and none in host memory."""
+        if not self.num_nodes:
+            return self._store(models, "")
+        return SimNodes({f"n{node}": self._store(models, f"n{node}") for node in range(self.num_nodes)})
+
+    def _store(self, models: Sequence[str], node: str) -> SimStore:
         profile = self.measured
         facts = {
             "max_context_tokens": self.max_context_tokens,
             "kv_bytes_per_token": profile.kv_bytes_per_token,
         }
-        host = TierView(name="host", bytes_per_s=self.host_bytes_per_s, capacity_bytes=self.host_bytes)
+        host = TierView(
+            name="host", bytes_per_s=self.host_bytes_per_s, capacity_bytes=self.host_bytes, node=node
+        )
         return SimStore(
             [sim_manifest(model, profile.weight_bytes, **facts) for model in models],
-            home=TierView(name="disk", bytes_per_s=self.disk_bytes_per_s),
+            home=TierView(name="disk", bytes_per_s=self.disk_bytes_per_s, node=node),
             cache=None if self.host_bytes == 0 else host,
             chunk_bytes=_CHUNK_BYTES,
+            shared=bool(node),
         )
 
 

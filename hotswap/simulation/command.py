@@ -46,6 +46,7 @@ def simulate_all(
         trace = trace.first(arguments.requests)
     cluster = Cluster(
         num_engines=arguments.engines,
+        num_nodes=arguments.nodes,
         profile=Profile.read(arguments.profile) if arguments.profile else arguments.device,
         host_bytes=None if arguments.host is None else parse_bytes(arguments.host),
         token_budget=arguments.token_budget,

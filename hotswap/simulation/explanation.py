@@ -115,7 +115,7 @@ def _candidates(view: FleetView, model: ModelId, tokens: Counter[str]) -> tuple[
             model=instance.model or "",
             num_evicted=instance.num_requests,
             num_recomputed=tokens[instance.id],
-            load_s=0.0 if instance.preloaded == model else view.store.load_s(model),
+            load_s=0.0 if instance.preloaded == model else view.store.seen_from(instance.node).load_s(model),
             impossible=_impossible(wanted, instance),
         )
         for instance in view.instances

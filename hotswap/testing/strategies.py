@@ -79,6 +79,7 @@ def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = 
         adapters=tuple(draw(adapters)),
         max_adapters=max_adapters,
         preloaded=draw(st.none() | st.sampled_from(models)) if holds else None,
+        node=draw(st.sampled_from(["", "n0", "n1"])),
         num_requests=num_requests,
         swapping=swapping,
         target=draw(st.sampled_from(models)) if swapping else None,
@@ -93,15 +94,16 @@ def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = 
 
 @st.composite
 def store_views(draw: st.DrawFn, models: Sequence[ModelId] = MODELS) -> StoreView:
-    """A store of two tiers that holds every model on the slower one, and some on the faster."""
+    """A store of two tiers with every model on the slower one, and some on the faster, of a node or all."""
+    node = draw(st.sampled_from(["", "n0"]))
     fast = draw(st.lists(st.sampled_from(models), unique=True))
-    where = [(model, "host") for model in fast] + [(model, "disk") for model in models]
+    where = [(model, "host", node) for model in fast] + [(model, "disk", "") for model in models]
     return StoreView(
         tiers=(
-            TierView(name="host", used_bytes=(8 << 30) * len(fast), bytes_per_s=20e9),
+            TierView(name="host", used_bytes=(8 << 30) * len(fast), bytes_per_s=20e9, node=node),
             TierView(name="disk", used_bytes=(8 << 30) * len(models), bytes_per_s=4e9),
         ),
-        residency=tuple(Residency(model=model, tier=tier, size_bytes=8 << 30) for model, tier in where),
+        residency=tuple(Residency(model=m, tier=tier, size_bytes=8 << 30, node=on) for m, tier, on in where),
     )
 
 

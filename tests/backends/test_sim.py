@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hotswap import Adapter, DeviceProfile, Engine, Model, ModelCard, ModelId, Request, TierView
-from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
+from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.testing.conformance import EngineConformance, WeightStoreConformance
 
 PROFILE = DeviceProfile(memory_bytes=1 << 20)
@@ -62,3 +62,25 @@ class TestSimStoreWithoutACacheConforms(TestSimStoreConforms):
 
     def make_store(self) -> SimStore:
         return SimStore({"a": 100_000, "b": 60_001}, cache=None, chunk_bytes=30_000)
+
+
+class TestASharedSimStoreConforms(TestSimStoreConforms):
+    def make_store(self) -> SimStore:
+        return SimStore({"a": 100_000, "b": 60_001}, chunk_bytes=7_000, shared=True)
+
+
+class TestSimNodesConforms(WeightStoreConformance):
+    virtual = True
+    models = (ModelId("a"), ModelId("b"))
+
+    def make_store(self) -> SimNodes:
+        return SimNodes({node: self.store_of(node) for node in ("n0", "n1")})
+
+    def store_of(self, node: str) -> SimStore:
+        return SimStore(
+            {"a": 100_000, "b": 60_001},
+            home=TierView(name="disk", bytes_per_s=5e9, node=node),
+            cache=TierView(name="host", bytes_per_s=20e9, node=node),
+            chunk_bytes=7_000,
+            shared=True,
+        )

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import ModelId, Shard, TierFull, TierView
-from hotswap.backends.sim import SimStore, sim_bytes, sim_manifest
+from hotswap import ConfigError, ModelId, Shard, ShardMissing, StoreView, TierFull, TierView
+from hotswap.backends.sim import SimNodes, SimStore, sim_bytes, sim_manifest
 from hotswap.testing.virtual_time import run, virtual_time
 
 A, B, C = map(ModelId, "abc")
@@ -134,3 +134,129 @@ async def test_a_store_without_a_cache_has_nothing_to_prefetch() -> None:
     assert [tier.name for tier in store.view().tiers] == ["disk"]
     assert store.view().tier_of(A) == "disk"
     assert anyio.current_time() == 0
+
+
+# ---------------------------------------------------------------------- bandwidth that is shared
+
+
+def shared(*, capacity_bytes: int | None = 0, node: str = "") -> SimStore:
+    """A disk of 10 bytes a second and a host tier of 100, in chunks of 5."""
+    host = TierView(name="host", bytes_per_s=100.0, capacity_bytes=capacity_bytes, node=node)
+    disk = TierView(name="disk", bytes_per_s=10.0, node=node)
+    return SimStore({"a": 100, "b": 100, "c": 150}, home=disk, cache=host, chunk_bytes=5, shared=True)
+
+
+async def read_together(reads: list[tuple[SimStore, ModelId, float]]) -> list[float]:
+    """Begin reads at given times; return when each was over."""
+    ended = [0.0] * len(reads)
+
+    async def read(number: int, store: SimStore, model: ModelId, at_s: float) -> None:
+        await anyio.sleep_until(at_s)
+        await seconds_to_read(store, model)
+        ended[number] = anyio.current_time()
+
+    async with anyio.create_task_group() as readers:
+        for number, (store, model, at_s) in enumerate(reads):
+            readers.start_soon(read, number, store, model, at_s)
+    return ended
+
+
+@given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.floats(0, 30)), min_size=1, max_size=5))
+def test_a_disk_gives_no_more_than_it_can_and_is_never_idle_while_somebody_reads(
+    asked: list[tuple[ModelId, float]],
+) -> None:
+    """Whatever is read when, the last of it is there when a queue of all the bytes is worked off."""
+    sizes = {A: 100, B: 100, C: 150}
+    free_s = 0.0
+    for model, at_s in sorted(asked, key=lambda read: read[1]):
+        free_s = max(free_s, at_s) + sizes[model] / 10
+
+    async def play() -> list[float]:
+        store = shared()
+        return await read_together([(store, model, at_s) for model, at_s in asked])
+
+    ended = run(play)
+    assert max(ended) == pytest.approx(free_s)
+    for (model, at_s), end_s in zip(asked, ended, strict=True):
+        assert end_s - at_s >= sizes[model] / 10 - 1e-9
+
+
+@virtual_time
+async def test_readers_at_once_take_turns_by_chunks() -> None:
+    store = shared()
+    ends = await read_together([(store, A, 0.0), (store, B, 0.0)])
+    assert ends == pytest.approx([19.5, 20.0])
+    alone = cached(0)
+    ends = await read_together([(alone, A, 20.0), (alone, B, 20.0)])
+    assert ends == pytest.approx([30.0, 30.0]), "unless it is asked for, each reads as if alone"
+
+
+@virtual_time
+async def test_what_is_yet_to_be_read_is_queued() -> None:
+    store = shared()
+    assert store.view().load_s(B) == 10.0
+    async with store.open(await shard_of(store, A)) as chunks:
+        await anext(chunks)
+        assert store.view().tiers[-1].queued_bytes == 95
+        assert store.view().load_s(B) == pytest.approx(19.5)
+    assert store.view().tiers[-1].queued_bytes == 0, "who leaves early wants nothing more"
+
+
+# ---------------------------------------------------------------------- nodes
+
+
+def nodes() -> SimNodes:
+    return SimNodes({name: shared(capacity_bytes=250, node=name) for name in ("n0", "n1")})
+
+
+@virtual_time
+async def test_what_a_node_has_read_is_near_to_it_alone() -> None:
+    store = nodes()
+    assert await seconds_to_read(store.on("n1"), A) == pytest.approx(10.0)
+    view = store.view()
+    assert view.seen_from("n1").tier_of(A) == "host"
+    assert view.seen_from("n1").load_s(A) == pytest.approx(1.0)
+    assert view.seen_from("n0").tier_of(A) == "disk"
+    assert view.seen_from("n0").load_s(A) == pytest.approx(10.0)
+    assert view.seen_from("").tier_of(A) is None, "who is on no node sees none of theirs"
+    assert view.load_s(A) == pytest.approx(1.0), "asked for no node, the store tells of the best"
+    assert [(tier.name, tier.node, tier.used_bytes) for tier in view.tiers] == [
+        ("host", "n0", 0),
+        ("host", "n1", 100),
+        ("disk", "n0", 350),
+        ("disk", "n1", 350),
+    ]
+
+
+@virtual_time
+async def test_nodes_do_not_slow_each_other() -> None:
+    store = nodes()
+    ends = await read_together([(store.on("n0"), A, 0.0), (store.on("n1"), A, 0.0), (store.on("n1"), B, 0.0)])
+    assert ends == pytest.approx([10.0, 19.5, 20.0])
+    assert store.view().seen_from("n0").load_s(C) == pytest.approx(15.0)
+
+
+@virtual_time
+async def test_of_several_nodes_the_one_with_the_shortest_queue_is_told() -> None:
+    store = nodes()
+    async with store.on("n0").open(await shard_of(store.on("n0"), A)) as chunks:
+        await anext(chunks)
+        assert store.view().load_s(B, "disk") == pytest.approx(10.0)
+        source = store.view().source(B)
+        assert source is not None
+        assert source.node == "n1"
+
+
+@virtual_time
+async def test_a_node_that_is_not_there_is_named() -> None:
+    with pytest.raises(ShardMissing, match="'n7'"):
+        nodes().on("n7")
+    with pytest.raises(ConfigError, match="no nodes"):
+        SimNodes({})
+    with pytest.raises(ConfigError, match="'n1'"):
+        SimNodes({"n1": shared(node="n0")})
+
+
+def test_a_view_without_nodes_is_the_same_from_everywhere() -> None:
+    view = StoreView(tiers=(DISK,))
+    assert view.seen_from("n3") is view

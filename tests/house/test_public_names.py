@@ -76,6 +76,7 @@ PUBLIC = [
     "SupportsImport",
     "SupportsLend",
     "SupportsMigration",
+    "SupportsNodes",
     "SupportsPrefetch",
     "SupportsPreload",
     "SupportsWatch",

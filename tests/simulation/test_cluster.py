@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from hotswap import ConfigError, Fleet, FleetView
+from hotswap import ConfigError, Fleet, FleetView, InstanceId, ModelId, Scheduler, Swap
 from hotswap.policies import AffinityRouter, LeastLoadedRouter, WeightedLoadSwap
 from hotswap.simulation import Cluster, Outcome, Slo, Trace, TraceRequest, generate, simulate
 from hotswap.testing.workloads import log_normal_lengths
@@ -96,6 +96,34 @@ def test_the_same_simulation_is_the_same_text_in_any_process(hash_seed: str) -> 
     assert run.stdout.strip() == here
 
 
+class ByTheClock(Scheduler):
+    """What is loaded where, and from which second on."""
+
+    table = ((0, "e0", "a"), (20, "e0", "b"), (40, "e0", "a"), (60, "e1", "a"))
+
+    def plan(self, fleet: FleetView) -> list[Swap]:
+        due = [(name, model) for at_s, name, model in self.table if at_s <= fleet.now_s < at_s + 10]
+        return [Swap(instance=InstanceId(name), model=ModelId(model)) for name, model in due]
+
+
+@pytest.mark.parametrize(("num_nodes", "last"), [(0, "host"), (1, "host"), (2, "disk")])
+def test_engines_load_from_the_memory_of_their_own_node(num_nodes: int, last: str) -> None:
+    asked = [("a", 1), ("b", 21), ("a", 41), ("a", 75)]
+    trace = Trace(
+        tuple(
+            TraceRequest(arrive_s=at_s, model=name, prompt_tokens=20, output_tokens=4) for name, at_s in asked
+        )
+    )
+    cluster = Cluster(num_engines=2, num_nodes=num_nodes)
+    outcome = simulate(trace, cluster, router=AffinityRouter(), scheduler=ByTheClock())
+    assert [(swap.instance, swap.model, swap.tier) for swap in outcome.swaps] == [
+        ("e0", "a", "disk"),
+        ("e0", "b", "disk"),
+        ("e0", "a", "host"),
+        ("e1", "a", last),
+    ]
+
+
 def test_progress_counts_requests_to_the_last() -> None:
     told: list[tuple[int, int]] = []
     trace = mixed(seconds=10)
@@ -130,6 +158,8 @@ def test_policies_see_the_views_of_a_production_fleet() -> None:
     [
         lambda: Cluster(num_engines=0),
         lambda: Cluster(profile="abacus"),
+        lambda: Cluster(num_engines=4, num_nodes=3),
+        lambda: Cluster(num_engines=4, num_nodes=-1),
         lambda: Cluster(num_engines=1, losses=((1.0, "e7"),)),
         lambda: played(Trace(())),
     ],

@@ -7,7 +7,8 @@ For tests, for trying policies on fleets that nobody owns, and for simulations i
 
 from hotswap.backends.sim.content import sim_bytes
 from hotswap.backends.sim.engine import SimEngine
+from hotswap.backends.sim.nodes import SimNodes
 from hotswap.backends.sim.store import SimStore, sim_manifest
 from hotswap.backends.sim.tokens import expected_tokens
 
-__all__ = ["SimEngine", "SimStore", "expected_tokens", "sim_bytes", "sim_manifest"]
+__all__ = ["SimEngine", "SimNodes", "SimStore", "expected_tokens", "sim_bytes", "sim_manifest"]

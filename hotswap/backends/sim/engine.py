@@ -60,6 +60,7 @@ class SimEngine(Engine):
         max_adapters: how many adapters it holds at once; it takes any, and reads nothing.
         batching: prefill chunks beside decodes, or whole prompts before them.
         watermark: the share of KV blocks that an admission leaves free; of `"prefill_first"` alone.
+        node: where it is, for a store that tells nodes apart.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class SimEngine(Engine):
         max_adapters: int = 8,
         batching: Batching = "mixed",
         watermark: float = 0.0,
+        node: str = "",
     ) -> None:
         self._tell: Callable[[bool], None] | None = None
         self.id = InstanceId(id)
         self.profile = profile if profile is not None else DeviceProfile()
-        self.vocabulary = vocabulary
-        self.max_requests = max_requests
-        self.max_adapters = max_adapters
+        self.node, self.vocabulary = node, vocabulary
+        self.max_requests, self.max_adapters = max_requests, max_adapters
         self._batcher = Batcher(
             num_blocks=kv_blocks,
             block_tokens=kv_block_tokens,
@@ -309,6 +310,7 @@ class SimEngine(Engine):
             adapters=tuple(self._adapters),
             max_adapters=self.max_adapters,
             preloaded=self._staged.model.id if self._staged else None,
+            node=self.node,
         )
 
     def _num_free_blocks(self) -> int:

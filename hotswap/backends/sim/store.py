@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -59,6 +59,9 @@ class SimStore(WeightStore):
         cache: the faster tier, filled by reading and by `prefetch`; `None` for none. Its `capacity_bytes` is
             the budget: the least recently used model that is not being read makes room.
         chunk_bytes: size of a chunk, the last of a shard excepted.
+        shared: whether those who read from a tier at once share its bandwidth, chunk by chunk, and what they
+            have yet to read is shown as queued; otherwise each reads as if alone. Readers of one model read
+            it once each.
     """
 
     def __init__(
@@ -68,12 +71,16 @@ class SimStore(WeightStore):
         home: TierView = DISK,
         cache: TierView | None = HOST,
         chunk_bytes: int | str = "64 MiB",
+        shared: bool = False,
     ) -> None:
         manifests = _manifests(models) if isinstance(models, Mapping) else models
         self._manifests = {manifest.model: manifest for manifest in manifests}
         self._home = home
         self._cache = cache
+        self._links = {tier.name: _Link(tier.bytes_per_s, shared) for tier in (home, cache) if tier}
         self._chunk_bytes = parse_bytes(chunk_bytes)
+        self._homes = tuple(self._residency(model, home) for model in self._manifests)
+        self._home_bytes = sum(entry.size_bytes for entry in self._homes)
         sizes = [shard.size_bytes for manifest in self._manifests.values() for shard in manifest.shards]
         self._content = SimContent(min(self._chunk_bytes, max(sizes, default=0)))
         self._cached: dict[ModelId, set[Shard]] = {}  # least recently used model first
@@ -101,20 +108,19 @@ class SimStore(WeightStore):
                 yield chunks
 
     def view(self) -> StoreView:
-        homes = tuple(
-            Residency(model=model, tier=self._home.name, size_bytes=manifest.weight_bytes)
-            for model, manifest in self._manifests.items()
-        )
-        home = replace(self._home, used_bytes=sum(entry.size_bytes for entry in homes))
+        home = self._shown(self._home, self._home_bytes)
         if self._cache is None:
-            return StoreView(tiers=(home,), residency=homes)
-        whole = tuple(
-            Residency(model=model, tier=self._cache.name, size_bytes=self._manifests[model].weight_bytes)
-            for model in self._cached
-            if self._is_cached(model)
-        )
-        cache = replace(self._cache, used_bytes=sum(map(_size, self._cached.values())))
-        return StoreView(tiers=(cache, home), residency=whole + homes)
+            return StoreView(tiers=(home,), residency=self._homes)
+        whole = tuple(self._residency(model, self._cache) for model in self._cached if self._is_cached(model))
+        cache = self._shown(self._cache, sum(map(_size, self._cached.values())))
+        return StoreView(tiers=(cache, home), residency=whole + self._homes)
+
+    def _residency(self, model: ModelId, tier: TierView) -> Residency:
+        size_bytes = self._manifests[model].weight_bytes
+        return Residency(model=model, tier=tier.name, size_bytes=size_bytes, node=tier.node)
+
+    def _shown(self, tier: TierView, used_bytes: int) -> TierView:
+        return replace(tier, used_bytes=used_bytes, queued_bytes=self._links[tier.name].queued_bytes)
 
     async def prefetch(self, model: ModelId) -> None:
         await checkpoint()
@@ -123,7 +129,9 @@ class SimStore(WeightStore):
             return
         with self._reading(model):  # so that what is cached of it stays
             self._room_for(model, missing)
-            await anyio.sleep(_size(missing) / self._home.bytes_per_s)
+            with self._links[self._home.name].queue(_size(missing)) as queued:
+                for size in self._pieces(_size(missing)):
+                    await queued.carry(size)
             self._keep(model, missing)
 
     async def drop(self, model: ModelId) -> None:
@@ -158,14 +166,21 @@ class SimStore(WeightStore):
     async def _lend(self, shard: Shard) -> AsyncGenerator[HostChunk]:
         cached = self._cached.get(shard.model, set())
         tier = self._cache if self._cache is not None and shard in cached else self._home
-        for start in range(0, shard.size_bytes, self._chunk_bytes):
-            size = min(self._chunk_bytes, shard.size_bytes - start)
-            await anyio.sleep(size / tier.bytes_per_s)
-            if start + size == shard.size_bytes:
-                self._tee(shard)
-            offset = shard.buffer_offset_bytes + start
-            with self._lent(self._content.view(shard.model, offset, size)) as data:
-                yield HostChunk(offset_bytes=offset, data=data, tier=tier.name)
+        start = 0
+        with self._links[tier.name].queue(shard.size_bytes) as queued:
+            for size in self._pieces(shard.size_bytes):
+                await queued.carry(size)
+                if start + size == shard.size_bytes:
+                    self._tee(shard)
+                offset = shard.buffer_offset_bytes + start
+                with self._lent(self._content.view(shard.model, offset, size)) as data:
+                    yield HostChunk(offset_bytes=offset, data=data, tier=tier.name)
+                start += size
+
+    def _pieces(self, num_bytes: int) -> Iterator[int]:
+        """The sizes of the chunks in which so many bytes are read."""
+        for start in range(0, num_bytes, self._chunk_bytes):
+            yield min(self._chunk_bytes, num_bytes - start)
 
     @contextlib.contextmanager
     def _lent(self, data: memoryview) -> Generator[memoryview]:
@@ -216,6 +231,52 @@ class SimStore(WeightStore):
 
     def _is_cached(self, model: ModelId) -> bool:
         return len(self._cached[model]) == len(self._manifests[model].shards)
+
+
+class _Link:
+    """What a tier can give in a second, to everybody alike or to all together.
+
+    A chunk on its way takes its time also where its reader has left.
+    """
+
+    def __init__(self, bytes_per_s: float, shared: bool) -> None:
+        self.queued_bytes = 0
+        self._bytes_per_s, self._shared = bytes_per_s, shared
+        self._free_s = 0.0
+
+    @contextlib.contextmanager
+    def queue(self, num_bytes: int) -> Generator[_Queued]:
+        """Have so many bytes to read while the block runs, or until they have come."""
+        queued = _Queued(self, num_bytes if self._shared else 0)
+        self.queued_bytes += queued.left_bytes
+        try:
+            yield queued
+        finally:
+            self.queued_bytes -= queued.left_bytes
+
+    async def carry(self, num_bytes: int) -> None:
+        """Return once so many bytes have come."""
+        seconds = num_bytes / self._bytes_per_s
+        if not self._shared:
+            await anyio.sleep(seconds)
+            return
+        self._free_s = max(self._free_s, anyio.current_time()) + seconds
+        await anyio.sleep_until(self._free_s)
+
+
+class _Queued:
+    """What one reader has yet to read."""
+
+    def __init__(self, link: _Link, left_bytes: int) -> None:
+        self.left_bytes = left_bytes
+        self._link = link
+
+    async def carry(self, num_bytes: int) -> None:
+        """Return once so many of the bytes have come."""
+        await self._link.carry(num_bytes)
+        came_bytes = min(num_bytes, self.left_bytes)
+        self.left_bytes -= came_bytes
+        self._link.queued_bytes -= came_bytes
 
 
 def _manifests(sizes: Mapping[str, int | str]) -> list[Manifest]:

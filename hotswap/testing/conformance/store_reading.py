@@ -219,12 +219,14 @@ def assert_tensors(manifest: Manifest) -> None:
 def assert_resident(store: WeightStore, model: str, size_bytes: int) -> None:
     """Raise unless the view places a model whole on a tier that it lists."""
     view = store.view()
-    names = [tier.name for tier in view.tiers]
+    places = [(tier.name, tier.node) for tier in view.tiers]
     entries = [entry for entry in view.residency if entry.model == model]
     assert entries, f"{model!r} is nowhere in {view}"
-    assert all(entry.tier in names and entry.size_bytes == size_bytes for entry in entries), f"{entries}"
+    assert all(entry.size_bytes == size_bytes for entry in entries), f"{entries}"
+    assert all((entry.tier, entry.node) in places for entry in entries), f"{entries}"
     for tier in view.tiers:
-        held = sum(entry.size_bytes for entry in view.residency if entry.tier == tier.name)
+        there = (entry for entry in view.residency if (entry.tier, entry.node) == (tier.name, tier.node))
+        held = sum(entry.size_bytes for entry in there)
         assert tier.used_bytes >= held, f"{tier} uses less than what is resident there, {held}"
 
 
