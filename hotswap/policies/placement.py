@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
+from typing import Literal, TypeAlias, get_args
 
 from hotswap.action import Action, Migrate, Swap
 from hotswap.errors import ConfigError
@@ -28,6 +29,8 @@ from hotswap.view import (
 
 __all__ = ["StartupTimePlacement"]
 
+Victims: TypeAlias = Literal["move", "evict", "stay"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupTimePlacement(Scheduler):
@@ -39,6 +42,12 @@ class StartupTimePlacement(Scheduler):
         EMPTY or idle    q + n / b                                        the load alone
         busy             sum of a (t_in + t_out) + b over its requests,   they move to other replicas first
                          + q + n / b
+        busy, and no     q' + n' / b' of its model on an EMPTY or idle    which then takes its requests
+        room elsewhere   instance, and then the same
+
+    *q* and *b* are those that the instance sees: where tiers belong to nodes, a model that lies in the memory
+    of a node is near to the instances there. That is what the last line is for: the busy instance has the
+    model near, the one that is free does not.
 
     The requests that a busy replica of the model takes sooner than the quickest of these wait for it; for the
     others instances are chosen by an exact 0/1 knapsack (`hotswap.policies.knapsack`) over the places that
@@ -49,10 +58,11 @@ class StartupTimePlacement(Scheduler):
     Here an instance holds one model and many requests. So a victim is an instance with all that runs on it,
     what it frees are places for waiting requests (`max_requests`), and its cost is that of all its requests:
     they move one after the other, so times add up. A request that will end sooner than it could move is left
-    to end meanwhile. A victim's requests go to replicas of its model that are open and stay; the paper also
-    loads another replica for them elsewhere, which is left to the next plan, when its own requests wait. The
-    queue *q* grows with each model that one plan loads, not with a model's replicas, which read the same
-    bytes. Models take their turn by the longest wait, halved for each failed load.
+    to end meanwhile. A victim's requests go to replicas of its model that are open and stay. Or one is loaded
+    for them: instead of an instance without requests that the knapsack has chosen, where that is sooner, and
+    if nobody waits for the victim's model. The queue *q* grows with each model that one plan loads, not with
+    a model's replicas on a node, which read the same bytes. Models take their turn by the longest wait,
+    halved for each failed load.
 
     **Ours.** What room a replica has is counted in whole requests, each as large as its model's largest, and
     less what waits for that model already. Nobody is evicted to make room, but for a request that comes to an
@@ -66,27 +76,41 @@ class StartupTimePlacement(Scheduler):
     While an instance turns, later plans go on moving its requests, whoever planned the swap: an instance
     takes part in `MigrationLimits.per_instance` moves at once and the fleet drops what is beyond.
 
+    The paper compares moves with other ways to treat victims: `victims="evict"` chooses likewise and ends
+    their work here at once, which costs the model that starts nothing, and them a prefill elsewhere, once
+    there is room or their model is loaded (its Shepherd*). `"stay"` leaves busy instances alone.
+
     `costs` learns from records only where the fleet is given its learners; see there.
     """
 
     costs: StartupCosts = field(default_factory=StartupCosts)
     deadline_s: float = 30.0
+    victims: Victims = "move"
 
     def __post_init__(self) -> None:
+        if self.victims not in get_args(Victims):
+            raise ConfigError(f"victims is {self.victims!r}; give 'move', 'evict' or 'stay'.")
         if not (self.deadline_s >= 0 and isfinite(self.deadline_s)):
             raise ConfigError(f"deadline_s is {self.deadline_s!r}; give 0 (evict at once) or more seconds.")
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
-        board = _Board(fleet, self.costs)
-        return (*board.evacuate(), *self._starts(board))
+        board = _Board(fleet, self.costs, self.victims)
+        evacuated = board.evacuate() if self.victims == "move" else ()
+        return (*evacuated, *self._starts(board))
 
     def _starts(self, board: _Board) -> Iterator[Action]:
         for model in board.starved():
-            picks = board.pick(model)
-            for instance, seconds in picks:
-                reason = f"{model.num_waiting} wait for {model.id}; {instance.id} is ready in {seconds:.3g} s"
-                yield from board.moves(instance, reason)
-                deadline_s = self.deadline_s if instance.num_requests else 0.0
+            for start in board.pick(model):
+                instance = start.instance
+                ready = f"{instance.id} is ready in {start.seconds:.3g} s"
+                reason = f"{model.num_waiting} wait for {model.id}; {ready}"
+                if start.refuge is not None and instance.model is not None:
+                    whose = f"takes the requests of {instance.id}: {reason}"
+                    yield Swap(instance=start.refuge.id, model=instance.model, reason=whose)
+                if self.victims == "move":
+                    yield from board.moves(instance, reason)
+                waits = instance.num_requests and self.victims == "move"
+                deadline_s = self.deadline_s if waits else 0.0
                 yield Swap(instance=instance.id, model=model.id, deadline_s=deadline_s, reason=reason)
 
 
@@ -103,12 +127,25 @@ class _Victims:
     movers: tuple[RunningView, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """An instance that turns to a model, and in how many seconds it is ready.
+
+    On `refuge`, if there is one, the model of its victims is loaded for them.
+    """
+
+    instance: InstanceView
+    seconds: float
+    refuge: InstanceView | None = None
+
+
 class _Board:
     """What one plan knows, and has decided so far."""
 
-    def __init__(self, fleet: FleetView, costs: StartupCosts) -> None:
-        self._costs = costs
-        self._store = fleet.store
+    def __init__(self, fleet: FleetView, costs: StartupCosts, victims: Victims) -> None:
+        self._costs, self._fate = costs, victims
+        self._store, self._seen = fleet.store, dict[str, StoreView]()
+        self._num_nodes = len({instance.node for instance in fleet.instances})
         self._allocation = Allocation(fleet)
         self._instances = {i.id: i for i in sorted(fleet.instances, key=lambda i: i.id)}
         self._running: defaultdict[InstanceId, list[RunningView]] = defaultdict(list)
@@ -155,8 +192,8 @@ class _Board:
         waiting = [m for m in self._allocation.models.values() if m.num_waiting]
         return sorted(waiting, key=lambda m: (-self._allocation.waited_s(m), m.id))
 
-    def pick(self, model: ModelView) -> list[tuple[InstanceView, float]]:
-        """Take the instances on which a model is best started, and say in how many seconds each is ready.
+    def pick(self, model: ModelView) -> list[_Start]:
+        """Take the instances on which a model is best started.
 
         Empty where its requests had better wait for its replicas, or nothing can be had.
         """
@@ -164,13 +201,69 @@ class _Board:
         pools = self._pools(model) if num_waiting > 0 else []
         quickest_s = min((offer.seconds for pool in pools for offer in pool.offers), default=inf)
         need = num_waiting - self._num_ending_within(quickest_s, model.id)
-        picks = [(self._instances[o.instance], o.seconds) for o in choose(pools, need)] if need > 0 else []
-        for instance, _ in picks:
-            self._allocation.take(Swap(instance=instance.id, model=model.id))
-            self._room.pop(instance.id, None)
-        if any(instance.preloaded != model.id for instance, _ in picks):
-            self._store = _asked_for(self._store, model.id)
-        return picks
+        offers = choose(pools, need) if need > 0 else ()
+        taken = {offer.instance for offer in offers}
+        starts: list[_Start] = []
+        for offer in offers:
+            starts.append(self._detour(model, offer, taken) or self._direct(offer))
+            taken.add(starts[-1].instance.id)
+        for start in starts:
+            self._take(start.instance, model.id)
+            if start.refuge is not None and start.instance.model is not None:
+                self._take(start.refuge, start.instance.model)
+        nodes = dict.fromkeys(s.instance.node for s in starts if s.instance.preloaded != model.id)
+        for node in nodes:
+            self._ask_for(model.id, node)
+        return starts
+
+    def _direct(self, offer: Offer) -> _Start:
+        return _Start(instance=self._instances[offer.instance], seconds=offer.seconds)
+
+    def _take(self, instance: InstanceView, model: ModelId) -> None:
+        self._allocation.take(Swap(instance=instance.id, model=model))
+        self._room.pop(instance.id, None)
+
+    def _load_s(self, model: ModelId, instance: InstanceView) -> float:
+        """Seconds until a model is loaded on an instance that has been emptied."""
+        if instance.preloaded == model:
+            return 0.0
+        if instance.node not in self._seen:
+            self._seen[instance.node] = self._store.seen_from(instance.node)
+        return self._costs.loads.load_s(self._seen[instance.node], model)
+
+    def _ask_for(self, model: ModelId, node: str) -> None:
+        """Count a model's bytes to those that are queued on a node."""
+        self._store = _asked_for(self._store, model, node)
+        self._seen.clear()
+
+    # ------------------------------------------------------------------ the way round
+
+    def _detour(self, model: ModelView, offer: Offer, taken: Collection[InstanceId]) -> _Start | None:
+        """A busy instance where the model is ready sooner once the chosen one has taken its requests."""
+        refuge = self._instances[offer.instance]
+        if self._num_nodes < 2 or refuge.num_requests or self._fate == "stay":
+            return None  # one node has nothing nearer than another
+        others = [i for i in self._allocation.takeable(model) if i.num_requests and i.id not in taken]
+        ways = [(self._detour_s(model, instance, refuge), instance) for instance in others]
+        seconds, instance = min(ways, key=lambda way: (way[0], way[1].id), default=(inf, refuge))
+        if seconds >= offer.seconds:
+            return None
+        if instance.model is not None and refuge.preloaded != instance.model:
+            self._ask_for(instance.model, refuge.node)
+        return _Start(instance=instance, seconds=seconds, refuge=refuge)
+
+    def _detour_s(self, model: ModelView, instance: InstanceView, refuge: InstanceView) -> float:
+        """Seconds until the model is ready on a busy instance; infinite where the way is barred."""
+        victims, donor = self._victims(instance), self._allocation.models.get(instance.model or ModelId(""))
+        barred = not victims.all_known or instance.id in self._receiving or instance.model == refuge.model
+        if barred or donor is None or donor.num_waiting or len(victims.movers) > refuge.max_requests:
+            return inf
+        if not self._allocation.may_turn(refuge, donor):
+            return inf
+        load_s = self._load_s(model.id, instance)
+        if self._fate == "evict":
+            return load_s
+        return self._load_s(donor.id, refuge) + victims.seconds + load_s
 
     def _num_ending_within(self, seconds: float, model: ModelId) -> int:
         """How many of a model's waiting requests its replicas will have taken by then."""
@@ -179,15 +272,18 @@ class _Board:
 
     def _pools(self, model: ModelView) -> list[Pool]:
         """What may be turned to a model, by the model that it has now; used longest ago first."""
-        load_s = self._costs.loads.load_s(self._store, model.id)
+        load_s: dict[str, float] = {}
         offers: defaultdict[ModelId | None, list[Offer]] = defaultdict(list)
         for instance in sorted(self._allocation.takeable(model), key=_preference):
             victims = self._victims(instance)
             if victims.all_known and instance.id not in self._receiving:
+                if instance.preloaded != model.id and instance.node not in load_s:
+                    load_s[instance.node] = self._load_s(model.id, instance)
+                staged = instance.preloaded == model.id
                 offer = Offer(
                     instance=instance.id,
                     slots=instance.max_requests,
-                    seconds=victims.seconds + (0.0 if instance.preloaded == model.id else load_s),
+                    seconds=victims.seconds + (0.0 if staged else load_s[instance.node]),
                     harm=0 if instance.state is InstanceState.EMPTY else 1 + instance.num_requests,
                     room=self._room.get(instance.id, 0) + len(victims.movers),
                 )
@@ -213,6 +309,9 @@ class _Board:
 
     def _look_at(self, instance: InstanceView) -> _Victims:
         runs = self._running[instance.id]
+        if self._fate != "move":
+            known = len(runs) >= instance.num_requests if self._fate == "evict" else not instance.num_requests
+            return _Victims(all_known=known, seconds=0.0, movers=tuple(runs))
         times_s = [
             (self._costs.rest_s(run.num_remaining), self._costs.resume_s(run.num_tokens)) for run in runs
         ]
@@ -254,15 +353,19 @@ def _preference(instance: InstanceView) -> tuple[float, int, InstanceId]:
     return used_s(instance), instance.memory_bytes, instance.id
 
 
-def _asked_for(store: StoreView, model: ModelId) -> StoreView:
-    """The store once a model has been asked for: its bytes are queued, and count once."""
-    tier = store.tier_of(model)
-    num_bytes = None if tier is None else store.load_bytes(model, tier)
-    if tier is None or num_bytes is None:
+def _asked_for(store: StoreView, model: ModelId, node: str) -> StoreView:
+    """The store once a model has been asked for on a node: its bytes are queued there, and count once."""
+    seen = store.seen_from(node)
+    link, num_bytes = seen.source(model), seen.load_bytes(model)
+    if link is None or num_bytes is None:
         return store
-    own_bytes = num_bytes - next(link.queued_bytes for link in store.tiers if link.name == tier)
+    own_bytes = num_bytes - link.queued_bytes
+    busy = replace(link, queued_bytes=num_bytes)
     return replace(
         store,
-        tiers=tuple(replace(t, queued_bytes=num_bytes) if t.name == tier else t for t in store.tiers),
-        rising=(*store.rising, Residency(model=model, tier=tier, size_bytes=own_bytes)),
+        tiers=tuple(busy if (t.name, t.node) == (link.name, link.node) else t for t in store.tiers),
+        rising=(
+            *store.rising,
+            Residency(model=model, tier=link.name, size_bytes=own_bytes, node=link.node),
+        ),
     )

@@ -116,6 +116,16 @@ class TestStartupTimePlacementConforms(SchedulerConformance):
         return StartupTimePlacement()
 
 
+class TestStartupTimePlacementThatEvictsConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return StartupTimePlacement(victims="evict")
+
+
+class TestStartupTimePlacementThatWaitsConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return StartupTimePlacement(victims="stay")
+
+
 class TestStaticPinningConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return StaticPinning({"e0": "a", "e1": "b", "e2": "a", "gone": "c"})

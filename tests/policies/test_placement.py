@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, product
 from math import inf, nan
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -264,6 +265,120 @@ def test_an_instance_that_others_are_sent_to_is_not_turned_in_the_same_plan() ->
     assert swaps(plan) == []
 
 
+# ------------------------------------------------------------------ nodes, and ways round
+
+
+def on(node: str, instance: InstanceView) -> InstanceView:
+    return replace(instance, node=node, max_requests=1)
+
+
+def near(*held: tuple[str, str]) -> StoreView:
+    """Two nodes with every model on disk (2 s), and some in host memory (0.4 s)."""
+    names = ("n0", "n1")
+    tiers = [TierView(name="host", bytes_per_s=20 * GB, node=node) for node in names]
+    tiers += [TierView(name="disk", bytes_per_s=4 * GB, node=node) for node in names]
+    where = [(model, "host", node) for model, node in held]
+    where += [(model, "disk", node) for model in "abcd" for node in names]
+    residency = [Residency(model=ModelId(m), tier=t, size_bytes=8 * GB, node=n) for m, t, n in where]
+    return StoreView(tiers=tuple(tiers), residency=tuple(residency))
+
+
+def test_a_model_starts_on_the_node_that_has_it_in_memory() -> None:
+    view = seen([on("n0", empty("e0")), on("n1", empty("e1"))], [model("a", 1, waiting=1)])
+    assert swaps(RULE.plan(replace(view, store=near(("a", "n1"))))) == [("e1", "a")]
+    assert swaps(RULE.plan(replace(view, store=near(("a", "n0"))))) == [("e0", "a")]
+
+
+def test_a_queue_on_one_node_sends_a_model_to_the_other() -> None:
+    view = seen([on("n0", empty("e0")), on("n1", empty("e1"))], [model("a", 1, waiting=1)])
+    store = near()
+    queued = replace(store.tiers[2], queued_bytes=GB)
+    busy = replace(store, tiers=(*store.tiers[:2], queued, store.tiers[3]))
+    assert swaps(RULE.plan(replace(view, store=busy))) == [("e1", "a")]
+
+
+def crossed(*held: tuple[str, str], tokens: int = 20) -> FleetView:
+    """`a` waits; its node's only instance is busy with b, and the free instance is on the other node."""
+    busy = on("n0", serving("e0", "b"))
+    view = seen(
+        [busy, on("n1", empty("e1"))], [model("a", 1, waiting=1), model("b", 1)], [run("r0", busy, tokens)]
+    )
+    return replace(view, store=near(*held))
+
+
+def test_a_busy_instance_with_the_model_near_is_freed_by_way_of_an_idle_one() -> None:
+    """b is loaded on e1 in 0.4 s, r0 moves there in 0.3 s, and a is loaded in 0.4 s: 1.1 s, not 2 s."""
+    plan = RULE.plan(crossed(("a", "n0"), ("b", "n1")))
+    assert swaps(plan) == [("e1", "b"), ("e0", "a")]
+    assert [a.deadline_s for a in plan if isinstance(a, Swap)] == [0.0, RULE.deadline_s]
+    assert [a.reason for a in plan if isinstance(a, Swap)] == [
+        "takes the requests of e0: 1 wait for a; e0 is ready in 1.1 s",
+        "1 wait for a; e0 is ready in 1.1 s",
+    ]
+    assert moves(plan) == {}, "there is nowhere to go yet"
+
+
+def test_the_requests_follow_once_their_model_is_there() -> None:
+    leaving = replace(on("n0", turning("e0", "a", of="b")), state=InstanceState.DRAINING)
+    there = on("n1", serving("e1", "b"))
+    plan = RULE.plan(seen([leaving, there], [model("a", 1, waiting=1), model("b", 1)], [run("r0", leaving)]))
+    assert moves(plan) == {"r0": "e1"}
+
+
+def test_a_way_round_that_is_longer_is_not_taken() -> None:
+    """With b on the disk of n1 it takes 2.7 s, with 200 tokens 2.9 s, with a on the disk of n0 2.7 s."""
+    assert swaps(RULE.plan(crossed(("a", "n0")))) == [("e1", "a")]
+    assert swaps(RULE.plan(crossed(("a", "n0"), ("b", "n1"), tokens=200))) == [("e1", "a")]
+    assert swaps(RULE.plan(crossed(("b", "n1")))) == [("e1", "a")]
+
+
+def test_who_waits_for_the_victims_model_goes_first() -> None:
+    view = crossed(("a", "n0"), ("b", "n1"))
+    view = replace(view, models=(model("a", 1, waiting=1), model("b", 2, waiting=1)))
+    assert ("e0", "a") not in swaps(RULE.plan(view))
+
+
+def test_eviction_counts_no_time_and_moves_nobody() -> None:
+    """Shepherd* of the paper: 0.4 s on e0, whose request goes on elsewhere, once b is loaded there."""
+    evicts = StartupTimePlacement(costs=COSTS, victims="evict")
+    plan = evicts.plan(crossed(("a", "n0"), tokens=2000))
+    assert swaps(plan) == [("e1", "b"), ("e0", "a")]
+    assert [a.deadline_s for a in plan if isinstance(a, Swap)] == [0.0, 0.0]
+    assert moves(plan) == {}
+
+
+def test_busy_instances_can_be_left_alone() -> None:
+    stays = StartupTimePlacement(costs=COSTS, victims="stay")
+    assert swaps(stays.plan(crossed(("a", "n0"), ("b", "n1")))) == [("e1", "a")]
+    assert stays.plan(seen([E0, E1, E2], [model("a", 1, waiting=1), model("b", 4)], RUNS)) == ()
+
+
+@st.composite
+def small_fleets_of_nodes(draw: st.DrawFn) -> FleetView:
+    view = draw(small_fleets())
+    nodes = [draw(st.sampled_from(["n0", "n1"])) for _ in view.instances]
+    instances = [replace(i, node=node) for i, node in zip(view.instances, nodes, strict=True)]
+    places = st.tuples(st.sampled_from("abc"), st.sampled_from(["n0", "n1"]))
+    held = draw(st.lists(places, max_size=4, unique=True))
+    return replace(view, instances=tuple(instances), store=near(*held))
+
+
+@given(small_fleets_of_nodes(), st.sampled_from(["move", "evict", "stay"]))
+def test_on_nodes_too_every_action_would_be_begun_and_floors_hold(
+    view: FleetView, victims: Literal["move", "evict", "stay"]
+) -> None:
+    plan = StartupTimePlacement(costs=COSTS, victims=victims).plan(view)
+    assert accepted(view, plan) == tuple(plan)
+    turned = {a.instance: a.model for a in plan if isinstance(a, Swap)}
+    for donor in view.models:
+        before = len(view.replicas(donor.id))
+        lost = sum(i.model == donor.id for i in view.instances if i.id in turned)
+        gained = sum(model == donor.id for model in turned.values())
+        assert before - lost + gained >= min(before, donor.min_replicas)
+    if victims == "stay":
+        assert all(not view.instance(instance).num_requests for instance in turned)
+
+
 # ------------------------------------------------------------------ trying everything
 
 
@@ -424,6 +539,11 @@ def test_without_news_of_the_store_any_instance_is_as_good() -> None:
 def test_a_senseless_deadline_is_refused(deadline_s: float) -> None:
     with pytest.raises(ConfigError, match=r"^deadline_s is "):
         StartupTimePlacement(deadline_s=deadline_s)
+
+
+def test_another_fate_of_victims_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'move', 'evict' or 'stay'"):
+        StartupTimePlacement(victims="ask")  # type: ignore[arg-type]
 
 
 def test_a_cooling_replica_is_a_replica() -> None:

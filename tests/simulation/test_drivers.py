@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Literal
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -174,6 +175,18 @@ def test_a_host_tier_that_holds_one_model() -> None:
     cluster = Cluster(num_engines=2, host_bytes=40 << 30)
     outcome = assert_same(
         mixed(7, rate_per_s=4), cluster, router=LeastLoadedRouter(), scheduler=StartupTimePlacement()
+    )
+    assert {swap.tier for swap in outcome.swaps} >= {"disk", "host"}
+
+
+@pytest.mark.parametrize("victims", ["move", "evict", "stay"])
+def test_nodes_whose_engines_load_at_once(victims: Literal["move", "evict", "stay"]) -> None:
+    cluster = Cluster(num_engines=4, num_nodes=2, host_bytes=40 << 30, max_requests=1)
+    outcome = assert_same(
+        mixed(7, rate_per_s=3),
+        cluster,
+        router=LeastLoadedRouter(),
+        scheduler=StartupTimePlacement(victims=victims),
     )
     assert {swap.tier for swap in outcome.swaps} >= {"disk", "host"}
 
