@@ -1,7 +1,7 @@
 """Fu et al., ServerlessLLM, OSDI 2024, section 6: the choice that its locality-driven placement is about.
 
 One server has the model near its devices and is at work; another is free and would have to fetch it from far.
-The nearer one has the model preloaded here, since tiers are the same for all instances of a fleet.
+The nearer one has the model preloaded here; `test_serverlessllm_in_time` has nodes with host memory.
 """
 
 from __future__ import annotations
