@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 
 BENCHMARKS = {
+    "aegaeon": "token-level turns beside request-level swaps in simulation: how many models an engine holds",
     "adapters": "low-rank adapters: steps with up to 20 in a batch, loading, dropping, memory",
     "beside": "swaps on one engine beside 16 streams on another: what becomes of their latency",
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
@@ -26,6 +27,7 @@ BENCHMARKS = {
     "overhead": "what a fleet adds to each token over the engine's own stream",
     "papers": "what papers report, beside what the shipped policies do in simulation",
     "policies": "how long routes and plans take, from ten instances to ten thousand",
+    "serverlessllm": "startup latency by scheduler on nodes with finite memory, in simulation",
     "simulate": "requests that a second of a processor simulates, from 16 engines to 10,000",
     "vllm_migrate": "a request that moves between vLLM cores, with its KV blocks or to be computed anew",
     "vllm_swap": "a swap inside a running vLLM, beside its own reload of the same bytes and a restart",

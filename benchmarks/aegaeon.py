@@ -1,0 +1,206 @@
+"""Aegaeon's question: how many models one engine holds at their targets, by turns and by whole requests.
+
+    python -m benchmarks aegaeon                      two, four and seven models an engine, one seed
+    python -m benchmarks aegaeon --full --json FILE   more of them, answers twice as long as well, five seeds
+
+Two engines (H100, models of 8B parameters) and as many models an engine as are tried, each asked for by a
+Poisson process of 0.1 requests a second with lengths like ShareGPT's. A token is on time if it comes no later
+than 10 s after its request for the first one, and 0.1 s more for each after it. A number of models is held if
+90 % of tokens are on time, or, more strictly, if 90 % of first tokens are as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from benchmarks.measure import Summary, machine, write_json
+from benchmarks.table import show
+from hotswap import Fleet, Model, Sampling, Scheduler
+from hotswap.backends.sim import SimEngine
+from hotswap.policies import ElasticQuota, KeepAliveSwap, LeastLoadedRouter, Quotas, quotas
+from hotswap.simulation import Cluster, Slo, Trace, TraceRequest, generate
+from hotswap.testing.virtual_time import run
+from hotswap.testing.workloads import log_normal_lengths
+
+__all__ = ["CLUSTER", "SLO", "SYSTEMS", "Tally", "held", "main", "measure", "play", "promised", "trace_of"]
+
+ENGINES = 2
+RATE_PER_S = 0.1
+SLO = Slo(ttft_s=10.0, tpot_s=0.1)
+GOAL = 0.9
+WARM_UP_S = 60.0
+# Numbers of models by how many times as long answers are as ShareGPT's.
+FULL = {1: (2, 4, 6, 7, 8, 9), 2: (2, 3, 5, 7, 8)}
+# From host memory at 50 GB/s, then across the device's link at as much: 0.66 s a switch, unload included.
+CLUSTER = Cluster(num_engines=ENGINES, profile="h100-llama-3.1-8b")
+STEP_S, SWITCH_S = 0.0075, 0.34
+# Qmax of the paper is 4 s. Here engines prefill in the same turns, so a round has to fit into the TTFT.
+QMAX_S = 1.0
+
+TURNS = ElasticQuota(tbt_s=SLO.tpot_s, step_s=STEP_S, max_quota_s=QMAX_S, switch_s=SWITCH_S)
+WHOLE = KeepAliveSwap(keep_alive_s=float("inf"))
+SYSTEMS: Mapping[str, Scheduler] = {"turns": TURNS, "whole requests": WHOLE}
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens that came, and came on time, of requests after the warm-up."""
+
+    num_tokens: int = 0
+    num_on_time: int = 0
+    num_requests: int = 0
+    num_first_on_time: int = 0
+    num_swaps: int = 0
+
+    def figures(self) -> dict[str, float]:
+        """Return shares and counts."""
+        return {
+            "tokens_on_time": self.num_on_time / max(1, self.num_tokens),
+            "first_tokens_on_time": self.num_first_on_time / max(1, self.num_requests),
+            "num_tokens": self.num_tokens,
+            "num_swaps": self.num_swaps,
+        }
+
+
+def trace_of(models_per_engine: int, seed: int, seconds: float, longer: int = 1) -> Trace:
+    """Return the requests for so many models an engine.
+
+    Lengths have the quantiles of the artifact's; answers are `longer` times as long.
+    """
+    models = {f"m{number:02}": 1.0 for number in range(models_per_engine * ENGINES)}
+    return generate(
+        seed,
+        models=models,
+        rate_per_s=RATE_PER_S * len(models),
+        seconds=seconds,
+        prompt_tokens=log_normal_lengths(130, sigma=1.16, most=1024),
+        output_tokens=log_normal_lengths(141 * longer, sigma=1.01, most=1024 * longer),
+    )
+
+
+def promised(models_per_engine: int) -> Quotas:
+    """What the formula says if all models always have requests."""
+    n = [SLO.tpot_s / STEP_S] * models_per_engine
+    weight_bytes = CLUSTER.measured.weight_bytes
+    switch_s = SWITCH_S + weight_bytes / CLUSTER.host_bytes_per_s
+    return quotas(n, models_per_engine * switch_s, max_quota_s=QMAX_S)
+
+
+def play(trace: Trace, scheduler: Scheduler) -> Tally:
+    """Serve a trace in virtual time and count tokens."""
+    tally = Tally()
+    run(_serve, trace, scheduler, tally)
+    return tally
+
+
+async def _serve(trace: Trace, scheduler: Scheduler, tally: Tally) -> None:
+    models = sorted(trace.models)
+    async with (
+        Fleet(
+            engines=CLUSTER.engines(SimEngine),
+            store=CLUSTER.store(models),
+            models=[Model(model) for model in models],
+            router=LeastLoadedRouter(),
+            scheduler=scheduler,
+            interval_s=0.1,
+            max_waiting=len(trace.requests),
+        ) as fleet,
+    ):
+        async with anyio.create_task_group() as clients:
+            for number, request in enumerate(trace.requests):
+                await anyio.sleep_until(request.arrive_s)
+                clients.start_soon(_ask, fleet, number, request, tally)
+        tally.num_swaps = len(fleet.swaps)
+
+
+async def _ask(fleet: Fleet, number: int, request: TraceRequest, tally: Tally) -> None:
+    sampling = Sampling(max_tokens=request.output_tokens, ignore_eos=True)
+    counts = request.arrive_s >= WARM_UP_S
+    due_s = request.arrive_s + SLO.ttft_s
+    async with fleet.stream(request.model, request.prompt(number), sampling) as stream:
+        async for token in stream:
+            if counts:
+                on_time = anyio.current_time() <= due_s
+                tally.num_tokens += 1
+                tally.num_on_time += on_time
+                tally.num_requests += token.index == 0
+                tally.num_first_on_time += on_time and token.index == 0
+                due_s += SLO.tpot_s
+
+
+def measure(counts: Sequence[int], seeds: Sequence[int], seconds: float, longer: int = 1) -> dict[str, Any]:
+    """Simulate every number of models and return what came of it."""
+    points: dict[str, dict[str, Any]] = {}
+    for count in counts:
+        systems: dict[str, list[dict[str, float]]] = {name: [] for name in SYSTEMS}
+        for seed in seeds:
+            trace = trace_of(count, seed, WARM_UP_S + seconds, longer)
+            for name, scheduler in SYSTEMS.items():
+                tally = play(trace, scheduler)
+                systems[name].append(tally.figures())
+                print(f"{count} models an engine, {name}, seed {seed}: {tally}", file=sys.stderr)
+        turns = promised(count)
+        points[str(count)] = {"alpha": turns.alpha, "promised": turns.attainment, "systems": systems}
+    most = {name: {figure: held(points, name, figure) for figure in HELD} for name in SYSTEMS}
+    return {"answers": longer, "points": points, "held": most}
+
+
+HELD = ("tokens_on_time", "first_tokens_on_time")
+
+
+def held(points: Mapping[str, Mapping[str, Any]], system: str, figure: str) -> int:
+    """The largest number of models an engine up to which the median of a share is what it should be."""
+    most = 0
+    for count, point in sorted(points.items(), key=lambda item: int(item[0])):
+        if Summary.of([found[figure] for found in point["systems"][system]]).median < GOAL:
+            break
+        most = int(count)
+    return most
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate, print a table, write the report."""
+    summary = __doc__.partition("\n")[0] if __doc__ else ""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks aegaeon", description=summary)
+    parser.add_argument("--full", action="store_true", help="more models, longer answers, five seeds")
+    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    options = parser.parse_args(arguments)
+    seeds = (1, 2, 3, 4, 5) if options.full else (1,)
+    if options.full:
+        runs = [measure(counts, seeds, 180.0, longer) for longer, counts in FULL.items()]
+    else:
+        runs = [measure((2, 4, 7), seeds, 120.0)]
+    for found in runs:
+        rows: list[list[str]] = []
+        for count, point in found["points"].items():
+            row = [count, f"{point['alpha']:.2f}", f"{point['promised']:.3f}"]
+            for name, figure in product(SYSTEMS, HELD):
+                row.append(Summary.of([one[figure] for one in point["systems"][name]]).format(3))
+            rows.append(row)
+        head = ["models an engine", "alpha", "min(1, 1/alpha)"]
+        columns = [f"{name}, {what}" for name, what in product(SYSTEMS, ("tokens", "first tokens"))]
+        show(f"shares on time, answers times {found['answers']}", [*head, *columns], rows)
+        print(f"held: {found['held']}")
+    report = {
+        "machine": machine(Path.cwd()),
+        "seeds": list(seeds),
+        "engines": ENGINES,
+        "qmax_s": QMAX_S,
+        "lengths": runs,
+    }
+    if options.json:
+        write_json(options.json, report)
+        print(f"The whole report is in {options.json}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

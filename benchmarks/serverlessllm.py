@@ -1,0 +1,281 @@
+"""ServerlessLLM's schedulers: how long requests wait for models on nodes that hold a few of them in memory.
+
+    python -m benchmarks serverlessllm                      GSM8K at 0.8 requests a second, one seed
+    python -m benchmarks serverlessllm --full --json FILE   three rates, five seeds
+    python -m benchmarks serverlessllm --full --data ShareGPT --json FILE
+
+Four nodes of four A40s, 32 models of 7B parameters, each a function of its own, with Zipf popularity. A GPU
+serves one request at a time. Weights lie on the disk of every node; its host memory keeps those that were
+loaded last, and engines that load at once share what the disk gives. Arrivals are Gamma-distributed with a
+coefficient of variation of 8.
+
+A request's startup latency is all the time that it does not compute: until its first token, and when it is
+moved or evicted. 300 s count as 300 s, however much longer they were: the paper's clients leave then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from benchmarks.measure import Summary, machine, write_json
+from benchmarks.table import show
+from hotswap import (
+    Action,
+    FleetView,
+    InstanceId,
+    ModelId,
+    ModelView,
+    MoveChoice,
+    Mover,
+    MoveView,
+    PhaseRecord,
+    Scheduler,
+    Swap,
+    SwapRecord,
+)
+from hotswap.policies import LeastLoadedRouter, StartupCosts, StartupTimePlacement, accepted
+from hotswap.simulation import PROFILES, Cluster, Outcome, Profile, Served, Trace, generate, simulate
+from hotswap.simulation.outcome import percentile
+from hotswap.testing.workloads import Lengths, log_normal_lengths, zipf_mix
+
+__all__ = ["CLUSTER", "DATA", "SYSTEMS", "main", "measure", "startup_s"]
+
+MODELS = [f"m{number:02}" for number in range(32)]
+RATES_PER_S = (0.2, 0.8, 1.4)
+TIMEOUT_S = 300.0
+# The beginning, in which nothing is in host memory, is simulated and not counted.
+WARM_UP_S, SECONDS = 300.0, 1800.0
+
+_A40 = PROFILES["a40-llama-2-7b"]
+# A disk of 6.7 GB/s, then the 20 GB/s of a device's own link: 5 GB/s together, and 18 GB/s from host memory.
+CLUSTER = Cluster(
+    num_engines=16,
+    num_nodes=4,
+    profile=_A40,
+    host_bytes=128 * 10**9,
+    host_bytes_per_s=200e9,
+    disk_bytes_per_s=6.7e9,
+    max_requests=1,
+    max_context_tokens=2048,
+)
+TPOT_S = 0.0263
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Lengths of prompts and answers."""
+
+    prompts: Lengths
+    outputs: Lengths
+
+
+DATA = {
+    "GSM8K": Dataset(
+        log_normal_lengths(60, sigma=0.4, most=256), log_normal_lengths(128, sigma=0.4, most=512)
+    ),
+    # 3.7 times as long an answer, as the paper says.
+    "ShareGPT": Dataset(
+        log_normal_lengths(74, sigma=1.68, most=1024), log_normal_lengths(474, sigma=0.4, most=1000)
+    ),
+}
+
+
+class Tokens(Mover):
+    """Moves requests as tokens, which is the paper's way."""
+
+    def choose(self, move: MoveView) -> MoveChoice:
+        return MoveChoice("tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyFree(Scheduler):
+    """Starts a model on any instance without requests, whatever lies near it: what serverless systems do.
+
+    Chance is a function of the view. It waits where all are busy.
+    """
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        return accepted(fleet, tuple(self._swaps(fleet)))
+
+    def _swaps(self, fleet: FleetView) -> Iterator[Swap]:
+        free = [i.id for i in fleet.instances if i.free and not i.num_requests]
+        chance = Random(f"{fleet.now_s} {len(fleet.waiting)}")
+        chance.shuffle(free)
+        waiting = list(dict.fromkeys(request.model for request in fleet.waiting))
+        for model in map(fleet.model, waiting):
+            for _ in range(_num_unplaced(fleet, model)):
+                usable = next((i for i in free if fleet.instance(i).model != model.id), None)
+                if usable is None:
+                    break
+                free.remove(usable)
+                yield Swap(instance=usable, model=model.id, reason=f"{model.id} waits; {usable} is free")
+
+
+def _num_unplaced(fleet: FleetView, model: ModelView) -> int:
+    """How many of those that wait for a model no replica has a place for, or will have once it is loaded."""
+    replicas = fleet.replicas(model.id)
+    coming = sum(i.max_requests for i in replicas if i.swapping)
+    ready = sum(i.max_requests - i.num_requests for i in replicas if i.open and not i.swapping)
+    return max(0, model.num_waiting - coming - ready)
+
+
+def known_costs() -> StartupCosts:
+    """What loads and moves cost, as one knows it who has seen a load from each tier."""
+    costs = StartupCosts(token_s=_A40.device.token_s, start_s=0.1, tpot_s=TPOT_S)
+    for tier, bytes_per_s in (("host", CLUSTER.host_bytes_per_s), ("disk", CLUSTER.disk_bytes_per_s)):
+        seconds = _A40.weight_bytes / bytes_per_s + _A40.device.load_s(_A40.weight_bytes)
+        costs.learn_swap(
+            SwapRecord(
+                instance=InstanceId("e0"),
+                model_before=None,
+                model=ModelId("m"),
+                model_after=ModelId("m"),
+                outcome="done",
+                reason="to know it",
+                started_s=0.0,
+                seconds=seconds,
+                downtime_s=seconds,
+                phases=(PhaseRecord(name="load", started_s=0.0, seconds=seconds),),
+                loaded_bytes=_A40.weight_bytes,
+                tier=tier,
+            )
+        )
+    return costs
+
+
+SYSTEMS: Mapping[str, Callable[[], Scheduler]] = {
+    "ServerlessLLM": lambda: StartupTimePlacement(costs=known_costs(), deadline_s=TIMEOUT_S),
+    "waiting": lambda: StartupTimePlacement(costs=known_costs(), victims="stay"),
+    "Shepherd*": lambda: StartupTimePlacement(costs=known_costs(), victims="evict"),
+    "Serverless": AnyFree,
+}
+
+
+def trace_of(data: str, rate_per_s: float, seed: int, seconds: float) -> Trace:
+    """Return the requests of a point."""
+    dataset = DATA[data]
+    return generate(
+        seed,
+        models=zipf_mix(MODELS),
+        rate_per_s=rate_per_s,
+        seconds=seconds,
+        cv=8.0,
+        prompt_tokens=dataset.prompts,
+        output_tokens=dataset.outputs,
+        name=f"{data}-{rate_per_s:g}",
+    )
+
+
+def compute_s(profile: Profile, prompt_tokens: int, output_tokens: int) -> float:
+    """Seconds that a request takes alone on a device, from its prefill to its last token."""
+    step_s, decodes = profile.device.step_s, output_tokens - 1
+    prefill_s = step_s(
+        tokens=prompt_tokens,
+        batch=1,
+        context=0,
+        prefill=prompt_tokens if prompt_tokens > 1 else 0,
+        prefill_squares=prompt_tokens**2 if prompt_tokens > 1 else 0,
+    )
+    # A decode is linear in its context, which grows by one from step to step.
+    ends = (prompt_tokens, prompt_tokens + decodes - 1)
+    return prefill_s + decodes * fmean(step_s(tokens=1, batch=1, context=context) for context in ends)
+
+
+def startup_s(request: Served) -> float:
+    """All the time for which a request did not compute."""
+    return max(0.0, request.seconds - compute_s(_A40, request.prompt_tokens, request.output_tokens))
+
+
+def figures(outcome: Outcome) -> dict[str, float]:
+    """Return what is compared, in seconds and counts, from when the fleet was warm."""
+    served = [request for request in outcome.requests if request.arrived_s >= WARM_UP_S]
+    assert all(not request.error for request in served), "a request failed"
+    waits = [startup_s(request) for request in served]
+    loads = [s for s in outcome.swaps if s.outcome == "done" and s.model and s.started_s >= WARM_UP_S]
+    return {
+        "num_requests": len(served),
+        "startup_p99_s": percentile([min(wait_s, TIMEOUT_S) for wait_s in waits], 99),
+        "startup_p50_s": percentile([min(wait_s, TIMEOUT_S) for wait_s in waits], 50),
+        "startup_mean_s": fmean(min(wait_s, TIMEOUT_S) for wait_s in waits),
+        "late_share": fmean(wait_s > TIMEOUT_S for wait_s in waits),
+        "num_loads": len(loads),
+        "host_share": fmean(swap.tier == "host" for swap in loads) if loads else 0.0,
+        "num_moves": sum(move.outcome == "done" for move in outcome.migrations),
+        "num_evicted": sum(swap.num_evicted for swap in outcome.swaps),
+    }
+
+
+def play(system: str, trace: Trace) -> Outcome:
+    """Simulate a scheduler."""
+    return simulate(
+        trace,
+        CLUSTER,
+        router=LeastLoadedRouter(),
+        scheduler=SYSTEMS[system](),
+        mover=Tokens(),
+        interval_s=0.5,
+        name=system,
+        driver="events",
+    )
+
+
+def measure(data: str, rates: Sequence[float], seeds: Sequence[int]) -> dict[str, Any]:
+    """Simulate every point and return the report."""
+    series: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for rate_per_s in rates:
+        for seed in seeds:
+            trace = trace_of(data, rate_per_s, seed, WARM_UP_S + SECONDS)
+            for system in SYSTEMS:
+                found = figures(play(system, trace))
+                series.setdefault(trace.name, {}).setdefault(system, []).append(found)
+                print(f"{trace.name}, {system}, seed {seed}: {found}", file=sys.stderr)
+    return {"machine": machine(Path.cwd()), "seeds": list(seeds), "points": series}
+
+
+def over(report: Mapping[str, Any], point: str, system: str, figure: str) -> list[float]:
+    """How many times the first system's figure another has, seed by seed."""
+    ours, theirs = (report["points"][point][name] for name in ("ServerlessLLM", system))
+    return [b[figure] / a[figure] for a, b in zip(ours, theirs, strict=True) if a[figure] > 0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate, print a table, write the report."""
+    summary = __doc__.partition("\n")[0] if __doc__ else ""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks serverlessllm", description=summary)
+    parser.add_argument("--full", action="store_true", help="all rates, five seeds")
+    parser.add_argument("--data", choices=tuple(DATA), default="GSM8K", help="lengths (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, help="how many seeds, if not 1 or 5")
+    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    options = parser.parse_args(arguments)
+    seeds = list(range(1, 1 + (options.seeds or (5 if options.full else 1))))
+    report = measure(options.data, RATES_PER_S if options.full else (0.8,), seeds)
+    rows: list[list[str]] = []
+    for point, systems in report["points"].items():
+        for system, runs in systems.items():
+            cells = [Summary.of([run[figure] for run in runs]) for figure in SHOWN]
+            ratio = Summary.of(over(report, point, system, "startup_p99_s") or [0.0]).format(2)
+            rows.append([point, system, *(cell.format(2) for cell in cells), ratio])
+    show("startup latency, seconds", ["", "", *SHOWN.values(), "P99 over the first"], rows)
+    if options.json:
+        write_json(options.json, report)
+        print(f"The whole report is in {options.json}.")
+    return 0
+
+
+SHOWN = {
+    "startup_p99_s": "P99",
+    "startup_mean_s": "mean",
+    "host_share": "loads from host",
+    "num_moves": "moves",
+    "num_evicted": "evictions",
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
