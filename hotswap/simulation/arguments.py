@@ -35,6 +35,11 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-budget", type=int, default=2048, help="tokens of a step (default: %(default)s)"
     )
+    parser.add_argument(
+        "--prefix-reuse",
+        action="store_true",
+        help="have engines compute what prompts begin with once, while they have room to keep it",
+    )
     parser.add_argument("--rate", type=float, help="stretch time to so many requests a second")
     parser.add_argument(
         "--driver",

@@ -51,6 +51,7 @@ class Cluster:
         max_requests: Sequences of a batch.
         batching: Prefill chunks beside decodes, or as old engines did, whole prompts before them.
         watermark: The share of KV blocks that an admission leaves free; of `"prefill_first"` alone.
+        prefix_reuse: Whether engines compute what prompts begin with once, while they have room to keep it.
         max_adapters: Adapters that an engine holds at once.
         min_replicas: The floor of every model.
         max_context_tokens: The longest request.
@@ -67,6 +68,7 @@ class Cluster:
     max_requests: int = 256
     batching: Batching = "mixed"
     watermark: float = 0.0
+    prefix_reuse: bool = False
     max_adapters: int = 8
     min_replicas: int = 0
     max_context_tokens: int = 131_072
@@ -110,6 +112,7 @@ class Cluster:
                 batching=self.batching,
                 watermark=self.watermark,
                 node=f"n{number * self.num_nodes // self.num_engines}" if self.num_nodes else "",
+                prefix_reuse=self.prefix_reuse,
             )
             for number in range(self.num_engines)
         ]
@@ -196,6 +199,7 @@ def simulate(
         swaps=tuple(course.swaps),
         migrations=tuple(course.moves),
         samples=tuple(course.samples),
+        num_reused_tokens=course.num_reused_tokens,
     )
 
 

@@ -50,6 +50,7 @@ def simulate_all(
         profile=Profile.read(arguments.profile) if arguments.profile else arguments.device,
         host_bytes=None if arguments.host is None else parse_bytes(arguments.host),
         token_budget=arguments.token_budget,
+        prefix_reuse=arguments.prefix_reuse,
         min_replicas=arguments.min_replicas,
         losses=tuple(_loss(text) for text in arguments.lose),
     )

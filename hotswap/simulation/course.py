@@ -54,6 +54,7 @@ class Course(ABC):
         self.swaps: list[SwapRecord] = []
         self.moves: list[MigrationRecord] = []
         self.samples: list[Sample] = []
+        self.num_reused_tokens = 0
 
     async def play(self, make_fleet: Callable[..., Fleet]) -> None:
         """Return when the last request has ended."""
@@ -77,6 +78,7 @@ class Course(ABC):
                     self._send(fleet, number, request, clients)
                 await self._ended()
             beside.cancel_scope.cancel()
+        self.num_reused_tokens = sum(engine.num_reused_tokens for engine in engines)
         self.served.sort(key=lambda served: served.number)
 
     @abstractmethod

@@ -75,7 +75,11 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A simulation's end: requests in their order, records of swaps and moves, and samples of instances."""
+    """A simulation's end: requests in their order, records of swaps and moves, and samples of instances.
+
+    Attributes:
+        num_reused_tokens: How many tokens of prompts engines found computed (`Cluster.prefix_reuse`).
+    """
 
     name: str
     trace: str
@@ -83,6 +87,7 @@ class Outcome:
     swaps: tuple[SwapRecord, ...] = ()
     migrations: tuple[MigrationRecord, ...] = ()
     samples: tuple[Sample, ...] = ()
+    num_reused_tokens: int = 0
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
 
     @property
@@ -107,6 +112,7 @@ class Outcome:
             "num_swaps": sum(swap.outcome == "done" for swap in self.swaps),
             "num_evicted": sum(swap.num_evicted for swap in self.swaps),
             "num_moved": sum(move.outcome == "done" for move in self.migrations),
+            "num_reused_tokens": self.num_reused_tokens,
         }
         for what, values in (
             ("ttft_s", [request.ttft_s for request in well]),

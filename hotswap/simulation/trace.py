@@ -22,7 +22,9 @@ __all__ = ["Trace", "TraceRequest", "generate", "power_law_lengths"]
 VOCABULARY = 32_000
 # Tokens that a block id of a trace stands for: those of Mooncake's traces.
 PREFIX_BLOCK_TOKENS = 512
-_IDS = tuple(range(VOCABULARY))
+
+# Every token id twice over: prompts are cut from it.
+_TOKENS = tuple(range(VOCABULARY)) * 2
 
 _EXPONENTS = {128: 2.0, 256: 1.5, 512: 1.15, 1024: 1.0005}
 
@@ -43,21 +45,20 @@ class TraceRequest:
     prefix_blocks: tuple[int, ...] = ()
 
     def prompt(self, number: int) -> tuple[int, ...]:
-        """Return token ids of that many; what no prefix says is this `number`'s own."""
-        shared = itertools.chain.from_iterable(
-            _counted(block * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS) for block in self.prefix_blocks
-        )
-        known = tuple(itertools.islice(shared, self.prompt_tokens))
-        return known + _counted(number * 7919, self.prompt_tokens - len(known))
+        """Return token ids of that many; what no prefix says is this `number`'s own.
 
-
-def _counted(first: int, num_tokens: int) -> tuple[int, ...]:
-    """Token ids in a row, from `first` on and round again."""
-    start = first % VOCABULARY
-    rounds, rest = divmod(start + num_tokens, VOCABULARY)
-    if not rounds:
-        return _IDS[start:rest]
-    return _IDS[start:] + _IDS * (rounds - 1) + _IDS[:rest]
+        Different blocks differ from their first tokens on, up to a billion of them; so does what is own.
+        """
+        tokens: list[int] = []
+        for block in self.prefix_blocks[: -(-self.prompt_tokens // PREFIX_BLOCK_TOKENS)]:
+            more, name = divmod(block, VOCABULARY)
+            tokens += (name, more % VOCABULARY)
+            tokens += _run(block * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS - 2)
+        if len(tokens) < self.prompt_tokens:
+            more, name = divmod(number, VOCABULARY)
+            tokens += (more % VOCABULARY, name)
+            tokens += _run(number * 7919 + 1, self.prompt_tokens - len(tokens))
+        return tuple(tokens[: self.prompt_tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,13 @@ class Trace:
         return cls(tuple(sorted(requests, key=lambda request: request.arrive_s)), name)
 
     @classmethod
-    def read(cls, path: Path | str, *, model: str = "m") -> Trace:
+    def read(cls, path: Path | str, *, model: str = "m", columns: Mapping[str, str] | None = None) -> Trace:
         """Read a CSV file, gzipped if its name ends in `.gz`.
 
         Columns `arrival_s`, `input_tokens` and `output_tokens` must be there; `model` (else all requests are
         for `model`), `adapter`, `priority` and `prefix_blocks_512` (ids with spaces between) may; others are
-        left alone.
+        left alone. `columns` says what one of these is called in the file, where that is something else:
+        `{"model": "tenant"}` makes tenants models.
 
         Raises:
             ConfigError: the file is missing or not such a table; the message names the line.
@@ -92,7 +94,8 @@ class Trace:
             with place.open("rb") as raw:
                 binary = gzip.GzipFile(fileobj=raw) if place.suffix == ".gz" else raw
                 with TextIOWrapper(binary, encoding="utf-8", newline="") as text:
-                    return cls.of(_rows(text, place, model), place.name.partition(".")[0])
+                    rows = _rows(text, place, model, columns or {})
+                    return cls.of(rows, place.name.partition(".")[0])
         except (OSError, UnicodeDecodeError, EOFError, csv.Error) as exc:
             raise ConfigError(f"{str(place)!r} cannot be read as a trace: {exc}.") from exc
 
@@ -220,12 +223,14 @@ def power_law_lengths(mean: int, *, most: int = 6144) -> Lengths:
     return draw
 
 
-def _rows(text: Iterable[str], place: Path, model: str) -> Iterator[TraceRequest]:
+def _rows(text: Iterable[str], place: Path, model: str, columns: Mapping[str, str]) -> Iterator[TraceRequest]:
     table = csv.DictReader(text)
-    missing = {"arrival_s", "input_tokens", "output_tokens"} - set(table.fieldnames or ())
-    if missing:
+    needed = {columns.get(name, name) for name in ("arrival_s", "input_tokens", "output_tokens")}
+    if missing := {*needed, *columns.values()} - set(table.fieldnames or ()):
         raise ConfigError(f"{str(place)!r} is no trace: it has no column {', '.join(sorted(missing))}.")
     for number, row in enumerate(table, start=2):
+        for name, called in columns.items():
+            row[name] = row[called]
         try:
             request = TraceRequest(
                 arrive_s=float(row["arrival_s"]),
@@ -243,6 +248,13 @@ def _rows(text: Iterable[str], place: Path, model: str) -> Iterator[TraceRequest
                 f"Line {number} of {str(place)!r} arrives at {request.arrive_s}; give 0 or more."
             )
         yield request
+
+
+def _run(first: int, count: int) -> tuple[int, ...]:
+    """So many token ids in a row from one on, and round again."""
+    first %= VOCABULARY
+    rounds, rest = divmod(count, VOCABULARY)
+    return _TOKENS[first : first + VOCABULARY] * rounds + _TOKENS[first : first + rest]
 
 
 def _positive(what: str, value: float) -> None:

@@ -86,6 +86,7 @@ def assert_same(
         for driver in ("clients", "events")
     )
     assert len(list(course(one))) == len(list(course(other)))
+    assert one.num_reused_tokens == other.num_reused_tokens
     for (facts, times), (other_facts, other_times) in zip(course(one), course(other), strict=True):
         assert facts == other_facts
         assert times == pytest.approx(other_times, abs=TOLERANCE)

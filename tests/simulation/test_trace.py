@@ -109,8 +109,31 @@ def test_prompts_begin_alike_as_far_as_their_blocks_do(
     )
     shared = min(same * PREFIX_BLOCK_TOKENS, long, longer)
     assert one[:shared] == two[:shared]
-    if same < min(len(left), len(right)) and (left[same] - right[same]) * PREFIX_BLOCK_TOKENS % 32_000:
-        assert shared >= min(long, longer) or one[shared] != two[shared]
+    if same < min(len(left), len(right)) and shared + 2 <= min(long, longer):
+        assert one[shared : shared + 2] != two[shared : shared + 2]
+
+
+def test_blocks_that_differ_and_what_is_ones_own_are_told_apart_by_their_first_sixteen_tokens() -> None:
+    """Names of many more blocks than there are token ids, as an hour of Mooncake's has them."""
+    shared = {ask(16, block).prompt(0) for block in range(0, 200_000, 7)}
+    own = {ask(16).prompt(number) for number in range(0, 200_000, 7)}
+    assert len(shared | own) == len(range(0, 200_000, 7)) * 2
+    assert len(ask(100_000, 5).prompt(3)) == 100_000
+    assert set(ask(100_000, 5).prompt(3)) <= set(range(32_000))
+
+
+def ask(prompt_tokens: int, *blocks: int) -> TraceRequest:
+    return TraceRequest(arrive_s=0, prompt_tokens=prompt_tokens, output_tokens=1, prefix_blocks=blocks)
+
+
+def test_columns_may_be_called_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("at,input_tokens,output_tokens,model,tenant\n1,2,3,a,x\n2,3,4,a,y\n")
+    trace = Trace.read(path, columns={"arrival_s": "at", "model": "tenant"})
+    assert [(r.arrive_s, r.model) for r in trace.requests] == [(1.0, "x"), (2.0, "y")]
+    assert Trace.read(path, columns={"arrival_s": "at", "adapter": "tenant"}).requests[1].adapter == "y"
+    with pytest.raises(ConfigError, match="client"):
+        Trace.read(path, columns={"arrival_s": "at", "model": "client"})
 
 
 def test_a_made_trace_is_its_seed() -> None:

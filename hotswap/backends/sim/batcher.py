@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, TypeAlias
 
+from hotswap.backends.sim.prefix import Prefixes, block_names
 from hotswap.errors import PromptTooLong
 from hotswap.hardware import DeviceProfile
 from hotswap.request import Request, RequestId
@@ -26,13 +27,16 @@ __all__ = ["Batcher", "Batching", "Sequence", "Step"]
 class Sequence(ABC):
     """A request on its way through an engine; `num_cached` of its `num_tokens` lie in KV blocks.
 
-    `position` is that of the next token in the generation.
+    `position` is that of the next token in the generation. Where prefixes are reused, `names` are those of
+    its prompt's blocks, and of its own blocks the first `num_named` are there for others, too.
     """
 
     request: Request
     position: int = field(init=False, default=0)
     num_cached: int = field(init=False, default=0)
     num_blocks: int = field(init=False, default=0)
+    num_named: int = field(init=False, default=0)
+    names: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         self.position = len(self.request.generated)
@@ -113,8 +117,12 @@ class Batcher:
     be admitted, and decodes wait for it; `watermark` is the share of blocks that an admission leaves free.
     A prompt longer than the budget has a step of its own.
 
+    With `prefix_reuse`, whole blocks of prompts are computed once for all who begin with them, also after
+    they have ended: such blocks count as free, and go when the room is needed, those used longest ago first.
+
     Attributes:
         on_change: Called before any of it changes.
+        num_reused_tokens: How many tokens of prompts were not computed, since their blocks were there.
     """
 
     def __init__(
@@ -126,6 +134,7 @@ class Batcher:
         token_budget: int,
         batching: Batching = "mixed",
         watermark: float = 0.0,
+        prefix_reuse: bool = False,
     ) -> None:
         self.num_blocks = self.num_free_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -137,6 +146,8 @@ class Batcher:
         self._token_budget = token_budget
         self._prefills_first = batching == "prefill_first"
         self._kept_free = int(watermark * num_blocks)
+        self._prefixes = Prefixes() if prefix_reuse else None
+        self.num_reused_tokens = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.parked)
@@ -151,7 +162,9 @@ class Batcher:
         """KV blocks that the first of those that wait still needs before it is admitted; 0 if none waits."""
         if not self.waiting:
             return 0
-        return self._blocks(self.waiting[0].num_tokens) - self.waiting[0].num_blocks
+        first = self.waiting[0]
+        lent = self._prefixes.num_used(self._reusable(first)) if self._prefixes else 0
+        return self._blocks(first.num_tokens) - first.num_blocks - lent
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -179,6 +192,8 @@ class Batcher:
         if self._blocks(sequence.num_tokens) > self.num_blocks:
             raise self._too_long(sequence)
         self.on_change()
+        if self._prefixes:
+            sequence.names = block_names(sequence.request, self.block_tokens)
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
@@ -198,6 +213,7 @@ class Batcher:
     def hold(self, num_blocks: int) -> None:
         """Take blocks for what is to arrive; a negative number gives them back."""
         self.on_change()
+        self._trim()
         self.num_free_blocks -= num_blocks
 
     def park(self, sequence: Sequence) -> None:
@@ -219,6 +235,8 @@ class Batcher:
         for sequence in ended:
             self.remove(sequence)
             sequence.close(error)
+        if self._prefixes:
+            self._prefixes.forget()
         return len(ended)
 
     def plan(self) -> Step:
@@ -237,18 +255,19 @@ class Batcher:
         for sequence in chain(decodes, prefills):
             self._schedule(step, sequence)
         while not self._prefills_first and self._may_admit(step):
-            sequence = self.waiting.popleft()
-            self.running[sequence] = None
+            sequence = self._admit()
             self._schedule(step, sequence)
         return step
 
     def commit(self, step: Step) -> None:
         """Account for a step that has run: sequences whose prefill is complete generate a token."""
         self.on_change()
+        self._trim()
         for sequence, count in step.chunks.items():
             if sequence not in self.running:  # left or was evicted while the step ran
                 continue
             sequence.num_cached += count
+            self._name(sequence)
             if sequence.num_pending == 0 and sequence.generate():
                 self.remove(sequence)
                 sequence.close()
@@ -257,15 +276,29 @@ class Batcher:
         """Fill a step with whole prompts; those who come with their blocks decode in the next one."""
         while self.waiting and len(self.running) < self._max_requests:
             sequence = self.waiting[0]
-            count = sequence.num_pending
+            count = sequence.num_pending - self._num_found(sequence) * self.block_tokens
             if step.num_tokens and step.num_tokens + count > self._token_budget:
                 return
             if self.num_next_blocks > self.num_free_blocks - self._kept_free:
                 return
-            self.running[self.waiting.popleft()] = None
+            self._admit()
             if count > 1:
                 self._grow(step, sequence, sequence.num_tokens)
                 step.add(sequence, count)
+
+    def _admit(self) -> Sequence:
+        """Let the first of those that wait run, with the blocks of its prompt that are there."""
+        sequence = self.waiting.popleft()
+        self.running[sequence] = None
+        if self._prefixes and (names := self._reusable(sequence)):
+            self._trim()
+            num_found, num_idle = self._prefixes.take(names)
+            self.num_free_blocks -= num_idle
+            sequence.num_blocks = sequence.num_named = num_found
+            sequence.num_cached = num_found * self.block_tokens
+            self.num_reused_tokens += sequence.num_cached
+            sequence.reuse(sequence.num_cached)
+        return sequence
 
     def _may_admit(self, step: Step) -> bool:
         if not self.waiting or len(self.running) >= self._max_requests:
@@ -309,9 +342,37 @@ class Batcher:
             f"hold {self.num_blocks * self.block_tokens}. Shorten it, or give the engine more blocks."
         )
 
+    def _reusable(self, sequence: Sequence) -> tuple[int, ...]:
+        """The blocks that it need not compute if they are there: its last token is computed in any case."""
+        if sequence.num_blocks:
+            return ()
+        return sequence.names[: (sequence.num_tokens - 1) // self.block_tokens]
+
+    def _num_found(self, sequence: Sequence) -> int:
+        if not self._prefixes:
+            return 0
+        self._trim()
+        return self._prefixes.num_found(self._reusable(sequence))
+
+    def _name(self, sequence: Sequence) -> None:
+        """Let others find the blocks of a prompt that have been computed."""
+        ready = min(len(sequence.names), sequence.num_cached // self.block_tokens)
+        if self._prefixes and sequence.num_named < ready:
+            for name in sequence.names[sequence.num_named : ready]:
+                self.num_free_blocks += self._prefixes.keep(name)
+            sequence.num_named = ready
+
     def _free(self, sequence: Sequence) -> None:
+        self._trim()
         self.num_free_blocks += sequence.num_blocks
-        sequence.num_blocks = sequence.num_cached = 0
+        if self._prefixes:
+            self.num_free_blocks -= self._prefixes.give_back(sequence.names[: sequence.num_named])
+        sequence.num_blocks = sequence.num_cached = sequence.num_named = 0
+
+    def _trim(self) -> None:
+        """Let go of blocks that have been taken for others, before any are given back."""
+        if self._prefixes:
+            self._prefixes.trim(self.num_free_blocks)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

@@ -15,13 +15,7 @@ from hotswap.backends.sim.loading import Weights, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
 from hotswap.engine import Engine
-from hotswap.errors import (
-    InstanceError,
-    InstanceLost,
-    OutOfMemory,
-    RequestEvicted,
-    UnknownAdapter,
-)
+from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted, UnknownAdapter
 from hotswap.hardware import DeviceProfile
 from hotswap.migration import KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
@@ -61,6 +55,7 @@ class SimEngine(Engine):
         batching: prefill chunks beside decodes, or whole prompts before them.
         watermark: the share of KV blocks that an admission leaves free; of `"prefill_first"` alone.
         node: where it is, for a store that tells nodes apart.
+        prefix_reuse: whether blocks of prompts are computed once for all who begin with them.
     """
 
     def __init__(
@@ -77,6 +72,7 @@ class SimEngine(Engine):
         batching: Batching = "mixed",
         watermark: float = 0.0,
         node: str = "",
+        prefix_reuse: bool = False,
     ) -> None:
         self._tell: Callable[[bool], None] | None = None
         self.id = InstanceId(id)
@@ -90,6 +86,7 @@ class SimEngine(Engine):
             token_budget=token_budget,
             batching=batching,
             watermark=watermark,
+            prefix_reuse=prefix_reuse,
         )
         self._state = _EMPTY
         self._started = False
@@ -233,6 +230,11 @@ class SimEngine(Engine):
                 self._state = _SERVING
             raise
         return self._evict_all(f"A deadline of {deadline_s} s passed")
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """How many tokens of prompts were not computed, since others had begun with them."""
+        return self._batcher.num_reused_tokens
 
     def expected_tokens(self, request: Request, model: ModelCard) -> list[int]:
         """Return what this engine generates for a request that nothing disturbs."""
