@@ -1,28 +1,40 @@
-"""Llumnix's figure 11: what dispatch and moves do to latency, beside the numbers of the paper.
+"""Llumnix's figures 10, 11, 13, 14 and 15 in simulation, beside the paper's, judged by tolerances.
 
-    python -m benchmarks llumnix                      two workloads, 2,000 requests each, one seed
-    python -m benchmarks llumnix --full --json FILE   five workloads, 10,000 requests each, five seeds
+    python -m benchmarks llumnix                        figure 11 at one point, one seed
+    python -m benchmarks llumnix --full --json FILE     all that is chosen of them, five seeds or three
+    python -m benchmarks llumnix --figures 13 --seeds 5 --json FILE
+    python -m benchmarks llumnix --json FILE --show     what is in a file, without a simulation
 
-Sixteen A10s with LLaMA-7B as vLLM 0.1.7 batched: whole prompts first, 12,800 tokens of them in a step, one
-KV block in a hundred kept free. Rates and thresholds are those of the artifact. Lengths are drawn by the rule
-of the paper's power laws, arrivals are Poisson. A decode's time is that of a token after the first, as there.
+What `--json FILE` has already is not simulated again, so a long run may be cut off and go on.
+
+Sixteen A10s with LLaMA-7B as vLLM 0.1.7 batched: whole prompts first, 12,800 tokens of them in a step, one KV
+block in a hundred kept free, 785 blocks (for figures 13 to 15 12,000 tokens and 792 blocks). Requests,
+thresholds and pace are those of the artifact (`llumnix_trace`). A decode's time is the mean of a request's
+tokens after the first, as there, and requests come when the instances are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.measure import Summary, machine, write_json
-from benchmarks.table import show
-from hotswap import Router, Scheduler
+import numpy as np
+
+from benchmarks.llumnix_moves import CONTEXTS, move, show_moves
+from benchmarks.llumnix_paper import PAPER
+from benchmarks.llumnix_report import report
+from benchmarks.llumnix_trace import NUM_REQUESTS, START_S, with_priorities, workload
+from benchmarks.measure import machine, write_json
+from hotswap import Action, FleetView, Router, Scheduler, Swap
 from hotswap.policies import (
     Freeness,
+    FreenessAutoscaler,
     FreenessRouter,
     InOrder,
     RestoreFloors,
@@ -30,193 +42,256 @@ from hotswap.policies import (
     VirtualUsageRescheduler,
     infaas_router,
 )
-from hotswap.simulation import Cluster, Outcome, Trace, generate, simulate
-from hotswap.simulation.outcome import percentile
-from hotswap.simulation.trace import power_law_lengths
+from hotswap.simulation import PROFILES, Cluster, Outcome, Served, Trace, simulate
 
-__all__ = ["POINTS", "Point", "main", "measure"]
+__all__ = ["Run", "chosen", "cluster_of", "figures", "main", "play"]
 
 ENGINES = 16
-CLUSTER = Cluster(
-    num_engines=ENGINES,
-    profile="a10-llama-7b",
-    min_replicas=ENGINES,
-    token_budget=12_800,
-    batching="prefill_first",
-    watermark=0.01,
-)
-MEANS = {"S": 128, "M": 256, "L": 512}
 # The artifact looks for pairs after every 64 reports of a step; with steps of some 50 ms that is as often.
-INTERVAL_S = 0.2
-SYSTEMS = ("round robin", "INFaaS++", "Llumnix")
+MOVES_EVERY_S = 0.2
+# It begins with eight instances, and scales for the first time after a hundred seconds.
+FIRST_ENGINES, FIRST_SCALING_S = 8, START_S + 100.0
+FIGURE_11 = {
+    "S-S": (35.0, 36.0),
+    "M-M": (7.7, 7.8),
+    "L-L": (2.9, 3.0),
+    "S-L": (4.25, 4.3),
+    "L-S": (16.0, 18.0),
+}
+THRESHOLDS = {"M-M": 10.0, "S-L": 10.0}
+SYSTEMS: Mapping[str, tuple[str, ...]] = {
+    "10": (),
+    "11": ("Round-Robin", "INFaaS++", "Llumnix"),
+    "13": ("Llumnix-base", "Llumnix"),
+    "14": ("INFaaS++", "Llumnix"),
+    "15": ("INFaaS++", "Llumnix"),
+}
+HIGH_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One simulation: what is played, to which system.
+
+    `at` is where on the figure's axis it lies. `row` names the workload in figure 11, the arrivals in 14
+    and 15.
+    """
+
+    figure: str
+    row: str
+    at: float
+    system: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """By which its figures are kept."""
+        return f"{self.figure}/{self.row}/{self.at:g}/{self.system}/{self.seed}"
+
+    def trace(self) -> Trace:
+        """Return its requests."""
+        match self.figure, self.row:
+            case "11", _:
+                return workload(self.row, self.at, self.seed)
+            case "13", _:
+                return with_priorities(workload("S-S", 26.0, self.seed, cv=self.at), HIGH_SHARE, self.seed)
+            case "14", "Poisson":
+                return workload("L-L", self.at, self.seed)
+            case "14", _:
+                return workload("L-L", 2.0, self.seed, cv=self.at)
+            case _:
+                return workload("L-L", 2.0, self.seed, cv=2.0)
+
+    def policies(self) -> tuple[Router, Scheduler]:
+        """Return its router and scheduler."""
+        if self.system == "Round-Robin":
+            return RoundRobinRouter(), RestoreFloors()
+        freeness = Freeness("artifact", target_tokens=1600 if self.figure == "13" else None)
+        if self.system == "Llumnix-base":
+            freeness = replace(freeness, target_tokens=None)
+        scales = self.figure in ("14", "15")
+        scaling = _autoscaler(self.at if self.figure == "15" else 10.0)
+        if self.system == "INFaaS++":
+            return infaas_router(), scaling if scales else RestoreFloors()
+        low = THRESHOLDS.get(self.row, 3.0)
+        moves = VirtualUsageRescheduler(freeness, low=low, high=low, guard=False, way="kv")
+        both = InOrder(scaling, moves) if scales else _Later(moves, ENGINES, START_S)
+        return FreenessRouter(freeness), both
+
+    @property
+    def interval_s(self) -> float:
+        """How often its scheduler is asked."""
+        return MOVES_EVERY_S if self.system in ("Llumnix", "Llumnix-base") else 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A workload at a rate, the artifact's threshold for it, and what the paper has.
+class _Later(Scheduler):
+    """Keeps so many instances until a time, and then does as another says."""
 
-    `paper` are seconds by figure, for round robin where it is known, INFaaS++ and Llumnix.
-    """
+    then: Scheduler
+    num_instances: int
+    until_s: float
 
-    workload: str
-    rate_per_s: float
-    threshold: float
-    paper: Mapping[str, tuple[float | None, float, float]]
-
-
-# Read from the vector figures of the artifact; the highest rate of each row.
-POINTS = (
-    Point(
-        "S-S",
-        36,
-        3,
-        {
-            "prefill_p99_s": (None, 71.7, 74.6),
-            "request_mean_s": (None, 13.3, 12.6),
-            "decode_p99_s": (None, 0.162, 0.143),
-        },
-    ),
-    Point(
-        "M-M",
-        7.8,
-        10,
-        {
-            "prefill_p99_s": (None, 240, 18.1),
-            "request_mean_s": (None, 21.4, 15.0),
-            "decode_p99_s": (None, 0.152, 0.117),
-        },
-    ),
-    Point(
-        "L-L",
-        3.0,
-        3,
-        {
-            "prefill_p99_s": (None, 41.2, 2.78),
-            "request_mean_s": (None, 29.3, 26.6),
-            "decode_p99_s": (None, 0.155, 0.121),
-        },
-    ),
-    Point(
-        "S-L",
-        4.3,
-        10,
-        {
-            "prefill_p99_s": (None, 134, 52.0),
-            "request_mean_s": (None, 40.9, 35.7),
-            "decode_p99_s": (None, 0.456, 0.297),
-        },
-    ),
-    Point(
-        "L-S",
-        18,
-        3,
-        {
-            "prefill_p99_s": (None, 206, 74.0),
-            "request_mean_s": (None, 23.0, 15.5),
-            "decode_p99_s": (None, 0.140, 0.140),
-        },
-    ),
-)
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        if fleet.now_s >= self.until_s:
+            return self.then.plan(fleet)
+        model = fleet.models[0].id
+        empty = [i for i in fleet.instances if i.model is None and not i.swapping]
+        num_missing = self.num_instances - len(fleet.replicas(model))
+        return [Swap(instance=i.id, model=model, reason="at first") for i in empty[:num_missing]]
 
 
-def trace_of(point: Point, num_requests: int, seed: int) -> Trace:
-    """Return the requests of a point."""
-    prompt, output = point.workload.split("-")
-    whole = generate(
-        seed,
-        models={"m": 1},
-        rate_per_s=point.rate_per_s,
-        seconds=1.2 * num_requests / point.rate_per_s,
-        prompt_tokens=power_law_lengths(MEANS[prompt]),
-        output_tokens=power_law_lengths(MEANS[output]),
-        name=point.workload,
+def _autoscaler(threshold: float) -> _Later:
+    rule = FreenessAutoscaler(
+        Freeness("artifact", target_tokens=None), low=threshold, high=threshold + 50, drain_s=7200.0
     )
-    return whole.first(num_requests)
+    return _Later(rule, FIRST_ENGINES, FIRST_SCALING_S)
 
 
-def policies(system: str, point: Point) -> tuple[Router, Scheduler]:
-    """Return the router and the scheduler of one of `SYSTEMS`."""
-    if system == "round robin":
-        return RoundRobinRouter(), RestoreFloors()
-    if system == "INFaaS++":
-        return infaas_router(), RestoreFloors()
-    freeness = Freeness("artifact")
-    moves = VirtualUsageRescheduler(freeness, low=point.threshold, high=point.threshold)
-    return FreenessRouter(freeness), InOrder(RestoreFloors(), moves)
+def cluster_of(figure: str) -> Cluster:
+    """Return the testbed of a figure."""
+    profile = PROFILES["a10-llama-7b"]
+    if figure != "11":
+        profile = replace(profile, kv_blocks=792)
+    return Cluster(
+        num_engines=ENGINES,
+        profile=profile,
+        min_replicas=ENGINES if figure in ("11", "13") else 1,
+        token_budget=12_800 if figure == "11" else 12_000,
+        batching="prefill_first",
+        watermark=0.01,
+        reporting="by_step",
+        max_requests=NUM_REQUESTS,  # memory ends a batch long before the 256 that the testbed had
+    )
 
 
-def figures(outcome: Outcome) -> dict[str, float]:
-    """Return those of the paper, in seconds, without the cold start that its fleets had behind them."""
-    ready_s = max(swap.started_s + swap.seconds for swap in outcome.swaps)
-    warm = [request for request in outcome.requests if request.arrived_s >= ready_s]
-    assert all(not request.error for request in warm), "a request failed"
-    prefill = [request.ttft_s for request in warm]
-    whole = [request.seconds for request in warm]
-    decode = [request.tpot_s for request in warm if request.output_tokens > 1]
+def play(run: Run, num_requests: int | None = None) -> dict[str, dict[str, float]]:
+    """Simulate a run, or the first of its requests, and return its figures by row."""
+    router, scheduler = run.policies()
+    trace = run.trace() if num_requests is None else run.trace().first(num_requests)
+    if run.system == "Llumnix-base":  # which sees no priorities
+        played = Trace(tuple(replace(request, priority=0) for request in trace.requests), trace.name)
+    else:
+        played = trace
+    outcome = simulate(
+        played,
+        cluster_of(run.figure),
+        router=router,
+        scheduler=scheduler,
+        interval_s=run.interval_s,
+        driver="events",
+    )
+    assert all(not request.error for request in outcome.requests), "a request failed"
+    if run.figure != "13":
+        return {run.row: {**figures(outcome.requests), **_of_all(outcome)}}
+    high = {n for n, request in enumerate(trace.requests) if request.priority}
     return {
-        "prefill_p99_s": percentile(prefill, 99),
-        "prefill_mean_s": fmean(prefill),
-        "request_p99_s": percentile(whole, 99),
-        "request_mean_s": fmean(whole),
-        "decode_p99_s": percentile(decode, 99),
-        "decode_mean_s": fmean(decode),
-        "num_moves": sum(move.outcome == "done" for move in outcome.migrations),
+        "high": figures([r for r in outcome.requests if r.number in high]),
+        "normal": figures([r for r in outcome.requests if r.number not in high]),
     }
 
 
-def measure(
-    points: Sequence[Point], seeds: Sequence[int], num_requests: int, directory: Path
-) -> dict[str, Any]:
-    """Simulate every point and return the report."""
-    series: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for point in points:
-        for system in SYSTEMS:
-            for seed in seeds:
-                router, scheduler = policies(system, point)
-                outcome = simulate(
-                    trace_of(point, num_requests, seed),
-                    CLUSTER,
-                    router=router,
-                    scheduler=scheduler,
-                    interval_s=INTERVAL_S,
-                    driver="events",
-                )
-                name = f"{point.workload} {point.rate_per_s:g}"
-                series.setdefault(name, {}).setdefault(system, []).append(figures(outcome))
-                print(f"{name}, {system}, seed {seed}: done", file=sys.stderr)
-    return {
-        "machine": machine(directory),
-        "seeds": list(seeds),
-        "num_requests": num_requests,
-        "points": series,
-        "paper": {f"{point.workload} {point.rate_per_s:g}": dict(point.paper) for point in points},
+def figures(requests: Sequence[Served]) -> dict[str, float]:
+    """Return the latencies of requests as the paper has them, in seconds."""
+    series = {
+        "request": [request.seconds for request in requests],
+        "prefill": [request.ttft_s for request in requests],
+        "decode": [request.tpot_s for request in requests],
     }
+    found = {f"{what}_mean_s": fmean(values) for what, values in series.items()}
+    found |= {f"{what}_p99_s": float(np.percentile(values, 99)) for what, values in series.items()}
+    return {**found, "preemption_loss_s": fmean(request.preempted_s for request in requests)}
+
+
+def _of_all(outcome: Outcome) -> dict[str, float]:
+    moved = [move.outcome for move in outcome.migrations]
+    return {
+        "num_preempted": float(sum(request.preempted_s > 0 for request in outcome.requests)),
+        "num_moves": float(moved.count("done")),
+        "num_moves_given_up": float(len(moved) - moved.count("done")),
+        "avg_instances": _average_instances(outcome),
+    }
+
+
+def _average_instances(outcome: Outcome) -> float:
+    """Instances on average from the first request to the end; one that drains counts."""
+    total_s = 0.0
+    for swap in outcome.swaps:
+        ended_s = max(START_S, swap.started_s + swap.seconds)
+        total_s += (outcome.seconds - ended_s) * (1 if swap.model_after is not None else -1)
+    return total_s / (outcome.seconds - START_S)
+
+
+def chosen(wanted: Sequence[str], num_seeds: int | None) -> Iterator[Run]:
+    """Yield the runs of figures, the seeds one after another, so that what is cut off has all points."""
+    for seed in range(num_seeds or 5):
+        for figure in wanted:
+            if num_seeds is None and figure != "11" and seed >= 3:
+                continue
+            for row, at in _points(figure):
+                for system in SYSTEMS[figure]:
+                    if system == "Round-Robin" and at != FIGURE_11[row][-1]:
+                        continue  # the paper has none for these workloads, and it takes longest
+                    yield Run(figure=figure, row=row, at=at, system=system, seed=seed)
+
+
+def _points(figure: str) -> list[tuple[str, float]]:
+    match figure:
+        case "10":
+            return []
+        case "11":
+            return [(row, at) for row, rates in FIGURE_11.items() for at in rates]
+        case "13":
+            return [("S-S", 2.0), ("S-S", 4.0), ("S-S", 6.0), ("S-S", 8.0)]
+        case "14":
+            return [("Poisson", 2.0), ("Poisson", 2.4), ("Poisson", 2.8), ("Gamma", 2.0), ("Gamma", 4.0)]
+        case _:
+            return [("Gamma", 5.0), ("Gamma", 45.0), ("Gamma", 85.0)]
+
+
+def _kept(place: Path | None) -> dict[str, Any]:
+    """What a file has already."""
+    if place is None or not place.is_file():
+        return {}
+    return dict(json.loads(place.read_text()))
+
+
+def _write(kept: Mapping[str, Any], place: Path | None) -> None:
+    if place is not None:
+        write_json(place, {**kept, "machine": machine(Path.cwd())})
+
+
+def _simulate(runs: Sequence[Run], kept: dict[str, Any], place: Path | None) -> None:
+    """Add figures of runs to what is kept, one after the other."""
+    for run in runs:
+        kept["runs"][run.name] = play(run)
+        print(f"{run.name}: {kept['runs'][run.name]}", file=sys.stderr, flush=True)
+        _write(kept, place)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate, print a table, write the report."""
+    """Simulate what is missing, print tables, write the report."""
     summary = __doc__.partition("\n")[0] if __doc__ else ""
     parser = argparse.ArgumentParser(prog="python -m benchmarks llumnix", description=summary)
-    parser.add_argument("--full", action="store_true", help="all workloads, five seeds")
-    parser.add_argument("--seeds", type=int, help="how many seeds, if not 1 or 5")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser.add_argument("--full", action="store_true", help="all figures")
+    parser.add_argument("--figures", nargs="+", choices=sorted(SYSTEMS), help="these figures")
+    parser.add_argument("--seeds", type=int, help="how many, if not five for figure 11 and three for others")
+    parser.add_argument("--json", type=Path, help="where the whole report goes, and what is there already")
+    parser.add_argument("--show", action="store_true", help="simulate nothing")
     options = parser.parse_args(arguments)
-    points = POINTS if options.full else [point for point in POINTS if point.workload in ("M-M", "L-L")]
-    seeds = range(1, 1 + (options.seeds or (5 if options.full else 1)))
-    report = measure(points, list(seeds), 10_000 if options.full else 2000, Path.cwd())
-    rows: list[list[str]] = []
-    for point in points:
-        name = f"{point.workload} {point.rate_per_s:g}"
-        for place, system in enumerate(SYSTEMS):
-            row = [name, system]
-            for figure, known in point.paper.items():
-                ours = Summary.of([run[figure] for run in report["points"][name][system]]).format(2)
-                row.append(f"{ours} / {known[place] if known[place] is not None else '-'}")
-            rows.append(row)
-    show("ours / the paper's, seconds", ["", "", "prefill P99", "request mean", "decode P99"], rows)
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
+    runs = list(chosen(options.figures or sorted(SYSTEMS), options.seeds))
+    if not (options.full or options.figures):
+        runs = [Run(figure="11", row="M-M", at=7.8, system=system, seed=0) for system in SYSTEMS["11"]]
+    kept = _kept(options.json)
+    known = kept.setdefault("runs", {})
+    if not options.show:
+        _simulate([run for run in runs if run.name not in known], kept, options.json)
+        if options.full or "10" in (options.figures or ()):
+            kept["moves"] = {str(context): move(context) for context in CONTEXTS}
+            _write(kept, options.json)
+    if "moves" in kept:
+        show_moves(kept["moves"])
+    report(known, PAPER)
     return 0
 
 

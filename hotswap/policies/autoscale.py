@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 
 from hotswap.action import Action, Swap, Unload
 from hotswap.errors import ConfigError
@@ -32,12 +32,15 @@ class FreenessAutoscaler(Scheduler):
 
     **Readings.**
 
+    - `"artifact"`, of `freeness`: the average is of all instances as one, M and V and B each summed, and as
+      many come at once as bring it to `low`; whoever goes is no reason to wait. One goes if the average of
+      the others, with all requests, would be above `high`. All below is of both readings but the mean.
     - *Every 10 s*: a policy remembers nothing, and may be asked at any time. So nothing changes while one of
       the model's instances comes or goes, or until the youngest has served `interval_s`; then one may come
       or go. None goes until `interval_s` after one became EMPTY, of whatever model it was.
-    - *The average, for normal priority*, is the mean over the instances that serve and stay, as a request of
-      normal priority finds them: headroom counts. `Freeness(target_tokens=None)` leaves it out. An instance
-      without a request, whose freeness is infinite, counts as with one.
+    - *The average, for normal priority*, is in the paper's reading the mean over the instances that serve
+      and stay, as a request of normal priority finds them: headroom counts. `Freeness(target_tokens=None)`
+      leaves it out. An instance without a request, whose freeness is infinite, counts as with one.
 
     **Ours, not the paper's:**
 
@@ -88,15 +91,29 @@ class FreenessAutoscaler(Scheduler):
         if (missing := self._missing(group)) > 0:
             for _ in range(missing):
                 yield from self._up(model, f"{model.id} lacks instances", allocation)
-        elif not group.members or group.changes(since_s):
+        elif not group.members or group.coming or group.youngest_s > since_s:
             return
         elif model.num_waiting or group.average < self.low:
-            if group.num_replicas < self.max_instances:
-                yield from self._up(model, self._why(group), allocation)
-        elif group.average > self.high and group.num_replicas > self._least(model):
+            if self._is_pooled or not group.going:
+                for _ in range(min(self._num_more(group), self.max_instances - group.num_replicas)):
+                    yield from self._up(model, self._why(group), allocation)
+        elif group.going:
+            return
+        elif group.average_less_one > self.high and group.num_replicas > self._least(model):
             emptied_s = [i.swapped_s for i in fleet.instances if i.model is None and i.swapped_s is not None]
             if max(emptied_s, default=-inf) <= since_s:
                 yield from self._down(group)
+
+    @property
+    def _is_pooled(self) -> bool:
+        return self.freeness.reading == "artifact"
+
+    def _num_more(self, group: _Group) -> int:
+        """How many more instances bring the average to `low`, if each comes with as many KV blocks."""
+        blocks = max(instance.num_kv_blocks for instance in group.members)
+        if not self._is_pooled or not blocks or not group.batch:
+            return 1
+        return max(1, ceil((self.low - group.average) * group.batch / blocks))
 
     def _why(self, group: _Group) -> str:
         model = group.model
@@ -133,33 +150,50 @@ class _Group:
     model: ModelView
     num_replicas: int
     members: Sequence[InstanceView]
-    coming_or_going: bool
+    coming: bool
+    going: bool
+    youngest_s: float
+    batch: int
     average: float
+    average_less_one: float
 
     @classmethod
     def of(cls, model: ModelView, fleet: FleetView, freeness: Freeness) -> _Group:
         members = [i for i in fleet.instances if i.model == model.id and _stays(i)]
-        each = [_finite(i, freeness) for i in members]
+        swapping = [i for i in fleet.instances if i.swapping and i.target != i.model]
+        average, less_one = _averages(members, freeness)
         return cls(
             model=model,
             num_replicas=len(fleet.replicas(model.id)),
             members=members,
-            coming_or_going=any(
-                (i.target == model.id) != (i.model == model.id) for i in fleet.instances if i.swapping
-            ),
-            average=sum(each) / len(each) if each else -inf,
+            coming=any(i.target == model.id for i in swapping),
+            going=any(i.model == model.id for i in swapping),
+            youngest_s=max((s for i in members if (s := i.serving_since_s) is not None), default=-inf),
+            batch=sum(freeness.batch(i, dispatch=True) for i in members),
+            average=average,
+            average_less_one=less_one,
         )
-
-    def changes(self, since_s: float) -> bool:
-        """Whether an instance comes or goes, or one came after a time."""
-        youngest_s = max(
-            (i.serving_since_s for i in self.members if i.serving_since_s is not None), default=-inf
-        )
-        return self.coming_or_going or youngest_s > since_s
 
 
 def _stays(instance: InstanceView) -> bool:
     return instance.state is InstanceState.SERVING and not is_terminating(instance)
+
+
+def _averages(members: Sequence[InstanceView], freeness: Freeness) -> tuple[float, float]:
+    """The average freeness of instances, and that by which one of them is too many."""
+    if not members:
+        return -inf, -inf
+    if freeness.reading == "paper":
+        mean = sum(_finite(instance, freeness) for instance in members) / len(members)
+        return mean, mean
+    room = sum(instance.num_kv_blocks - freeness.usage(instance).total for instance in members)
+    batch = sum(freeness.batch(instance, dispatch=True) for instance in members)
+    blocks = max(instance.num_kv_blocks - freeness.reserve(instance) for instance in members)
+    if not batch:
+        return inf, inf
+    waiting = any(instance.num_waiting for instance in members)
+    running = sum(freeness.batch(i, dispatch=True) - i.num_waiting for i in members)
+    return room / batch, (room - blocks) / max(1, running + waiting)
 
 
 def _finite(instance: InstanceView, freeness: Freeness) -> float:

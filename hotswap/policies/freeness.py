@@ -15,6 +15,7 @@ from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView
 __all__ = ["Freeness", "FreenessRouter", "Reading", "VirtualUsage", "infaas_router", "is_terminating"]
 
 Reading: TypeAlias = Literal["paper", "artifact"]
+_Rank: TypeAlias = tuple[bool, float, int, int, InstanceId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +67,13 @@ class Freeness:
     - `"paper"`: as above. B is not said for an instance where somebody waits and nobody runs; 1 here.
     - `"artifact"`: the rules of the branch that reproduces the paper's figures. A share `watermark` of M is
       kept free, and *all* who wait count with what they need. B is running and waiting requests for
-      `dispatch`, and for moves those that run, and one more if anybody waits.
+      `dispatch`, and for moves those that run, and one more if anybody waits. To dispatch a request of
+      high priority the headroom counts where nobody else of high priority is, so that they keep together.
 
     **What a view cannot say.** Of all who wait it has the tokens to be computed, not the blocks of each, so
     rounding up is left out, and what is left of a prompt that runs counts with them. A request that its
-    engine has not seen yet counts in B and needs nothing. Engines that say nothing of KV blocks have F = 0.
+    engine has not told of yet needs nothing, and counts in B, but not in the artifact's: there many that come
+    at once go to one instance. Engines that say nothing of KV blocks have F = 0.
     """
 
     reading: Reading = "paper"
@@ -86,29 +89,35 @@ class Freeness:
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark!r}; give a share of all blocks, 0 to below 1.")
 
-    def of(self, instance: InstanceView, *, dispatch: bool = False) -> float:
-        """Return F of an instance, as seen for `dispatch` or for moves: the readings may differ in B."""
-        usage, batch = self.usage(instance), self.batch(instance, dispatch=dispatch)
+    def of(self, instance: InstanceView, *, dispatch: bool = False, high: bool = False) -> float:
+        """Return F of an instance, as seen for `dispatch` or for moves: the readings may differ in B.
+
+        `high` is whether a request of high priority is to be dispatched, for which they may differ in V.
+        """
+        usage, batch = self.usage(instance, high=high), self.batch(instance, dispatch=dispatch)
         if usage.fake:
             return -inf
         return (instance.num_kv_blocks - usage.total) / batch if batch else inf
 
-    def usage(self, instance: InstanceView) -> VirtualUsage:
+    def usage(self, instance: InstanceView, *, high: bool = False) -> VirtualUsage:
         """Return the sum of V over the requests of an instance, by its parts."""
         held = instance.num_kv_blocks - instance.num_free_kv_blocks
+        kept = instance.num_high_priority > 0
+        if high and self.reading == "artifact":
+            kept = not kept
         return VirtualUsage(
             physical=held + self.reserve(instance),
             queuing=self._queuing(instance),
-            headroom=self.headroom(instance) if instance.num_high_priority else 0,
+            headroom=self.headroom(instance) if kept else 0,
             fake=inf if is_terminating(instance) else 0,
         )
 
     def batch(self, instance: InstanceView, *, dispatch: bool = False) -> int:
         """Return B of an instance."""
+        if self.reading == "artifact":
+            return instance.num_running + (instance.num_waiting if dispatch else min(instance.num_waiting, 1))
         running = max(instance.num_requests - instance.num_waiting, instance.num_running)
-        if self.reading == "paper":
-            return max(running, min(instance.num_waiting, 1))
-        return running + (instance.num_waiting if dispatch else min(instance.num_waiting, 1))
+        return max(running, min(instance.num_waiting, 1))
 
     def headroom(self, instance: InstanceView) -> float:
         """Return the blocks that all requests of high priority together would keep free on an instance."""
@@ -150,13 +159,20 @@ class FreenessRouter(Router):
     freeness: Freeness = Freeness()
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        instance = first(request, fleet, self._by_freeness)
+        high = request.priority > 0 and self.freeness.reading == "artifact"
+        instance = first(request, fleet, self._for_high if high else self._for_normal)
         return instance.id if instance else None
 
-    def _by_freeness(self, instance: InstanceView) -> tuple[bool, float, int, int, InstanceId] | None:
+    def _for_normal(self, instance: InstanceView) -> _Rank | None:
+        return self._rank(instance, high=False)
+
+    def _for_high(self, instance: InstanceView) -> _Rank | None:
+        return self._rank(instance, high=True)
+
+    def _rank(self, instance: InstanceView, *, high: bool) -> _Rank | None:
         if not instance.open:
             return None
-        free = self.freeness.of(instance, dispatch=True)
+        free = self.freeness.of(instance, dispatch=True, high=high)
         busy, free_blocks = instance.num_requests, instance.num_free_kv_blocks
         return instance.swapping, -free, busy, -free_blocks, instance.id
 

@@ -49,6 +49,8 @@ class VirtualUsageRescheduler(Scheduler):
       or lacking no fewer blocks where both lack some. It would only move the pain, and be undone. Every
       place is better than one that terminates. Turn it off to repeat the artifact, which has no such rule.
     - What has no KV blocks, as it has not begun or was preempted, leaves a terminating instance as tokens.
+    - `way` says how others go. Left open, the fleet decides, and sends as tokens what finds no room for its
+      blocks; in the artifact, which knows no other way, `"kv"`, such a request stays.
 
     Ties go to the smaller id.
     """
@@ -58,6 +60,7 @@ class VirtualUsageRescheduler(Scheduler):
     low: float = 3.0
     high: float = 3.0
     guard: bool = True
+    way: MigrationWay | None = None
 
     def __post_init__(self) -> None:
         if not (isfinite(self.low) and isfinite(self.high) and self.low <= self.high):
@@ -103,7 +106,7 @@ class VirtualUsageRescheduler(Scheduler):
             if not self.guard or self._standing(after) > before:
                 ends = (source, destination)
                 reason = ", ".join(f"F({end.id})={self.freeness.of(end):.3g}" for end in ends)
-                way: MigrationWay | None = None if _has_blocks(request, source) else "tokens"
+                way = self.way if _has_blocks(request, source) else "tokens"
                 yield Migrate(request=request.id, destination=destination.id, way=way, reason=reason)
                 return
 

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.backends.sim.batcher import Batching
+from hotswap.backends.sim.load import Reporting
 from hotswap.errors import ConfigError
 from hotswap.migration import Mover
 from hotswap.router import Router
@@ -52,6 +53,8 @@ class Cluster:
         batching: Prefill chunks beside decodes, or as old engines did, whole prompts before them.
         watermark: The share of KV blocks that an admission leaves free; of `"prefill_first"` alone.
         prefix_reuse: Whether engines compute what prompts begin with once, while they have room to keep it.
+        reporting: Whether views have the load of engines as it is, or `"by_step"`: as each has reported it,
+            which it makes up when it has planned a step and sends when that has ended.
         max_adapters: Adapters that an engine holds at once.
         min_replicas: The floor of every model.
         max_context_tokens: The longest request.
@@ -69,6 +72,7 @@ class Cluster:
     batching: Batching = "mixed"
     watermark: float = 0.0
     prefix_reuse: bool = False
+    reporting: Reporting = "live"
     max_adapters: int = 8
     min_replicas: int = 0
     max_context_tokens: int = 131_072
@@ -86,6 +90,8 @@ class Cluster:
         engines = {f"e{number}" for number in range(self.num_engines)}
         if self.batching not in ("mixed", "prefill_first"):
             raise ConfigError(f"batching is {self.batching!r}; give 'mixed' or 'prefill_first'.")
+        if self.reporting not in ("live", "by_step"):
+            raise ConfigError(f"reporting is {self.reporting!r}; give 'live' or 'by_step'.")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark!r}; give a share of all blocks, 0 to below 1.")
         if unknown := sorted({engine for _, engine in self.losses} - engines):
@@ -113,6 +119,7 @@ class Cluster:
                 watermark=self.watermark,
                 node=f"n{number * self.num_nodes // self.num_engines}" if self.num_nodes else "",
                 prefix_reuse=self.prefix_reuse,
+                reporting=self.reporting,
             )
             for number in range(self.num_engines)
         ]

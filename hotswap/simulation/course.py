@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,7 +18,7 @@ from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import HotswapError
 from hotswap.model import Adapter, Model
-from hotswap.request import Sampling
+from hotswap.request import RequestId, Sampling
 from hotswap.runtime import Fleet
 from hotswap.simulation.events import EventEngine, EventFleet, Rider
 from hotswap.simulation.outcome import Sample, Served
@@ -55,12 +57,16 @@ class Course(ABC):
         self.moves: list[MigrationRecord] = []
         self.samples: list[Sample] = []
         self.num_reused_tokens = 0
+        self._numbers: dict[RequestId, int] = {}
+        self._lost_s: defaultdict[int, float] = defaultdict(float)
 
     async def play(self, make_fleet: Callable[..., Fleet]) -> None:
         """Return when the last request has ended."""
         models = sorted(self._trace.models)
         adapters = sorted({(r.adapter, r.model) for r in self._trace.requests if r.adapter})
         engines = self._cluster.engines(self.engine)
+        for engine in engines:
+            engine.watch_recoveries(self._recovered)
         fleet = make_fleet(
             engines=engines,
             store=self._cluster.store(models),
@@ -80,6 +86,8 @@ class Course(ABC):
             beside.cancel_scope.cancel()
         self.num_reused_tokens = sum(engine.num_reused_tokens for engine in engines)
         self.served.sort(key=lambda served: served.number)
+        for number, lost_s in self._lost_s.items():
+            self.served[number] = replace(self.served[number], preempted_s=lost_s)
 
     @abstractmethod
     def _send(self, fleet: Fleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
@@ -116,6 +124,10 @@ class Course(ABC):
         if self._progress is not None:
             self._progress(len(self.served), len(self._trace.requests))
 
+    def _recovered(self, request: RequestId, seconds: float) -> None:
+        if (number := self._numbers.get(request)) is not None:  # else of a move, in rounds
+            self._lost_s[number] += seconds
+
     async def _look(self, engines: Sequence[SimEngine]) -> None:
         least_s = _LEAST_SAMPLE_S * max(1, len(engines) / _FEW_ENGINES)
         every_s = max(least_s, self._trace.seconds / _MOST_SAMPLES)
@@ -147,6 +159,7 @@ class Clients(Course):
                 adapter=request.adapter or None,
                 priority=request.priority,
             ) as stream:
+                self._numbers[stream.request.id] = number
                 async for _ in stream:
                     num_tokens += 1
                     first_s = anyio.current_time() if first_s is None else first_s
@@ -181,7 +194,7 @@ class Events(Course):
         assert isinstance(fleet, EventFleet)
         self._raise_fault()
         try:
-            fleet.ride(
+            rider = fleet.ride(
                 request.model,
                 request.prompt(number),
                 _sampling(request.output_tokens),
@@ -189,6 +202,7 @@ class Events(Course):
                 priority=request.priority,
                 on_end=partial(self._note, number, request),
             )
+            self._numbers[rider.request.id] = number
         except HotswapError as exc:
             self._keep(number, request, num_tokens=0, first_s=None, num_hops=0, error=exc)
 

@@ -61,6 +61,18 @@ def test_the_artifact_counts_all_who_wait_and_keeps_one_percent() -> None:
     assert PAPER.of(instance) == PAPER.of(instance, dispatch=True) == 5.5
 
 
+def test_the_artifact_dispatches_requests_of_high_priority_to_where_such_are() -> None:
+    """Its headroom of 50 blocks is for whoever would be the first of its class there."""
+    joined, alone = loaded("e0", 10, free=60, high=1), loaded("e1", 10, free=60)
+    seen = [ARTIFACT.of(i, dispatch=True, high=high) for i in (joined, alone) for high in (True, False)]
+    assert seen == pytest.approx([5.9, 0.9, 0.9, 5.9])
+    assert PAPER.of(joined, dispatch=True, high=True) == PAPER.of(joined)
+    view, router = fleet_of([joined, alone]), FreenessRouter(ARTIFACT)
+    assert router.route(replace(request("a"), priority=1), view) == "e0"
+    assert router.route(request("a"), view) == "e1"
+    assert FreenessRouter(PAPER).route(replace(request("a"), priority=1), view) == "e1"
+
+
 def test_headroom_is_what_lies_beyond_the_target() -> None:
     instance = loaded("e0", 10, free=60, high=2)
     assert PAPER.usage(instance) == VirtualUsage(physical=40, headroom=50)  # 800 tokens are 50 blocks

@@ -162,6 +162,15 @@ def test_a_request_that_does_not_fit_gives_way_to_one_that_does() -> None:
     assert moves(ARTIFACT.plan(replace(view, running=tuple(beyond)))) == []
 
 
+def test_requests_with_blocks_go_in_the_way_that_is_asked_for() -> None:
+    view = fleet_of([crowded("e0"), roomy("e1")], [running("r", "e0")])
+    assert [move.way for move in RULE.plan(view) if isinstance(move, Migrate)] == [None]
+    by_blocks = replace(RULE, way="kv")
+    assert [move.way for move in by_blocks.plan(view) if isinstance(move, Migrate)] == ["kv"]
+    leaving = fleet_of([terminating(crowded("e0")), roomy("e1")], [running("r", "e0", begun=False)])
+    assert [move.way for move in by_blocks.plan(leaving) if isinstance(move, Migrate)] == ["tokens"]
+
+
 def test_what_waits_at_a_destination_and_what_is_kept_free_there_is_not_given_away() -> None:
     rule = VirtualUsageRescheduler(guard=False)
     queue = loaded("e1", 2, free=50, waiting=1, next_blocks=45, prefill=720)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hotswap import ConfigError, FleetView, InstanceId, Router, Scheduler
 from hotswap.backends.sim.batcher import Batcher, Step
 from hotswap.backends.sim.batcher import Sequence as Seated
+from hotswap.backends.sim.load import Reporting
 from hotswap.hardware import DeviceProfile
 from hotswap.policies import (
     AdapterPool,
@@ -46,7 +48,7 @@ def course(outcome: Outcome) -> Iterator[tuple[list[object], list[float]]]:
     """What was decided, and when: facts that must be equal, and seconds that must be so but for rounding."""
     for r in outcome.requests:
         facts = [r.number, r.model, r.adapter, r.output_tokens, r.num_hops, r.error, r.first_s is None]
-        yield facts, [r.arrived_s, r.first_s or 0.0, r.ended_s]
+        yield facts, [r.arrived_s, r.first_s or 0.0, r.ended_s, r.preempted_s]
     for s in outcome.swaps:
         phases = [phase.name for phase in s.phases]
         facts = [s.instance, s.model_before, s.model, s.outcome, s.reason, s.num_evicted, s.tier, phases]
@@ -143,7 +145,9 @@ def test_placement_by_startup_time() -> None:
 
 def test_kv_blocks_that_run_out_and_requests_that_are_preempted() -> None:
     cluster = Cluster(num_engines=2, profile="a10-llama-7b", min_replicas=2, token_budget=512)
-    assert_same(long_ones(3, 3.0), cluster, router=RoundRobinRouter(), scheduler=RestoreFloors())
+    outcome = assert_same(long_ones(3, 3.0), cluster, router=RoundRobinRouter(), scheduler=RestoreFloors())
+    assert outcome.summary()["num_preempted"] > 0
+    assert all(0 <= r.preempted_s < r.seconds for r in outcome.requests)
 
 
 def test_staged_moves() -> None:
@@ -291,8 +295,11 @@ def test_an_event_engine_says_what_it_is() -> None:
     assert repr(EventEngine("e0")) == "<EventEngine e0 EMPTY [requests: 0 running, 0 waiting]>"
 
 
-@pytest.mark.parametrize("token_budget", [256, 12_800])
-def test_whole_prompts_first(token_budget: int) -> None:
+@pytest.mark.parametrize(
+    ("token_budget", "rate_per_s", "reporting"),
+    [(256, 4.5, "live"), (12_800, 9.0, "live"), (12_800, 9.0, "by_step")],
+)
+def test_whole_prompts_first(token_budget: int, rate_per_s: float, reporting: Reporting) -> None:
     cluster = Cluster(
         num_engines=3,
         profile="a10-llama-7b",
@@ -300,9 +307,13 @@ def test_whole_prompts_first(token_budget: int) -> None:
         token_budget=token_budget,
         batching="prefill_first",
         watermark=0.01,
+        reporting=reporting,
     )
     router = FreenessRouter(Freeness("artifact"))
-    assert_same(long_ones(9, 4.5), cluster, router=router, scheduler=LLUMNIX)
+    outcome = assert_same(long_ones(9, rate_per_s), cluster, router=router, scheduler=LLUMNIX)
+    figures = outcome.summary()
+    assert (figures["num_preempted"] > 0) == (rate_per_s > 5) == (figures["preemption_loss_s_mean"] > 0)
+    assert json.loads(outcome.as_json())["summary"] == figures
 
 
 def test_a_step_of_whole_prompts_has_no_decode_and_leaves_blocks_free() -> None:

@@ -2,8 +2,8 @@
 
 Decodes take their tokens of a step's budget first and prefill chunks fill the rest (Holmes et al.,
 DeepSpeed-FastGen: Dynamic SplitFuse, arXiv:2401.08671, section 3). Under KV pressure the latest request is
-preempted by recompute (Kwon et al., PagedAttention, arXiv:2309.06180, section 4.5). Everything here is
-synchronous.
+preempted by recompute (Kwon et al., PagedAttention, arXiv:2309.06180, section 4.5): the one admitted last, or
+where whole prompts go first the one that arrived last. Everything here is synchronous.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = ["Batcher", "Batching", "Sequence", "Step"]
 class Sequence(ABC):
     """A request on its way through an engine; `num_cached` of its `num_tokens` lie in KV blocks.
 
-    `position` is that of the next token in the generation. Where prefixes are reused, `names` are those of
+    `position` is that of the next token in the generation. One that was preempted, at `preempted_s`, has
+    `num_owed` tokens to compute again; 0 once it has. Where prefixes are reused, `names` are those of
     its prompt's blocks, and of its own blocks the first `num_named` are there for others, too.
     """
 
@@ -37,6 +38,8 @@ class Sequence(ABC):
     num_blocks: int = field(init=False, default=0)
     num_named: int = field(init=False, default=0)
     names: tuple[int, ...] = field(init=False, default=())
+    num_owed: int = field(init=False, default=0)
+    preempted_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.position = len(self.request.generated)
@@ -110,18 +113,33 @@ def _nothing() -> None:
     pass
 
 
+def _no_time() -> float:
+    return 0.0
+
+
+def _nobody(request: RequestId, seconds: float) -> None:
+    pass
+
+
 class Batcher:
     """Owns the KV blocks of an engine and decides, step by step, which sequences use them.
 
+    Those of higher priority wait in front of others, and who comes with its KV blocks in front of all.
+
     With the batching `"prefill_first"`, as of vLLM before 0.3, a step has whole prompts alone while any can
     be admitted, and decodes wait for it; `watermark` is the share of blocks that an admission leaves free.
-    A prompt longer than the budget has a step of its own.
+    A prompt longer than the budget has a step of its own. Who comes with its blocks decodes in the next step,
+    whatever is free. Requests run in the order of their arrival, also those that were preempted or come from
+    elsewhere, and the last of them is preempted first.
 
     With `prefix_reuse`, whole blocks of prompts are computed once for all who begin with them, also after
     they have ended: such blocks count as free, and go when the room is needed, those used longest ago first.
 
     Attributes:
         on_change: Called before any of it changes.
+        clock: Tells the time.
+        on_recovered: Called with a request that was preempted and the seconds since, when it has computed
+            again what it had, or leaves without.
         num_reused_tokens: How many tokens of prompts were not computed, since their blocks were there.
     """
 
@@ -142,6 +160,10 @@ class Batcher:
         self.running: dict[Sequence, None] = {}  # in order of admission
         self.parked: dict[Sequence, None] = {}  # out of the steps, with their blocks
         self.on_change: Callable[[], None] = _nothing
+        self.clock: Callable[[], float] = _no_time
+        self.on_recovered: Callable[[RequestId, float], None] = _nobody
+        self._num_queued_tokens = 0  # of those who wait
+        self._again: dict[Sequence, None] = {}
         self._max_requests = max_requests
         self._token_budget = token_budget
         self._prefills_first = batching == "prefill_first"
@@ -158,6 +180,11 @@ class Batcher:
         yield from self.waiting
 
     @property
+    def num_spare_blocks(self) -> int:
+        """KV blocks that who comes with its own leaves free: one for each who is here, or the watermark."""
+        return self._kept_free if self._prefills_first else len(self)
+
+    @property
     def num_next_blocks(self) -> int:
         """KV blocks that the first of those that wait still needs before it is admitted; 0 if none waits."""
         if not self.waiting:
@@ -166,22 +193,15 @@ class Batcher:
         lent = self._prefixes.num_used(self._reusable(first)) if self._prefixes else 0
         return self._blocks(first.num_tokens) - first.num_blocks - lent
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens that are to be computed before everybody here decodes, but for those of decodes."""
-        num_tokens = 0
-        for sequence in chain(self.running, self.parked, self.waiting):
-            if (num_pending := sequence.num_pending) > 1:
-                num_tokens += num_pending
-        return num_tokens
+    def num_prefill_tokens(self, *, running: bool) -> int:
+        """Tokens to be computed before those who wait, are parked or run get their next one."""
+        seated = (*self.running, *self.parked) if running else self.parked
+        return self._num_queued_tokens + sum(count for s in seated if (count := s.num_pending) > 1)
 
     @property
     def preempted(self) -> tuple[RequestId, ...]:
         """Those that wait again after they had got tokens here."""
-        if not self.waiting:
-            return ()
-        set_back = (s.request for s in self.waiting if s.position > len(s.request.generated))
-        return tuple(request.id for request in set_back)
+        return tuple(sequence.request.id for sequence in reversed(self._again))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -194,17 +214,33 @@ class Batcher:
         self.on_change()
         if self._prefixes:
             sequence.names = block_names(sequence.request, self.block_tokens)
-        self.waiting.append(sequence)
+        at = len(self.waiting)
+        while at and self.waiting[at - 1].request.priority < sequence.request.priority:
+            at -= 1
+        self._queue(sequence, at)
+
+    def furnish(self, sequence: Sequence, give: Callable[[Sequence], None]) -> None:
+        """Have one that waits given the blocks it comes with, and put it in front."""
+        self._unqueue(sequence)
+        give(sequence)
+        self._queue(sequence, 0)
 
     def remove(self, sequence: Sequence) -> bool:
         """Free what a sequence holds; return whether it was still here. Harmless while a step runs."""
+        if not self._take_out(sequence):
+            return False
+        if sequence.num_owed:
+            self._recovered(sequence)
+        return True
+
+    def _take_out(self, sequence: Sequence) -> bool:
         self.on_change()
         if sequence in self.running:
             del self.running[sequence]
         elif sequence in self.parked:
             del self.parked[sequence]
         elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self._unqueue(sequence)
         else:
             return False
         self._free(sequence)
@@ -227,7 +263,7 @@ class Batcher:
         if sequence in self.parked:
             self.on_change()
             del self.parked[sequence]
-            self.running[sequence] = None
+            self._run(sequence)
 
     def clear(self, error: Exception) -> int:
         """End every stream by `error` after the tokens it holds; return how many there were."""
@@ -255,7 +291,7 @@ class Batcher:
         for sequence in chain(decodes, prefills):
             self._schedule(step, sequence)
         while not self._prefills_first and self._may_admit(step):
-            sequence = self._admit()
+            sequence = self._admitted()
             self._schedule(step, sequence)
         return step
 
@@ -268,6 +304,8 @@ class Batcher:
                 continue
             sequence.num_cached += count
             self._name(sequence)
+            if 0 < sequence.num_owed <= sequence.num_cached:
+                self._recovered(sequence)
             if sequence.num_pending == 0 and sequence.generate():
                 self.remove(sequence)
                 sequence.close()
@@ -277,28 +315,15 @@ class Batcher:
         while self.waiting and len(self.running) < self._max_requests:
             sequence = self.waiting[0]
             count = sequence.num_pending - self._num_found(sequence) * self.block_tokens
-            if step.num_tokens and step.num_tokens + count > self._token_budget:
-                return
-            if self.num_next_blocks > self.num_free_blocks - self._kept_free:
-                return
-            self._admit()
+            if count > 1 or not sequence.num_blocks:
+                if step.num_tokens and step.num_tokens + count > self._token_budget:
+                    return
+                if self.num_next_blocks > self.num_free_blocks - self._kept_free:
+                    return
+            self._admitted()
             if count > 1:
                 self._grow(step, sequence, sequence.num_tokens)
                 step.add(sequence, count)
-
-    def _admit(self) -> Sequence:
-        """Let the first of those that wait run, with the blocks of its prompt that are there."""
-        sequence = self.waiting.popleft()
-        self.running[sequence] = None
-        if self._prefixes and (names := self._reusable(sequence)):
-            self._trim()
-            num_found, num_idle = self._prefixes.take(names)
-            self.num_free_blocks -= num_idle
-            sequence.num_blocks = sequence.num_named = num_found
-            sequence.num_cached = num_found * self.block_tokens
-            self.num_reused_tokens += sequence.num_cached
-            sequence.reuse(sequence.num_cached)
-        return sequence
 
     def _may_admit(self, step: Step) -> bool:
         if not self.waiting or len(self.running) >= self._max_requests:
@@ -317,7 +342,10 @@ class Batcher:
         while missing > self.num_free_blocks:
             victim = next((waiting for waiting in self.waiting if waiting.num_blocks), None)
             if victim is not None:  # it arrived with blocks, and computes them again
+                self._unqueue(victim)
+                self._owe(victim)
                 self._free(victim)
+                self._queue(victim, 0)
                 continue
             victim = next(reversed(self.running))
             if self._blocks(num_tokens) > self.num_blocks:
@@ -332,9 +360,54 @@ class Batcher:
         return True
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
-        self.remove(victim)
-        self.waiting.appendleft(victim)
+        self._owe(victim)
+        self._take_out(victim)
+        self._queue(victim, 0)
+        if victim.position > len(victim.request.generated):
+            self._again[victim] = None
         step.drop(victim)
+
+    def _owe(self, victim: Sequence) -> None:
+        """Note what a sequence is about to lose."""
+        if victim.num_cached and not victim.num_owed:
+            victim.preempted_s = self.clock()
+        victim.num_owed = max(victim.num_owed, victim.num_cached)
+
+    def _recovered(self, sequence: Sequence) -> None:
+        sequence.num_owed = 0
+        self.on_recovered(sequence.request.id, self.clock() - sequence.preempted_s)
+
+    def _queue(self, sequence: Sequence, at: int) -> None:
+        self.waiting.insert(at, sequence)
+        if (count := sequence.num_pending) > 1:
+            self._num_queued_tokens += count
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self._again.pop(sequence, None)
+        if (count := sequence.num_pending) > 1:
+            self._num_queued_tokens -= count
+
+    def _admitted(self) -> Sequence:
+        """Let the first who waits run, with the blocks of its prompt that are there."""
+        sequence = self.waiting[0]
+        self._unqueue(sequence)
+        self._run(sequence)
+        if self._prefixes and (names := self._reusable(sequence)):
+            self._trim()
+            num_found, num_idle = self._prefixes.take(names)
+            self.num_free_blocks -= num_idle
+            sequence.num_blocks = sequence.num_named = num_found
+            sequence.num_cached = num_found * self.block_tokens
+            self.num_reused_tokens += sequence.num_cached
+            sequence.reuse(sequence.num_cached)
+        return sequence
+
+    def _run(self, sequence: Sequence) -> None:
+        last = next(reversed(self.running), None)
+        self.running[sequence] = None
+        if self._prefills_first and last and sequence.request.arrived_s < last.request.arrived_s:
+            self.running = dict.fromkeys(sorted(self.running, key=_arrived_s))
 
     def _too_long(self, sequence: Sequence) -> PromptTooLong:
         return PromptTooLong(
@@ -376,3 +449,7 @@ class Batcher:
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
+
+
+def _arrived_s(sequence: Sequence) -> float:
+    return sequence.request.arrived_s

@@ -11,6 +11,7 @@ import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.sim.batcher import Batcher, Batching, Sequence
+from hotswap.backends.sim.load import Load, Reporting, Reports
 from hotswap.backends.sim.loading import Weights, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
@@ -56,6 +57,7 @@ class SimEngine(Engine):
         watermark: the share of KV blocks that an admission leaves free; of `"prefill_first"` alone.
         node: where it is, for a store that tells nodes apart.
         prefix_reuse: whether blocks of prompts are computed once for all who begin with them.
+        reporting: whether views have the load as it is, or as of the last step that has ended.
     """
 
     def __init__(
@@ -73,11 +75,11 @@ class SimEngine(Engine):
         watermark: float = 0.0,
         node: str = "",
         prefix_reuse: bool = False,
+        reporting: Reporting = "live",
     ) -> None:
         self._tell: Callable[[bool], None] | None = None
-        self.id = InstanceId(id)
+        self.id, self.node, self.vocabulary = InstanceId(id), node, vocabulary
         self.profile = profile if profile is not None else DeviceProfile()
-        self.node, self.vocabulary = node, vocabulary
         self.max_requests, self.max_adapters = max_requests, max_adapters
         self._batcher = Batcher(
             num_blocks=kv_blocks,
@@ -88,14 +90,13 @@ class SimEngine(Engine):
             watermark=watermark,
             prefix_reuse=prefix_reuse,
         )
-        self._state = _EMPTY
-        self._started = False
+        self._batcher.clock = anyio.current_time
+        self._reports = Reports(reporting, self._batcher)
+        self._state, self._started = _EMPTY, False
         self._serving: Weights | None = None
         self._staged: Weights | None = None
         self._adapters: dict[AdapterId, Adapter] = {}
-        self._reserved_bytes = 0
-        self._lost_because = ""
-        self._lost_for_good = False
+        self._reserved_bytes, self._lost_because, self._lost_for_good = 0, "", False
         self._verb: anyio.CancelScope | None = None
         self._desk = Desk(
             self._batcher,
@@ -104,8 +105,7 @@ class SimEngine(Engine):
             give_up=self._give_up,
             resumed=lambda: self._rouse(),
         )
-        self._work = anyio.Event()
-        self._drained = anyio.Event()
+        self._work, self._drained = anyio.Event(), anyio.Event()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -293,19 +293,19 @@ class SimEngine(Engine):
     # ------------------------------------------------------------------ view
 
     def view(self) -> InstanceView:
-        serving, pool = self._serving is not None, self._batcher
+        serving, pool, load = self._serving is not None, self._batcher, self._load()
         return InstanceView(
             id=self.id,
             state=self._state,
             model=self._model,
-            num_running=len(pool.running),
-            num_waiting=len(pool.waiting),
-            num_prefill_tokens=self._num_prefill_tokens(),
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_prefill_tokens=load.num_prefill_tokens,
             max_requests=self.max_requests,
             num_kv_blocks=pool.num_blocks if serving else 0,
-            num_free_kv_blocks=self._num_free_blocks() if serving else 0,
-            num_next_kv_blocks=pool.num_next_blocks,
-            preempted=pool.preempted,
+            num_free_kv_blocks=load.num_free_blocks if serving else 0,
+            num_next_kv_blocks=load.num_next_blocks,
+            preempted=load.preempted,
             kv_block_tokens=pool.block_tokens,
             memory_bytes=self.profile.memory_bytes,
             weight_bytes=self._weight_bytes,
@@ -315,15 +315,16 @@ class SimEngine(Engine):
             node=self.node,
         )
 
-    def _num_free_blocks(self) -> int:
-        return self._batcher.num_free_blocks
-
-    def _num_prefill_tokens(self) -> int:
-        return self._batcher.num_prefill_tokens
+    def _load(self) -> Load:
+        return self._reports.told or Load.of(self._batcher)
 
     def watch(self, tell: Callable[[bool], None]) -> None:
         self._tell = tell
         self._batcher.on_change = partial(tell, False)
+
+    def watch_recoveries(self, tell: Callable[[RequestId, float], None]) -> None:
+        """Tell which request has computed again what a preemption took, after how many seconds."""
+        self._batcher.on_recovered = tell
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -336,12 +337,14 @@ class SimEngine(Engine):
         while True:
             step = self._batcher.plan()
             self._note_drained()  # a plan refuses what has outgrown the pool
+            self._reports.begin(idle=not step.num_tokens)
             if not step.num_tokens:
                 self._work = anyio.Event()
                 await self._work.wait()
                 continue
             self._desk.stepping = True
             await anyio.sleep(step.seconds(self.profile))
+            self._reports.end()
             self._batcher.commit(step)
             self._note_drained()
             self._desk.meet_boundary()

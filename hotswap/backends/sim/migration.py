@@ -79,7 +79,7 @@ class Desk:
     def furnish(self, sequence: Running) -> None:
         """Give a new sequence what has arrived for it, if something has."""
         if (arrival := self.arrivals.pop(sequence.request.id, None)) is not None:
-            arrival.furnish(sequence)
+            self.batcher.furnish(sequence, arrival.furnish)
             sequence.reuse(sequence.num_cached)
 
     def at_boundary(self, act: Callable[[], None]) -> anyio.Event:
@@ -177,7 +177,7 @@ class SimKVSink(KVSink):
         await checkpoint()
         self._hear()
         more = _blocks(num_tokens, self.layout) - self._num_blocks
-        if more > self._batcher.num_free_blocks - len(self._batcher):
+        if more > self._batcher.num_free_blocks - self._batcher.num_spare_blocks:
             raise aborted("reserve", f"{more} KV blocks are wanted, of {self._batcher.num_free_blocks} free")
         if more > 0:
             self._batcher.hold(more)

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol, Self
 
 from hotswap.backends.sim import SimEngine
 from hotswap.backends.sim.batcher import Sequence, Step
+from hotswap.backends.sim.load import Load
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
@@ -82,7 +82,7 @@ class EventEngine(SimEngine):
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         # Without a task group: thousands of them, one within the other, would make every cancel scope slow.
-        self._batcher.on_change = self._before_change
+        self._batcher.on_change, self._batcher.clock = self._before_change, _now_s
         try:
             with self._running():
                 yield self
@@ -119,24 +119,27 @@ class EventEngine(SimEngine):
         self._listener = tell
         self._batcher.on_change = self._before_change
 
-    def _num_free_blocks(self) -> int:
-        free, stretch = self._batcher.num_free_blocks, self._stretch
+    def _load(self) -> Load:
+        stretch = self._stretch
         if stretch is None:
-            return free
+            return super()._load()
         if self._listener is not None:
-            self._listener(False)  # by the next look they will be fewer
-        at = stretch.num_ended(_now_s()) + 1
-        return free - num_missing(self._batcher.running, at, self._batcher.block_tokens)
+            self._listener(False)  # by the next look there will be fewer blocks
+        ended = stretch.num_ended(_now_s())
+        if not self._reports.by_step:
+            return self._ahead(ended + 1)
+        told = self._ahead(ended) if ended else self._reports.told
+        assert told is not None
+        return told
+
+    def _ahead(self, step: int) -> Load:
+        """The load as of the beginning of a step of the stretch, counted from 1."""
+        taken = num_missing(self._batcher.running, step, self._batcher.block_tokens)
+        return Load.of(self._batcher, decoding=True, num_taken=taken)
 
     def _refuse_if_lost(self) -> None:
         super()._refuse_if_lost()
         self._before_change()  # whoever asks this looks at a sequence next
-
-    def _num_prefill_tokens(self) -> int:
-        if self._stretch is None:
-            return super()._num_prefill_tokens()
-        others = chain(self._batcher.parked, self._batcher.waiting)
-        return sum(count for sequence in others if (count := sequence.num_pending) > 1)
 
     # ------------------------------------------------------------------ steps
 
@@ -157,6 +160,7 @@ class EventEngine(SimEngine):
         step = self._batcher.plan()
         self._in_step = False
         self._note_drained()  # a plan refuses what has outgrown the pool
+        self._reports.begin(idle=not step.num_tokens)
         if not step.num_tokens:
             self._step = None
             return
@@ -177,6 +181,7 @@ class EventEngine(SimEngine):
         if self._stretch is not None:
             self._pass(self._stretch.num_steps - 1)
         self._tell_load()
+        self._reports.end()
         self._in_step = True
         self._batcher.commit(step)
         self._in_step = False
@@ -200,6 +205,8 @@ class EventEngine(SimEngine):
     def _pass(self, num_steps: int) -> None:
         """Count steps that have ended, and take the blocks of the one after them."""
         batcher = self._batcher
+        if num_steps and self._reports.by_step:
+            self._reports.told = self._ahead(num_steps)
         self._stretch = None
         for sequence in batcher.running:
             sequence.num_cached += num_steps
@@ -207,6 +214,7 @@ class EventEngine(SimEngine):
             blocks = max(sequence.num_blocks, -(-(sequence.num_cached + 1) // batcher.block_tokens))
             batcher.num_free_blocks -= blocks - sequence.num_blocks
             sequence.num_blocks = blocks
+        self._reports.begin(idle=False)
 
     def _tell_load(self) -> None:
         if self._listener is not None:
