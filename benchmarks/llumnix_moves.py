@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.llumnix_paper import PAPER, Key
 from benchmarks.table import show
-from hotswap import Action, FleetView, InstanceId, Migrate, Scheduler
+from hotswap import Action, FleetView, InstanceId, Migrate, MigrationLimits, Scheduler
 from hotswap.policies import InOrder, LeastLoadedRouter, RestoreFloors
 from hotswap.simulation import PROFILES, Cluster, Trace, TraceRequest, simulate
 
@@ -42,6 +42,7 @@ def move(context: int) -> dict[str, float]:
         router=LeastLoadedRouter(),
         scheduler=InOrder(RestoreFloors(), _MoveOnce()),
         interval_s=0.5,
+        migration_limits=MigrationLimits(chunk_bytes=1 << 40),
         driver="events",
     )
     (record,) = outcome.migrations

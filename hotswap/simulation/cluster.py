@@ -15,6 +15,7 @@ from hotswap.backends.sim.load import Reporting
 from hotswap.errors import ConfigError
 from hotswap.migration import Mover
 from hotswap.router import Router
+from hotswap.runtime.move import MigrationLimits
 from hotswap.scheduler import Scheduler
 from hotswap.simulation.course import Clients, Course, Events, Progress
 from hotswap.simulation.outcome import Outcome
@@ -155,6 +156,7 @@ def simulate(
     router: Router,
     scheduler: Scheduler,
     mover: Mover | None = None,
+    migration_limits: MigrationLimits | None = None,
     interval_s: float = 1.0,
     name: str = "",
     driver: Driver = "clients",
@@ -164,7 +166,7 @@ def simulate(
 
     The fleet is the one of production, and knows nothing of it. Requests that fail are part of the outcome.
     Prompts are made when they arrive and forgotten when they end. `progress` is told how many requests have
-    ended, of how many.
+    ended, of how many. With large `chunk_bytes` in the `migration_limits` moves are simulated sooner.
 
     With the driver `"clients"` every request has a client that reads its stream, as in production: a token is
     a few turns of the event loop, and an hour of 100 engines takes minutes. `"events"` visits an engine when
@@ -184,6 +186,7 @@ def simulate(
         router=router,
         scheduler=scheduler,
         mover=mover,
+        migration_limits=migration_limits,
         interval_s=interval_s,
         max_waiting=len(trace.requests),
         on_swap=course.swaps.append,

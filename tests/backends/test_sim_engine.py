@@ -304,3 +304,29 @@ async def test_the_view_names_who_was_preempted() -> None:
                 await anyio.sleep(0.1)
                 seen.add(engine.view().preempted)
         assert seen == {(), (RequestId("r1"),)}
+
+
+@virtual_time
+async def test_an_engine_that_reports_by_step_is_seen_one_step_late() -> None:
+    """Steps last a second from 0.25 on; requests come amid them, and are seen once the next one has ended."""
+    of = store()
+    engines = [
+        SimEngine("e0", PROFILE, token_budget=5),
+        SimEngine("e1", PROFILE, token_budget=5, reporting="by_step"),
+    ]
+    seen: list[list[tuple[int, ...]]] = [[], []]
+    async with engines[0], engines[1], anyio.create_task_group() as tasks:
+        for engine, views in zip(engines, seen, strict=True):
+            await engine.load(await card(of), of)
+            began_s = anyio.current_time()
+            for number, at_s in enumerate((0.25, 3.5, 4.5)):
+                tasks.start_soon(Reading().read, engine, ask(4, 8, number), at_s)
+            for second in range(9):
+                await anyio.sleep_until(began_s + second + 0.3)
+                view = engine.view()
+                views.append((view.num_running, view.num_waiting, view.num_free_kv_blocks))
+    live, late = seen
+    assert len(set(live)) == 3
+    assert late[1:] == live[:-1]
+    assert late[0][:2] == (0, 0)
+    assert [engine.view().num_running for engine in engines] == [0, 0]

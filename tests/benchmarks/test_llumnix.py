@@ -78,7 +78,7 @@ def test_verdicts_go_by_the_tolerances() -> None:
 
 def test_every_run_that_is_chosen_is_in_the_paper_but_round_robin() -> None:
     runs = list(llumnix.chosen(["11", "13", "14", "15"], 1))
-    assert len({run.name for run in runs}) == len(runs) > 40
+    assert len({run.name for run in runs}) == len(runs) > 30
     for run in runs:
         rows = ("high", "normal") if run.figure == "13" else (run.row,)
         for row in rows if run.system != "Round-Robin" else ():

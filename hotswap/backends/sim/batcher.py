@@ -136,6 +136,7 @@ class Batcher:
     they have ended: such blocks count as free, and go when the room is needed, those used longest ago first.
 
     Attributes:
+        prefills_first: Whether whole prompts go first.
         on_change: Called before any of it changes.
         clock: Tells the time.
         on_recovered: Called with a request that was preempted and the seconds since, when it has computed
@@ -166,7 +167,7 @@ class Batcher:
         self._again: dict[Sequence, None] = {}
         self._max_requests = max_requests
         self._token_budget = token_budget
-        self._prefills_first = batching == "prefill_first"
+        self.prefills_first = batching == "prefill_first"
         self._kept_free = int(watermark * num_blocks)
         self._prefixes = Prefixes() if prefix_reuse else None
         self.num_reused_tokens = 0
@@ -182,7 +183,7 @@ class Batcher:
     @property
     def num_spare_blocks(self) -> int:
         """KV blocks that who comes with its own leaves free: one for each who is here, or the watermark."""
-        return self._kept_free if self._prefills_first else len(self)
+        return self._kept_free if self.prefills_first else len(self)
 
     @property
     def num_next_blocks(self) -> int:
@@ -279,7 +280,7 @@ class Batcher:
         """Compose the next step and take the blocks it needs; empty when there is nothing to do."""
         self.on_change()
         step = Step()
-        if self._prefills_first:
+        if self.prefills_first:
             self._add_prefills(step)
             if step.num_tokens:
                 return step
@@ -290,7 +291,7 @@ class Batcher:
                 (decodes if num_pending == 1 else prefills).append(sequence)
         for sequence in chain(decodes, prefills):
             self._schedule(step, sequence)
-        while not self._prefills_first and self._may_admit(step):
+        while not self.prefills_first and self._may_admit(step):
             sequence = self._admitted()
             self._schedule(step, sequence)
         return step
@@ -406,7 +407,7 @@ class Batcher:
     def _run(self, sequence: Sequence) -> None:
         last = next(reversed(self.running), None)
         self.running[sequence] = None
-        if self._prefills_first and last and sequence.request.arrived_s < last.request.arrived_s:
+        if self.prefills_first and last and sequence.request.arrived_s < last.request.arrived_s:
             self.running = dict.fromkeys(sorted(self.running, key=_arrived_s))
 
     def _too_long(self, sequence: Sequence) -> PromptTooLong:

@@ -26,7 +26,7 @@ class Load:
 
     @classmethod
     def of(cls, batcher: Batcher, *, decoding: bool = False, num_taken: int = 0) -> Load:
-        """Return that of a batcher; `decoding` says that all who run do, and `num_taken` blocks are too."""
+        """Return that of a batcher, less more blocks; with `decoding` no prompt of who runs is left."""
         return cls(
             len(batcher.running),
             len(batcher.waiting),
@@ -41,6 +41,7 @@ class Reports:
     """Keeps what an engine that reports by step has reported; one that is live reports nothing.
 
     A report is made when a step has been planned, and told when it has ended: until then the one before is.
+    Of whole prompts that the step computes nothing is left.
     An engine with nothing to do reports at once.
 
     Attributes:
@@ -57,7 +58,7 @@ class Reports:
     def begin(self, *, idle: bool) -> None:
         """Note that a step was planned, or that there is none."""
         if self.by_step:
-            self.coming = Load.of(self._batcher)
+            self.coming = Load.of(self._batcher, decoding=self._batcher.prefills_first)
             if idle:
                 self.told = self.coming
 

@@ -84,7 +84,9 @@ def num_alike(step: Step, batcher: Batcher, least_left: int) -> int:
 
 def num_missing(running: Iterable[Sequence], num_steps: int, block_tokens: int) -> int:
     """Return the KV blocks that must be added before the last of so many steps of one token each."""
-    return sum(
-        max(0, -(-(sequence.num_cached + num_steps) // block_tokens) - sequence.num_blocks)
-        for sequence in running
-    )
+    total = 0
+    for sequence in running:
+        missing = -(-(sequence.num_cached + num_steps) // block_tokens) - sequence.num_blocks
+        if missing > 0:
+            total += missing
+    return total
