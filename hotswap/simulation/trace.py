@@ -49,16 +49,19 @@ class TraceRequest:
 
         Different blocks differ from their first tokens on, up to a billion of them; so does what is own.
         """
-        tokens: list[int] = []
-        for block in self.prefix_blocks[: -(-self.prompt_tokens // PREFIX_BLOCK_TOKENS)]:
-            more, name = divmod(block, VOCABULARY)
-            tokens += (name, more % VOCABULARY)
-            tokens += _run(block * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS - 2)
-        if len(tokens) < self.prompt_tokens:
-            more, name = divmod(number, VOCABULARY)
-            tokens += (more % VOCABULARY, name)
-            tokens += _run(number * 7919 + 1, self.prompt_tokens - len(tokens))
-        return tuple(tokens[: self.prompt_tokens])
+        blocks = self.prefix_blocks[: -(-self.prompt_tokens // PREFIX_BLOCK_TOKENS)]
+        shared = tuple(itertools.chain.from_iterable(map(_block, blocks)))
+        num_own = self.prompt_tokens - len(shared)
+        if num_own <= 0:
+            return shared[: self.prompt_tokens]
+        more, name = divmod(number, VOCABULARY)
+        own = (more % VOCABULARY, name, *_run(number * 7919 + 1, max(0, num_own - 2)))[:num_own]
+        return shared + own if shared else own
+
+
+def _block(block: int) -> tuple[int, ...]:
+    more, name = divmod(block, VOCABULARY)
+    return (name, more % VOCABULARY, *_run(block * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS - 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +257,8 @@ def _run(first: int, count: int) -> tuple[int, ...]:
     """So many token ids in a row from one on, and round again."""
     first %= VOCABULARY
     rounds, rest = divmod(count, VOCABULARY)
-    return _TOKENS[first : first + VOCABULARY] * rounds + _TOKENS[first : first + rest]
+    whole = _TOKENS[first : first + VOCABULARY] * rounds if rounds else ()
+    return whole + _TOKENS[first : first + rest]
 
 
 def _positive(what: str, value: float) -> None:

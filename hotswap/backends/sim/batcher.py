@@ -304,7 +304,8 @@ class Batcher:
             if sequence not in self.running:  # left or was evicted while the step ran
                 continue
             sequence.num_cached += count
-            self._name(sequence)
+            if self._prefixes:
+                self._name(sequence, self._prefixes)
             if 0 < sequence.num_owed <= sequence.num_cached:
                 self._recovered(sequence)
             if sequence.num_pending == 0 and sequence.generate():
@@ -428,12 +429,12 @@ class Batcher:
         self._trim()
         return self._prefixes.num_found(self._reusable(sequence))
 
-    def _name(self, sequence: Sequence) -> None:
+    def _name(self, sequence: Sequence, prefixes: Prefixes) -> None:
         """Let others find the blocks of a prompt that have been computed."""
         ready = min(len(sequence.names), sequence.num_cached // self.block_tokens)
-        if self._prefixes and sequence.num_named < ready:
+        if sequence.num_named < ready:
             for name in sequence.names[sequence.num_named : ready]:
-                self.num_free_blocks += self._prefixes.keep(name)
+                self.num_free_blocks += prefixes.keep(name)
             sequence.num_named = ready
 
     def _free(self, sequence: Sequence) -> None:
