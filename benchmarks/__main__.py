@@ -28,6 +28,7 @@ BENCHMARKS = {
     "papers": "what papers report, beside what the shipped policies do in simulation",
     "policies": "how long routes and plans take, from ten instances to ten thousand",
     "serverlessllm": "startup latency by scheduler on nodes with finite memory, in simulation",
+    "traces": "how many engines each policy needs for 99 % of targets on real traces, in simulation",
     "simulate": "requests that a second of a processor simulates, from 16 engines to 10,000",
     "vllm_migrate": "a request that moves between vLLM cores, with its KV blocks or to be computed anew",
     "vllm_swap": "a swap inside a running vLLM, beside its own reload of the same bytes and a restart",

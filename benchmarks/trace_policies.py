@@ -1,0 +1,166 @@
+"""Who is compared on real traces: shipped policies as a user would compose them, and baselines."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.trace_loads import Load
+from hotswap import Router, Scheduler
+from hotswap.policies import (
+    AdapterPool,
+    AffinityRouter,
+    ConsistentHashRouter,
+    FreenessRouter,
+    HorizontalAutoscaler,
+    InOrder,
+    KeepAliveSwap,
+    LeastLoadedRouter,
+    LeastTimeRouter,
+    PrefixRouter,
+    RoundRobinRouter,
+    ShepherdSwap,
+    StaticPinning,
+    VirtualUsageRescheduler,
+    WeightedLoadSwap,
+    infaas_router,
+)
+from hotswap.simulation import Trace
+
+__all__ = ["AUTOSCALED", "TARGETS", "Policy", "autoscaler", "pins_of", "policies"]
+
+# Requests per replica that a horizontal autoscaler may be told; the fewer engines, the later.
+TARGETS = (2, 8, 16, 32, 64)
+AUTOSCALED = "horizontal autoscaling (mean)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A router, and the scheduler for a trace on so many engines.
+
+    Attributes:
+        router: Its router.
+        scheduler: Makes its scheduler.
+        baseline: Whether it is one.
+        dedicated: Whether every model has engines of its own, so that there are as many at least.
+    """
+
+    router: Router
+    scheduler: Callable[[Trace, int], Scheduler]
+    baseline: bool = False
+    dedicated: bool = False
+
+
+def policies(name: str, load: Load) -> Mapping[str, Policy]:
+    """Return those that are compared on a load, by name; autoscaling, which has no number, is not there."""
+    if name.endswith("-models"):
+        return _swapping(load)
+    if name.endswith("-adapters"):
+        return _adapters(load)
+    return _one_model(load)
+
+
+def autoscaler(target: int) -> Scheduler:
+    """Return the baseline that starts and stops engines; idle ones go after a minute."""
+    return HorizontalAutoscaler(target=target, stabilization_s=60.0)
+
+
+def _swapping(load: Load) -> dict[str, Policy]:
+    weighted = WeightedLoadSwap(t1=16, t2=50, b=1.5, sigmas=3, patience_s=6.0)
+    return {
+        "weighted loads": _shipped(LeastLoadedRouter(), weighted),
+        "keep-alive": _baseline(LeastLoadedRouter(), KeepAliveSwap()),
+        "Shepherd": _baseline(LeastLoadedRouter(), ShepherdSwap()),
+        # Nearly every model has one engine, so that no router changes anything: one stands for all.
+        "pinned": _pinned(LeastLoadedRouter(), load),
+    }
+
+
+def _one_model(load: Load) -> dict[str, Policy]:
+    """Moves need a fleet that holds the model everywhere, which pinning makes."""
+    routers: dict[str, Router] = {"least time": _least_time(load)}
+    if load.cluster.prefix_reuse:
+        # Blocks of Mooncake's trace have 512 tokens; the first is often everybody's, so that two tell more.
+        routers["prefix"] = PrefixRouter(block_tokens=512, num_blocks=2)
+        routers["consistent hash of the prefix"] = ConsistentHashRouter(prefix_tokens=1024)
+    found = {
+        name: Policy(router=router, scheduler=_pins(load), dedicated=True) for name, router in routers.items()
+    }
+    llumnix = VirtualUsageRescheduler()
+    return {
+        **found,
+        "Llumnix": Policy(router=FreenessRouter(), scheduler=_pins(load, llumnix), dedicated=True),
+        "pinned": _pinned(LeastLoadedRouter(), load),
+        "pinned, round robin": _pinned(RoundRobinRouter(), load),
+        "pinned, INFaaS++": _pinned(infaas_router(), load),
+    }
+
+
+def _adapters(load: Load) -> dict[str, Policy]:
+    pool, pins = AdapterPool(), _pins(load)
+    held = _pins(load, pool)
+    return {
+        "affinity, adapter pool": Policy(router=AffinityRouter(), scheduler=held, dedicated=True),
+        "affinity": Policy(router=AffinityRouter(), scheduler=pins, dedicated=True),
+        "least time, adapter pool": Policy(router=_least_time(load), scheduler=held, dedicated=True),
+        "consistent hash of the adapter": Policy(
+            router=ConsistentHashRouter(key="adapter"), scheduler=pins, dedicated=True
+        ),
+        "pinned": _pinned(LeastLoadedRouter(), load),
+        "pinned, round robin": _pinned(RoundRobinRouter(), load),
+        "pinned, INFaaS++": _pinned(infaas_router(), load),
+    }
+
+
+def _least_time(load: Load) -> LeastTimeRouter:
+    """The router with the constants of the device."""
+    device, budget = load.cluster.measured.device, load.cluster.token_budget
+    step_s = device.step_s(tokens=budget, batch=1, context=0, prefill=budget, prefill_squares=budget * budget)
+    return LeastTimeRouter(
+        prefill_tokens_per_s=budget / step_s,
+        step_tokens=budget,
+        request_s=device.request_s + 1000 * device.context_token_s,
+        adapter_s=device.adapter_s,
+    )
+
+
+def _shipped(router: Router, scheduler: Scheduler) -> Policy:
+    return Policy(router=router, scheduler=lambda trace, num_engines: scheduler)
+
+
+def _baseline(router: Router, scheduler: Scheduler) -> Policy:
+    return Policy(router=router, scheduler=lambda trace, num_engines: scheduler, baseline=True)
+
+
+def _pinned(router: Router, load: Load) -> Policy:
+    return Policy(router=router, scheduler=_pins(load), baseline=True, dedicated=True)
+
+
+def _pins(load: Load, *more: Scheduler) -> Callable[[Trace, int], Scheduler]:
+    """Give every model one engine, and each other engine to the model with the most work for each it has.
+
+    Whoever pins so knows the trace beforehand.
+    """
+    device, kv_tokens = load.cluster.measured.device, 16 * load.cluster.measured.kv_blocks
+    step_s = device.step_s(tokens=8, batch=8, context=kv_tokens // 2)
+
+    def scheduler(trace: Trace, num_engines: int) -> Scheduler:
+        work: defaultdict[str, float] = defaultdict(float)
+        for request in trace.requests:
+            held = (request.prompt_tokens + request.output_tokens / 2) / kv_tokens
+            seconds = request.prompt_tokens * device.token_s + held * request.output_tokens * step_s
+            work[request.model] += seconds
+        pins = StaticPinning(pins_of(work, num_engines))
+        return InOrder(pins, *more) if more else pins
+
+    return scheduler
+
+
+def pins_of(work: Mapping[str, float], num_engines: int) -> dict[str, str]:
+    """Return the model of every engine."""
+    homes: Sequence[str] = sorted(work, key=lambda model: (-work[model], model))
+    replicas = Counter(homes)
+    while replicas.total() < num_engines:
+        replicas[max(work, key=lambda model: (work[model] / replicas[model], model))] += 1
+    return {f"e{number}": model for number, model in enumerate(replicas.elements())}
