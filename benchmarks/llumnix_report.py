@@ -55,8 +55,9 @@ def claims(figure: str, series: Series, paper: Paper) -> Iterator[str]:
     if figure == "11":
         yield from _orderings(series)
         yield from _gain(series, paper)
-    if figure in ("11", "14"):
         yield from _less(figure, "preemption_loss_s", series, paper)
+    if figure == "13":
+        yield from _priorities(series, paper)
     if figure in ("14", "15"):
         yield from _less(figure, "avg_instances", series, paper)
         yield from _less(figure, "prefill_p99_s", series, paper)
@@ -87,6 +88,17 @@ def _known_gains(paper: Paper) -> Iterator[float]:
         if key.figure == "11" and key.system == "INFaaS++" and key.row in _GAIN_ROWS:
             moved = paper[Key("11", key.row, "Llumnix", key.at)]
             yield figures["prefill_p99_s"] / moved["prefill_p99_s"]
+
+
+def _priorities(series: Series, paper: Paper) -> Iterator[str]:
+    """How many times as long it takes without priorities, by class."""
+    for row, metric in (("high", "prefill_p99_s"), ("high", "request_mean_s"), ("normal", "request_mean_s")):
+        pairs = [pair for pair in _pairs(metric, series, "Llumnix-base") if pair[0].row == row]
+        if pairs:
+            ours = [one / other for _, one, other in pairs]
+            theirs = [paper[key][metric] / paper[_moved(key)][metric] for key, _, _ in pairs]
+            spans = [f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in (ours, theirs)]
+            yield f"{row} priority, {metric}: {spans[0]} times as long without; the paper's {spans[1]}"
 
 
 def _less(figure: str, metric: str, series: Series, paper: Paper) -> Iterator[str]:
