@@ -13,9 +13,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hotswap import ConfigError, FleetView, InstanceId, Router, Scheduler
-from hotswap.backends.sim.batcher import Batcher, Step
-from hotswap.backends.sim.batcher import Sequence as Seated
+from hotswap.backends.sim.batcher import Batcher
 from hotswap.backends.sim.load import Reporting
+from hotswap.backends.sim.sequence import Sequence as Seated
+from hotswap.backends.sim.sequence import Step
 from hotswap.hardware import DeviceProfile
 from hotswap.policies import (
     AdapterPool,

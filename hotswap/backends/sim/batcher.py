@@ -8,102 +8,17 @@ where whole prompts go first the one that arrived last. Everything here is synch
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, TypeAlias
 
 from hotswap.backends.sim.prefix import Prefixes, block_names
+from hotswap.backends.sim.sequence import Sequence, Step
 from hotswap.errors import PromptTooLong
-from hotswap.hardware import DeviceProfile
-from hotswap.request import Request, RequestId
+from hotswap.request import RequestId
 
-__all__ = ["Batcher", "Batching", "Sequence", "Step"]
-
-
-@dataclass(slots=True, eq=False)
-class Sequence(ABC):
-    """A request on its way through an engine; `num_cached` of its `num_tokens` lie in KV blocks.
-
-    `position` is that of the next token in the generation. One that was preempted, at `preempted_s`, has
-    `num_owed` tokens to compute again; 0 once it has. Where prefixes are reused, `names` are those of
-    its prompt's blocks, and of its own blocks the first `num_named` are there for others, too.
-    """
-
-    request: Request
-    position: int = field(init=False, default=0)
-    num_cached: int = field(init=False, default=0)
-    num_blocks: int = field(init=False, default=0)
-    num_named: int = field(init=False, default=0)
-    names: tuple[int, ...] = field(init=False, default=())
-    num_owed: int = field(init=False, default=0)
-    preempted_s: float = field(init=False, default=0.0)
-
-    def __post_init__(self) -> None:
-        self.position = len(self.request.generated)
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and everything generated so far."""
-        return len(self.request.prompt) + self.position
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens still to compute before the next can be generated: 1 in decode, more in prefill."""
-        return len(self.request.prompt) + self.position - self.num_cached
-
-    @abstractmethod
-    def generate(self) -> bool:
-        """Give the next token away; return whether it was the last."""
-
-    @abstractmethod
-    def token(self, position: int) -> int:
-        """Return the token at a position that was generated."""
-
-    @abstractmethod
-    def reuse(self, num_tokens: int) -> None:
-        """Note that so many tokens were found in KV blocks."""
-
-    @abstractmethod
-    def close(self, error: Exception | None = None) -> None:
-        """End it, after its last token or by an error."""
-
-
-class Step:
-    """One pass over the device: how many tokens of which sequence."""
-
-    __slots__ = ("chunks", "num_tokens")
-
-    def __init__(self) -> None:
-        self.chunks: dict[Sequence, int] = {}
-        self.num_tokens = 0
-
-    @property
-    def num_context(self) -> int:
-        """Cached tokens that the step attends to."""
-        return sum(sequence.num_cached for sequence in self.chunks)
-
-    def seconds(self, profile: DeviceProfile) -> float:
-        """How long it takes on a device."""
-        prefills = [(s.num_cached, count) for s, count in self.chunks.items() if s.num_pending > 1]
-        return profile.step_s(
-            tokens=self.num_tokens,
-            batch=len(self.chunks),
-            context=self.num_context,
-            prefill=sum(count for _, count in prefills),
-            prefill_squares=sum(count * (count + 2 * cached) for cached, count in prefills),
-        )
-
-    def add(self, sequence: Sequence, count: int) -> None:
-        """Compute `count` more tokens of a sequence."""
-        self.chunks[sequence] = count
-        self.num_tokens += count
-
-    def drop(self, sequence: Sequence) -> None:
-        """Leave a sequence out after all."""
-        self.num_tokens -= self.chunks.pop(sequence, 0)
+__all__ = ["Batcher", "Batching"]
 
 
 Batching: TypeAlias = Literal["mixed", "prefill_first"]

@@ -10,10 +10,11 @@ from typing import Self, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
-from hotswap.backends.sim.batcher import Batcher, Batching, Sequence
+from hotswap.backends.sim.batcher import Batcher, Batching
 from hotswap.backends.sim.load import Load, Reporting, Reports
 from hotswap.backends.sim.loading import Weights, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
+from hotswap.backends.sim.sequence import Sequence
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
 from hotswap.engine import Engine
 from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted, UnknownAdapter

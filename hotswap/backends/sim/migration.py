@@ -9,7 +9,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.sim.batcher import Batcher
-from hotswap.backends.sim.batcher import Sequence as Running
+from hotswap.backends.sim.sequence import Sequence as Running
 from hotswap.errors import MigrationAborted
 from hotswap.hardware import DeviceProfile
 from hotswap.migration import KVLayout, KVPages, KVSink, KVSource, Stopped

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from dataclasses import dataclass, field
 
-from hotswap.backends.sim.batcher import Sequence
+from hotswap.backends.sim.sequence import Sequence
 from hotswap.errors import InvalidRequest, PromptTooLong
 from hotswap.model import ModelCard
 from hotswap.request import FinishReason, Request, Token

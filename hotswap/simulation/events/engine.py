@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from hotswap.backends.sim import SimEngine
-from hotswap.backends.sim.batcher import Sequence, Step
 from hotswap.backends.sim.load import Load
+from hotswap.backends.sim.sequence import Sequence, Step
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
 
-from hotswap.backends.sim.batcher import Batcher, Sequence, Step
+from hotswap.backends.sim.batcher import Batcher
+from hotswap.backends.sim.sequence import Sequence, Step
 from hotswap.hardware import DeviceProfile
 
 __all__ = ["Stretch", "num_alike"]
