@@ -40,6 +40,10 @@ def report(runs: Mapping[str, Mapping[str, Mapping[str, float]]], paper: Paper) 
         _show_rows(figure, of_it, paper)
         for line in claims(figure, of_it, paper):
             print(line)
+        own = series_of({name: rows for name, rows in runs.items() if name.endswith("/0")})
+        of_own = {key: own[key] for key in sorted(own, key=_order) if key.figure == figure}
+        for line in claims(figure, of_own, paper):
+            print(f"with the artifact's arrivals alone, {line}")
 
 
 def claims(figure: str, series: Series, paper: Paper) -> Iterator[str]:

@@ -37,7 +37,7 @@ def workload(name: str, rate_per_s: float, seed: int, *, cv: float = 1.0) -> Tra
     """Return the ten thousand requests of a workload at a rate.
 
     Arrivals are Poisson, or with a `cv` other than 1 gaps are Gamma-distributed. Those of seed 0 are the ones
-    that the artifact draws after its lengths; other seeds draw their own.
+    that the artifact draws after its lengths, in every run alike; other seeds draw their own.
     """
     prompts, outputs = lengths(name)
     random = np.random.RandomState(_SEED if seed == 0 else seed)

@@ -11,7 +11,15 @@ import sys
 import pytest
 
 from hotswap import ConfigError, Fleet, FleetView, InstanceId, ModelId, Scheduler, Swap
-from hotswap.policies import AffinityRouter, LeastLoadedRouter, WeightedLoadSwap
+from hotswap.backends.sim.load import Reporting
+from hotswap.policies import (
+    AffinityRouter,
+    Freeness,
+    FreenessRouter,
+    LeastLoadedRouter,
+    RestoreFloors,
+    WeightedLoadSwap,
+)
 from hotswap.simulation import Cluster, Outcome, Slo, Trace, TraceRequest, generate, simulate
 from hotswap.testing.workloads import log_normal_lengths
 from tests.house.tree import ROOT
@@ -153,6 +161,22 @@ def test_policies_see_the_views_of_a_production_fleet() -> None:
     assert {len(view.instances) for view in seen} == {3}
 
 
+@pytest.mark.parametrize(("reporting", "held"), [("live", [3, 3]), ("by_step", [1, 5])])
+def test_requests_that_come_within_a_step_are_spread_only_where_loads_are_live(
+    reporting: Reporting, held: list[int]
+) -> None:
+    """Two engines have one request each when four more come within four milliseconds."""
+    times_s = (5.0, 5.5, 10.0, 10.001, 10.002, 10.003)
+    outcome = simulate(
+        Trace(tuple(TraceRequest(arrive_s=at_s, prompt_tokens=200, output_tokens=400) for at_s in times_s)),
+        Cluster(num_engines=2, profile="a10-llama-7b", min_replicas=2, reporting=reporting),
+        router=FreenessRouter(Freeness("artifact")),
+        scheduler=RestoreFloors(),
+        driver="events",
+    )
+    assert sorted(s.num_requests for s in outcome.samples if s.at_s == 10.5) == held
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -160,6 +184,7 @@ def test_policies_see_the_views_of_a_production_fleet() -> None:
         lambda: Cluster(profile="abacus"),
         lambda: Cluster(num_engines=4, num_nodes=3),
         lambda: Cluster(num_engines=4, num_nodes=-1),
+        lambda: Cluster(reporting="daily"),  # type: ignore[arg-type]
         lambda: Cluster(num_engines=1, losses=((1.0, "e7"),)),
         lambda: played(Trace(())),
     ],
