@@ -52,4 +52,4 @@ class Estimate:
 
     def format(self) -> str:
         """The median, the mean and its interval."""
-        return f"{self.median:g} ({self.mean:.1f} [{self.low:.1f}-{self.high:.1f}])"
+        return f"{self.median:.4g} ({self.mean:.1f} [{self.low:.1f}-{self.high:.1f}])"

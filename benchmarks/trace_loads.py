@@ -125,16 +125,16 @@ def _azure_models(trace: Trace, random: Random) -> Trace:
 
 
 def _azure(trace: Trace, random: Random) -> Trace:
-    """Six minutes."""
-    return _window(trace, random, 360.0)
+    """Five minutes."""
+    return _window(trace, random, 300.0)
 
 
 def _mooncake(trace: Trace, random: Random) -> Trace:
-    """Four minutes of each half of the hour, laid over each other.
+    """Three minutes of each half of the hour, laid over each other.
 
     The trace's clock ticks every three seconds; where in them a request came is drawn.
     """
-    halves = [_window(trace, random, 240.0, of=of) for of in ((0.0, 0.5), (0.5, 1.0))]
+    halves = [_window(trace, random, 180.0, of=of) for of in ((0.0, 0.5), (0.5, 1.0))]
     requests = (request for half in halves for request in half.requests)
     return Trace.of(
         (replace(r, arrive_s=r.arrive_s + random.uniform(0.0, TICK_S)) for r in requests), trace.name
@@ -189,7 +189,7 @@ LOADS: Mapping[str, Load] = {
         guess=5,
     ),
     "mooncake": Load(
-        what="Mooncake's conversations to one model: four minutes of each half of it, one over the other",
+        what="Mooncake's conversations to one model: three minutes of each half of it, one over the other",
         file=MOONCAKE,
         cluster=Cluster(
             profile="4xh100-llama-3.1-70b",
@@ -201,7 +201,7 @@ LOADS: Mapping[str, Load] = {
         take=_mooncake,
         warm_s=60.0,
         most=32,
-        guess=8,
+        guess=11,
     ),
     "servegen-adapters": Load(
         what="ServeGen's tenants, each with an adapter of one model: half of the requests of four minutes",
@@ -214,7 +214,7 @@ LOADS: Mapping[str, Load] = {
         guess=8,
     ),
     "azure": Load(
-        what="Azure's conversations to one model: six minutes",
+        what="Azure's conversations to one model: five minutes",
         file=AZURE,
         cluster=Cluster(profile="a10-llama-7b", disk_bytes_per_s=50e9, token_budget=512, max_requests=64),
         take=_azure,

@@ -78,19 +78,17 @@ def _swapping(load: Load) -> dict[str, Policy]:
 
 
 def _one_model(load: Load) -> dict[str, Policy]:
-    """Moves need a fleet that holds the model everywhere, which pinning makes."""
-    routers: dict[str, Router] = {"least time": _least_time(load)}
-    if load.cluster.prefix_reuse:
-        # Blocks of Mooncake's trace have 512 tokens; the first is often everybody's, so that two tell more.
-        routers["prefix"] = PrefixRouter(block_tokens=512, num_blocks=2)
-        routers["consistent hash of the prefix"] = ConsistentHashRouter(prefix_tokens=1024)
-    found = {
-        name: Policy(router=router, scheduler=_pins(load), dedicated=True) for name, router in routers.items()
-    }
-    llumnix = VirtualUsageRescheduler()
+    """Every engine has the model, by pinning; what differs is where requests go, and whether they move."""
+    pins, moves = _pins(load), _pins(load, VirtualUsageRescheduler())
+    # Blocks of Mooncake's trace have 512 tokens; the first is everybody's, so that two tell more.
+    prefix = PrefixRouter(block_tokens=512, num_blocks=2)
     return {
-        **found,
-        "Llumnix": Policy(router=FreenessRouter(), scheduler=_pins(load, llumnix), dedicated=True),
+        "least time": Policy(router=_least_time(load), scheduler=pins, dedicated=True),
+        **(
+            {"prefix": Policy(router=prefix, scheduler=pins, dedicated=True)}
+            if load.cluster.prefix_reuse
+            else {"Llumnix": Policy(router=FreenessRouter(), scheduler=moves, dedicated=True)}
+        ),
         "pinned": _pinned(LeastLoadedRouter(), load),
         "pinned, round robin": _pinned(RoundRobinRouter(), load),
         "pinned, INFaaS++": _pinned(infaas_router(), load),
