@@ -50,7 +50,8 @@ def course(outcome: Outcome) -> Iterator[tuple[list[object], list[float]]]:
     for r in outcome.requests:
         facts = [r.number, r.model, r.adapter, r.output_tokens, r.num_hops, r.error, r.first_s is None]
         yield facts, [r.arrived_s, r.first_s or 0.0, r.ended_s, r.preempted_s]
-    for s in outcome.swaps:
+    # Those that the end of a trace cancels have no order among them.
+    for s in sorted(outcome.swaps, key=lambda s: s.instance if s.outcome == "cancelled" else ""):
         phases = [phase.name for phase in s.phases]
         facts = [s.instance, s.model_before, s.model, s.outcome, s.reason, s.num_evicted, s.tier, phases]
         yield facts, [s.started_s, s.seconds, s.downtime_s]
