@@ -80,17 +80,18 @@ def _swapping(load: Load) -> dict[str, Policy]:
 def _one_model(load: Load) -> dict[str, Policy]:
     """Every engine has the model, by pinning; what differs is where requests go, and whether they move."""
     pins, moves = _pins(load), _pins(load, VirtualUsageRescheduler())
-    # Blocks of Mooncake's trace have 512 tokens; the first is everybody's, so that two tell more.
-    prefix = PrefixRouter(block_tokens=512, num_blocks=2)
-    return {
-        "least time": Policy(router=_least_time(load), scheduler=pins, dedicated=True),
-        **(
-            {"prefix": Policy(router=prefix, scheduler=pins, dedicated=True)}
-            if load.cluster.prefix_reuse
-            else {"Llumnix": Policy(router=FreenessRouter(), scheduler=moves, dedicated=True)}
-        ),
+    blind = {
         "pinned": _pinned(LeastLoadedRouter(), load),
         "pinned, round robin": _pinned(RoundRobinRouter(), load),
+    }
+    if load.cluster.prefix_reuse:
+        # Blocks of Mooncake's trace have 512 tokens; the first is everybody's, so that two tell more.
+        prefix = PrefixRouter(block_tokens=512, num_blocks=2)
+        return {"prefix": Policy(router=prefix, scheduler=pins, dedicated=True), **blind}
+    return {
+        "least time": Policy(router=_least_time(load), scheduler=pins, dedicated=True),
+        "Llumnix": Policy(router=FreenessRouter(), scheduler=moves, dedicated=True),
+        **blind,
         "pinned, INFaaS++": _pinned(infaas_router(), load),
     }
 
