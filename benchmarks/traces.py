@@ -1,7 +1,7 @@
 """Real traces: how many engines each policy needs for 99 % of requests to get what they should.
 
     python -m benchmarks traces --traces FOLDER                    two seeds of two loads
-    python -m benchmarks traces --traces FOLDER --full --json FILE five seeds of all of them; half an hour
+    python -m benchmarks traces --traces FOLDER --full --json FILE five seeds of all of them; hours
     python -m benchmarks traces --traces FOLDER --full --only mooncake --json FILE
                                                                    one of them; the report keeps the others
 
