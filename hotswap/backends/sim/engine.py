@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.sim.batcher import Batcher, Batching
 from hotswap.backends.sim.load import Load, Reporting, Reports
-from hotswap.backends.sim.loading import Weights, read_weights
+from hotswap.backends.sim.loading import Weights, check_room, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
 from hotswap.backends.sim.sequence import Sequence
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
@@ -426,17 +426,10 @@ class SimEngine(Engine):
         if not self._started:
             raise InstanceError(f"Engine {self.id!r} cannot {verb} before `async with` has started it.")
         if self._state is not state:
-            raise InstanceError(
-                f"Engine {self.id!r} is {self._state}; it can {verb} only while it is {state}."
-            )
+            raise InstanceError(f"Engine {self.id!r} is {self._state}; it can {verb} only while {state}.")
 
     def _require_room(self, model: ModelCard, size_bytes: int) -> None:
-        free_bytes = self.profile.memory_bytes - self._used_bytes
-        if size_bytes > free_bytes:
-            raise OutOfMemory(
-                f"Model {model.id!r} needs {size_bytes} bytes with its KV pool, but engine {self.id!r} has "
-                f"{free_bytes} free. Use a larger device or fewer kv_blocks."
-            )
+        check_room(model, size_bytes, self.profile.memory_bytes - self._used_bytes, self.id)
 
     @property
     def _model(self) -> ModelId | None:
