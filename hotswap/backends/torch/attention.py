@@ -273,17 +273,18 @@ def paged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads = _Heads(query.shape[1], key.shape[1], scale, softcap, s_aux, step.min_rows)
     out = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
-    across = keys_across(key.dtype, heads.decode_rows)
     for segment in step.segments:
         rows = slice(segment.start, segment.start + segment.num_rows)
-        keys, values = _read(step.cache, layer, segment, key[0, :, rows], value[0, :, rows], across=across)
+        keys, values = _read(
+            step.cache, layer, segment, key[0, :, rows], value[0, :, rows], num_rows=heads.decode_rows
+        )
         queries = query[0, :, rows].transpose(0, 1)
         out[rows] = heads.attend(queries, keys, values, segment, attention_mask, step.cache.block_tokens)
     return out.unsqueeze(0), None
 
 
 def _read(
-    cache: KVCache, layer: int, segment: Segment, key: Tensor, value: Tensor, *, across: bool
+    cache: KVCache, layer: int, segment: Segment, key: Tensor, value: Tensor, *, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """`[n, kv_heads, tokens, dim]` of a segment's blocks, to which `[kv_heads, rows, dim]` were appended."""
 
@@ -292,7 +293,7 @@ def _read(
 
     if segment.run is None:
         return gather(0)
-    tokens = segment.table.shape[1] * cache.block_tokens
+    tokens, across = segment.table.shape[1] * cache.block_tokens, keys_across(key.dtype, num_rows)
     return segment.run.read(layer, key.transpose(0, 1), value.transpose(0, 1), tokens, gather, across=across)
 
 

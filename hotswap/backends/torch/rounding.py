@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,9 +21,22 @@ from hotswap.backends.torch.device import multiplies_bf16
 
 __all__ = ["keys_across", "least_rows"]
 
-_FEW, _MANY = 4, 64
-# Requests and heads, widths of a head, and numbers of keys. Values are weighed by 128 keys at once.
-_BATCHES, _WIDTHS, _NUM_KEYS, _MOST_SUMMED = ((1, 1), (1, 5), (6, 3)), (16, 64, 80, 128), (16, 48, 272), 128
+_FEW = 4
+# Numbers of rows, of which all but the last are compared with it: those of decodes, and of short prompts.
+_ROWS = (1, 2, 3, 4, 5, 7, 8, 11, 12, 17, 33, 64)
+# Requests, heads, width of a head, and number of keys.
+_SHAPES = (
+    (1, 1, 64, 16),
+    (6, 3, 64, 48),
+    (2, 3, 80, 272),
+    (1, 5, 128, 272),
+    (1, 1, 128, 2048),
+    (1, 2, 256, 80),
+)
+# Values are weighed by so many keys at once.
+_MOST_SUMMED = 128
+# Keys that there is room for behind those that are multiplied.
+_ROOM = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +84,30 @@ def _try_out() -> _Rounding:
     random = torch.Generator().manual_seed(0)
     few_rows = columns = True
     for left, right, is_scores in _products(random):
-        many = left @ right
-        for num_rows in range(1, _FEW + 1):
-            few = functional.pad(left[..., :num_rows, :], (0, 0, 0, _FEW - num_rows))
-            few_rows &= torch.equal((few @ right)[..., :num_rows, :], many[..., :num_rows, :])
+        if not (few_rows or columns):
+            break
+        many, across = left @ right, _across(right)
+        for num_rows in _ROWS:
+            few = functional.pad(left[..., :num_rows, :], (0, 0, 0, max(0, _FEW - num_rows)))
+            found = few @ right
+            few_rows &= torch.equal(found[..., :num_rows, :], many[..., :num_rows, :])
             if is_scores:
-                columns &= torch.equal(few @ right, few @ right.contiguous())
+                columns &= torch.equal(found, few @ across)
     return _Rounding(few_rows, columns)
+
+
+def _across(columns: Tensor) -> Tensor:
+    """The same as columns in memory, with room behind each row for more."""
+    num_keys = columns.shape[-1]
+    return functional.pad(columns, (0, _ROOM))[..., :num_keys]
 
 
 def _products(random: torch.Generator) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Queries and keys, then weights and values, as attention multiplies them, and which of both they are."""
-    for batch, width, num_keys in product(_BATCHES, _WIDTHS, _NUM_KEYS):
-        queries = torch.randn(*batch, _MANY, width, generator=random)
+    for num_requests, heads, width, num_keys in _SHAPES:
+        batch = num_requests, heads
+        queries = torch.randn(*batch, _ROWS[-1], width, generator=random)
         keys = torch.randn(*batch, num_keys, width, generator=random)
         yield queries, keys.transpose(-1, -2), True
         num_summed = min(num_keys, _MOST_SUMMED)
-        yield torch.rand(*batch, _MANY, num_summed, generator=random), keys[..., :num_summed, :], False
+        yield torch.rand(*batch, _ROWS[-1], num_summed, generator=random), keys[..., :num_summed, :], False

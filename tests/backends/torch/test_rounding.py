@@ -15,6 +15,7 @@ from hotswap.backends.torch.rounding import keys_across, least_rows
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @given(
     st.integers(0, 1 << 32),
     st.tuples(st.integers(1, 6), st.integers(1, 8)),
@@ -23,8 +24,17 @@ CPU = torch.device("cpu")
     st.integers(1, 40),
 )
 def test_rows_that_are_filled_up_are_rounded_as_among_many(
-    seed: int, batch: tuple[int, int], width: int, num_keys: int, num_rows: int
+    threads: int, seed: int, batch: tuple[int, int], width: int, num_keys: int, num_rows: int
 ) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        _compare(seed, batch, width, num_keys, num_rows)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _compare(seed: int, batch: tuple[int, int], width: int, num_keys: int, num_rows: int) -> None:
     torch.manual_seed(seed)
     least = least_rows(CPU, torch.get_num_threads(), torch.float32)
     keys, values = torch.randn(*batch, num_keys, width), torch.randn(*batch, min(num_keys, 128), width)
