@@ -198,3 +198,12 @@ def test_only_who_was_set_back_has_lost_anything(lengths: list[tuple[int, int]])
         if s in gone and s.num_owed
     }
     assert told == set_back
+
+
+def test_a_prompt_of_nearly_all_blocks_does_not_wait_for_a_watermark() -> None:
+    """Nobody would ever leave it more."""
+    batcher = batcher_of(10, watermark=0.5)
+    large, next_one = seated(9 * BLOCK), seated(BLOCK, at_s=1.0)
+    batcher.add(large)
+    batcher.add(next_one)
+    assert batcher.plan().chunks == {large: 9 * BLOCK}

@@ -225,3 +225,16 @@ def test_requests_that_meet_what_they_begin_with_wait_less() -> None:
     assert waits == sorted(waits)
     tokens = [outcome.summary()["num_reused_tokens"] for outcome in (meet, scattered)]
     assert tokens == [meet.num_reused_tokens, scattered.num_reused_tokens]
+
+
+def test_both_drivers_tell_the_same_loss_where_prompts_fill_their_blocks() -> None:
+    """What was preempted in its first decode finds its whole prompt again, and decodes at once."""
+    requests = [
+        TraceRequest(
+            arrive_s=0.4 * n, prompt_tokens=512 * (1 + n % 3), output_tokens=900 + 40 * n, prefix_blocks=(n,)
+        )
+        for n in range(16)
+    ]
+    cluster = replace(SMALL, num_engines=1, min_replicas=1, profile="a10-llama-7b")
+    outcome = assert_same(Trace.of(requests), cluster, router=PREFIX, scheduler=FLOORS)
+    assert outcome.summary()["num_preempted"] > 0

@@ -39,10 +39,12 @@ def _nobody(request: RequestId, seconds: float) -> None:
 class Batcher:
     """Owns the KV blocks of an engine and decides, step by step, which sequences use them.
 
-    Those of higher priority wait in front of others, and who comes with its KV blocks in front of all.
+    Those of higher priority wait in front of others; who comes with its KV blocks or was preempted waits in
+    front of all that are there then.
 
     With the batching `"prefill_first"`, as of vLLM before 0.3, a step has whole prompts alone while any can
-    be admitted, and decodes wait for it; `watermark` is the share of blocks that an admission leaves free.
+    be admitted, and decodes wait for it; `watermark` is the share of blocks that an admission leaves free
+    while anybody runs.
     A prompt longer than the budget has a step of its own. Who comes with its blocks decodes in the next step,
     whatever is free. Requests run in the order of their arrival, also those that were preempted or come from
     elsewhere, and the last of them is preempted first.
@@ -235,7 +237,8 @@ class Batcher:
             if count > 1 or not sequence.num_blocks:
                 if step.num_tokens and step.num_tokens + count > self._token_budget:
                     return
-                if self.num_next_blocks > self.num_free_blocks - self._kept_free:
+                kept_free = self._kept_free if self.running or self.parked else 0
+                if self.num_next_blocks > self.num_free_blocks - kept_free:
                     return
             self._admitted()
             if count > 1:

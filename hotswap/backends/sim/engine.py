@@ -234,7 +234,7 @@ class SimEngine(Engine):
 
     @property
     def num_reused_tokens(self) -> int:
-        """How many tokens of prompts were not computed, since others had begun with them."""
+        """How many tokens of prompts were found computed, also by the same request before a preemption."""
         return self._batcher.num_reused_tokens
 
     def expected_tokens(self, request: Request, model: ModelCard) -> list[int]:

@@ -61,7 +61,7 @@ class SimStore(WeightStore):
         chunk_bytes: size of a chunk, the last of a shard excepted.
         shared: whether those who read from a tier at once share its bandwidth, chunk by chunk, and what they
             have yet to read is shown as queued; otherwise each reads as if alone. Readers of one model read
-            it once each.
+            it once each. A store that shares belongs to one event loop.
     """
 
     def __init__(
