@@ -26,6 +26,16 @@ PREFIX_BLOCK_TOKENS = 512
 # Every token id twice over: prompts are cut from it.
 _TOKENS = tuple(range(VOCABULARY)) * 2
 
+_COLUMNS = (
+    "arrival_s",
+    "input_tokens",
+    "output_tokens",
+    "model",
+    "adapter",
+    "priority",
+    "prefix_blocks_512",
+)
+
 _EXPONENTS = {128: 2.0, 256: 1.5, 512: 1.15, 1024: 1.0005}
 
 
@@ -47,7 +57,7 @@ class TraceRequest:
     def prompt(self, number: int) -> tuple[int, ...]:
         """Return token ids of that many; what no prefix says is this `number`'s own.
 
-        Different blocks differ from their first tokens on, up to a billion of them; so does what is own.
+        Different blocks differ from their first token on, up to a billion; what is own, from its second.
         """
         blocks = self.prefix_blocks[: -(-self.prompt_tokens // PREFIX_BLOCK_TOKENS)]
         shared = tuple(itertools.chain.from_iterable(map(_block, blocks)))
@@ -227,22 +237,25 @@ def power_law_lengths(mean: int, *, most: int = 6144) -> Lengths:
 
 
 def _rows(text: Iterable[str], place: Path, model: str, columns: Mapping[str, str]) -> Iterator[TraceRequest]:
+    if unknown := columns.keys() - _COLUMNS:
+        raise ConfigError(
+            f"A trace has no {', '.join(sorted(unknown))}; give names for {', '.join(_COLUMNS)}."
+        )
     table = csv.DictReader(text)
     needed = {columns.get(name, name) for name in ("arrival_s", "input_tokens", "output_tokens")}
     if missing := {*needed, *columns.values()} - set(table.fieldnames or ()):
         raise ConfigError(f"{str(place)!r} is no trace: it has no column {', '.join(sorted(missing))}.")
-    for number, row in enumerate(table, start=2):
-        for name, called in columns.items():
-            row[name] = row[called]
+    for number, found in enumerate(table, start=2):
+        row = {name: found.get(columns.get(name, name)) or "" for name in _COLUMNS}
         try:
             request = TraceRequest(
                 arrive_s=float(row["arrival_s"]),
-                model=row.get("model") or model,
+                model=row["model"] or model,
                 prompt_tokens=max(1, int(row["input_tokens"])),
                 output_tokens=max(1, int(row["output_tokens"])),
-                adapter=row.get("adapter") or "",
-                priority=int(row.get("priority") or 0),
-                prefix_blocks=tuple(map(int, (row.get("prefix_blocks_512") or "").split())),
+                adapter=row["adapter"],
+                priority=int(row["priority"] or 0),
+                prefix_blocks=tuple(map(int, row["prefix_blocks_512"].split())),
             )
         except (TypeError, ValueError) as exc:
             raise ConfigError(f"Line {number} of {str(place)!r} is no request: {exc}.") from exc

@@ -132,8 +132,12 @@ def test_columns_may_be_called_otherwise(tmp_path: Path) -> None:
     trace = Trace.read(path, columns={"arrival_s": "at", "model": "tenant"})
     assert [(r.arrive_s, r.model) for r in trace.requests] == [(1.0, "x"), (2.0, "y")]
     assert Trace.read(path, columns={"arrival_s": "at", "adapter": "tenant"}).requests[1].adapter == "y"
+    crossed = Trace.read(path, columns={"arrival_s": "at", "model": "tenant", "adapter": "model"})
+    assert [(r.model, r.adapter) for r in crossed.requests] == [("x", "a"), ("y", "a")]
     with pytest.raises(ConfigError, match="client"):
         Trace.read(path, columns={"arrival_s": "at", "model": "client"})
+    with pytest.raises(ConfigError, match="modle"):
+        Trace.read(path, columns={"arrival_s": "at", "modle": "tenant"})
 
 
 def test_a_made_trace_is_its_seed() -> None:
