@@ -94,7 +94,7 @@ class StartupTimePlacement(Scheduler):
             raise ConfigError(f"deadline_s is {self.deadline_s!r}; give 0 (evict at once) or more seconds.")
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
-        board = _Board(fleet, self.costs, self.victims)
+        board = _Board(fleet, self.costs, self.victims, self.deadline_s)
         evacuated = board.evacuate() if self.victims == "move" else ()
         return (*evacuated, *self._starts(board))
 
@@ -142,8 +142,8 @@ class _Start:
 class _Board:
     """What one plan knows, and has decided so far."""
 
-    def __init__(self, fleet: FleetView, costs: StartupCosts, victims: Victims) -> None:
-        self._costs, self._fate = costs, victims
+    def __init__(self, fleet: FleetView, costs: StartupCosts, victims: Victims, deadline_s: float) -> None:
+        self._costs, self._fate, self._deadline_s = costs, victims, deadline_s
         self._store, self._seen = fleet.store, dict[str, StoreView]()
         self._num_nodes = len({instance.node for instance in fleet.instances})
         self._allocation = Allocation(fleet)
@@ -263,7 +263,8 @@ class _Board:
         load_s = self._load_s(model.id, instance)
         if self._fate == "evict":
             return load_s
-        return self._load_s(donor.id, refuge) + victims.seconds + load_s
+        gone_s = self._load_s(donor.id, refuge) + victims.seconds
+        return gone_s + load_s if gone_s <= self._deadline_s else inf  # else they would be evicted first
 
     def _num_ending_within(self, seconds: float, model: ModelId) -> int:
         """How many of a model's waiting requests its replicas will have taken by then."""

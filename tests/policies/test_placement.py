@@ -318,6 +318,13 @@ def test_a_busy_instance_with_the_model_near_is_freed_by_way_of_an_idle_one() ->
     assert moves(plan) == {}, "there is nowhere to go yet"
 
 
+def test_nobody_is_evicted_for_a_way_round_that_takes_longer_than_the_deadline() -> None:
+    """Its requests would be gone from e0 in 0.7 s."""
+    view = crossed(("a", "n0"), ("b", "n1"))
+    assert swaps(replace(RULE, deadline_s=0.8).plan(view)) == [("e1", "b"), ("e0", "a")]
+    assert swaps(replace(RULE, deadline_s=0.6).plan(view)) == [("e1", "a")]
+
+
 def test_the_requests_follow_once_their_model_is_there() -> None:
     leaving = replace(on("n0", turning("e0", "a", of="b")), state=InstanceState.DRAINING)
     there = on("n1", serving("e1", "b"))
