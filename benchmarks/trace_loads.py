@@ -165,7 +165,7 @@ def _with_adapter(request: TraceRequest) -> TraceRequest:
 # Disks as fast as host memory: fleets have loaded every model before.
 _H100 = Cluster(profile="h100-llama-3.1-8b", disk_bytes_per_s=50e9, max_requests=64)
 # A step of 512 tokens takes it less than half of the target between two tokens. A prompt of 100,000 tokens,
-# of which there is one or another, keeps those behind it waiting for half a minute, whatever the policy.
+# of which there is one or another, keeps those behind it waiting for most of a minute, whatever the policy.
 _L40S = replace(_H100, profile="l40s-llama-3.1-8b", token_budget=512, max_context_tokens=32_768)
 
 LOADS: Mapping[str, Load] = {

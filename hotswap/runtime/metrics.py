@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -53,9 +54,11 @@ def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
         return [Observation(m.num_waiting, {tm.MODEL: m.id}) for view in fleet.seen() for m in view.models]
 
     def resident(_: CallbackOptions) -> Iterable[Observation]:
-        return [
-            Observation(t.used_bytes, {tm.TIER: t.name}) for view in fleet.seen() for t in view.store.tiers
-        ]
+        held: Counter[str] = Counter()  # of all nodes, which have tiers of the same names
+        for view in fleet.seen():
+            for tier in view.store.tiers:
+                held[tier.name] += tier.used_bytes
+        return [Observation(used_bytes, {tm.TIER: name}) for name, used_bytes in held.items()]
 
     def adapters(_: CallbackOptions) -> Iterable[Observation]:
         return [

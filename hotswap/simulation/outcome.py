@@ -57,7 +57,10 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What an instance held at a moment: its model, requests, share of KV blocks and bytes of weights."""
+    """What an instance held at a moment: its model, requests, share of KV blocks and bytes of weights.
+
+    With `Cluster(reporting="by_step")` requests and blocks are those of its last report.
+    """
 
     at_s: float
     instance: str
