@@ -228,7 +228,8 @@ def test_a_faulty_router_is_caught(router: type[Router]) -> None:
 @pytest.mark.parametrize("scheduler", [_Everything, _Empty, _Twice, _Unknown, _Astray, _TooMuch])
 def test_a_faulty_scheduler_is_caught(scheduler: type[Scheduler]) -> None:
     class Suite(SchedulerConformance):
-        examples = QUICK
+        # Few views have a floor that emptying all would break, and nothing else wrong with that.
+        examples = settings(QUICK, max_examples=60) if scheduler is _Empty else QUICK
 
         def make_scheduler(self) -> Scheduler:
             return scheduler()
