@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -151,10 +151,14 @@ def test_a_cpu_multiplies_by_what_the_weights_were_rounded_to(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [1, 16, 128])
-def test_the_error_on_a_cpu_is_that_of_rounding_weights_and_result(dtype: torch.dtype, rows: int) -> None:
-    weight, x = weight_of(256, 512, 128, dtype), input_of(rows, 512, dtype)
+@pytest.mark.parametrize("group", [64, 128, None])
+@pytest.mark.parametrize(("scale_bits", "bounds"), [(4, BOUNDS), (24, WHOLE_BOUNDS)])
+def test_the_error_on_a_cpu_is_that_of_rounding_the_result_and_scales_of_many_bits(
+    scale_bits: int, bounds: Mapping[torch.dtype, float], group: int | None, rows: int, dtype: torch.dtype
+) -> None:
+    weight, x = weight_of(256, 512, group, dtype, scale_bits=scale_bits), input_of(rows, 512, dtype)
     found = fp8_linear(x, weight)
-    assert error(found, fp8_linear_reference(x, weight)) <= WHOLE_BOUNDS[dtype]
+    assert error(found, fp8_linear_reference(x, weight)) <= bounds[dtype]
     assert torch.equal(found, fp8_linear(x, weight)), "the same bits in every run"
 
 

@@ -76,17 +76,48 @@ def test_no_weight_is_off_by_more_than_half_a_step(
     assert (error <= bound * (1 + 2.0**-20)).all()
 
 
+@given(st.integers(0, 2**32), widths, dtypes, schemes, st.integers(-100, 60))
+def test_products_of_codes_and_scales_are_bfloat16_numbers(
+    seed: int, k: int, dtype: torch.dtype, scheme: Scheme, size: int
+) -> None:
+    weights = torch.ldexp(weights_of(seed, 3, k, torch.float32), torch.tensor(size)).to(dtype)
+    weights = weights.nan_to_num(0, 1, -1)  # of which some dtypes have none so large
+    codes, scales = encode(weights, scheme)
+    exact = codes.double() * spread(scales, scheme, k).double()
+    assert torch.equal(exact.bfloat16().double(), exact)
+    assert torch.equal(decode(codes, scales, scheme).double(), exact)
+
+
 @given(st.integers(0, 2**32), widths, dtypes, schemes)
-def test_the_largest_weight_of_a_group_comes_back_as_it_was(
+def test_no_other_scale_of_the_octave_would_be_closer(
     seed: int, k: int, dtype: torch.dtype, scheme: Scheme
 ) -> None:
     weights = weights_of(seed, 3, k, dtype)
     codes, scales = encode(weights, scheme)
-    restored = decode(codes, scales, scheme)
     for start in range(0, k, scheme.width(k)):
-        group = slice(start, start + scheme.width(k))
-        before, after = weights[:, group].float().abs().amax(-1), restored[:, group].abs().amax(-1)
-        torch.testing.assert_close(after, before, rtol=2.0**-23, atol=0)
+        group = weights[:, start : start + scheme.width(k)].double()
+        coded = codes[:, start : start + scheme.width(k)].double()
+        scale = scales[:, start // scheme.width(k)].double()
+        off = (coded * scale[:, None] - group).square().sum(-1)
+        least = group.abs().amax(-1) / 448
+        for steps in range(8, 16):
+            exponent = torch.floor(torch.log2(least / steps)) + 1
+            other = torch.ldexp(torch.full_like(least, steps), exponent.int())
+            other = torch.where(other / 2 >= least, other / 2, other)  # what the logarithm may be off
+            other = torch.where(other < least, other * 2, other).clamp_min(2.0**-126)
+            recoded = (group.float() / other[:, None].float()).to(CODE_DTYPE).double()
+            others_off = (recoded * other[:, None] - group).square().sum(-1)
+            assert (off <= others_off * (1 + 1e-4)).all(), steps
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
+def test_weights_are_closer_than_with_the_largest_as_the_largest_code(scheme: Scheme) -> None:
+    weights = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    groups = weights.view(256, -1, scheme.width(1024))
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    plain = ((groups / scale).to(CODE_DTYPE).float() * scale - groups).norm()
+    off = (decode(*encode(weights, scheme), scheme) - weights).norm()
+    assert off < (0.94 if scheme.group else 0.99) * plain
 
 
 @given(st.integers(0, 2**32), widths, schemes)
