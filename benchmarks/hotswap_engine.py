@@ -21,7 +21,7 @@ from hotswap.backends.torch.batcher import Batcher
 __all__ = ["generate", "serve"]
 
 MODEL = ModelId("m")
-_KV_TOKENS = 32 * 512
+_KV_TOKENS = 64 * 512
 
 
 class PrefillFirst(Batcher):
@@ -73,7 +73,7 @@ async def serve(settings: dict[str, Any], answer: Callable[..., Awaitable[None]]
                 await _packed(other)
                 return await _mixed(other, asked)
 
-        async with engine() as main:
+        async with engine(token_budget=512) as main:
             await main.load(card, store)
             await _packed(main)
             await answer(lambda batch, num_tokens: generate(main, batch, num_tokens), mixed)
