@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from hotswap.kernels.fp8_gemm import (
     pack,
 )
 from hotswap.kernels.fp8_gemm.kernel import decode_words
-from tests.kernels.fp8_weights import BOUNDS, error, every_code, input_of, weight_of
+from tests.kernels.fp8_weights import BOUNDS, WHOLE_BOUNDS, error, every_code, input_of, weight_of
 
 TRITON: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 DTYPES = list(TRITON)
@@ -141,11 +142,14 @@ def test_weights_are_made_whole_to_the_bit(dtype: torch.dtype, group: int | None
 
 @pytest.mark.parametrize("rows", [1, 17, 40, 65, 600])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_way_that_is_chosen_is_right_whatever_it_is(rows: int, dtype: torch.dtype) -> None:
-    weight, x = weight_of(96, 256, 128, dtype, scale_bits=4), input_of(rows, 256, dtype)
+@pytest.mark.parametrize(("scale_bits", "bounds"), [(4, BOUNDS), (24, WHOLE_BOUNDS)])
+def test_the_way_that_is_chosen_is_right_whatever_it_is(
+    scale_bits: int, bounds: Mapping[torch.dtype, float], dtype: torch.dtype, rows: int
+) -> None:
+    weight, x = weight_of(96, 256, 128, dtype, scale_bits=scale_bits), input_of(rows, 256, dtype)
     found = fp8_linear(x.view(1, rows, 256), pack(weight))
     assert found.shape == (1, rows, 96)
-    assert error(found[0], fp8_linear_reference(x, weight)) <= BOUNDS[dtype]
+    assert error(found[0], fp8_linear_reference(x, weight)) <= bounds[dtype]
 
 
 def test_what_lies_anywhere_is_multiplied_as_what_lies_well() -> None:
