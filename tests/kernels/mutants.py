@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["MUTANTS", "Mutant"]
+__all__ = ["MUTANTS", "Mutant", "mutants_of"]
 
 _LORA, _LORA_LAUNCH = "segmented_lora/kernel.py", "segmented_lora/launch.py"
 _LORA_CHECK = "check_segmented_lora.py::test_every_row_gets_what_float64_says"
@@ -109,7 +109,9 @@ MUTANTS: Final = (
     Mutant("the bias of fp16 forgotten", _KERNEL, "total *= _HALF_BIAS", "pass", _ERROR),
     Mutant("scales of rows forgotten", _KERNEL, "total *= tl.load(s_at)[None, :]", "pass", _BOUNDS),
     Mutant("the bias of a layer forgotten", _KERNEL, "if HAS_BIAS:", "if False:", _BOUNDS),
-    Mutant("words packed in the order of memory", "fp8_gemm/pack.py", "(0, 2, 1, 3)", "(0, 1, 2, 3)", _CODES),
+    Mutant(
+        "words packed in the order of memory", "fp8_gemm/pack.py", "& _SECOND) << 8", "& _SECOND)", _CODES
+    ),
     Mutant(
         "weights made whole by half", "fp8_gemm/dense.py", "scales * _HALF_BIAS", "scales * 2.0**7", _WHOLE
     ),
@@ -175,3 +177,8 @@ MUTANTS: Final = (
         "check_kv_blocks.py::test_a_buffer_that_begins_anywhere_is_filled_byte_by_byte",
     ),
 )
+
+
+def mutants_of(kernel: str) -> tuple[Mutant, ...]:
+    """Those of one folder of `hotswap/kernels`."""
+    return tuple(mutant for mutant in MUTANTS if mutant.file.startswith(f"{kernel}/"))

@@ -1,6 +1,6 @@
 """Plants faults in copies of the kernels and runs the checks that should find them; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.kernels.mutation
+    TRITON_INTERPRET=1 python -m tests.kernels.mutation KERNEL
 
 What takes long to import is imported once, and each fault has a process that is forked from this one. Writes
 a line of JSON for each: its name, and whether it was found.
@@ -21,10 +21,11 @@ import torch
 import triton.language  # noqa: F401
 
 from tests.house.tree import PACKAGE, ROOT
-from tests.kernels.mutants import MUTANTS, Mutant
+from tests.kernels.mutants import Mutant, mutants_of
 
 
-def main() -> None:
+def main(kernel: str) -> None:
+    mutants = mutants_of(kernel)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch)
@@ -33,9 +34,9 @@ def main() -> None:
         shutil.copytree(ROOT / "tests" / "house", copy / "tests" / "house")
         for name in ("tests/conftest.py", "pyproject.toml"):
             shutil.copy(ROOT / name, copy / name)
-        for check in sorted({mutant.check for mutant in MUTANTS}):
+        for check in sorted({mutant.check for mutant in mutants}):
             _tell(f"sound: {check}", found=_fails(copy, check))
-        for mutant in MUTANTS:
+        for mutant in mutants:
             _tell(mutant.name, found=_found(copy, mutant))
 
 
@@ -86,4 +87,4 @@ def _tell(name: str, *, found: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -33,6 +33,7 @@ from hotswap.kernels.fp8_gemm import (
     heuristic,
     launch,
     pack,
+    pack_into,
     packed_width,
     tiles,
     unpack,
@@ -66,6 +67,15 @@ def test_codes_come_back_from_words_as_they_were(rows: int, width: int, group: i
     assert torch.equal(decoded(packed), decoded(weight))
     assert pack(packed) is packed
     assert unpack(weight) is weight
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_codes_are_packed_from_wherever_they_begin(first: int) -> None:
+    codes = torch.arange(260, dtype=torch.uint8)[first : first + 256].view(2, 128)
+    words, apart = torch.zeros(2, 32, dtype=torch.int32), torch.zeros(2, 32, dtype=torch.int32)
+    pack_into(codes, words)
+    pack_into(codes.clone(), apart)
+    assert torch.equal(words, apart)
 
 
 def test_a_word_holds_four_neighbours_the_middle_two_swapped() -> None:

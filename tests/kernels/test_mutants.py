@@ -10,15 +10,19 @@ import sys
 import pytest
 
 from tests.house.tree import ROOT
-from tests.kernels.mutants import MUTANTS
+from tests.kernels.mutants import MUTANTS, mutants_of
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 
+KERNELS = sorted({mutant.file.split("/")[0] for mutant in MUTANTS})
+
+
 @pytest.mark.slow
-def test_every_planted_fault_is_found() -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_planted_fault_is_found(kernel: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.mutation"],
+        [sys.executable, "-m", "tests.kernels.mutation", kernel],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -29,7 +33,7 @@ def test_every_planted_fault_is_found() -> None:
     told = [json.loads(line) for line in done.stdout.splitlines()]
     found = {line["name"] for line in told if line["found"]}
     assert {name for name in found if name.startswith("sound: ")} == set(), "sound kernels pass"
-    assert [mutant.name for mutant in MUTANTS if mutant.name not in found] == []
+    assert [mutant.name for mutant in mutants_of(kernel) if mutant.name not in found] == []
 
 
 def test_there_are_many_kinds_of_fault() -> None:

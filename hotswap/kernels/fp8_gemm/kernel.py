@@ -89,10 +89,12 @@ def _accumulate(total, x, w, s_at, k, GROUP: tl.constexpr, WEIGHTS_LEFT: tl.cons
 
 
 @triton.jit
-def _write(y_at, total, b_at, inside, HAS_BIAS: tl.constexpr):
+def _write(y_ptr, total, b_at, rm, rn, M, N, y_row, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
         total += widen(tl.load(b_at))[None, :]
-    tl.store(y_at, narrow(total, y_at.dtype.element_ty), mask=inside)
+    y_at = y_ptr + rm.to(tl.int64)[:, None] * y_row + rn[None, :]
+    inside = (rm[:, None] < M) & (rn[None, :] < N)
+    tl.store(y_at, narrow(total, y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -172,23 +174,24 @@ def fp8_gemm_kernel(
         total *= tl.load(s_at)[None, :]
     if not REBIAS:
         total *= _HALF_BIAS
-    inside = (rm[:, None] < M) & (rn[None, :] < N)
-    y_at = y_ptr + rm.to(tl.int64)[:, None] * y_row + rn[None, :]
     if SPLIT:
-        part_at = part_ptr + rm.to(tl.int64)[:, None] * N + rn[None, :]
-        plane = M.to(tl.int64) * N
-        tl.store(part_at + part * plane, total, mask=inside)
+        # Sums lie tile by tile, so that they are moved 16 bytes at a time whatever N is.
+        is_row = (rm < M)[:, None]
+        part_at = part_ptr + tile.to(tl.int64) * (BLOCK_M * BLOCK_N)
+        part_at += tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        plane = tl.num_programs(0).to(tl.int64) * (BLOCK_M * BLOCK_N)
+        tl.store(part_at + part * plane, total, mask=is_row)
         tl.debug_barrier()
         before = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if before == num_parts - 1:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for other in range(0, num_parts):
                 # Past the first level of caches, which may hold what was there before.
-                total += tl.load(part_at + other * plane, mask=inside, other=0.0, cache_modifier=".cg")
-            _write(y_at, total, b_ptr + row_n, inside, HAS_BIAS)
+                total += tl.load(part_at + other * plane, mask=is_row, other=0.0, cache_modifier=".cg")
+            _write(y_ptr, total, b_ptr + row_n, rm, rn, M, N, y_row, HAS_BIAS)
             tl.store(count_ptr + tile, 0)
     else:
-        _write(y_at, total, b_ptr + row_n, inside, HAS_BIAS)
+        _write(y_ptr, total, b_ptr + row_n, rm, rn, M, N, y_row, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -152,7 +152,7 @@ def gemm_call(
     is_split = parts > 1
     target = device.target
     assert target is not None, "whoever asks has looked"
-    sums = workspace.sums(parts * num_rows * num_columns) if is_split else y
+    sums = workspace.sums(parts * tiles * tile.block_m * tile.block_n) if is_split else y
     counters = workspace.counters(tiles) if is_split else y
     tensors = (x, weight.codes, weight.scales, y if bias is None else bias, y, sums, counters)
     strides = (x.stride(0), weight.codes.stride(0), weight.scales.stride(0), y.stride(0))

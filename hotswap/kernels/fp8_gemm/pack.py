@@ -20,8 +20,8 @@ __all__ = ["Fp8Weight", "pack", "pack_into", "packed_width", "unpack"]
 
 _ROW_CODES: Final = 64
 _WORD_CODES: Final = 4
-# Which neighbour each byte of a word is; to swap the middle two twice is to leave them.
-_ORDER: Final = (0, 2, 1, 3)
+# The bytes of a word that stay, and the second, which changes places with the third.
+_OUTER, _SECOND = -0x00FF_FF01, 0x0000_FF00
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,21 +101,19 @@ def pack_into(codes: Tensor, words: Tensor) -> None:
         codes: `[N, K]`, of one byte each.
         words: `[N, packed_width(K)]` int32, contiguous; must not overlap the codes.
     """
-    num_rows, width = codes.shape
-    places = words.view(torch.uint8).view(num_rows, -1, _WORD_CODES)
-    lacking = places.shape[1] * _WORD_CODES - width
     given = codes.contiguous().view(torch.uint8)
-    if lacking:
+    if lacking := words.shape[1] * _WORD_CODES - codes.shape[1]:
         given = torch.nn.functional.pad(given, (0, lacking))
-    places.copy_(given.view(num_rows, -1, _WORD_CODES)[:, :, list(_ORDER)])
+    elif given.storage_offset() % _WORD_CODES:
+        given = given.clone()
+    words.copy_(_swapped(given.view(torch.int32)))
 
 
 def unpack(weight: Fp8Weight) -> Fp8Weight:
     """Return a weight with its codes as they are stored; itself if they are."""
     if not weight.is_packed:
         return weight
-    places = weight.codes.contiguous().view(torch.uint8).view(len(weight.codes), -1, _WORD_CODES)
-    rows = places[:, :, list(_ORDER)].reshape(len(weight.codes), -1)[:, : weight.width]
+    rows = _swapped(weight.codes.contiguous()).view(torch.uint8)[:, : weight.width]
     codes = rows.contiguous().view(torch.float8_e4m3fn)
     return Fp8Weight(codes, weight.scales, weight.width, weight.group, weight.dtype)
 
@@ -126,3 +124,8 @@ def _check(holds: bool, name: str, tensor: Tensor) -> None:
             f"{name} is {tensor.dtype} {list(tensor.shape)}, which does not fit the rest of the weight; "
             "give codes [N, K] float8_e4m3fn (or what `pack` made of them) and scales [N, groups] float32."
         )
+
+
+def _swapped(words: Tensor) -> Tensor:
+    """Words with their middle bytes in each other's place; twice is not at all."""
+    return (words & _OUTER) | ((words & _SECOND) << 8) | ((words >> 8) & _SECOND)

@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 _JUMP = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
+_LOCAL = ("LDL", "STL")
 _AMD_LINE = re.compile(r"^\s+([a-z]+_[a-z0-9_]+)\s", re.MULTILINE)
 
 
@@ -36,6 +37,7 @@ class Limits:
         copies: Whether 16 bytes at a time go to shared memory while it computes (NVIDIA).
         wide: Whether it reads and writes 16 bytes at a time.
         per_weight: At most so many instructions of its main loop for each weight, on NVIDIA.
+        spilled: At most so many bytes and instructions of local memory, none of them in the main loop.
     """
 
     registers: int = 255
@@ -44,6 +46,7 @@ class Limits:
     copies: bool = False
     wide: bool = False
     per_weight: float | None = None
+    spilled: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +104,14 @@ class Facts:
         shared_bytes: What a program takes of shared memory.
         registers: Of a lane.
         spilled: What did not fit registers, or lies in memory of a lane's own; in bytes or instructions.
+        spilled_in_loop: Instructions of that kind in loops that multiply matrices; of AMD all of them.
         operations: How often each instruction is there.
     """
 
     shared_bytes: int
     registers: int = field(init=False, default=0)
     spilled: int = field(init=False, default=0)
+    spilled_in_loop: int = field(init=False, default=0)
     operations: Counter[str] = field(init=False, default_factory=Counter[str])
     num_copies: int = field(init=False, default=0)
     num_wide_loads: int = field(init=False, default=0)
@@ -136,26 +141,26 @@ class NvidiaFacts(Facts):
         assert resources is not None, "the tool's words have changed"
         self.registers, stack, local = (int(number) for number in resources.groups())
         self.operations = Counter(_operation(text) for _, text in self.instructions)
-        self.spilled = stack + local + self.operations["LDL"] + self.operations["STL"]
+        self.spilled = stack + local + sum(self.operations[name] for name in _LOCAL)
         self.num_copies = len(re.findall(r"LDGSTS\.E\S*\.128", self.assembly))
         self.num_wide_loads = self.num_copies + len(re.findall(r"\bLDG\.E\S*\.128", self.assembly))
         self.num_wide_stores = len(re.findall(r"\bSTG\.E\S*\.128", self.assembly))
-        self.loop_length = max(self._loops(), default=0)
+        loops = list(self._loops())
+        self.loop_length = max(map(len, loops), default=0)
+        self.spilled_in_loop = sum(_operation(text) in _LOCAL for body in loops for text in body)
 
     @cached_property
     def instructions(self) -> list[tuple[int, str]]:
         return [(int(address, 16), text) for address, text in _INSTRUCTION.findall(self.assembly)]
 
-    def _loops(self) -> list[int]:
-        """The lengths of the loops that multiply matrices."""
-        lengths: list[int] = []
+    def _loops(self) -> Iterator[list[str]]:
+        """The instructions of each loop that multiplies matrices."""
         for address, text in self.instructions:
             jump = _JUMP.search(text)
             if jump and (first := int(jump[1], 16)) < address:
                 body = [text for at, text in self.instructions if first <= at <= address]
                 if any("MMA" in text for text in body):
-                    lengths.append(len(body))
-        return lengths
+                    yield body
 
 
 class AmdFacts(Facts):
@@ -165,6 +170,7 @@ class AmdFacts(Facts):
         super().__init__(shared_bytes)
         self.registers = _number(assembly, "vgpr_count")
         self.spilled = _number(assembly, "vgpr_spill_count") + _number(assembly, "private_segment_fixed_size")
+        self.spilled_in_loop = self.spilled  # where it is was not looked for
         self.operations = Counter(_AMD_LINE.findall(assembly))
         # Scalar loads, of arguments, have as wide names.
         vectors = [name for name in self.operations if name.startswith(("global_", "buffer_", "flat_"))]
