@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,12 @@ from examples.demo.checkpoints import RECIPES, Checkpoint
 from hotswap import Model, ModelCard, ModelId, Request, RequestId, Sampling
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
-from hotswap.backends.torch import TorchEngine
+from hotswap.backends.torch import TorchEngine, runner
 from hotswap.backends.torch.fp8 import SCHEMES
-from hotswap.backends.torch.quantize import quantizable
-from hotswap.backends.torch.weights import named_tensors
-from tests.backends.torch.test_dequantize import rounded
+from hotswap.backends.torch.sampling import Sampler
 
 NAMES = [recipe.name for recipe in RECIPES]
 M = ModelId("m")
-
-
-def model_of(directory: Path, *, dtype: torch.dtype) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
 
 def ids_of(checkpoint: Checkpoint) -> tuple[list[int], int]:
@@ -35,11 +30,25 @@ def ids_of(checkpoint: Checkpoint) -> tuple[list[int], int]:
     return [*ids, int(tokenizer.eos_token_id)], len(tokenizer(checkpoint.opening)["input_ids"])
 
 
-def perplexity(model: Any, ids: list[int], given: int) -> float:
-    """Of the text after its first words, which nothing foretells."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0, given - 1 : -1].float()
-    return math.exp(float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[given:]))))
+async def perplexity(directory: Path, ids: list[int], given: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Of the text after its first words, which nothing foretells, by what the engine samples from."""
+    seen: list[torch.Tensor] = []
+
+    def recite(logits: torch.Tensor, _: Sequence[Sampler], indices: Sequence[int]) -> list[int]:
+        seen.extend(logits.float().clone())
+        return [ids[given + index] for index in indices]
+
+    monkeypatch.setattr(runner, "choose", recite)
+    sampling = Sampling(max_tokens=len(ids) - given, ignore_eos=True)
+    request = Request(id=RequestId("r"), model=M, prompt=tuple(ids[:given]), sampling=sampling)
+    async with (
+        NvmeStore(directory) as store,
+        TorchEngine("e0", kv_tokens=2048, threads=1, keep_fp8=True) as e,
+    ):
+        await e.load(ModelCard.of(Model(M), await store.manifest(M)), store)
+        async with e.stream(request) as stream:
+            assert [token.id async for token in stream] == ids[given:]
+    return math.exp(float(torch.nn.functional.cross_entropy(torch.stack(seen), torch.tensor(ids[given:]))))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -67,15 +76,16 @@ async def test_greedy_tokens_are_all_those_of_the_dequantised_model(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", NAMES)
-def test_perplexity_is_within_a_hundredth_of_bfloat16(
-    name: str, scheme: str, checkpoints: tuple[Checkpoint, ...]
+async def test_perplexity_is_within_a_hundredth_of_bfloat16(
+    name: str,
+    scheme: str,
+    checkpoints: tuple[Checkpoint, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checkpoint = next(each for each in checkpoints if each.name == name)
     ids, given = ids_of(checkpoint)
-    plain = perplexity(model_of(checkpoint.path, dtype=torch.bfloat16), ids, given=given)
-    model = model_of(checkpoint.path, dtype=torch.bfloat16)
-    state = dict(named_tensors(model))
-    with torch.no_grad():
-        for weight in quantizable(model):
-            state[weight].copy_(rounded(state[weight], SCHEMES[scheme]))
-    assert perplexity(model, ids, given=given) <= 1.01 * plain
+    convert(checkpoint.path, tmp_path / "plain", model_id=M)
+    convert(checkpoint.path, tmp_path / "codes", model_id=M, quantize=scheme)
+    plain = await perplexity(tmp_path / "plain", ids, given, monkeypatch)
+    assert await perplexity(tmp_path / "codes", ids, given, monkeypatch) <= 1.01 * plain
