@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # A test makes the models it needs: one that asks a hub for them fails, on every machine alike.
@@ -15,3 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("search", deadline=None, max_examples=2_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests, so that no process is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
