@@ -8,6 +8,7 @@ from hashlib import blake2b
 from hotswap.errors import ConfigError
 from hotswap.policies.balance import check_thresholds, imbalanced
 from hotswap.policies.least_loaded import by_load, candidates, first
+from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.request import Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId
@@ -38,12 +39,30 @@ class PrefixRouter(Router):
     Give `num_blocks` the length of what is shared, a system prompt for example: with more, requests that
     share that alone do not meet; with fewer, requests that share little meet too. Requests of different
     models or adapters share nothing. A route hashes once for each open replica.
+
+    **With `time`** the guard counts seconds, not requests, and the thresholds do not matter: eight prompts
+    may take an engine milliseconds or a minute. Source: Qin et al., Mooncake, FAST 2025, Algorithm 1, the
+    instance with the least
+
+        TTFT = queue + prefill of what of the prompt is not found there
+
+    with the two as `time` expects them. Ours is what counts as found: the tokens of the blocks that choose
+    the replica, there alone. Algorithm 1 asks the caches and finds more, and it also copies prefixes from one
+    instance to another; here nothing is copied.
+
+    Attributes:
+        block_tokens: Tokens of a block.
+        num_blocks: Blocks that choose the replica, at most.
+        abs_threshold: Requests between the most and the least loaded that are still even.
+        rel_threshold: The ratio of the two that is still even.
+        time: Expects the time to the first token; its constants are those of the device.
     """
 
     block_tokens: int = 16
     num_blocks: int = 4
     abs_threshold: float = 8
     rel_threshold: float = 1.5
+    time: LeastTimeRouter | None = None
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
@@ -53,6 +72,8 @@ class PrefixRouter(Router):
         check_thresholds(self.abs_threshold, self.rel_threshold)
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        if self.time is not None:
+            return self._soonest(request, fleet, self.time)
         replicas = candidates(request, fleet)
         idlest = first(request, fleet, by_load)
         if idlest is None:
@@ -63,6 +84,18 @@ class PrefixRouter(Router):
             return idlest.id
         prefix = _digest(request, num_blocks * self.block_tokens)
         return max((_weight(prefix, i.id), i.id) for i in replicas)[1]
+
+    def _soonest(self, request: Request, fleet: FleetView, time: LeastTimeRouter) -> InstanceId | None:
+        num_tokens = min(len(request.prompt) // self.block_tokens, self.num_blocks) * self.block_tokens
+        replicas = candidates(request, fleet)
+        if not num_tokens or not replicas:
+            return time.route(request, fleet)
+        prefix = _digest(request, num_tokens)
+        home = max(replicas, key=lambda instance: (_weight(prefix, instance.id), instance.id))
+        home_s = time.expected_s(request, home, fleet) - num_tokens / time.prefill_tokens_per_s
+        if all(home_s <= time.expected_s(request, instance, fleet) for instance in replicas):
+            return home.id
+        return time.route(request, fleet)
 
     def _imbalanced(self, busiest: int, idlest: int) -> bool:
         return imbalanced(busiest, idlest, abs_threshold=self.abs_threshold, rel_threshold=self.rel_threshold)

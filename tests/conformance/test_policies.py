@@ -56,6 +56,11 @@ class TestPrefixRouterConforms(RouterConformance):
         return PrefixRouter(block_tokens=4)
 
 
+class TestPrefixRouterByTimeConforms(RouterConformance):
+    def make_router(self) -> Router:
+        return PrefixRouter(block_tokens=4, time=LeastTimeRouter())
+
+
 class TestLeastTimeRouterConforms(RouterConformance):
     def make_router(self) -> Router:
         return LeastTimeRouter()

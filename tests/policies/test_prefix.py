@@ -1,5 +1,6 @@
 """Prefix-aware routing: who meets, when evenness comes first, and what a change of the fleet moves."""
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import AdapterId, ConfigError, ModelId, Request, RequestId
-from hotswap.policies import PrefixRouter
+from hotswap import AdapterId, ConfigError, FleetView, ModelId, Request, RequestId
+from hotswap.policies import LeastTimeRouter, PrefixRouter
+from hotswap.testing.strategies import routings
 from tests.policies.views import fleet, model, serving
 
 ROUTER = PrefixRouter(block_tokens=4, num_blocks=2)
@@ -95,3 +97,50 @@ def test_a_replica_that_leaves_moves_its_own_prefixes_alone(count: int, leaving:
 def test_a_senseless_setting_is_refused_by_name(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(values))} is "):
         PrefixRouter(**values)
+
+
+# ------------------------------------------------------------------ seconds in place of requests
+
+# A token is a millisecond, so that the eight tokens that choose a replica save eight.
+TIME = LeastTimeRouter(prefill_tokens_per_s=1000, request_s=0.0)
+TIMED = replace(ROUTER, time=TIME)
+
+
+def computing(*num_tokens: int) -> FleetView:
+    """Replicas of `a` that have so many tokens to compute."""
+    instances = [
+        replace(serving(f"e{number}", "a"), num_prefill_tokens=count)
+        for number, count in enumerate(num_tokens)
+    ]
+    return fleet(instances, [model("a")])
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(0, 99))
+def test_the_first_token_comes_soonest_with_what_is_found_counted(queues: list[int], key: int) -> None:
+    """Mooncake's rule: home by the eight tokens that it need not compute, else the shortest queue."""
+    home = int(route(begins(key), *[0] * len(queues))[1:])
+    answer = TIMED.route(begins(key), computing(*queues))
+    assert answer is not None
+    if queues[home] - min(queues) <= 8:
+        assert answer == f"e{home}"
+    else:
+        assert queues[int(answer[1:])] == min(queues)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 3), st.integers(0, 9))
+def test_without_a_whole_block_only_the_time_counts(queues: list[int], length: int, adapter: int) -> None:
+    short = asks(*[1] * length, adapter=f"x{adapter}")
+    view = computing(*queues)
+    assert TIMED.route(short, view) == TIME.route(short, view)
+
+
+@given(routings())
+def test_no_answer_keeps_a_request_longer_than_its_blocks_take(routing: tuple[Request, FleetView]) -> None:
+    """Whatever the fleet: adapters, full and swapping replicas, blocks that are short."""
+    asked, view = routing
+    answer, soonest = TIMED.route(asked, view), TIME.route(asked, view)
+    assert (answer is None) == (soonest is None)
+    if answer is not None:
+        by_id = {instance.id: instance for instance in view.instances}
+        waits_s = [TIME.expected_s(asked, by_id[name], view) for name in (answer, soonest)]  # type: ignore[index]
+        assert waits_s[0] - waits_s[1] <= 8 / 1000 + 1e-9
