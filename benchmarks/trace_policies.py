@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.trace_loads import Load
 from hotswap import Router, Scheduler
@@ -86,8 +86,14 @@ def _one_model(load: Load) -> dict[str, Policy]:
     }
     if load.cluster.prefix_reuse:
         # Blocks of Mooncake's trace have 512 tokens; the first is everybody's, so that two tell more.
-        prefix = PrefixRouter(block_tokens=512, num_blocks=2)
-        return {"prefix": Policy(router=prefix, scheduler=pins, dedicated=True), **blind}
+        prefix, time = PrefixRouter(block_tokens=512, num_blocks=2), _least_time(load)
+        return {
+            "prefix": Policy(router=prefix, scheduler=pins, dedicated=True),
+            "prefix, by time": Policy(router=replace(prefix, time=time), scheduler=pins, dedicated=True),
+            "least time": Policy(router=time, scheduler=pins, dedicated=True),
+            **blind,
+            "pinned, INFaaS++": _pinned(infaas_router(), load),
+        }
     return {
         "least time": Policy(router=_least_time(load), scheduler=pins, dedicated=True),
         "Llumnix": Policy(router=FreenessRouter(), scheduler=moves, dedicated=True),
