@@ -6,15 +6,19 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from math import inf, ldexp
-from typing import Any, overload
+from math import inf, ldexp, sqrt
+from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 from hotswap.action import Swap
 from hotswap.request import ModelId
 from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, ModelView
 
-__all__ = ["Allocation", "turns_away", "used_s"]
+__all__ = ["Allocation", "Spare", "turns_away", "used_s"]
 
+Key = TypeVar("Key", bound=tuple[Any, ...])
+
+Spare: TypeAlias = tuple[float, float, ModelId, float]
+"""Of a model that can spare a replica: its load, its load without it, its id, and its load's deviation."""
 
 # A model that failed on two instances has itself to blame, not an instance.
 _DOUBTFUL = 2
@@ -53,9 +57,9 @@ class Allocation:
         for request in fleet.waiting:
             since_s = min(request.waiting_since_s, self._oldest_s.get(request.model, inf))
             self._oldest_s[request.model] = since_s
-        self._donors: dict[bool, _Order] = {}
-        self._overloaded: dict[float, _Order] = {}
-        self._below: _Order | None = None
+        self._donors: dict[bool, _Order[Spare]] = {}
+        self._overloaded: dict[float, _Order[tuple[float, float, float, ModelId]]] = {}
+        self._below: _Order[tuple[int, float, float, ModelId]] | None = None
         self._empty: list[InstanceView] | None = None  # the smallest last
         self._staged: list[InstanceView] = []
 
@@ -142,29 +146,38 @@ class Allocation:
         gives to a model that failed to load twice in a row and rests from it on any instance: it would leave
         EMPTY one instance after the other, and may use those that are so.
         """
-        for donor in self.spare(model, keeping=keeping):
-            if instance := self.replica(donor, model, served_s=served_s):
+        for _, name in self.spare(model, keeping=keeping):
+            donor = self.models[name]
+            if donor.id != model.id and (instance := self.replica(donor, model, served_s=served_s)):
                 yield donor, instance
 
     def spare(
         self, model: ModelView, *, keeping: bool = False, among: Iterable[ModelId] | None = None
-    ) -> Iterator[ModelView]:
-        """Yield those of `donors` without looking for a replica that fits; `among` some models, or all."""
-        if not self._doubtful(model):
-            order = self._spare(keeping=keeping)
-            standing = order.models() if among is None else order.among(among)
-            yield from (donor for donor in standing if donor.id != model.id)
+    ) -> Sequence[tuple[Spare, ModelId]]:
+        """Return the `donors` without looking for a replica that fits, the model itself perhaps among them.
 
-    def _spare(self, *, keeping: bool) -> _Order:
+        Those of some models, or of all, as they stand now: good until the next `take`.
+        """
+        if self._doubtful(model):
+            return ()
+        order = self._spare(keeping=keeping)
+        return order.standing() if among is None else order.among(among)
+
+    def deviation(self, model: ModelView) -> float:
+        """Return by how much chance moves the load: independent arrivals make a count vary by its root."""
+        replicas = self._num_replicas[model.id]
+        return model.slowness * sqrt(model.num_requests) / replicas if replicas else 0.0
+
+    def _spare(self, *, keeping: bool) -> _Order[Spare]:
         """The models that may give up a replica, least loaded first."""
         order = self._donors.get(keeping)
         if order is None:
 
-            def ease(model: ModelView) -> tuple[float, float, ModelId] | None:
+            def ease(model: ModelView) -> Spare | None:
                 after = self.load(model, more=-1)
                 if self.num_spare(model) <= 0 or not self._free.get(model.id) or (keeping and after == inf):
                     return None
-                return self.load(model), after, model.id
+                return self.load(model), after, model.id, self.deviation(model)
 
             order = self._donors[keeping] = _Order(self.models, ease)
         return order
@@ -248,12 +261,10 @@ class Allocation:
         return model.num_failed_loads >= _DOUBTFUL and model.id in self._resting
 
 
-class _Order:
+class _Order(Generic[Key]):
     """Models sorted by a key, each put where it belongs again after it has changed."""
 
-    def __init__(
-        self, models: Mapping[ModelId, ModelView], key: Callable[[ModelView], tuple[Any, ...] | None]
-    ) -> None:
+    def __init__(self, models: Mapping[ModelId, ModelView], key: Callable[[ModelView], Key | None]) -> None:
         self._models, self._key = models, key
         self._keys = {name: at for name, model in models.items() if (at := key(model)) is not None}
         self._sorted = sorted((at, name) for name, at in self._keys.items())
@@ -262,10 +273,13 @@ class _Order:
         """Return those that have a key, as they stand now."""
         return _Standing(self._sorted, self._models)
 
-    def among(self, models: Iterable[ModelId]) -> Sequence[ModelView]:
-        """Return those of some models that have a key, as they stand now."""
-        standing = sorted((self._keys[name], name) for name in set(models) if name in self._keys)
-        return [self._models[name] for _, name in standing]
+    def standing(self) -> Sequence[tuple[Key, ModelId]]:
+        """Return the same as keys and names; it changes with the order."""
+        return self._sorted
+
+    def among(self, models: Iterable[ModelId]) -> Sequence[tuple[Key, ModelId]]:
+        """Return those of some models alone."""
+        return sorted((self._keys[name], name) for name in set(models) if name in self._keys)
 
     def note(self, model: ModelId) -> None:
         """Look at a model again."""

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf, isfinite
 from typing import Literal, TypeAlias, get_args
 
@@ -148,18 +149,11 @@ class _Board:
         self._num_nodes = len({instance.node for instance in fleet.instances})
         self._allocation = Allocation(fleet)
         self._instances = {i.id: i for i in sorted(fleet.instances, key=lambda i: i.id)}
-        self._running: defaultdict[InstanceId, list[RunningView]] = defaultdict(list)
-        self._largest: Counter[ModelId] = Counter()
-        self._longest: Counter[ModelId] = Counter()
-        for run in sorted(fleet.running, key=lambda run: run.id):
-            self._running[run.instance].append(run)
-            self._largest[run.model] = max(self._largest[run.model], run.num_tokens)
-            self._longest[run.model] = max(self._longest[run.model], run.num_tokens + run.num_remaining)
+        self._fleet = fleet
         self._replicas: defaultdict[ModelId, list[InstanceView]] = defaultdict(list)
         self._places: Counter[ModelId] = Counter()
         for instance in self._instances.values():
             self._count(instance)
-        self._room = {i.id: self._room_at(i) for replicas in self._replicas.values() for i in replicas}
         self._receiving: set[InstanceId] = set()
         self._known_victims: dict[InstanceId, _Victims] = {}
 
@@ -173,17 +167,24 @@ class _Board:
             if instance.open:
                 self._places[instance.model] += instance.max_requests - instance.num_requests
 
-    def _room_at(self, instance: InstanceView) -> int:
-        """How many of its model's requests an instance could take, each as large as the largest of them."""
-        if not instance.open or instance.model is None:
-            return 0
-        places = instance.max_requests - instance.num_requests
-        if instance.max_tokens is None:
-            return places
-        if self._longest[instance.model] > instance.max_tokens:
-            return 0
-        blocks = self._largest[instance.model] // instance.kv_block_tokens + 1
-        return min(places, instance.num_free_kv_blocks // blocks)
+    @cached_property
+    def _room(self) -> dict[InstanceId, int]:
+        """How many requests each instance could take; read when somebody has to leave one, which is rare."""
+        largest, longest = dict[ModelId, int](), dict[ModelId, int]()
+        for run in self._fleet.running:
+            model, num_tokens = run.model, run.num_tokens
+            if num_tokens > largest.get(model, 0):
+                largest[model] = num_tokens
+            if num_tokens + run.num_remaining > longest.get(model, 0):
+                longest[model] = num_tokens + run.num_remaining
+        return {
+            instance.id: _room_at(instance, largest.get(model, 0), longest.get(model, 0))
+            for model, replicas in self._replicas.items()
+            for instance in replicas
+        }
+
+    def _running_on(self, instance: InstanceView) -> list[RunningView]:
+        return sorted(self._fleet.running_on(instance.id), key=lambda run: run.id)
 
     # ------------------------------------------------------------------ where a model starts
 
@@ -268,7 +269,7 @@ class _Board:
 
     def _num_ending_within(self, seconds: float, model: ModelId) -> int:
         """How many of a model's waiting requests its replicas will have taken by then."""
-        runs = (run for replica in self._replicas[model] for run in self._running[replica.id])
+        runs = (run for replica in self._replicas[model] for run in self._running_on(replica))
         return bisect_right(sorted(self._costs.rest_s(run.num_remaining) for run in runs), seconds)
 
     def _pools(self, model: ModelView) -> list[Pool]:
@@ -309,7 +310,7 @@ class _Board:
         return self._known_victims[instance.id]
 
     def _look_at(self, instance: InstanceView) -> _Victims:
-        runs = self._running[instance.id]
+        runs = self._running_on(instance)
         if self._fate != "move":
             known = len(runs) >= instance.num_requests if self._fate == "evict" else not instance.num_requests
             return _Victims(all_known=known, seconds=0.0, movers=tuple(runs))
@@ -347,6 +348,18 @@ class _Board:
             if turns_away(instance) and runs_on:
                 turns = "is unloaded" if instance.target is None else f"turns to {instance.target}"
                 yield from self.moves(instance, f"{instance.id} {turns}")
+
+
+def _room_at(instance: InstanceView, largest: int, longest: int) -> int:
+    """How many of its model's requests an instance could take, each as large as the largest of them."""
+    if not instance.open:
+        return 0
+    places = instance.max_requests - instance.num_requests
+    if instance.max_tokens is None:
+        return places
+    if longest > instance.max_tokens:
+        return 0
+    return min(places, instance.num_free_kv_blocks // (largest // instance.kv_block_tokens + 1))
 
 
 def _preference(instance: InstanceView) -> tuple[float, int, InstanceId]:

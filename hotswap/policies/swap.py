@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from math import hypot, inf, isfinite, sqrt
+from math import hypot, inf, isfinite
 from typing import Literal
 
 from hotswap.action import Action, Swap
 from hotswap.errors import ConfigError
-from hotswap.policies.allocation import Allocation
+from hotswap.policies.allocation import Allocation, Spare
 from hotswap.policies.floors import restore_floors
 from hotswap.request import ModelId
 from hotswap.scheduler import Scheduler
@@ -158,20 +158,24 @@ class WeightedLoadSwap(Scheduler):
         reason = f"f({m1.id})={allocation.load(m1):g} > t1={self.t1:g}; {instance.id} is empty"
         return Swap(instance=instance.id, model=m1.id, reason=reason)
 
-    def _exchange(self, allocation: Allocation, m1: ModelView, donors: Iterable[ModelView]) -> Swap | None:
+    def _exchange(
+        self, allocation: Allocation, m1: ModelView, donors: Iterable[tuple[Spare, ModelId]]
+    ) -> Swap | None:
         """Take a replica of m2, if the rules allow one."""
-        f1, deviation = allocation.load(m1), _deviation(allocation, m1)
+        f1, deviation = allocation.load(m1), allocation.deviation(m1)
         most_after = allocation.load(m1, more=1) if f1 < inf else inf
-        for m2 in donors:
-            f2 = allocation.load(m2)
+        for (f2, after, name, its_deviation), _ in donors:
+            if name == m1.id:
+                continue
             if f2 >= self.t2 or not self._far_apart(f1, f2) or f1 - f2 < self.sigmas * deviation:
                 return None  # those after it are more loaded still
-            if self.guard and allocation.load(m2, more=-1) > most_after:
+            if self.guard and after > most_after:
                 if f2 > most_after:
                     return None
                 continue
-            if f1 - f2 < self.sigmas * hypot(deviation, _deviation(allocation, m2)):
+            if f1 - f2 < self.sigmas * hypot(deviation, its_deviation):
                 continue
+            m2 = allocation.models[name]
             instance = allocation.replica(m2, m1, served_s=self.min_residency_s)
             if instance is not None:
                 reason = f"f({m1.id})={f1:g} > t1={self.t1:g}; f({m2.id})={f2:g} is least"
@@ -192,9 +196,3 @@ class WeightedLoadSwap(Scheduler):
         m2, instance = harmed
         reason = f"{m1.id} has waited {waited_s:.3g} s without a replica; f({m2.id})={allocation.load(m2):g}"
         return Swap(instance=instance.id, model=m1.id, deadline_s=self.deadline_s, reason=reason)
-
-
-def _deviation(allocation: Allocation, model: ModelView) -> float:
-    """By how much chance moves f: independent arrivals make a count vary by its root."""
-    replicas = allocation.num_replicas(model)
-    return model.slowness * sqrt(model.num_requests) / replicas if replicas else 0.0
