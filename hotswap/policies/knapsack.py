@@ -65,6 +65,11 @@ def choose(pools: Iterable[Pool], need: int) -> tuple[Offer, ...]:
     over the slots that are freed, and inside of a pool over its room and the number of offers taken as well,
     as far as they bind.
     """
+    pools = tuple(pools)
+    singles = [o for pool in pools if pool.most > 0 for o in pool.offers if o.room <= pool.room]
+    if all(offer.slots >= need for offer in singles):  # the usual case: one is enough, and more cost more
+        cheapest = min(singles, key=lambda offer: (offer.seconds, offer.harm), default=None)
+        return () if cheapest is None or need <= 0 else (cheapest,)
     best = {0: _Choice()}
     for pool in pools:
         options = _options(pool, need)

@@ -183,6 +183,11 @@ class _Board:
             for instance in replicas
         }
 
+    @cached_property
+    def _preferred(self) -> list[InstanceView]:
+        """All instances, those first that are rather turned."""
+        return sorted(self._instances.values(), key=_preference)
+
     def _running_on(self, instance: InstanceView) -> list[RunningView]:
         return sorted(self._fleet.running_on(instance.id), key=lambda run: run.id)
 
@@ -276,7 +281,9 @@ class _Board:
         """What may be turned to a model, by the model that it has now; used longest ago first."""
         load_s: dict[str, float] = {}
         offers: defaultdict[ModelId | None, list[Offer]] = defaultdict(list)
-        for instance in sorted(self._allocation.takeable(model), key=_preference):
+        for instance in self._preferred:
+            if not self._allocation.may_turn(instance, model):
+                continue
             victims = self._victims(instance)
             if victims.all_known and instance.id not in self._receiving:
                 if instance.preloaded != model.id and instance.node not in load_s:
