@@ -5,7 +5,8 @@
 
 There are eight requests on an instance. Most fleets have a model for every four instances, and one fleet has
 a single model on all. A route is measured as a fleet makes it: a new view of what is kept, the answer, and
-the load of the chosen instance put up, which the next question finds. A plan is for a view that was made.
+the load of the chosen instance put up, which the next question finds. A plan is for a view that was made,
+and for the same with ten models more that have requests waiting and no replica.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from hotswap.policies import (
     VirtualUsageRescheduler,
     WeightedLoadSwap,
 )
-from hotswap.view import ModelView, RunningView
+from hotswap.view import ModelView, RunningView, WaitingView
 
 __all__ = ["main", "measure", "view_of"]
 
@@ -68,6 +69,7 @@ SCHEDULERS: tuple[Scheduler, ...] = (
 )
 REQUESTS_EACH, INSTANCES_A_MODEL, KV_BLOCKS = 8, 4, 1024
 REPEATS, ROUTES = 5, 200
+STARVED, WAITING_EACH = 10, 5
 SIZES = (10, 100, 1000)
 
 
@@ -111,6 +113,24 @@ def view_of(num_instances: int, *, num_models: int | None = None, seed: int = 0)
     return FleetView(now_s=100.0, instances=tuple(instances), models=models, running=tuple(running))
 
 
+def starved(view: FleetView) -> FleetView:
+    """The same, and models that have no replica and requests that wait for one."""
+    names = [ModelId(f"starved{number}") for number in range(STARVED)]
+    waiting = tuple(
+        WaitingView(id=RequestId(f"{name}-{at}"), model=name, arrived_s=0.0, waiting_since_s=0.0)
+        for name in names
+        for at in range(WAITING_EACH)
+    )
+    models = (*view.models, *(ModelView(id=name, num_waiting=WAITING_EACH) for name in names))
+    return FleetView(
+        now_s=view.now_s,
+        instances=view.instances,
+        models=models,
+        waiting=waiting,
+        running=view.running,
+    )
+
+
 class Kept:
     """What a fleet keeps of its instances from one view to the next."""
 
@@ -148,6 +168,10 @@ def measure(sizes: Sequence[int], directory: Path) -> dict[str, Any]:
         print(f"{what}: done", file=sys.stderr)
     report["schedulers"] = {
         type(scheduler).__name__: {str(size): plan_s(scheduler, view_of(size)) for size in sizes}
+        for scheduler in SCHEDULERS
+    }
+    report["schedulers_with_ten_models_waiting"] = {
+        type(scheduler).__name__: {str(size): plan_s(scheduler, starved(view_of(size))) for size in sizes}
         for scheduler in SCHEDULERS
     }
     report["route_s"] = report["routers"]["AffinityRouter"]
@@ -196,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("routers", "us", 1e6),
         ("routers_of_one_model", "us", 1e6),
         ("schedulers", "ms", 1e3),
+        ("schedulers_with_ten_models_waiting", "ms", 1e3),
     ):
         rows = [
             [name, *(Summary.of([s * factor for s in series[str(size)]]).format(1) for size in sizes)]
