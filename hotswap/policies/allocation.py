@@ -232,19 +232,26 @@ class Allocation:
 
         Whom `donors` lets give nothing, gives nothing here.
         """
-        free = (i for instances in self._free.values() for i in instances.values())
-        return sorted((i for i in free if self.may_turn(i, model)), key=lambda i: i.id)
+        return sorted(self.turnable(model), key=lambda i: i.id)
+
+    def turnable(self, model: ModelView) -> Iterator[InstanceView]:
+        """Yield the same in no order, which is sooner; nothing may be taken meanwhile."""
+        doubtful = self._doubtful(model)
+        for held, instances in self._free.items():
+            if held is None or (not doubtful and self._gives(held, model)):
+                yield from (instance for instance in instances.values() if _takes(model, instance))
 
     def may_turn(self, instance: InstanceView, model: ModelView) -> bool:
         """Whether the instance is among those that are `takeable` for the model."""
         held = None if instance.state is InstanceState.EMPTY else instance.model
         if instance.id not in self._free.get(held, {}) or not _takes(model, instance):
             return False
-        if held is None:
-            return True
+        return held is None or (self._gives(held, model) and not self._doubtful(model))
+
+    def _gives(self, held: ModelId, model: ModelView) -> bool:
+        """Whether the model that an instance has can spare one for another."""
         donor = self.models.get(held)
-        spares = donor is not None and donor.id != model.id and self.num_spare(donor) > 0
-        return spares and not self._doubtful(model)
+        return donor is not None and donor.id != model.id and self.num_spare(donor) > 0
 
     def free_replicas(self, model: ModelView) -> tuple[InstanceView, ...]:
         """Return the model's replicas that could be turned or unloaded now."""

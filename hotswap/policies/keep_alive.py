@@ -53,7 +53,7 @@ class KeepAliveSwap(Scheduler):
     def _loads(self, allocation: Allocation) -> Iterator[Swap]:
         absent = [m for m in allocation.models.values() if m.num_waiting and not allocation.num_replicas(m)]
         for model in sorted(absent, key=lambda m: (-allocation.waited_s(m), m.id)):
-            idle = [i for i in allocation.takeable(model) if not i.num_requests]
+            idle = [i for i in allocation.turnable(model) if not i.num_requests]
             instance = min(idle, key=_preference, default=None)
             if instance is not None:
                 whose = "is EMPTY" if instance.model is None else f"has {instance.model}, idle for longest"

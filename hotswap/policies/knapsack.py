@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hotswap.view import InstanceId
 
@@ -13,8 +13,7 @@ __all__ = ["Offer", "Pool", "choose"]
 _K = TypeVar("_K", int, tuple[int, int, int])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Offer(NamedTuple):
     """An instance that could be turned.
 
     Attributes:

@@ -249,7 +249,7 @@ class _Board:
         refuge = self._instances[offer.instance]
         if self._num_nodes < 2 or refuge.num_requests or self._fate == "stay":
             return None  # one node has nothing nearer than another
-        others = [i for i in self._allocation.takeable(model) if i.num_requests and i.id not in taken]
+        others = [i for i in self._allocation.turnable(model) if i.num_requests and i.id not in taken]
         ways = [(self._detour_s(model, instance, refuge), instance) for instance in others]
         seconds, instance = min(ways, key=lambda way: (way[0], way[1].id), default=(inf, refuge))
         if seconds >= offer.seconds:
@@ -281,8 +281,9 @@ class _Board:
         """What may be turned to a model, by the model that it has now; used longest ago first."""
         load_s: dict[str, float] = {}
         offers: defaultdict[ModelId | None, list[Offer]] = defaultdict(list)
+        turnable = {instance.id for instance in self._allocation.turnable(model)}
         for instance in self._preferred:
-            if not self._allocation.may_turn(instance, model):
+            if instance.id not in turnable:
                 continue
             victims = self._victims(instance)
             if victims.all_known and instance.id not in self._receiving:
