@@ -47,7 +47,7 @@ demo: $(READY)  ## serve three models on two engines and watch them swap
 	@$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(READY)  ## run every test that needs no GPU
-	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --durations=15 $(ARGS)
 	@$(if $(ARGS)$(filter vllm,$(WITHOUT)),echo "The tests over vLLM are left out.",$(MAKE) --no-print-directory vllm-test)
 
 # One thread, so that cores may be forked; what vLLM itself is warned of is not ours.
