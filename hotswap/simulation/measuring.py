@@ -167,13 +167,13 @@ class _Bench:
         for tokens in prompts:
             yield partial(self._prompt, tokens)
         for batch, context in itertools.product(shapes.batches, shapes.contexts):
-            first = 8 + batch * (1 + context // shapes.token_budget)  # tokens of one while others begin
+            first = 32 + batch * (1 + context // shapes.token_budget)  # tokens of one while others begin
             most = first + 2 * shapes.steps
             if batch <= view.max_requests and self._fits(view.max_tokens, batch, context, most):
                 yield partial(self._decodes, batch, context, most)
         context = min(shapes.contexts)
         for batch, tokens in itertools.product(shapes.batches, prompts[1::2]):
-            most = 8 + batch * (1 + context // shapes.token_budget) + 8 * shapes.repeats
+            most = 32 + batch * (1 + context // shapes.token_budget) + 8 * shapes.repeats
             room = batch + tokens <= shapes.token_budget and batch < view.max_requests
             if room and self._fits(view.max_tokens, batch + 1, max(context, tokens), most):
                 yield partial(self._mixed, batch, context, tokens, most)
