@@ -18,7 +18,7 @@ from tests.kernels.gate.build import Limits, Program
 SHAPES = [(n, k) for n in (64, 1280, 4096, 8192, 28672, 57344) for k in (64, 1024, 4096, 28672)]
 UNITS = (20, 60, 132, 304)
 # Addresses that ptxas puts aside before the loop and takes back after it, so that more programs share a unit.
-_MOST_SPILLED = 43
+_MOST_SPILLED = 55
 _DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16}
 
 
