@@ -6,25 +6,33 @@ is. A view that was made by hand makes its own when it is first asked.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from hotswap.request import ModelId
     from hotswap.view import InstanceId, InstanceView
 
-__all__ = ["CountRank", "Lookup", "Rank"]
+__all__ = ["Count", "CountRank", "Lookup", "Rank"]
 
 # Ranks that a group keeps sorted; routers have one each, and one for each adapter in use.
 _MOST_RANKS = 64
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Kept = TypeVar("_Kept")
 
 
 # Orders instances: the least is best, `None` is out of the question, and an id at the end forbids ties. It is
 # pure and hashable, and asked about an instance again only when that one has changed.
 Rank: TypeAlias = "Callable[[InstanceView], Any]"
+
+# A number of an instance that the fleet itself counts, `None` for one that is not counted; pure and hashable.
+Count: TypeAlias = "Callable[[InstanceView], int | None]"
 
 
 class CountRank(ABC):
@@ -120,16 +128,42 @@ class Lookup:
             return None
         if not isinstance(rank, CountRank):
             self._refresh_group(group)
-            return group.least(rank)
+            return group.standing(rank).least(rank, group.members)
         if touched := self._touched & group.members.keys():
             self._refresh(touched)
-        best = group.least(rank)
+        standing = group.standing(rank)
+        best = standing.least(rank, group.members)
         if best is None or not (stirred := self._stirred & group.members.keys()):
             return best
         count = rank.count(best)
         ranked = ((i, group.members[i]) for i in stirred)
         self._refresh([i for i, view in ranked if rank(view) is not None and rank.count(view) == count])
-        return group.least(rank)
+        return standing.least(rank, group.members)
+
+    def ranked(self, model: ModelId, rank: Rank) -> Iterator[InstanceView]:
+        """Return the hosts of the model that have a rank, the least first; costs what is taken of them.
+
+        Valid until the next question by the same rank, or until something changes.
+        """
+        group = self._hosts.get(model)
+        if group is None:
+            return iter(())
+        self._refresh_group(group)
+        return group.order(rank).ranked(rank, group.members)
+
+    def total(self, model: ModelId, count: Count) -> tuple[int, int]:
+        """Return how many hosts of the model are counted, and the sum of their numbers."""
+        group = self._hosts.get(model)
+        if group is None:
+            return 0, 0
+        if touched := self._touched & group.members.keys():
+            self._refresh(touched)
+        return group.tally(count).total(count, group.members)
+
+    def host_ids(self, model: ModelId) -> frozenset[InstanceId]:
+        """Return the ids of those that are SERVING the model; the same object until one comes or goes."""
+        group = self._hosts.get(model)
+        return frozenset() if group is None else group.ids()
 
     # ------------------------------------------------------------------ changes
 
@@ -209,27 +243,30 @@ class Lookup:
 class _Group:
     """Instances that have a model in common."""
 
-    __slots__ = ("_all", "_sorted", "_standings", "members")
+    __slots__ = ("_all", "_ids", "_orders", "_sorted", "_standings", "_tallies", "members")
 
     def __init__(self) -> None:
         self.members: dict[InstanceId, InstanceView] = {}
         self._sorted = True
         self._all: tuple[InstanceView, ...] | None = None
+        self._ids: frozenset[InstanceId] | None = None
         self._standings: dict[Rank, _Standing] = {}
+        self._orders: dict[Rank, _Order] = {}
+        self._tallies: dict[Count, _Tally] = {}
 
     def put(self, view: InstanceView) -> None:
         if view.id not in self.members:
-            self._sorted = False
+            self._sorted, self._ids = False, None
         self.members[view.id] = view
         self._all = None
-        for standing in self._standings.values():
-            standing.changed[view.id] = None
+        for kept in self._kept():
+            kept.changed[view.id] = None
 
     def leave(self, instance: InstanceId) -> None:
         del self.members[instance]
-        self._all = None
-        for standing in self._standings.values():
-            standing.changed.pop(instance, None)
+        self._all = self._ids = None
+        for kept in self._kept():
+            kept.leave(instance)
 
     def all(self, places: dict[InstanceId, int]) -> tuple[InstanceView, ...]:
         if not self._sorted:
@@ -239,38 +276,126 @@ class _Group:
             self._all = tuple(self.members.values())
         return self._all
 
-    def least(self, rank: Rank) -> InstanceView | None:
-        standing = self._standings.pop(rank, None)
-        if standing is None:
-            if len(self._standings) >= _MOST_RANKS:
-                del self._standings[next(iter(self._standings))]
-            standing = _Standing(self.members)
-        self._standings[rank] = standing  # last, as the one that was asked for last
-        return standing.least(rank, self.members)
+    def ids(self) -> frozenset[InstanceId]:
+        if self._ids is None:
+            self._ids = frozenset(self.members)
+        return self._ids
+
+    def standing(self, rank: Rank) -> _Standing:
+        return _kept(self._standings, rank, lambda: _Standing(self.members))
+
+    def order(self, rank: Rank) -> _Order:
+        return _kept(self._orders, rank, lambda: _Order(self.members))
+
+    def tally(self, count: Count) -> _Tally:
+        return _kept(self._tallies, count, lambda: _Tally(self.members))
+
+    def _kept(self) -> Iterable[_Standing | _Order | _Tally]:
+        return chain(self._standings.values(), self._orders.values(), self._tallies.values())
+
+
+def _kept(kept: dict[_Key, _Kept], key: _Key, make: Callable[[], _Kept]) -> _Kept:
+    """What is kept for a key, made anew if need be; the one that was asked for last is last."""
+    found = kept.pop(key, None)
+    if found is None:
+        if len(kept) >= _MOST_RANKS:
+            del kept[next(iter(kept))]
+        found = make()
+    kept[key] = found
+    return found
 
 
 class _Standing:
     """A heap of a group's members by one rank; entries that a change has overtaken stay until met."""
 
-    __slots__ = ("_heap", "_numbers", "changed")
+    __slots__ = ("_heap", "_keys", "_numbers", "changed")
 
     def __init__(self, members: Iterable[InstanceId]) -> None:
         self.changed = dict.fromkeys(members)
-        self._heap: list[tuple[Any, int, InstanceView]] = []
+        self._keys: dict[InstanceId, Any] = {}
+        self._heap: list[tuple[Any, int, InstanceId]] = []
         self._numbers = itertools.count()
+
+    def leave(self, instance: InstanceId) -> None:
+        self.changed.pop(instance, None)
+        self._keys.pop(instance, None)
 
     def least(self, rank: Rank, members: dict[InstanceId, InstanceView]) -> InstanceView | None:
         if len(self.changed) + len(self._heap) > 4 * len(members) + 64:
             self._heap.clear()
+            self._keys.clear()
             self.changed = dict.fromkeys(members)
         for instance in self.changed:
-            view = members.get(instance)
-            if view is not None and (key := rank(view)) is not None:
-                heapq.heappush(self._heap, (key, next(self._numbers), view))
+            key = rank(members[instance])
+            if key is None:
+                self._keys.pop(instance, None)
+            elif key != self._keys.get(instance):
+                self._keys[instance] = key
+                heapq.heappush(self._heap, (key, next(self._numbers), instance))
         self.changed.clear()
         while self._heap:
-            best: InstanceView = self._heap[0][2]
-            if members.get(best.id) is best:
-                return best
+            key, _, instance = self._heap[0]
+            if self._keys.get(instance) is key:
+                return members[instance]
             heapq.heappop(self._heap)
         return None
+
+
+class _Order:
+    """A group's members in the order of one rank."""
+
+    __slots__ = ("_keys", "_sorted", "changed")
+
+    def __init__(self, members: Iterable[InstanceId]) -> None:
+        self.changed = dict.fromkeys(members)
+        self._keys: dict[InstanceId, Any] = {}
+        self._sorted: list[tuple[Any, InstanceId]] = []
+
+    def leave(self, instance: InstanceId) -> None:
+        self.changed.pop(instance, None)
+        self._take_out(instance)
+
+    def ranked(self, rank: Rank, members: dict[InstanceId, InstanceView]) -> Iterator[InstanceView]:
+        if 4 * len(self.changed) > len(members):
+            self._keys = {key: at for key, view in members.items() if (at := rank(view)) is not None}
+            self._sorted = sorted((at, instance) for instance, at in self._keys.items())
+            self.changed.clear()
+        for instance in self.changed:
+            key = rank(members[instance])
+            if key == self._keys.get(instance):
+                continue
+            self._take_out(instance)
+            if key is not None:
+                self._keys[instance] = key
+                bisect.insort(self._sorted, (key, instance))
+        self.changed.clear()
+        return (members[instance] for _, instance in self._sorted)
+
+    def _take_out(self, instance: InstanceId) -> None:
+        if (key := self._keys.pop(instance, None)) is not None:
+            del self._sorted[bisect.bisect_left(self._sorted, (key, instance))]
+
+
+class _Tally:
+    """The sum of a number of a group's members."""
+
+    __slots__ = ("_numbers", "_sum", "changed")
+
+    def __init__(self, members: Iterable[InstanceId]) -> None:
+        self.changed = dict.fromkeys(members)
+        self._numbers: dict[InstanceId, int] = {}
+        self._sum = 0
+
+    def leave(self, instance: InstanceId) -> None:
+        self.changed.pop(instance, None)
+        self._sum -= self._numbers.pop(instance, 0)
+
+    def total(self, count: Count, members: dict[InstanceId, InstanceView]) -> tuple[int, int]:
+        for instance in self.changed:
+            self._sum -= self._numbers.pop(instance, 0)
+            number = count(members[instance])
+            if number is not None:
+                self._numbers[instance] = number
+                self._sum += number
+        self.changed.clear()
+        return len(self._numbers), self._sum

@@ -6,11 +6,12 @@ offline.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NewType, Protocol
 
-from hotswap.lookup import Lookup, Rank
+from hotswap.lookup import Count, Lookup, Rank
 from hotswap.request import AdapterId, ModelId, RequestId
 
 __all__ = [
@@ -372,6 +373,7 @@ class FleetView(_Lazy):
         view = object.__new__(cls)
         object.__setattr__(view, "now_s", now_s)
         object.__setattr__(view, "_source", source)
+        object.__setattr__(view, "_lookup", source.lookup)
         return view
 
     def settle(self) -> None:
@@ -416,6 +418,24 @@ class FleetView(_Lazy):
         so the answer does not take longer for more hosts.
         """
         return self._lookup.least(model, rank)
+
+    def ranked(self, model: ModelId, rank: Rank) -> Iterator[InstanceView]:
+        """The hosts of the model that `rank` ranks, the best first; costs what is taken of them.
+
+        Valid until `least` or `ranked` is asked for the same rank again.
+        """
+        return self._lookup.ranked(model, rank)
+
+    def total(self, model: ModelId, count: Count) -> tuple[int, int]:
+        """How many hosts of the model `count` has a number for, and the sum of these, kept like `least`.
+
+        The number may depend on what the fleet counts itself, such as `num_requests`, and on no load.
+        """
+        return self._lookup.total(model, count)
+
+    def host_ids(self, model: ModelId) -> frozenset[InstanceId]:
+        """The ids of `hosts`; the same object from view to view until one comes or goes."""
+        return self._lookup.host_ids(model)
 
     def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
         """Those of `running` that an instance is charged with, in the same order."""

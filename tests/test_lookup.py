@@ -29,6 +29,10 @@ def by_requests_and_blocks(instance: InstanceView) -> tuple[int, int, InstanceId
     return (instance.num_requests, -instance.num_free_kv_blocks, instance.id) if instance.open else None
 
 
+def open_requests(instance: InstanceView) -> int | None:
+    return instance.num_requests if instance.open else None
+
+
 class ByCounts(CountRank):
     """The same, as a rank that asks for loads only where requests are equal."""
 
@@ -102,6 +106,10 @@ def test_it_answers_as_a_walk_over_all_instances_does(course: list[tuple[str, In
                 ranked = [(rank(instance), instance) for instance in hosts if rank(instance) is not None]
                 best = min(ranked, key=itemgetter(0), default=(None, None))[1]
                 assert lookup.least(model, rank) == best
+                assert list(lookup.ranked(model, rank)) == [i for _, i in sorted(ranked, key=itemgetter(0))]
+            counted = [i.num_requests for i in hosts if i.open]
+            assert lookup.total(model, open_requests) == (len(counted), sum(counted))
+            assert lookup.host_ids(model) == {i.id for i in hosts}
             assert lookup.hosts(model) == hosts
             assert lookup.replicas(model) == walk_replicas(now, model)
     assert lookup.instances() == tuple(now.values())
@@ -135,6 +143,26 @@ def test_ids_stay_one_object_while_loads_change() -> None:
     assert lookup.ids is before
     lookup.drop(IDS[0])
     assert lookup.ids == before - {IDS[0]}
+
+
+def test_ids_of_hosts_stay_one_object_while_loads_change() -> None:
+    lookup = Lookup([InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS])
+    before = lookup.host_ids(MODELS[0])
+    lookup.put(replace(lookup.instance(IDS[0]), num_requests=3))
+    assert lookup.host_ids(MODELS[0]) is before
+    lookup.put(InstanceView(id=IDS[0], state=InstanceState.EMPTY))
+    assert lookup.host_ids(MODELS[0]) == before - {IDS[0]}
+
+
+def test_all_come_in_order_after_many_changes_also_if_the_same_was_put_twice() -> None:
+    lookup = Lookup(InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS)
+    for turn in range(100):
+        view = replace(lookup.instance(IDS[turn % len(IDS)]), num_requests=turn * 7 % 200)
+        for _ in range(2):
+            lookup.put(view)
+            lookup.least(MODELS[0], by_requests)
+        ranked = [instance.num_requests for instance in lookup.ranked(MODELS[0], by_requests)]
+        assert ranked == sorted(i.num_requests for i in lookup.hosts(MODELS[0]))
 
 
 def test_a_heap_that_many_changes_went_through_still_knows_the_best() -> None:
