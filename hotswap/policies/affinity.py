@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotswap.policies.balance import check_thresholds, imbalanced
-from hotswap.policies.least_loaded import by_load, first
+from hotswap.policies.candidates import first
+from hotswap.policies.least_loaded import by_load
 from hotswap.request import AdapterId, Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId, InstanceView

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import blake2b
-from struct import unpack
+from math import inf
 from typing import Literal, TypeAlias
 
 from hotswap.errors import ConfigError
-from hotswap.policies.least_loaded import candidates
+from hotswap.policies.candidates import candidates, holds
+from hotswap.policies.circle import VIRTUAL_NODES, clockwise, point_of
 from hotswap.request import Request
 from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId
+from hotswap.view import FleetView, InstanceId, InstanceView
 
 __all__ = ["ConsistentHashRouter", "RoutingKey"]
 
 RoutingKey: TypeAlias = Literal["prefix", "adapter"] | Callable[[Request], str]
-
-_POINTS_PER_DIGEST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +48,20 @@ class ConsistentHashRouter(Router):
 
     **Ours, not the paper's:**
 
-    - The circle has all instances of the fleet, whatever they serve, and the walk goes past those that are no
-      candidates. That gives each key the same order of replicas as a circle of candidates would, and swaps
-      and full instances change nothing in it: it is made once for a set of instances.
+    - The walk goes past those that are no candidates. That gives each key the same order of replicas as a
+      circle of candidates would, and swaps and full instances change nothing in it.
     - Each instance has `virtual_nodes` points, so that what it leaves is spread over the others. A thousand
       instances of 64 take a tenth of a second, once.
     - Points are BLAKE2b of ids, keys of values: the same in every process, on every machine.
+
+    A route takes what the walk takes, not what there is: how many candidates there are and what they have is
+    kept from request to request. Only where some replica could not hold the request are all looked at.
     """
 
     key: RoutingKey = "prefix"
     prefix_tokens: int = 64
     c: float = 1.25
-    virtual_nodes: int = 64
+    virtual_nodes: int = VIRTUAL_NODES
 
     def __post_init__(self) -> None:
         if not callable(self.key) and str(self.key) not in ("prefix", "adapter"):
@@ -76,46 +74,33 @@ class ConsistentHashRouter(Router):
             raise ConfigError(f"virtual_nodes is {self.virtual_nodes!r}; give 1 or more points.")
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        replicas = candidates(request, fleet)
+        walk = clockwise(self._point(request), request.model, fleet, virtual_nodes=self.virtual_nodes)
+        num_steady, num_requests = fleet.total(request.model, _steady_requests)
+        smallest = fleet.least(request.model, _by_size)
+        if num_steady and smallest is not None and holds(smallest, request):
+            capacity = self._capacity(num_requests, num_steady)
+            steady = (i for i in map(fleet.instance, walk) if i.open and not i.swapping)
+            return next(instance.id for instance in steady if instance.num_requests < capacity)
+        replicas = {instance.id: instance.num_requests for instance in candidates(request, fleet)}
         if not replicas:
             return None
-        # A whole number is below a ceiling where it is below what was rounded up.
-        capacity = self.c * (sum(i.num_requests for i in replicas) + 1) / len(replicas)
-        below = {i.id for i in replicas if i.num_requests < capacity}
-        if len(below) == 1:
-            return below.pop()
-        points, owners = _ring(fleet.ids, self.virtual_nodes)
-        start = bisect_left(points, _hash(self._key(request)))
-        # From `start` once round: indices below zero count from the end.
-        return next(owners[at] for at in range(start - len(owners), start) if owners[at] in below)
+        capacity = self._capacity(sum(replicas.values()), len(replicas))
+        return next(name for name in walk if name in replicas and replicas[name] < capacity)
 
-    def _key(self, request: Request) -> str:
+    def _capacity(self, num_requests: int, num_candidates: int) -> float:
+        """What a candidate has less than; not rounded up, as no whole number lies between."""
+        return self.c * (num_requests + 1) / num_candidates
+
+    def _point(self, request: Request) -> int:
         if callable(self.key):
-            return repr((request.model, self.key(request)))
+            return point_of(request.model, self.key(request))
         tokens = request.prompt[: self.prefix_tokens] if self.key == "prefix" else ()
-        return repr((request.model, request.adapter, tokens))
+        return point_of(request.model, request.adapter, tokens=tokens)
 
 
-@lru_cache(maxsize=8)
-def _ring(
-    instances: frozenset[InstanceId], virtual_nodes: int
-) -> tuple[tuple[int, ...], tuple[InstanceId, ...]]:
-    """Return the points of the circle in order, and whose they are; two at one point: the smaller id's."""
-    owners = {
-        point: instance
-        for instance in sorted(instances, reverse=True)
-        for point in _points(instance, virtual_nodes)
-    }
-    points = tuple(sorted(owners))
-    return points, tuple(owners[point] for point in points)
+def _steady_requests(instance: InstanceView) -> int | None:
+    return instance.num_requests if instance.open and not instance.swapping else None
 
 
-@lru_cache(maxsize=4096)
-def _points(instance: InstanceId, virtual_nodes: int) -> tuple[int, ...]:
-    num_digests = -(-virtual_nodes // _POINTS_PER_DIGEST)
-    digests = b"".join(blake2b(f"{n}:{instance}".encode()).digest() for n in range(num_digests))
-    return unpack(f"<{virtual_nodes}Q", digests[: 8 * virtual_nodes])
-
-
-def _hash(key: str) -> int:
-    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
+def _by_size(instance: InstanceView) -> tuple[float, InstanceId]:
+    return inf if instance.max_tokens is None else instance.max_tokens, instance.id

@@ -7,7 +7,7 @@ from math import inf
 from typing import Literal, TypeAlias
 
 from hotswap.errors import ConfigError
-from hotswap.policies.least_loaded import first
+from hotswap.policies.candidates import first
 from hotswap.request import Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from hotswap.errors import ConfigError
-from hotswap.policies.least_loaded import candidates, least_loaded
-from hotswap.request import Request
+from hotswap.policies.candidates import candidates, holds
+from hotswap.policies.least_loaded import by_load
+from hotswap.request import AdapterId, Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView
 
 __all__ = ["LeastTimeRouter"]
+
+# Hosts that are rather looked at one by one than kept in order; and after so many in order all are.
+_FEW = 8
+_MANY = 64
+# Sums of the same seconds may differ by so much, as a share, when they are added up in another order.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +36,11 @@ class LeastTimeRouter(Router):
 
     `steps` is `tokens / step_tokens`, rounded up. So an adapter's holder is passed over when the others save
     more than its load takes, a long prompt counts for what it is, and no threshold is needed. Ties go as in
-    `LeastLoadedRouter`.
+    `LeastLoadedRouter`; sums that differ by less than a billionth may pass for one.
+
+    Many replicas are not all looked at: they are kept in the order of what a smaller request would meet
+    there, a larger one needs the time of its tokens beyond that anywhere, and so where a replica is later
+    than the best by that much all behind it are. In a burst between two steps of the engines they are.
 
     **Ours:** all of the sum, and its constants, which are rough figures of an 8B model on a recent GPU;
     measure your own. Requests that the fleet sent there and the engine has not seen yet count with as many
@@ -64,10 +76,40 @@ class LeastTimeRouter(Router):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give 0 or more seconds, finite.")
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        seconds = [(self._here_s(request, i), i) for i in candidates(request, fleet)]
-        least_s = min((s for s, _ in seconds), default=inf)
-        instance = least_loaded([i for s, i in seconds if s == least_s])
+        instance = self.soonest(request, fleet)
         return instance.id if instance else None
+
+    def soonest(self, request: Request, fleet: FleetView) -> InstanceView | None:
+        """Return the instance that `route` names, for routers that compare it with another."""
+        soonest = self._soonest_of_many(request, fleet) if len(fleet.host_ids(request.model)) > _FEW else None
+        if soonest is not None:
+            return soonest
+        return min(candidates(request, fleet), key=lambda i: _standing(self, request, i), default=None)
+
+    def _soonest_of_many(self, request: Request, fleet: FleetView) -> InstanceView | None:
+        """Look at hosts in the order of what a smaller request would meet, until all others must be later.
+
+        `None` where that would be to look at many, and where none is steady and large enough.
+        """
+        num_tokens, adapter = request.num_tokens, request.adapter
+        size = _size(num_tokens)
+        more_s = (num_tokens - size) / self.prefill_tokens_per_s
+        best: InstanceView | None = None
+        standing: tuple[float, Any] = (inf, ())
+        num_seen = 0
+        for has_unseen in (False, True):
+            if (1 + has_unseen) * num_tokens / self.prefill_tokens_per_s >= standing[0]:
+                break
+            for instance in fleet.ranked(request.model, _ByTime(self, size, adapter, has_unseen)):
+                if best is not None:
+                    at_least_s = _here_s(self, size, adapter, instance) + (1 + has_unseen) * more_s
+                    if at_least_s >= standing[0] * (1 - _ROUNDING):
+                        break
+                if (num_seen := num_seen + 1) > _MANY:
+                    return None
+                if holds(instance, request) and (found := _standing(self, request, instance)) < standing:
+                    best, standing = instance, found
+        return best
 
     def expected_s(self, request: Request, instance: InstanceView, fleet: FleetView) -> float:
         """Return the expected seconds to the first token on any instance, also where it would take a swap.
@@ -77,7 +119,7 @@ class LeastTimeRouter(Router):
         that the store does not have.
         """
         if instance.state is InstanceState.SERVING and instance.model == request.model:
-            return self._here_s(request, instance)
+            return _here_s(self, request.num_tokens, request.adapter, instance)
         if not instance.free:
             return inf
         store = fleet.store.seen_from(instance.node)
@@ -85,14 +127,55 @@ class LeastTimeRouter(Router):
         adapter_s = 0.0 if request.adapter is None else self.adapter_s
         return self.swap_s + load_s + adapter_s + request.num_tokens / self.prefill_tokens_per_s
 
-    def _here_s(self, request: Request, instance: InstanceView) -> float:
-        num_unseen = max(instance.num_requests - instance.num_running - instance.num_waiting, 0)
-        num_tokens = instance.num_prefill_tokens + (num_unseen + 1) * request.num_tokens
-        num_steps = -(-num_tokens // self.step_tokens)
-        seconds = num_tokens / self.prefill_tokens_per_s + num_steps * instance.num_running * self.request_s
-        if request.adapter is not None and request.adapter not in instance.adapters:
-            seconds += self.adapter_s
-        free_tokens = instance.num_free_kv_blocks * instance.kv_block_tokens
-        if instance.num_kv_blocks and free_tokens < request.num_tokens:
-            seconds += self.blocks_s
-        return seconds
+
+def _here_s(
+    time: LeastTimeRouter, num_tokens: int, adapter: AdapterId | None, instance: InstanceView
+) -> float:
+    """Seconds to the first token of a request with so many tokens; no fewer for more of them."""
+    queued = instance.num_prefill_tokens + (_num_unseen(instance) + 1) * num_tokens
+    num_steps = -(-queued // time.step_tokens)
+    seconds = queued / time.prefill_tokens_per_s + num_steps * instance.num_running * time.request_s
+    if adapter is not None and adapter not in instance.adapters:
+        seconds += time.adapter_s
+    free_tokens = instance.num_free_kv_blocks * instance.kv_block_tokens
+    if instance.num_kv_blocks and free_tokens < num_tokens:
+        seconds += time.blocks_s
+    return seconds
+
+
+def _standing(time: LeastTimeRouter, request: Request, instance: InstanceView) -> tuple[float, Any]:
+    return _here_s(time, request.num_tokens, request.adapter, instance), by_load(instance)
+
+
+def _size(num_tokens: int) -> int:
+    """Return the largest power of 4 that is not above, so that requests of a size share an order."""
+    return 1 << (max(num_tokens, 1).bit_length() - 1 & ~1)
+
+
+def _num_unseen(instance: InstanceView) -> int:
+    """Return how many requests the fleet sent to an instance that its engine has not told of."""
+    return max(instance.num_requests - instance.num_running - instance.num_waiting, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByTime:
+    """Ranks by the expected seconds of a request with so many tokens, then by load, who is open and steady.
+
+    Those with requests that their engines have not told of yet apart from others: each of these is taken to
+    be as large as the request, so for a larger one all of them are later by more.
+    """
+
+    time: LeastTimeRouter
+    num_tokens: int
+    adapter: AdapterId | None
+    has_unseen: bool
+
+    def __hash__(self) -> int:
+        return hash(
+            (self.num_tokens, self.adapter, self.has_unseen)
+        )  # a router has few, and asks at each route
+
+    def __call__(self, instance: InstanceView) -> tuple[float, Any] | None:
+        if not instance.open or instance.swapping or (_num_unseen(instance) > 0) is not self.has_unseen:
+            return None
+        return _here_s(self.time, self.num_tokens, self.adapter, instance), by_load(instance)

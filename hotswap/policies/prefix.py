@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from hotswap.errors import ConfigError
+from hotswap.lookup import CountRank
 from hotswap.policies.balance import check_thresholds, imbalanced
-from hotswap.policies.least_loaded import by_load, candidates, first
+from hotswap.policies.candidates import first, is_candidate
+from hotswap.policies.circle import clockwise, point_of
+from hotswap.policies.least_loaded import by_load
 from hotswap.policies.least_time import LeastTimeRouter
 from hotswap.request import Request
 from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId
+from hotswap.view import FleetView, InstanceId, InstanceView
 
 __all__ = ["PrefixRouter"]
 
@@ -29,8 +31,8 @@ class PrefixRouter(Router):
     **Readings.** SGLang keeps a tree of the texts that it sent to each worker. A router here remembers
     nothing and sees no caches, so *most likely has the prefix* is where an earlier request with it would have
     been sent: the first whole blocks of the prompt, `num_blocks` at most of `block_tokens` each, choose
-    a replica by highest random weight (Thaler and Ravishankar, 1998). A replica that comes or goes takes or
-    leaves its own prefixes alone. The rate of matching is not known either: a prompt with a whole block has
+    a replica by consistent hashing, without a bound. A replica that comes or goes takes or leaves its own
+    prefixes alone. The rate of matching is not known either: a prompt with a whole block has
     a prefix, a shorter one has none and goes to the replica with the fewest requests.
 
     The guard looks at all open replicas, as there, not at the chosen one alone. Requests that went elsewhere
@@ -38,7 +40,7 @@ class PrefixRouter(Router):
 
     Give `num_blocks` the length of what is shared, a system prompt for example: with more, requests that
     share that alone do not meet; with fewer, requests that share little meet too. Requests of different
-    models or adapters share nothing. A route hashes once for each open replica.
+    models or adapters share nothing.
 
     **With `time`** the guard counts seconds, not requests, and the thresholds do not matter: eight prompts
     may take an engine milliseconds or a minute. Source: Qin et al., Mooncake, FAST 2025, Algorithm 1, the
@@ -74,37 +76,48 @@ class PrefixRouter(Router):
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
         if self.time is not None:
             return self._soonest(request, fleet, self.time)
-        replicas = candidates(request, fleet)
         idlest = first(request, fleet, by_load)
         if idlest is None:
             return None
-        num_blocks = min(len(request.prompt) // self.block_tokens, self.num_blocks)
-        busiest = max(i.num_requests for i in replicas)
-        if not num_blocks or self._imbalanced(busiest, idlest.num_requests):
+        num_tokens = self._num_hashed(request)
+        busiest = first(request, fleet, _by_most_load) or idlest
+        if not num_tokens or self._imbalanced(busiest.num_requests, idlest.num_requests):
             return idlest.id
-        prefix = _digest(request, num_blocks * self.block_tokens)
-        return max((_weight(prefix, i.id), i.id) for i in replicas)[1]
+        return self._home(request, num_tokens, fleet, idlest).id
 
     def _soonest(self, request: Request, fleet: FleetView, time: LeastTimeRouter) -> InstanceId | None:
-        num_tokens = min(len(request.prompt) // self.block_tokens, self.num_blocks) * self.block_tokens
-        replicas = candidates(request, fleet)
-        if not num_tokens or not replicas:
-            return time.route(request, fleet)
-        prefix = _digest(request, num_tokens)
-        home = max(replicas, key=lambda instance: (_weight(prefix, instance.id), instance.id))
+        soonest = time.soonest(request, fleet)
+        num_tokens = self._num_hashed(request)
+        if not num_tokens or soonest is None:
+            return soonest.id if soonest else None
+        home = self._home(request, num_tokens, fleet, soonest)
         home_s = time.expected_s(request, home, fleet) - num_tokens / time.prefill_tokens_per_s
-        if all(home_s <= time.expected_s(request, instance, fleet) for instance in replicas):
-            return home.id
-        return time.route(request, fleet)
+        return home.id if home_s <= time.expected_s(request, soonest, fleet) else soonest.id
+
+    def _num_hashed(self, request: Request) -> int:
+        """Tokens of the blocks that choose a replica."""
+        return min(len(request.prompt) // self.block_tokens, self.num_blocks) * self.block_tokens
+
+    def _home(self, request: Request, num_tokens: int, fleet: FleetView, other: InstanceView) -> InstanceView:
+        """The candidate that most likely has the prefix; `other` is the best by some rank."""
+        point = point_of(request.model, request.adapter, tokens=request.prompt[:num_tokens])
+        met = clockwise(point, request.model, fleet)
+        instances = (fleet.instance(instance) for instance in met)
+        return next(i for i in instances if is_candidate(i, request, like=other))
 
     def _imbalanced(self, busiest: int, idlest: int) -> bool:
         return imbalanced(busiest, idlest, abs_threshold=self.abs_threshold, rel_threshold=self.rel_threshold)
 
 
-def _digest(request: Request, num_tokens: int) -> bytes:
-    beginning = request.model, request.adapter, request.prompt[:num_tokens]
-    return blake2b(repr(beginning).encode(), digest_size=16).digest()
+@dataclass(frozen=True, slots=True)
+class _ByMostLoad(CountRank):
+    """Ranks open instances by their number of requests, the most first."""
+
+    def __call__(self, instance: InstanceView) -> tuple[bool, int, InstanceId] | None:
+        return (*self.count(instance), instance.id) if instance.open else None
+
+    def count(self, instance: InstanceView) -> tuple[bool, int]:
+        return instance.swapping, -instance.num_requests
 
 
-def _weight(prefix: bytes, instance: InstanceId) -> bytes:
-    return blake2b(prefix + instance.encode(), digest_size=8).digest()
+_by_most_load = _ByMostLoad()

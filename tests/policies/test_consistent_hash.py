@@ -102,7 +102,7 @@ def test_it_is_the_walk_on_a_circle_of_the_candidates_alone(
     answer = router.route(asks(key), fleet([*others, *instances], [model("a"), model("b")]))
 
     circle = sorted((point, name) for name in names for point in points_of(name, virtual_nodes))
-    place = number(repr(("a", None, (key,))).encode(), size=8)[0]
+    place = number(repr(("a", None)).encode() + key.to_bytes(8, "little"), size=8)[0]
     walk = [name for point, name in circle if point >= place] + [name for _, name in circle]
     room = {name for name, load in zip(names, loads, strict=True) if load < c * (sum(loads) + 1) / len(loads)}
     assert answer == next(name for name in walk if name in room)
@@ -173,6 +173,12 @@ def test_requests_with_the_same_first_tokens_meet() -> None:
     assert len(where(router, *[asks(1, adapter=f"x{number}") for number in range(20)])) > 10
     short = asks(1, more=(2,))
     assert where(router, short.continued([3, 4])) == where(router, short)  # what it generated is no key
+
+
+def test_tokens_that_no_engine_knows_are_routed_all_the_same() -> None:
+    router = ConsistentHashRouter()
+    assert len(where(router, *[asks(1 << 80)] * 3)) == 1
+    assert len(where(router, *[asks(-(1 << 80), more=(key,)) for key in range(20)])) > 5
 
 
 def test_requests_with_the_same_adapter_meet() -> None:

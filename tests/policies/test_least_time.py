@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from hotswap import (
     AdapterId,
@@ -20,8 +21,9 @@ from hotswap import (
     TierView,
 )
 from hotswap.policies import LeastTimeRouter
+from hotswap.policies.candidates import candidates
 from hotswap.testing.strategies import routings
-from tests.policies.views import empty, fleet, model, request, serving
+from tests.policies.views import empty, fleet, many_hosts, model, request, serving
 
 # A thousand tokens a second, so that a token is a millisecond.
 ROUTER = LeastTimeRouter(
@@ -62,6 +64,29 @@ def test_nobody_would_answer_sooner(routing: tuple[Request, FleetView]) -> None:
         seconds = {i.id: ROUTER.expected_s(asked, i, view) for i in fitting}
         assert answer is not None
         assert seconds[answer] == min(seconds.values())
+
+
+@given(
+    many_hosts(),
+    st.integers(1, 700),
+    st.sampled_from([None, "x"]),
+    st.builds(
+        LeastTimeRouter,
+        prefill_tokens_per_s=st.sampled_from([1000.0, 20_000.0, 1e6]),
+        step_tokens=st.sampled_from([16, 100, 2048]),
+        request_s=st.sampled_from([0.0, 0.0002, 0.1]),
+        blocks_s=st.sampled_from([0.0, 0.01, 1.0]),
+    ),
+)
+def test_nobody_of_many_would_answer_sooner(
+    hosts: list[InstanceView], tokens: int, adapter: str | None, router: LeastTimeRouter
+) -> None:
+    asked, view = request("a", adapter=adapter, tokens=tokens), fleet(hosts, [model("a")])
+    answer = router.route(asked, view)
+    seconds = {i.id: router.expected_s(asked, i, view) for i in candidates(asked, view)}
+    assert (answer is None) == (not seconds)
+    if answer is not None:
+        assert seconds[answer] == pytest.approx(min(seconds.values()), rel=1e-8)
 
 
 def test_what_is_summed() -> None:

@@ -18,11 +18,29 @@ from hotswap.policies import (
     LeastTimeRouter,
     PrefixRouter,
 )
-from tests.policies.views import MODELS, empty, fleet, fleet_views, model, request, serving, turning
+from tests.policies.views import (
+    MODELS,
+    Kept,
+    a_host,
+    empty,
+    fleet,
+    fleet_views,
+    many_hosts,
+    model,
+    request,
+    serving,
+    turning,
+)
 
 ROUTERS = (LeastLoadedRouter(), AffinityRouter(), FirstOfRouters(AffinityRouter(), LeastLoadedRouter()))
 # These do not balance by the number of requests alone.
-EVERY_ROUTER = (*ROUTERS, ConsistentHashRouter(), PrefixRouter(), LeastTimeRouter())
+EVERY_ROUTER = (
+    *ROUTERS,
+    ConsistentHashRouter(),
+    PrefixRouter(),
+    PrefixRouter(time=LeastTimeRouter()),
+    LeastTimeRouter(),
+)
 
 
 def holding(instance: InstanceView, *adapters: str) -> InstanceView:
@@ -54,6 +72,25 @@ def test_an_answer_is_an_open_replica_and_given_whenever_there_is_one(
     fitting = {i.id for i in view.instances if i.open and i.model == of}
     assert answer in fitting if fitting else answer is None
     assert router.route(asked, replace(view, instances=view.instances[::-1])) == answer
+
+
+@pytest.mark.parametrize("router", EVERY_ROUTER, ids=repr)
+@given(data=st.data())
+def test_what_is_kept_from_route_to_route_changes_no_answer(router: Router, data: st.DataObject) -> None:
+    hosts = {host.id: host for host in data.draw(many_hosts())}
+    kept = Kept(hosts.values())
+    for _ in range(data.draw(st.integers(1, 5))):
+        tokens, adapter = data.draw(st.integers(1, 700)), data.draw(st.sampled_from([None, "x"]))
+        asked = request("a", adapter=adapter, tokens=tokens)
+        view = fleet(hosts.values(), [model("a")])
+        assert router.route(asked, kept.view()) == router.route(asked, view)
+        for name in data.draw(st.lists(st.sampled_from(sorted(hosts)), max_size=4, unique=True)):
+            if data.draw(st.sampled_from([False, False, False, True])) and len(hosts) > 1:
+                del hosts[name]
+                kept.lookup.drop(name)
+            else:
+                hosts[name] = data.draw(a_host(name))
+                kept.lookup.put(hosts[name])
 
 
 # ------------------------------------------------------------------ least loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -18,11 +19,14 @@ from hotswap import (
     ModelView,
     Request,
     RequestId,
+    StoreView,
     Swap,
     Unload,
     WaitingView,
 )
+from hotswap.lookup import Lookup
 from hotswap.policies import accepted
+from hotswap.view import RunningView
 
 SERVING, EMPTY, LOADING = InstanceState.SERVING, InstanceState.EMPTY, InstanceState.LOADING
 MODELS = tuple(map(ModelId, "abcd"))
@@ -209,4 +213,46 @@ def steady_fleets(draw: st.DrawFn) -> FleetView:
     return fleet(
         [serving(f"e{n}", of) if of else empty(f"e{n}") for n, of in enumerate(held)],
         [replace(m, weight_bytes=0) for m in models],
+    )
+
+
+class Kept:
+    """A fleet whose lookup is kept from view to view, as a real fleet keeps its own."""
+
+    def __init__(self, instances: Iterable[InstanceView]) -> None:
+        self.lookup = Lookup(instances)
+
+    def view(self) -> FleetView:
+        """The fleet as it is now; good until the next change."""
+        return FleetView.of(self, 0.0)
+
+    def part(self, name: str) -> Any:
+        """As `ViewSource`."""
+        return self.lookup.instances() if name == "instances" else StoreView() if name == "store" else ()
+
+    def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
+        """As `ViewSource`."""
+        return ()
+
+
+@st.composite
+def many_hosts(draw: st.DrawFn) -> list[InstanceView]:
+    """Of one model more than are looked at one by one: idle, busy, full, swapping and small ones."""
+    return [draw(a_host(f"e{number}")) for number in range(draw(st.integers(9, 60)))]
+
+
+@st.composite
+def a_host(draw: st.DrawFn, name: str) -> InstanceView:
+    """One of them."""
+    running, unseen = draw(st.integers(0, 5)), draw(st.sampled_from([0, 0, 0, 1, 2, 7]))
+    blocks = draw(st.sampled_from([4, 60]))
+    return replace(
+        serving(name, "a", running + unseen),
+        num_running=running,
+        num_prefill_tokens=draw(st.sampled_from([0, 0, 0, 30, 900])),
+        swapping=draw(st.sampled_from([False, False, False, True])),
+        max_requests=draw(st.sampled_from([3, 99])),
+        num_kv_blocks=blocks,
+        num_free_kv_blocks=draw(st.integers(0, blocks)),
+        adapters=draw(st.sampled_from([(), (AdapterId("x"),)])),
     )
