@@ -48,13 +48,13 @@ class KeepAliveSwap(Scheduler):
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
         allocation = Allocation(fleet)
-        return (*self._loads(allocation), *self._unloads(allocation, fleet))
+        return (*self._loads(allocation, fleet), *self._unloads(allocation, fleet))
 
-    def _loads(self, allocation: Allocation) -> Iterator[Swap]:
+    def _loads(self, allocation: Allocation, fleet: FleetView) -> Iterator[Swap]:
         absent = [m for m in allocation.models.values() if m.num_waiting and not allocation.num_replicas(m)]
+        idle = sorted((i for i in fleet.instances if absent and not i.num_requests), key=_preference)
         for model in sorted(absent, key=lambda m: (-allocation.waited_s(m), m.id)):
-            idle = [i for i in allocation.turnable(model) if not i.num_requests]
-            instance = min(idle, key=_preference, default=None)
+            instance = next((i for i in idle if allocation.may_turn(i, model)), None)
             if instance is not None:
                 whose = "is EMPTY" if instance.model is None else f"has {instance.model}, idle for longest"
                 reason = f"{model.id} is asked for; {instance.id} {whose}"

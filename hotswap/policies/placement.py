@@ -5,28 +5,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from hotswap.action import Action, Migrate, Swap
 from hotswap.errors import ConfigError
 from hotswap.policies.allocation import Allocation, turns_away, used_s
 from hotswap.policies.knapsack import Offer, Pool, choose
-from hotswap.policies.startup_cost import StartupCosts
+from hotswap.policies.rooms import Rooms
+from hotswap.policies.startup_cost import QueuedLoads, StartupCosts
 from hotswap.request import ModelId
 from hotswap.scheduler import Scheduler
-from hotswap.view import (
-    FleetView,
-    InstanceId,
-    InstanceState,
-    InstanceView,
-    ModelView,
-    Residency,
-    RunningView,
-    StoreView,
-)
+from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, ModelView, RunningView
 
 __all__ = ["StartupTimePlacement"]
 
@@ -140,53 +132,83 @@ class _Start:
     refuge: InstanceView | None = None
 
 
+class _Found(NamedTuple):
+    """An offer among others: of equal costs the one used longest ago is less."""
+
+    seconds: float
+    harm: int
+    preference: tuple[float, int, InstanceId]
+    offer: Offer
+
+
 class _Board:
     """What one plan knows, and has decided so far."""
 
     def __init__(self, fleet: FleetView, costs: StartupCosts, victims: Victims, deadline_s: float) -> None:
         self._costs, self._fate, self._deadline_s = costs, victims, deadline_s
-        self._store, self._seen = fleet.store, dict[str, StoreView]()
+        self._loads = QueuedLoads(costs.loads, fleet.store)
         self._num_nodes = len({instance.node for instance in fleet.instances})
         self._allocation = Allocation(fleet)
         self._instances = {i.id: i for i in sorted(fleet.instances, key=lambda i: i.id)}
         self._fleet = fleet
-        self._replicas: defaultdict[ModelId, list[InstanceView]] = defaultdict(list)
+        self._rooms = Rooms(fleet, self._instances.values())
         self._places: Counter[ModelId] = Counter()
         for instance in self._instances.values():
             self._count(instance)
         self._receiving: set[InstanceId] = set()
         self._known_victims: dict[InstanceId, _Victims] = {}
+        self._busy: dict[str, list[InstanceView]] = {}
 
     def _count(self, instance: InstanceView) -> None:
         """Note whose requests an instance takes, now or as soon as it has turned."""
         if turns_away(instance):
             if instance.target is not None:
                 self._places[instance.target] += instance.max_requests
-        elif instance.model is not None and instance.state is InstanceState.SERVING:
-            self._replicas[instance.model].append(instance)
-            if instance.open:
-                self._places[instance.model] += instance.max_requests - instance.num_requests
-
-    @cached_property
-    def _room(self) -> dict[InstanceId, int]:
-        """How many requests each instance could take; read when somebody has to leave one, which is rare."""
-        largest, longest = dict[ModelId, int](), dict[ModelId, int]()
-        for run in self._fleet.running:
-            model, num_tokens = run.model, run.num_tokens
-            if num_tokens > largest.get(model, 0):
-                largest[model] = num_tokens
-            if num_tokens + run.num_remaining > longest.get(model, 0):
-                longest[model] = num_tokens + run.num_remaining
-        return {
-            instance.id: _room_at(instance, largest.get(model, 0), longest.get(model, 0))
-            for model, replicas in self._replicas.items()
-            for instance in replicas
-        }
+        elif instance.model is not None and instance.open:
+            self._places[instance.model] += instance.max_requests - instance.num_requests
 
     @cached_property
     def _preferred(self) -> list[InstanceView]:
         """All instances, those first that are rather turned."""
         return sorted(self._instances.values(), key=_preference)
+
+    @cached_property
+    def _preferred_on(self) -> dict[str, list[InstanceView]]:
+        """The same by node."""
+        nodes: defaultdict[str, list[InstanceView]] = defaultdict(list)
+        for instance in self._preferred:
+            nodes[instance.node].append(instance)
+        return nodes
+
+    @cached_property
+    def _idle_on(self) -> dict[str, list[InstanceView]]:
+        """Those without requests, by node, the best first."""
+        return {
+            node: sorted((i for i in instances if not i.num_requests), key=_harm)
+            for node, instances in self._preferred_on.items()
+        }
+
+    @cached_property
+    def _staged(self) -> dict[ModelId, list[InstanceView]]:
+        """Those that have a model preloaded."""
+        staged: defaultdict[ModelId, list[InstanceView]] = defaultdict(list)
+        for instance in self._preferred:
+            if instance.preloaded is not None:
+                staged[instance.preloaded].append(instance)
+        return staged
+
+    @cached_property
+    def _least_slots(self) -> int:
+        return min(instance.max_requests for instance in self._instances.values())
+
+    def _busy_on(self, node: str) -> list[InstanceView]:
+        """Those of a node that have requests, the best first; all of these are looked at."""
+        if self._fate == "stay":
+            return []
+        if node not in self._busy:
+            busy = (i for i in self._preferred_on[node] if i.num_requests)
+            self._busy[node] = sorted(busy, key=lambda i: (self._gone_s(i), _harm(i)))
+        return self._busy[node]
 
     def _running_on(self, instance: InstanceView) -> list[RunningView]:
         return sorted(self._fleet.running_on(instance.id), key=lambda run: run.id)
@@ -204,10 +226,14 @@ class _Board:
         Empty where its requests had better wait for its replicas, or nothing can be had.
         """
         num_waiting = model.num_waiting - self._places[model.id]
-        pools = self._pools(model) if num_waiting > 0 else []
-        quickest_s = min((offer.seconds for pool in pools for offer in pool.offers), default=inf)
-        need = num_waiting - self._num_ending_within(quickest_s, model.id)
-        offers = choose(pools, need) if need > 0 else ()
+        soonest = self._soonest(model) if num_waiting > 0 else None
+        if soonest is None:
+            return []
+        need = num_waiting - self._num_ending_within(soonest.seconds, model.id)
+        if need <= 0:
+            return []
+        # The usual case is that one is enough, and more cost more.
+        offers = (soonest,) if need <= self._least_slots else choose(self._pools(model), need)
         taken = {offer.instance for offer in offers}
         starts: list[_Start] = []
         for offer in offers:
@@ -219,7 +245,7 @@ class _Board:
                 self._take(start.refuge, start.instance.model)
         nodes = dict.fromkeys(s.instance.node for s in starts if s.instance.preloaded != model.id)
         for node in nodes:
-            self._ask_for(model.id, node)
+            self._loads.ask_for(model.id, node)
         return starts
 
     def _direct(self, offer: Offer) -> _Start:
@@ -227,20 +253,7 @@ class _Board:
 
     def _take(self, instance: InstanceView, model: ModelId) -> None:
         self._allocation.take(Swap(instance=instance.id, model=model))
-        self._room.pop(instance.id, None)
-
-    def _load_s(self, model: ModelId, instance: InstanceView) -> float:
-        """Seconds until a model is loaded on an instance that has been emptied."""
-        if instance.preloaded == model:
-            return 0.0
-        if instance.node not in self._seen:
-            self._seen[instance.node] = self._store.seen_from(instance.node)
-        return self._costs.loads.load_s(self._seen[instance.node], model)
-
-    def _ask_for(self, model: ModelId, node: str) -> None:
-        """Count a model's bytes to those that are queued on a node."""
-        self._store = _asked_for(self._store, model, node)
-        self._seen.clear()
+        self._rooms.close(instance)
 
     # ------------------------------------------------------------------ the way round
 
@@ -249,13 +262,19 @@ class _Board:
         refuge = self._instances[offer.instance]
         if self._num_nodes < 2 or refuge.num_requests or self._fate == "stay":
             return None  # one node has nothing nearer than another
-        others = [i for i in self._allocation.turnable(model) if i.num_requests and i.id not in taken]
+        others = [
+            instance
+            for instance in self._allocation.turnable(model)
+            if instance.num_requests
+            and instance.id not in taken
+            and self._loads.at(model.id, instance) < offer.seconds
+        ]
         ways = [(self._detour_s(model, instance, refuge), instance) for instance in others]
         seconds, instance = min(ways, key=lambda way: (way[0], way[1].id), default=(inf, refuge))
         if seconds >= offer.seconds:
             return None
         if instance.model is not None and refuge.preloaded != instance.model:
-            self._ask_for(instance.model, refuge.node)
+            self._loads.ask_for(instance.model, refuge.node)
         return _Start(instance=instance, seconds=seconds, refuge=refuge)
 
     def _detour_s(self, model: ModelView, instance: InstanceView, refuge: InstanceView) -> float:
@@ -266,37 +285,67 @@ class _Board:
             return inf
         if not self._allocation.may_turn(refuge, donor):
             return inf
-        load_s = self._load_s(model.id, instance)
+        load_s = self._loads.at(model.id, instance)
         if self._fate == "evict":
             return load_s
-        gone_s = self._load_s(donor.id, refuge) + victims.seconds
+        gone_s = self._loads.at(donor.id, refuge) + victims.seconds
         return gone_s + load_s if gone_s <= self._deadline_s else inf  # else they would be evicted first
 
     def _num_ending_within(self, seconds: float, model: ModelId) -> int:
         """How many of a model's waiting requests its replicas will have taken by then."""
-        runs = (run for replica in self._replicas[model] for run in self._running_on(replica))
+        runs = (run for replica in self._rooms.replicas(model) for run in self._running_on(replica))
         return bisect_right(sorted(self._costs.rest_s(run.num_remaining) for run in runs), seconds)
+
+    # ------------------------------------------------------------------ what may be turned
+
+    def _soonest(self, model: ModelView) -> Offer | None:
+        """The offer of the least seconds, then of the least harm, then of the one used longest ago.
+
+        Requests are looked at only where an instance without any would be later.
+        """
+        staged = self._staged.get(model.id, ())
+        best = min((f for instance in staged if (f := self._find(model, instance))), default=None)
+        load_s = {node: self._loads.load_s(model.id, node) for node in self._preferred_on}
+        for least_harm, on in ((0, self._idle_on.__getitem__), (2, self._busy_on)):
+            for node, seconds in load_s.items():
+                if best is not None and best < (seconds, least_harm):
+                    continue  # whoever is there
+                unstaged = (i for i in on(node) if i.preloaded != model.id)
+                found = next((f for instance in unstaged if (f := self._find(model, instance))), None)
+                best = min((f for f in (best, found) if f is not None), default=None)
+        return best.offer if best else None
+
+    def _find(self, model: ModelView, instance: InstanceView) -> _Found | None:
+        """What an instance could do for a model; `None` if it may not be turned."""
+        if not self._allocation.may_turn(instance, model):
+            return None
+        offer = self._offer(model, instance)
+        if offer is None or (instance.model is not None and offer.room > self._spare_room(instance.model)):
+            return None
+        return _Found(offer.seconds, offer.harm, _preference(instance), offer)
+
+    def _offer(self, model: ModelView, instance: InstanceView) -> Offer | None:
+        victims = self._victims(instance)
+        if not victims.all_known or instance.id in self._receiving:
+            return None
+        return Offer(
+            instance=instance.id,
+            slots=instance.max_requests,
+            seconds=victims.seconds + self._loads.at(model.id, instance),
+            harm=_harm(instance),
+            room=self._rooms.at(instance) + len(victims.movers),
+        )
+
+    def _spare_room(self, model: ModelId) -> int:
+        """How many more requests of a model its replicas could take than wait for it."""
+        return self._rooms.total(model) - self._allocation.models[model].num_waiting
 
     def _pools(self, model: ModelView) -> list[Pool]:
         """What may be turned to a model, by the model that it has now; used longest ago first."""
-        load_s: dict[str, float] = {}
         offers: defaultdict[ModelId | None, list[Offer]] = defaultdict(list)
         turnable = {instance.id for instance in self._allocation.turnable(model)}
         for instance in self._preferred:
-            if instance.id not in turnable:
-                continue
-            victims = self._victims(instance)
-            if victims.all_known and instance.id not in self._receiving:
-                if instance.preloaded != model.id and instance.node not in load_s:
-                    load_s[instance.node] = self._load_s(model.id, instance)
-                staged = instance.preloaded == model.id
-                offer = Offer(
-                    instance=instance.id,
-                    slots=instance.max_requests,
-                    seconds=victims.seconds + (0.0 if staged else load_s[instance.node]),
-                    harm=0 if instance.state is InstanceState.EMPTY else 1 + instance.num_requests,
-                    room=self._room.get(instance.id, 0) + len(victims.movers),
-                )
+            if instance.id in turnable and (offer := self._offer(model, instance)):
                 offers[instance.model].append(offer)
         return [self._pool(donor, found) for donor, found in offers.items()]
 
@@ -304,10 +353,10 @@ class _Board:
         """Bound what one model may give; an offer that is too large by itself is none."""
         if donor is None:
             return Pool(offers=tuple(offers), most=len(offers))
-        model = self._allocation.models[donor]
-        room = sum(self._room.get(replica.id, 0) for replica in self._replicas[donor]) - model.num_waiting
+        room = self._spare_room(donor)
         fitting = tuple(offer for offer in offers if offer.room <= room)
-        return Pool(offers=fitting, most=self._allocation.num_spare(model), room=room)
+        most = self._allocation.num_spare(self._allocation.models[donor])
+        return Pool(offers=fitting, most=most, room=room)
 
     # ------------------------------------------------------------------ victims
 
@@ -317,37 +366,31 @@ class _Board:
             self._known_victims[instance.id] = self._look_at(instance)
         return self._known_victims[instance.id]
 
+    def _gone_s(self, instance: InstanceView) -> float:
+        """Seconds until they have left."""
+        return self._costs.leave_s(self._fleet.running_on(instance.id)) if self._fate == "move" else 0.0
+
     def _look_at(self, instance: InstanceView) -> _Victims:
         runs = self._running_on(instance)
-        if self._fate != "move":
-            known = len(runs) >= instance.num_requests if self._fate == "evict" else not instance.num_requests
-            return _Victims(all_known=known, seconds=0.0, movers=tuple(runs))
-        times_s = [
-            (self._costs.rest_s(run.num_remaining), self._costs.resume_s(run.num_tokens)) for run in runs
-        ]
+        all_known = not instance.num_requests if self._fate == "stay" else len(runs) >= instance.num_requests
         return _Victims(
-            all_known=len(runs) >= instance.num_requests,
-            seconds=max(
-                sum(resume_s for rest_s, resume_s in times_s if rest_s > resume_s),
-                max((rest_s for rest_s, resume_s in times_s if rest_s <= resume_s), default=0.0),
-            ),
-            movers=tuple(
-                run
-                for run, (rest_s, resume_s) in zip(runs, times_s, strict=True)
-                if rest_s > resume_s and not run.moving
-            ),
+            all_known=all_known,
+            seconds=self._gone_s(instance),
+            movers=tuple(run for run in runs if self._fate != "move" or self._has_to_move(run)),
         )
+
+    def _has_to_move(self, run: RunningView) -> bool:
+        """Whether a request would not end sooner, nor moves already."""
+        return not run.moving and self._costs.rest_s(run.num_remaining) > self._costs.resume_s(run.num_tokens)
 
     def moves(self, instance: InstanceView, reason: str) -> Iterator[Migrate]:
         """Send the requests of an instance to replicas that stay, the roomiest first."""
         for run in self._victims(instance).movers:
-            others = [r for r in self._replicas[run.model] if self._room.get(r.id, 0) > 0]
-            if not others:
+            to = self._rooms.promise(run.model)
+            if to is None:
                 return
-            to = min(others, key=lambda replica: (-self._room[replica.id], replica.id))
-            self._room[to.id] -= 1
-            self._receiving.add(to.id)
-            yield Migrate(request=run.id, destination=to.id, reason=reason)
+            self._receiving.add(to)
+            yield Migrate(request=run.id, destination=to, reason=reason)
 
     def evacuate(self) -> Iterator[Migrate]:
         """Go on moving requests off the instances that are turning to another model."""
@@ -358,36 +401,11 @@ class _Board:
                 yield from self.moves(instance, f"{instance.id} {turns}")
 
 
-def _room_at(instance: InstanceView, largest: int, longest: int) -> int:
-    """How many of its model's requests an instance could take, each as large as the largest of them."""
-    if not instance.open:
-        return 0
-    places = instance.max_requests - instance.num_requests
-    if instance.max_tokens is None:
-        return places
-    if longest > instance.max_tokens:
-        return 0
-    return min(places, instance.num_free_kv_blocks // (largest // instance.kv_block_tokens + 1))
+def _harm(instance: InstanceView) -> int:
+    """How many lose by a turn, between equal times: nobody, or who uses the model now, or did."""
+    return 0 if instance.state is InstanceState.EMPTY else 1 + instance.num_requests
 
 
 def _preference(instance: InstanceView) -> tuple[float, int, InstanceId]:
     """EMPTY ones first, small ones before large; then those used longest ago."""
     return used_s(instance), instance.memory_bytes, instance.id
-
-
-def _asked_for(store: StoreView, model: ModelId, node: str) -> StoreView:
-    """The store once a model has been asked for on a node: its bytes are queued there, and count once."""
-    seen = store.seen_from(node)
-    link, num_bytes = seen.source(model), seen.load_bytes(model)
-    if link is None or num_bytes is None:
-        return store
-    own_bytes = num_bytes - link.queued_bytes
-    busy = replace(link, queued_bytes=num_bytes)
-    return replace(
-        store,
-        tiers=tuple(busy if (t.name, t.node) == (link.name, link.node) else t for t in store.tiers),
-        rising=(
-            *store.rising,
-            Residency(model=model, tier=link.name, size_bytes=own_bytes, node=link.node),
-        ),
-    )

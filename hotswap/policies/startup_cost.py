@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from math import isfinite
+from collections.abc import Iterable
+from dataclasses import replace
+from math import fsum, isfinite
 from statistics import median
 
 from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.errors import ConfigError
 from hotswap.policies.cost import Line
 from hotswap.request import ModelId
-from hotswap.view import StoreView
+from hotswap.view import InstanceView, Residency, RunningView, StoreView
 
-__all__ = ["LoadCosts", "StartupCosts"]
+__all__ = ["LoadCosts", "QueuedLoads", "StartupCosts"]
 
 # Of how many loads the errors are kept.
 _NUM_ERRORS = 256
@@ -84,6 +86,35 @@ class LoadCosts:
         return f"<LoadCosts [{tiers or 'as the store says'}]>"
 
 
+class QueuedLoads:
+    """How long loads take while a plan begins some: bytes that one waits for are queued before the next.
+
+    Args:
+        costs: How long a load takes by itself.
+        store: Where models lie, and what is on its way.
+    """
+
+    def __init__(self, costs: LoadCosts, store: StoreView) -> None:
+        self._costs, self._store = costs, store
+        self._known_s: dict[tuple[ModelId, str], float] = {}
+
+    def at(self, model: ModelId, instance: InstanceView) -> float:
+        """Return the seconds until a model is loaded on an instance that has been emptied."""
+        return 0.0 if instance.preloaded == model else self.load_s(model, instance.node)
+
+    def load_s(self, model: ModelId, node: str) -> float:
+        """Return the seconds of a load on a node."""
+        known_s = self._known_s.get((model, node))
+        if known_s is None:
+            known_s = self._known_s[model, node] = self._costs.load_s(self._store.seen_from(node), model)
+        return known_s
+
+    def ask_for(self, model: ModelId, node: str) -> None:
+        """Count a model's bytes to those that are queued on a node; those of one model count once."""
+        self._store = _asked_for(self._store, model, node)
+        self._known_s.clear()
+
+
 class StartupCosts:
     """The three times that a placement compares: a load, the move of a request, and the rest of a request.
 
@@ -124,6 +155,19 @@ class StartupCosts:
         """Return the seconds after which a request ends by itself that may get so many tokens more."""
         return num_remaining * self.tpot_s
 
+    def leave_s(self, runs: Iterable[RunningView]) -> float:
+        """Return the seconds until requests are gone: moved one after the other, or sooner at their end."""
+        a, b, tpot_s = self._resume.slope, self._resume.intercept, self.tpot_s  # of thousands, so no calls
+        moves_s: list[float] = []
+        last_s = 0.0
+        for run in runs:
+            move_s, rest_s = a * run.num_tokens + b, run.num_remaining * tpot_s
+            if rest_s > move_s:
+                moves_s.append(move_s)
+            elif rest_s > last_s:
+                last_s = rest_s
+        return max(fsum(moves_s), last_s)
+
     def learn_swap(self, record: SwapRecord) -> None:
         """See what became of a swap."""
         self.loads.learn(record)
@@ -141,3 +185,21 @@ class StartupCosts:
     def __repr__(self) -> str:
         move = f"{self._resume.slope:.3g} s a token + {self._resume.intercept:.3g} s"
         return f"<StartupCosts [{self.loads!r}, moves: {move}]>"
+
+
+def _asked_for(store: StoreView, model: ModelId, node: str) -> StoreView:
+    """The store once a model has been asked for on a node: its bytes are queued there, and count once."""
+    seen = store.seen_from(node)
+    link, num_bytes = seen.source(model), seen.load_bytes(model)
+    if link is None or num_bytes is None:
+        return store
+    own_bytes = num_bytes - link.queued_bytes
+    busy = replace(link, queued_bytes=num_bytes)
+    return replace(
+        store,
+        tiers=tuple(busy if (t.name, t.node) == (link.name, link.node) else t for t in store.tiers),
+        rising=(
+            *store.rising,
+            Residency(model=model, tier=link.name, size_bytes=own_bytes, node=link.node),
+        ),
+    )
