@@ -5,6 +5,8 @@
     python -m benchmarks traces --traces FOLDER --full --only mooncake --json FILE
                                                                    one of them; the report keeps the others
 
+What was found is noted beside FILE, and whoever was interrupted goes on from there with the same command.
+
 `benchmarks/trace_loads.py` says what is taken of which trace, `trace_policies.py` who is compared. A seed
 draws the moment at which the window begins, and where they are thinned or spread over models, which requests
 stay and for whom they are. For each seed and policy the least number of engines is searched at which 99 % of
@@ -17,8 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -109,22 +112,60 @@ def autoscaled(case: Case, guess: int) -> dict[str, Any]:
     return {"engines": engines, "place": place, "trials": trials}
 
 
-def measure(name: str, load: Load, folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
+class Notes:
+    """What was found so far, in a file, so that a search of hours may be interrupted.
+
+    Args:
+        path: The file, JSON; `None` to note nothing.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._found: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            self._found = json.loads(path.read_text())
+            print(f"{len(self._found)} searches are in {path}; delete it to begin anew.", file=sys.stderr)
+
+    def find(self, load: str, policy: str, seed: int, search: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what was found, or search and note it."""
+        name = f"{load}, {policy}, seed {seed}"
+        if name not in self._found:
+            self._found[name] = search()
+            if self._path is not None:
+                new = self._path.with_suffix(".new")
+                new.write_text(json.dumps(self._found))
+                new.replace(self._path)
+        run = self._found[name]
+        trials = ", ".join(
+            f"{n}: {run['trials'][n]['attainment']:.3f}" for n in sorted(run["trials"], key=int)
+        )
+        print(f"{name}: {run['engines']} ({trials})", file=sys.stderr, flush=True)
+        return run
+
+    def clear(self) -> None:
+        """Forget everything: it is in the report."""
+        self._found.clear()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def measure(
+    name: str, load: Load, folder: Path, seeds: Sequence[int], notes: Notes | None = None
+) -> dict[str, Any]:
     """Search for every policy and seed of a load, and return its part of the report."""
+    notes = notes or Notes()
     cases = {seed: Case(load=load, trace=load.trace(folder, seed)) for seed in seeds}
     found: dict[str, dict[str, Any]] = {}
     for policy_name, policy in policies(name, load).items():
         runs, guess = [], load.guess
         for seed, case in cases.items():
-            runs.append(search(case, policy, guess))
+            runs.append(notes.find(name, policy_name, seed, partial(search, case, policy, guess)))
             guess = runs[-1]["engines"] or load.guess
-            _tell(name, policy_name, seed, runs[-1])
         found[policy_name] = {"baseline": policy.baseline, "runs": runs}
     runs, guess = [], 2
     for seed, case in cases.items():
-        runs.append(autoscaled(case, guess))
+        runs.append(notes.find(name, AUTOSCALED, seed, partial(autoscaled, case, guess)))
         guess = runs[-1]["place"] or guess
-        _tell(name, AUTOSCALED, seed, runs[-1])
     found[AUTOSCALED] = {"baseline": True, "runs": runs}
     return {
         "what": load.what,
@@ -169,11 +210,6 @@ def compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"estimates": {name: asdict(e) for name, e in estimates.items()}, "best": best, "more": more}
 
 
-def _tell(load: str, policy: str, seed: int, run: Mapping[str, Any]) -> None:
-    trials = ", ".join(f"{n}: {figures['attainment']:.3f}" for n, figures in sorted(run["trials"].items()))
-    print(f"{load}, {policy}, seed {seed}: {run['engines']} ({trials})", file=sys.stderr, flush=True)
-
-
 def rows(report: Mapping[str, Any]) -> list[list[str]]:
     """Return a row for every policy of a load: what it needs, and how many more than the best one."""
     table: list[list[str]] = []
@@ -203,8 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {"share": SHARE, "loads": {}}
     if options.json and options.json.exists():
         report = json.loads(options.json.read_text())
+    notes = Notes(options.json and options.json.with_suffix(".part"))
     for name in options.only or (LOADS if options.full else QUICK):
-        report["loads"][name] = measure(name, LOADS[name], options.traces, list(seeds))
+        report["loads"][name] = measure(name, LOADS[name], options.traces, list(seeds), notes)
         show(
             f"{name}: engines for {SHARE:.0%}, median (mean [95 %])",
             ["", "", "engines", "more than the best"],
@@ -212,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if options.json:
             write_json(options.json, report)
+            notes.clear()
             print(f"The whole report is in {options.json}.")
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.trace_loads import LOADS, Load, idle_ttft_s
 from benchmarks.trace_policies import pins_of
-from benchmarks.traces import SHARE, compared, main, measure
+from benchmarks.traces import SHARE, Notes, compared, main, measure
 from hotswap.policies import LeastLoadedRouter
 from hotswap.simulation import Cluster, Trace, TraceRequest, simulate
 from tests.simulation.test_drivers import SWAP
@@ -48,6 +49,20 @@ def test_the_number_that_is_reported_is_enough_and_one_less_is_not(tmp_path: Pat
     assert not report["policies"][report["best"]]["baseline"]
     pinned = report["policies"]["pinned"]["runs"]
     assert all(run["engines"] is None or run["engines"] >= 3 for run in pinned), "a model was not pinned"
+
+
+def test_whoever_is_interrupted_goes_on_with_what_was_found(tmp_path: Path) -> None:
+    def find(path: Path, seed: int, attainment: float) -> dict[str, Any]:
+        return Notes(path).find(
+            "t", "p", seed, lambda: {"engines": 3, "trials": {3: {"attainment": attainment}}}
+        )
+
+    path = tmp_path / "report.part"
+    find(path, 1, 0.99)
+    assert find(path, 1, 0.5)["trials"]["3"]["attainment"] == 0.99, "it was searched again"
+    assert find(path, 2, 0.5)["trials"][3]["attainment"] == 0.5
+    Notes(path).clear()
+    assert find(path, 2, 0.7)["trials"][3]["attainment"] == 0.7
 
 
 def test_a_policy_that_fails_with_the_most_engines_has_no_estimate(tmp_path: Path) -> None:
