@@ -131,10 +131,7 @@ class Notes:
         name = f"{load}, {policy}, seed {seed}"
         if name not in self._found:
             self._found[name] = search()
-            if self._path is not None:
-                new = self._path.with_suffix(".new")
-                new.write_text(json.dumps(self._found))
-                new.replace(self._path)
+            self._save()
         run = self._found[name]
         trials = ", ".join(
             f"{n}: {run['trials'][n]['attainment']:.3f}" for n in sorted(run["trials"], key=int)
@@ -142,11 +139,19 @@ class Notes:
         print(f"{name}: {run['engines']} ({trials})", file=sys.stderr, flush=True)
         return run
 
-    def clear(self) -> None:
-        """Forget everything: it is in the report."""
-        self._found.clear()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+    def clear(self, load: str) -> None:
+        """Forget a load: all of it is in the report."""
+        self._found = {name: run for name, run in self._found.items() if not name.startswith(f"{load}, ")}
+        self._save()
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(self._found))
+        new.replace(self._path)
+        if not self._found:
+            self._path.unlink()
 
 
 def measure(
@@ -249,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if options.json:
             write_json(options.json, report)
-            notes.clear()
+            notes.clear(name)
             print(f"The whole report is in {options.json}.")
     return 0
 

@@ -52,17 +52,21 @@ def test_the_number_that_is_reported_is_enough_and_one_less_is_not(tmp_path: Pat
 
 
 def test_whoever_is_interrupted_goes_on_with_what_was_found(tmp_path: Path) -> None:
-    def find(path: Path, seed: int, attainment: float) -> dict[str, Any]:
-        return Notes(path).find(
-            "t", "p", seed, lambda: {"engines": 3, "trials": {3: {"attainment": attainment}}}
-        )
+    def find(path: Path, seed: int, attainment: float, load: str = "t") -> dict[str, Any]:
+        run = {"engines": 3, "trials": {3: {"attainment": attainment}}}
+        return Notes(path).find(load, "p", seed, lambda: run)
 
     path = tmp_path / "report.part"
     find(path, 1, 0.99)
     assert find(path, 1, 0.5)["trials"]["3"]["attainment"] == 0.99, "it was searched again"
     assert find(path, 2, 0.5)["trials"][3]["attainment"] == 0.5
-    Notes(path).clear()
+    find(path, 1, 0.6, load="t2")
+    Notes(path).clear("t")
     assert find(path, 2, 0.7)["trials"][3]["attainment"] == 0.7
+    assert find(path, 1, 0.7, load="t2")["trials"]["3"]["attainment"] == 0.6
+    for load in ("t", "t2"):
+        Notes(path).clear(load)
+    assert not path.exists()
 
 
 def test_a_policy_that_fails_with_the_most_engines_has_no_estimate(tmp_path: Path) -> None:
