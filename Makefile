@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test vllm-test gpu-test bench bench-env vllm-env check public-types format wheel clean
+.PHONY: help venv demo test vllm-test gpu-test bench bench-env vllm-env check check-style check-mypy check-pyright public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -66,12 +66,20 @@ bench-env: $(BENCH)/.ready  ## install the loaders that the benchmarks compare w
 
 vllm-env: $(VLLM)/.ready  ## install vLLM for CPUs, for its tests and for `benchmarks engine`; over a gigabyte
 
+# Two at a time, since the type checkers take a minute each and one core.
 check: $(READY)  ## format, lint, types and floors
+	@$(MAKE) --no-print-directory -j 2 check-pyright check-mypy check-style
+
+check-style: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(wildcard hotswap tests examples benchmarks)
-	$(BIN)/pyright --warnings
 	$(BIN)/lint-imports
+
+check-mypy: $(READY)
+	$(BIN)/mypy $(wildcard hotswap tests examples benchmarks)
+
+check-pyright: $(READY)
+	$(BIN)/pyright --warnings
 
 public-types: $(READY)  ## measure how completely the public names are typed: fails below 100 %
 	@PATH="$(CURDIR)/$(BIN):$$PATH" pyright --verifytypes hotswap --ignoreexternal
