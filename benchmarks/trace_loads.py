@@ -79,6 +79,8 @@ class Load:
         target: What requests should get.
         columns: As of `Trace.read`.
         interval_s: Seconds between plans.
+        patience_s: How long a model without a replica is kept waiting by weighted loads; where there are
+            several, chosen on seeds that are not reported.
     """
 
     what: str
@@ -91,6 +93,7 @@ class Load:
     target: Target = Target()
     columns: tuple[tuple[str, str], ...] = ()
     interval_s: float = 0.5
+    patience_s: float = 6.0
 
     def trace(self, folder: Path, seed: int) -> Trace:
         """Return what a seed takes."""
@@ -187,6 +190,7 @@ LOADS: Mapping[str, Load] = {
         warm_s=60.0,
         most=32,
         guess=5,
+        patience_s=4.0,
     ),
     "mooncake": Load(
         what="Mooncake's conversations to one model: three minutes of each half of it, one over the other",
