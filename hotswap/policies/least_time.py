@@ -84,7 +84,10 @@ class LeastTimeRouter(Router):
         soonest = self._soonest_of_many(request, fleet) if len(fleet.host_ids(request.model)) > _FEW else None
         if soonest is not None:
             return soonest
-        return min(candidates(request, fleet), key=lambda i: _standing(self, request, i), default=None)
+        num_tokens, adapter = request.num_tokens, request.adapter
+        seconds = [(_here_s(self, num_tokens, adapter, i), i) for i in candidates(request, fleet)]
+        least_s = min((s for s, _ in seconds), default=inf)
+        return min((i for s, i in seconds if s == least_s), key=_load, default=None)
 
     def _soonest_of_many(self, request: Request, fleet: FleetView) -> InstanceView | None:
         """Look at hosts in the order of what a smaller request would meet, until all others must be later.
@@ -107,8 +110,9 @@ class LeastTimeRouter(Router):
                         break
                 if (num_seen := num_seen + 1) > _MANY:
                     return None
-                if holds(instance, request) and (found := _standing(self, request, instance)) < standing:
-                    best, standing = instance, found
+                if holds(instance, request):
+                    found = _here_s(self, num_tokens, adapter, instance), _load(instance)
+                    best, standing = (instance, found) if found < standing else (best, standing)
         return best
 
     def expected_s(self, request: Request, instance: InstanceView, fleet: FleetView) -> float:
@@ -143,8 +147,8 @@ def _here_s(
     return seconds
 
 
-def _standing(time: LeastTimeRouter, request: Request, instance: InstanceView) -> tuple[float, Any]:
-    return _here_s(time, request.num_tokens, request.adapter, instance), by_load(instance)
+def _load(instance: InstanceView) -> Any:
+    return by_load(instance)
 
 
 def _size(num_tokens: int) -> int:
