@@ -422,7 +422,7 @@ class FleetView(_Lazy):
     def ranked(self, model: ModelId, rank: Rank) -> Iterator[InstanceView]:
         """The hosts of the model that `rank` ranks, the best first; costs what is taken of them.
 
-        Valid until `least` or `ranked` is asked for the same rank again.
+        Valid until `least` or `ranked` is asked for the same rank again, or something changes.
         """
         return self._lookup.ranked(model, rank)
 

@@ -97,6 +97,8 @@ def test_it_answers_as_a_walk_over_all_instances_does(course: list[tuple[str, In
             continue
         for model in MODELS:
             hosts = walk_hosts(now, model)
+            counted = [i.num_requests for i in hosts if i.open]  # first, so that nobody else looked
+            assert lookup.total(model, open_requests) == (len(counted), sum(counted))
             for rank in (
                 BY_COUNTS,
                 by_requests,
@@ -107,8 +109,6 @@ def test_it_answers_as_a_walk_over_all_instances_does(course: list[tuple[str, In
                 best = min(ranked, key=itemgetter(0), default=(None, None))[1]
                 assert lookup.least(model, rank) == best
                 assert list(lookup.ranked(model, rank)) == [i for _, i in sorted(ranked, key=itemgetter(0))]
-            counted = [i.num_requests for i in hosts if i.open]
-            assert lookup.total(model, open_requests) == (len(counted), sum(counted))
             assert lookup.host_ids(model) == {i.id for i in hosts}
             assert lookup.hosts(model) == hosts
             assert lookup.replicas(model) == walk_replicas(now, model)
@@ -152,6 +152,15 @@ def test_ids_of_hosts_stay_one_object_while_loads_change() -> None:
     assert lookup.host_ids(MODELS[0]) is before
     lookup.put(InstanceView(id=IDS[0], state=InstanceState.EMPTY))
     assert lookup.host_ids(MODELS[0]) == before - {IDS[0]}
+
+
+def test_who_leaves_is_no_longer_counted() -> None:
+    lookup = Lookup(
+        InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0], num_requests=2) for key in IDS
+    )
+    assert lookup.total(MODELS[0], open_requests) == (len(IDS), 2 * len(IDS))
+    lookup.drop(IDS[0])
+    assert lookup.total(MODELS[0], open_requests) == (len(IDS) - 1, 2 * len(IDS) - 2)
 
 
 def test_all_come_in_order_after_many_changes_also_if_the_same_was_put_twice() -> None:

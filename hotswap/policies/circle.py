@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from struct import error, pack, unpack
+from typing import TypeAlias
 
 from hotswap.request import ModelId
 from hotswap.view import FleetView, InstanceId
@@ -14,10 +15,11 @@ from hotswap.view import FleetView, InstanceId
 __all__ = ["VIRTUAL_NODES", "clockwise", "point_of"]
 
 VIRTUAL_NODES = 64
+_Circle: TypeAlias = tuple[tuple[int, ...], tuple[InstanceId, ...]]
 _POINTS_PER_DIGEST = 8
-# From this share of the fleet on a model's hosts are soon met on the circle of all instances, which no swap
-# changes; a model with fewer has a circle of its own.
-_MANY = 16
+# A model with few hosts in a fleet with so many times more has a circle of its own. Other models' hosts are
+# soon met on the circle of all instances, which no swap changes.
+_FEW, _TIMES = 64, 16
 
 
 def point_of(*names: str | None, tokens: Sequence[int] = ()) -> int:
@@ -39,11 +41,13 @@ def clockwise(
     points, so that what it leaves is spread over the others. The order of hosts is that of a circle of them
     alone, so those that come or go change the way of the keys next to them and no other.
 
-    A circle is made once for a set of instances: a thousand of 64 points take a tenth of a second.
+    A circle is made once for a set of instances: a thousand of 64 points take a tenth of a second, and a
+    megabyte while they are of use.
     """
     hosts = fleet.host_ids(model)
-    everyone = len(hosts) * _MANY >= len(fleet.ids)
-    points, owners = _circle(fleet.ids if everyone else hosts, virtual_nodes)
+    few = len(hosts) <= _FEW and len(hosts) * _TIMES < len(fleet.ids)
+    circle = _circle_of_few(hosts, virtual_nodes) if few else _circle_of_all(fleet.ids, virtual_nodes)
+    points, owners = circle
     start = bisect_left(points, point)
     # From `start` once round: indices below zero count from the end.
     for at in range(start - len(owners), start):
@@ -51,10 +55,7 @@ def clockwise(
             yield owner
 
 
-@lru_cache(maxsize=1024)
-def _circle(
-    instances: frozenset[InstanceId], virtual_nodes: int
-) -> tuple[tuple[int, ...], tuple[InstanceId, ...]]:
+def _circle(instances: frozenset[InstanceId], virtual_nodes: int) -> _Circle:
     """Return the points in order, and whose they are; two at one point: the smaller id's."""
     owners = {
         point: instance
@@ -63,6 +64,10 @@ def _circle(
     }
     points = tuple(sorted(owners))
     return points, tuple(owners[point] for point in points)
+
+
+_circle_of_all = lru_cache(maxsize=8)(_circle)
+_circle_of_few = lru_cache(maxsize=1024)(_circle)
 
 
 @lru_cache(maxsize=16384)

@@ -8,6 +8,7 @@ from math import inf
 from typing import Literal, TypeAlias
 
 from hotswap.errors import ConfigError
+from hotswap.lookup import CountRank
 from hotswap.policies.candidates import candidates, holds
 from hotswap.policies.circle import VIRTUAL_NODES, clockwise, point_of
 from hotswap.request import Request
@@ -102,5 +103,14 @@ def _steady_requests(instance: InstanceView) -> int | None:
     return instance.num_requests if instance.open and not instance.swapping else None
 
 
-def _by_size(instance: InstanceView) -> tuple[float, InstanceId]:
-    return inf if instance.max_tokens is None else instance.max_tokens, instance.id
+class _BySize(CountRank):
+    """Ranks by the largest request that an instance can hold, which no load changes."""
+
+    def __call__(self, instance: InstanceView) -> tuple[float, InstanceId]:
+        return inf if instance.max_tokens is None else instance.max_tokens, instance.id
+
+    def count(self, instance: InstanceView) -> tuple[float, InstanceId]:
+        return self(instance)
+
+
+_by_size = _BySize()

@@ -36,11 +36,13 @@ class LeastTimeRouter(Router):
 
     `steps` is `tokens / step_tokens`, rounded up. So an adapter's holder is passed over when the others save
     more than its load takes, a long prompt counts for what it is, and no threshold is needed. Ties go as in
-    `LeastLoadedRouter`; sums that differ by less than a billionth may pass for one.
+    `LeastLoadedRouter`; among more than eight replicas only to one without requests that its engine has not
+    told of, where there is one, and sums that differ by less than a billionth may pass for equal.
 
     Many replicas are not all looked at: they are kept in the order of what a smaller request would meet
     there, a larger one needs the time of its tokens beyond that anywhere, and so where a replica is later
-    than the best by that much all behind it are. In a burst between two steps of the engines they are.
+    than the best by that much all behind it are. In a burst between two steps of the engines all are looked
+    at, and for a request with an adapter, whose holders no order tells.
 
     **Ours:** all of the sum, and its constants, which are rough figures of an 8B model on a recent GPU;
     measure your own. Requests that the fleet sent there and the engine has not seen yet count with as many
@@ -81,9 +83,10 @@ class LeastTimeRouter(Router):
 
     def soonest(self, request: Request, fleet: FleetView) -> InstanceView | None:
         """Return the instance that `route` names, for routers that compare it with another."""
-        soonest = self._soonest_of_many(request, fleet) if len(fleet.host_ids(request.model)) > _FEW else None
-        if soonest is not None:
-            return soonest
+        if request.adapter is None and len(fleet.host_ids(request.model)) > _FEW:
+            soonest = self._soonest_of_many(request, fleet)
+            if soonest is not None:
+                return soonest
         num_tokens, adapter = request.num_tokens, request.adapter
         seconds = [(_here_s(self, num_tokens, adapter, i), i) for i in candidates(request, fleet)]
         least_s = min((s for s, _ in seconds), default=inf)
@@ -94,7 +97,7 @@ class LeastTimeRouter(Router):
 
         `None` where that would be to look at many, and where none is steady and large enough.
         """
-        num_tokens, adapter = request.num_tokens, request.adapter
+        num_tokens = request.num_tokens
         size = _size(num_tokens)
         more_s = (num_tokens - size) / self.prefill_tokens_per_s
         best: InstanceView | None = None
@@ -103,15 +106,15 @@ class LeastTimeRouter(Router):
         for has_unseen in (False, True):
             if (1 + has_unseen) * num_tokens / self.prefill_tokens_per_s >= standing[0]:
                 break
-            for instance in fleet.ranked(request.model, _ByTime(self, size, adapter, has_unseen)):
+            for instance in fleet.ranked(request.model, _ByTime(self, size, has_unseen)):
                 if best is not None:
-                    at_least_s = _here_s(self, size, adapter, instance) + (1 + has_unseen) * more_s
+                    at_least_s = _here_s(self, size, None, instance) + (1 + has_unseen) * more_s
                     if at_least_s >= standing[0] * (1 - _ROUNDING):
                         break
                 if (num_seen := num_seen + 1) > _MANY:
                     return None
                 if holds(instance, request):
-                    found = _here_s(self, num_tokens, adapter, instance), _load(instance)
+                    found = _here_s(self, num_tokens, None, instance), _load(instance)
                     best, standing = (instance, found) if found < standing else (best, standing)
         return best
 
@@ -171,15 +174,12 @@ class _ByTime:
 
     time: LeastTimeRouter
     num_tokens: int
-    adapter: AdapterId | None
     has_unseen: bool
 
     def __hash__(self) -> int:
-        return hash(
-            (self.num_tokens, self.adapter, self.has_unseen)
-        )  # a router has few, and asks at each route
+        return hash((self.num_tokens, self.has_unseen))  # asked for at every route
 
     def __call__(self, instance: InstanceView) -> tuple[float, Any] | None:
         if not instance.open or instance.swapping or (_num_unseen(instance) > 0) is not self.has_unseen:
             return None
-        return _here_s(self.time, self.num_tokens, self.adapter, instance), by_load(instance)
+        return _here_s(self.time, self.num_tokens, None, instance), by_load(instance)

@@ -197,10 +197,6 @@ class _Board:
                 staged[instance.preloaded].append(instance)
         return staged
 
-    @cached_property
-    def _least_slots(self) -> int:
-        return min(instance.max_requests for instance in self._instances.values())
-
     def _busy_on(self, node: str) -> list[InstanceView]:
         """Those of a node that have requests, the best first; all of these are looked at."""
         if self._fate == "stay":
@@ -233,7 +229,7 @@ class _Board:
         if need <= 0:
             return []
         # The usual case is that one is enough, and more cost more.
-        offers = (soonest,) if need <= self._least_slots else choose(self._pools(model), need)
+        offers = (soonest,) if need <= soonest.slots else choose(self._pools(model), need)
         taken = {offer.instance for offer in offers}
         starts: list[_Start] = []
         for offer in offers:

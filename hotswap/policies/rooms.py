@@ -31,10 +31,8 @@ class Rooms:
         for instance in instances:
             if instance.model is None:
                 continue
-            if turns_away(instance):
-                self._leaving[instance.model].append(instance)
-            elif instance.state is InstanceState.SERVING:
-                self._replicas[instance.model].append(instance)
+            stays = instance.state is InstanceState.SERVING and not turns_away(instance)
+            (self._replicas if stays else self._leaving)[instance.model].append(instance)
 
     def replicas(self, model: ModelId) -> Sequence[InstanceView]:
         """The replicas that stay, by id, also those that a plan has closed."""

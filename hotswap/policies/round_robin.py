@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hotswap.lookup import CountRank
 from hotswap.policies.candidates import first
 from hotswap.request import Request
 from hotswap.router import Router
@@ -27,5 +28,14 @@ class RoundRobinRouter(Router):
         return instance.id if instance else None
 
 
-def _by_turn(instance: InstanceView) -> tuple[bool, int, InstanceId] | None:
-    return (instance.swapping, instance.last_assigned, instance.id) if instance.open else None
+class _ByTurn(CountRank):
+    """Ranks open instances by when they were last sent a request, which no load changes."""
+
+    def __call__(self, instance: InstanceView) -> tuple[bool, int, InstanceId] | None:
+        return self.count(instance) if instance.open else None
+
+    def count(self, instance: InstanceView) -> tuple[bool, int, InstanceId]:
+        return instance.swapping, instance.last_assigned, instance.id
+
+
+_by_turn = _ByTurn()

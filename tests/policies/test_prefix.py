@@ -47,6 +47,14 @@ def test_requests_that_begin_alike_meet() -> None:
     assert len({route(begins(1, adapter=f"x{number}"), *idle) for number in range(20)}) > 8
 
 
+def test_a_home_too_small_for_the_request_is_passed_over() -> None:
+    instances = [serving(f"e{number}", "a") for number in range(4)]
+    for key in range(20):
+        home = ROUTER.route(begins(key), fleet(instances, [model("a")]))
+        small = [replace(i, num_kv_blocks=1, kv_block_tokens=4) if i.id == home else i for i in instances]
+        assert ROUTER.route(begins(key), fleet(small, [model("a")])) not in (home, None)
+
+
 def test_a_prefix_is_worth_more_than_a_shorter_queue() -> None:
     home = int(route(begins(1), 0, 0, 0)[1:])
     loads = [8 if number == home else 0 for number in range(3)]

@@ -77,20 +77,25 @@ def test_an_answer_is_an_open_replica_and_given_whenever_there_is_one(
 @pytest.mark.parametrize("router", EVERY_ROUTER, ids=repr)
 @given(data=st.data())
 def test_what_is_kept_from_route_to_route_changes_no_answer(router: Router, data: st.DataObject) -> None:
-    hosts = {host.id: host for host in data.draw(many_hosts())}
-    kept = Kept(hosts.values())
+    kept = Kept(data.draw(many_hosts()))
     for _ in range(data.draw(st.integers(1, 5))):
         tokens, adapter = data.draw(st.integers(1, 700)), data.draw(st.sampled_from([None, "x"]))
         asked = request("a", adapter=adapter, tokens=tokens)
-        view = fleet(hosts.values(), [model("a")])
+        view = fleet(kept.now.values(), [model("a")])
         assert router.route(asked, kept.view()) == router.route(asked, view)
-        for name in data.draw(st.lists(st.sampled_from(sorted(hosts)), max_size=4, unique=True)):
-            if data.draw(st.sampled_from([False, False, False, True])) and len(hosts) > 1:
-                del hosts[name]
-                kept.lookup.drop(name)
-            else:
-                hosts[name] = data.draw(a_host(name))
-                kept.lookup.put(hosts[name])
+        for name in data.draw(st.lists(st.sampled_from(sorted(kept.now)), max_size=4, unique=True)):
+            new, before = data.draw(a_host(name)), kept.now[name]
+            match data.draw(st.sampled_from(["go", "all", "count", "load", "load"])):
+                case "go":
+                    kept.drop(name)
+                case "all":
+                    kept.change(new)
+                case "count":
+                    kept.change(replace(before, num_requests=new.num_requests))
+                case _:
+                    free = min(new.num_free_kv_blocks, before.num_kv_blocks)
+                    tokens = new.num_prefill_tokens
+                    kept.change(replace(before, num_prefill_tokens=tokens, num_free_kv_blocks=free))
 
 
 # ------------------------------------------------------------------ least loaded

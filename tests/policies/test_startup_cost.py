@@ -23,8 +23,9 @@ from hotswap import (
     TierView,
 )
 from hotswap.policies import LoadCosts, StartupCosts
+from hotswap.policies.startup_cost import QueuedLoads
 
-A, B = ModelId("a"), ModelId("b")
+A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
 GB = 10**9
 STORE = StoreView(
     tiers=(
@@ -172,3 +173,16 @@ def test_the_rest_of_a_request_is_its_tokens() -> None:
 def test_a_senseless_setting_is_refused_by_name(make: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} is "):
         make()
+
+
+def test_a_load_that_a_plan_begins_is_waited_for_by_the_next_of_another_model() -> None:
+    loads = QueuedLoads(LoadCosts(), STORE)
+    node = STORE.tiers[1].node
+    before_s = loads.load_s(A, node)
+    loads.ask_for(A, node)
+    assert loads.load_s(A, node) == pytest.approx(before_s), "its bytes count once"
+    more = replace(STORE, residency=(*STORE.residency, Residency(model=C, tier="disk", size_bytes=4 * GB)))
+    loads = QueuedLoads(LoadCosts(), more)
+    alone_s = loads.load_s(C, node)
+    loads.ask_for(A, node)
+    assert loads.load_s(C, node) == pytest.approx(alone_s + 8 * GB / (4 * GB))

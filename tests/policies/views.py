@@ -220,7 +220,31 @@ class Kept:
     """A fleet whose lookup is kept from view to view, as a real fleet keeps its own."""
 
     def __init__(self, instances: Iterable[InstanceView]) -> None:
-        self.lookup = Lookup(instances)
+        self.now = {instance.id: instance for instance in instances}
+        self.lookup = Lookup(self.now.values(), self.now.__getitem__)
+
+    def drop(self, instance: InstanceId) -> None:
+        """Have an instance go."""
+        del self.now[instance]
+        self.lookup.drop(instance)
+
+    def change(self, view: InstanceView) -> None:
+        """Have an instance change, and say no more of it than that, as far as that is enough."""
+        before = self.now[view.id]
+        self.now[view.id] = view
+        load = replace(
+            before,
+            num_running=view.num_running,
+            num_prefill_tokens=view.num_prefill_tokens,
+            num_free_kv_blocks=view.num_free_kv_blocks,
+            adapters=view.adapters,
+        )
+        if view == load:
+            self.lookup.stir(view.id)
+        elif view == replace(load, num_requests=view.num_requests):
+            self.lookup.touch(view.id)
+        else:
+            self.lookup.put(view)
 
     def view(self) -> FleetView:
         """The fleet as it is now; good until the next change."""
@@ -238,7 +262,7 @@ class Kept:
 @st.composite
 def many_hosts(draw: st.DrawFn) -> list[InstanceView]:
     """Of one model more than are looked at one by one: idle, busy, full, swapping and small ones."""
-    return [draw(a_host(f"e{number}")) for number in range(draw(st.integers(9, 60)))]
+    return [draw(a_host(f"e{number}")) for number in range(draw(st.integers(9, 100)))]
 
 
 @st.composite
