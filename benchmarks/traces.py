@@ -115,6 +115,8 @@ def autoscaled(case: Case, guess: int) -> dict[str, Any]:
 class Notes:
     """What was found so far, in a file, so that a search of hours may be interrupted.
 
+    It does not tell by which code and of which traces: whoever changes these deletes it.
+
     Args:
         path: The file, JSON; `None` to note nothing.
     """
@@ -139,19 +141,17 @@ class Notes:
         print(f"{name}: {run['engines']} ({trials})", file=sys.stderr, flush=True)
         return run
 
-    def clear(self, load: str) -> None:
-        """Forget a load: all of it is in the report."""
-        self._found = {name: run for name, run in self._found.items() if not name.startswith(f"{load}, ")}
-        self._save()
+    def clear(self) -> None:
+        """Forget everything: it is in the report."""
+        self._found.clear()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
     def _save(self) -> None:
-        if self._path is None:
-            return
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(self._found))
-        new.replace(self._path)
-        if not self._found:
-            self._path.unlink()
+        if self._path is not None:
+            new = self._path.with_suffix(".new")
+            new.write_text(json.dumps(self._found))
+            new.replace(self._path)
 
 
 def measure(
@@ -254,8 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if options.json:
             write_json(options.json, report)
-            notes.clear(name)
             print(f"The whole report is in {options.json}.")
+    notes.clear()
     return 0
 
 
