@@ -151,6 +151,15 @@ def test_what_others_serve_does_not_matter() -> None:
         assert len(answers) == 1
 
 
+def test_a_model_with_few_of_many_instances_is_walked_in_the_same_order() -> None:
+    """Its own circle and that of the whole fleet agree, so that no key moves where one takes over."""
+    here = [serving(name, "a") for name in named(2)]
+    others: list[InstanceView] = [serving(f"x{number}", "b") for number in range(60)]
+    for key in range(50):
+        views = [fleet([*here, *others[:count]], [model("a"), model("b")]) for count in (0, 29, 31, 60)]
+        assert len({PLAIN.route(asks(key), view) for view in views}) == 1
+
+
 def test_keys_are_spread() -> None:
     shares = Counter(placed(PLAIN, named(10), 2000).values())
     assert len(shares) == 10
