@@ -13,7 +13,7 @@ with the values sums over chunks of keys that lie at fixed positions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -134,28 +134,39 @@ def _first_hidden(hidden: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Requests with the same number of query rows, lying one after the other in the step's row.
+    """Requests with the same number of query rows, which lie one after the other.
 
     Attributes:
         start: The first row of the segment.
-        table: `[n, num_blocks]`, the blocks of each request, padded with block 0.
+        tables: The blocks of each request.
+        num_blocks: What each is padded to with block 0.
         positions: `[n, m]`, the absolute position of each query.
         ends: The greatest position plus one among the first *i* + 1 queries, on the host.
         run: What is kept of them from step to step, where each has one query.
     """
 
     start: int
-    table: Tensor
+    tables: Sequence[Sequence[int]]
+    num_blocks: int
     positions: Tensor
     ends: tuple[int, ...]
     run: Run | None = None
-    _lines: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+    _lines: dict[tuple[int, ...], Tensor] = field(default_factory=dict[tuple[int, ...], Tensor])
 
-    def lines(self, heads: int, first: int = 0) -> Tensor:
-        """`[n * heads * blocks]`: where each head's blocks from `first` on lie in pools of so many heads."""
-        lines = self._lines.get((heads, first))
+    def lines(self, heads: int) -> Tensor:
+        """`[n * heads * num_blocks]`: where each head's blocks lie in pools of so many heads."""
+        padded = ([*table, *[0] * (self.num_blocks - len(table))] for table in self.tables)
+        return self._lines_of(padded, heads, (0, len(self.tables), 0))
+
+    def lines_of_one(self, heads: int, index: int, first: int) -> Tensor:
+        """`[heads * blocks]`: the same of one request's own blocks from its block `first` on."""
+        return self._lines_of([self.tables[index][first:]], heads, (index, index + 1, first))
+
+    def _lines_of(self, tables: Iterable[Sequence[int]], heads: int, which: tuple[int, ...]) -> Tensor:
+        lines = self._lines.get((heads, *which))
         if lines is None:
-            lines = self._lines[heads, first] = lines_of(self.table[:, first:], heads)
+            table = torch.tensor([list(table) for table in tables], device=self.positions.device)
+            lines = self._lines[heads, *which] = lines_of(table, heads)
         return lines
 
     @property
@@ -182,7 +193,9 @@ class Step:
         cache: Where keys and values are appended and read.
         blocks: `[T]`, the block that each row's key and value go to; 0 for padding.
         offsets: `[T]`, the slot within that block.
-        segments: The rows that attend; the others only pad.
+        segments: The rows that attend, one after the other; the others only pad.
+        order: `[rows of the segments]`, where the rows are that the segments' follow in this order; `None` if
+            they are in this order.
         min_rows: The least number of rows of a matrix product; 0 where bits may depend on the batch.
         adapters: Which rows have adapters; `None` if none has.
         layers: Which layers have called, in order.
@@ -192,6 +205,7 @@ class Step:
     blocks: Tensor
     offsets: Tensor
     segments: tuple[Segment, ...]
+    order: Tensor | None = None
     min_rows: int = 0
     adapters: Adaptation | None = None
     layers: list[int] = field(default_factory=list[int])
@@ -272,7 +286,10 @@ def paged_attention(
     step.cache.write(layer, key, value, step.blocks, step.offsets)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads = _Heads(query.shape[1], key.shape[1], scale, softcap, s_aux, step.min_rows)
-    out = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+    num_rows = query.shape[2]
+    if step.order is not None:
+        query, key, value = (part.index_select(2, step.order) for part in (query, key, value))
+    out = query.new_zeros(num_rows, query.shape[1], value.shape[3])
     for segment in step.segments:
         rows = slice(segment.start, segment.start + segment.num_rows)
         keys, values = _read(
@@ -280,6 +297,8 @@ def paged_attention(
         )
         queries = query[0, :, rows].transpose(0, 1)
         out[rows] = heads.attend(queries, keys, values, segment, attention_mask, step.cache.block_tokens)
+    if step.order is not None:
+        out = torch.zeros_like(out).index_copy_(0, step.order, out[: len(step.order)])
     return out.unsqueeze(0), None
 
 
@@ -287,14 +306,19 @@ def _read(
     cache: KVCache, layer: int, segment: Segment, key: Tensor, value: Tensor, *, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """`[n, kv_heads, tokens, dim]` of a segment's blocks, to which `[kv_heads, rows, dim]` were appended."""
+    heads = key.shape[0]
 
-    def gather(first: int) -> tuple[Tensor, Tensor]:
-        return cache.gather(layer, segment.lines(key.shape[0], first), segment.num_requests)
+    def gather() -> tuple[Tensor, Tensor]:
+        return cache.gather(layer, segment.lines(heads), segment.num_requests)
+
+    def gather_one(index: int, first: int) -> tuple[Tensor, Tensor]:
+        return cache.gather(layer, segment.lines_of_one(heads, index, first), 1)
 
     if segment.run is None:
-        return gather(0)
-    tokens, across = segment.table.shape[1] * cache.block_tokens, keys_across(key.dtype, num_rows)
-    return segment.run.read(layer, key.transpose(0, 1), value.transpose(0, 1), tokens, gather, across=across)
+        return gather()
+    keys, values = key.transpose(0, 1), value.transpose(0, 1)
+    tokens, across = segment.num_blocks * cache.block_tokens, keys_across(key.dtype, num_rows)
+    return segment.run.read(layer, keys, values, tokens, gather, gather_one, across=across)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,8 +398,13 @@ class _Heads:
     def _chunk_products(self, weights: Tensor, values: Tensor, chunk: int) -> list[Tensor]:
         """The products of each chunk of keys, in fp32."""
         num_keys, parts = weights.shape[-1], list[Tensor]()
-        whole = num_keys // chunk if weights.shape[-2] <= _FEW_ROWS else 0
-        if whole > 1:  # of a decode, all at once: they are small
+        whole = num_keys // chunk
+        # Of a decode all at once, since they are small; but where values end elsewhere they would be copied.
+        if (
+            whole > 1
+            and weights.shape[-2] <= _FEW_ROWS
+            and values.stride(1) == whole * chunk * values.stride(2)
+        ):
             first = slice(whole * chunk)
             rows = weights[..., first].reshape(*weights.shape[:-1], whole, chunk).transpose(2, 3)
             keyed = values[:, :, first].reshape(*values.shape[:2], whole, chunk, -1)

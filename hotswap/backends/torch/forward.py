@@ -20,11 +20,9 @@ from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.kv import KVCache, blocks_for
 from hotswap.backends.torch.linear import LEAST_ROWS
 from hotswap.backends.torch.products import RowInvariant
+from hotswap.backends.torch.runs import GATHERED_TOKENS, Run
 
 __all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble"]
-
-# Keys gathered at once for a batch of decodes, in tokens: bounds the scratch memory of the gather.
-_GATHERED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +170,8 @@ class Batch:
 def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_only: bool = False) -> Batch:
     """Lay the pieces out in one row.
 
-    Neighbouring pieces of one token are batched: sort them by length, so that little padding is gathered.
+    Pieces of one token attend in batches. Where no runs are kept these are neighbours: sort them by length,
+    and little padding is gathered.
 
     Args:
         pieces: The tokens, of at most one piece for each request.
@@ -185,21 +184,20 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_o
     positions: list[int] = []
     blocks: list[int] = []
     keep: list[int] = []
-    segments: list[Segment] = []
     adapted: list[tuple[Place, range, int | None]] = []
-    cache.runs.begin()
-    for group in _groups(pieces, cache.block_tokens):
-        segments.append(_segment(len(ids), group, cache))
-        for piece in group:
-            span = range(piece.start, piece.end)
-            ids += piece.tokens
-            positions += span
-            blocks += [piece.blocks[at // cache.block_tokens] for at in span]
-            if piece.adapter is not None:
-                rows = range(len(ids) - len(span), len(ids))
-                adapted.append((piece.adapter, rows, len(keep) if piece.samples else None))
-            if piece.samples:
-                keep.append(len(ids) - 1)
+    starts: list[int] = []
+    for piece in pieces:
+        starts.append(len(ids))
+        span = range(piece.start, piece.end)
+        ids += piece.tokens
+        positions += span
+        blocks += [piece.blocks[at // cache.block_tokens] for at in span]
+        if piece.adapter is not None:
+            rows = range(len(ids) - len(span), len(ids))
+            adapted.append((piece.adapter, rows, len(keep) if piece.samples else None))
+        if piece.samples:
+            keep.append(len(ids) - 1)
+    segments, order = _segments(pieces, starts, cache)
     least = min_rows and (LEAST_ROWS if linear_only else max(min_rows, LEAST_ROWS))
     num_kept, padding = len(keep), [0] * (least - len(ids))
     keep += [0] * max(0, least - num_kept)
@@ -214,7 +212,8 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_o
             cache=cache,
             blocks=torch.tensor(blocks + padding, device=on),
             offsets=at % cache.block_tokens,
-            segments=tuple(segments),
+            segments=segments,
+            order=None if order == sorted(order) else torch.tensor(order, device=on),
             min_rows=min_rows,
             adapters=adaptation(adapted, on),
         ),
@@ -222,40 +221,73 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_o
     )
 
 
-def _groups(pieces: Sequence[Piece], block_tokens: int) -> list[list[Piece]]:
-    """Put decodes of similar length together, and each prefill by itself.
+def _segments(
+    pieces: Sequence[Piece], starts: Sequence[int], cache: KVCache
+) -> tuple[tuple[Segment, ...], list[int]]:
+    """Return what attends together, and the rows of each, one after the other."""
+    segments: list[Segment] = []
+    order: list[int] = []
+    for numbers, run in _groups(pieces, cache):
+        segments.append(_segment(len(order), [pieces[number] for number in numbers], run, cache))
+        for number in numbers:
+            order += range(starts[number], starts[number] + len(pieces[number].tokens))
+    return tuple(segments), order
+
+
+_Group = tuple[list[int], Run | None]
+"""Pieces that attend together, by their numbers, and what is kept of them."""
+
+
+def _groups(pieces: Sequence[Piece], cache: KVCache) -> list[_Group]:
+    """Put decodes of similar length together, and each prefill by itself."""
+    decodes = [number for number, piece in enumerate(pieces) if len(piece.tokens) == 1]
+    cache.runs.begin()
+    rows = [(_held(pieces[number], cache), pieces[number].start) for number in decodes]
+    runs = cache.runs.arrange(rows)
+    if runs is None:
+        groups: list[_Group] = [(group, None) for group in _by_length(decodes, pieces, cache.block_tokens)]
+    else:
+        groups = [([decodes[row] for row in run.rows], run) for run in runs]
+    return groups + [([number], None) for number, piece in enumerate(pieces) if len(piece.tokens) > 1]
+
+
+def _held(piece: Piece, cache: KVCache) -> Sequence[int]:
+    """The blocks up to the piece's last token."""
+    return piece.blocks[: blocks_for(piece.end, cache.block_tokens)]
+
+
+def _by_length(decodes: Sequence[int], pieces: Sequence[Piece], block_tokens: int) -> list[list[int]]:
+    """Put neighbours of similar length together.
 
     A batch is gathered as wide as its longest member; half that is the least a member may be.
     """
-    groups: list[list[Piece]] = []
-    for piece in pieces:
-        group = groups[-1] if groups else []
+    groups: list[list[int]] = []
+    longest = 0
+    for number in decodes:
+        end = pieces[number].end
+        most = max(longest, end)
         joins = (
-            bool(group)
-            and len(group[0].tokens) == len(piece.tokens) == 1
-            and 2 * blocks_for(piece.end, block_tokens) >= blocks_for(group[0].end, block_tokens)
-            and (len(group) + 1) * group[0].end <= _GATHERED_TOKENS
+            bool(groups)
+            and 2 * blocks_for(min(end, longest), block_tokens) >= blocks_for(most, block_tokens)
+            and (len(groups[-1]) + 1) * most <= GATHERED_TOKENS
         )
         if joins:
-            group.append(piece)
+            groups[-1].append(number)
+            longest = most
         else:
-            groups.append([piece])
+            groups.append([number])
+            longest = end
     return groups
 
 
-def _segment(start: int, group: list[Piece], cache: KVCache) -> Segment:
-    held = [blocks_for(piece.end, cache.block_tokens) for piece in group]
-    width = max(held)
-    table = [list(piece.blocks[:width]) for piece in group]
+def _segment(start: int, group: Sequence[Piece], run: Run | None, cache: KVCache) -> Segment:
+    tables = [_held(piece, cache) for piece in group]
+    width = max(map(len, tables))
     spans = [range(piece.start, piece.end) for piece in group]
-    run = None
-    if len(group[0].tokens) == 1:
-        width = even_blocks(width, cache.block_tokens)
-        rows = zip(table, held, spans, strict=True)
-        run = cache.runs.claim([(row[:num], span.start) for row, num, span in rows])
     return Segment(
         start=start,
-        table=torch.tensor([row + [0] * (width - len(row)) for row in table], device=cache.device),
+        tables=tables,
+        num_blocks=width if len(spans[0]) > 1 else even_blocks(width, cache.block_tokens),
         positions=torch.tensor([list(span) for span in spans], device=cache.device),
         ends=tuple(max(ends) + 1 for ends in zip(*spans, strict=True)),
         run=run,

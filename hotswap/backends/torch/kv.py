@@ -241,6 +241,8 @@ class KVCache:
 
     def _make(self, first: int, layers: Sequence[LayerShape], make: Callable[..., Tensor]) -> None:
         self._blocks = None
+        for layer in layers[:1]:
+            self.runs.know(layer.bytes_per_token, layer.dtype)
         sides = (
             (self._keys, [(layer.kv_heads, layer.key_dim, layer.dtype) for layer in layers]),
             (self._values, [(layer.kv_heads, layer.value_dim, layer.dtype) for layer in layers]),

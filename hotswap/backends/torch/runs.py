@@ -1,13 +1,17 @@
 """Keys and values of requests that decode together, gathered once and then appended to.
 
 A batch of decodes reads the blocks of all its requests in every step, and on a CPU gathering them into one
-piece costs as much memory traffic as attending to them twice over. While the same requests go on decoding
-nothing of that changes but one token each. So what was gathered is kept from step to step, within a limit,
-for as many layers as it has room for.
+piece costs as much memory traffic as attending to them twice over. While a request goes on decoding nothing
+of that changes but one token. So what was gathered is kept from step to step, within a limit, for as many
+layers as it has room for.
 
-A run is known by its requests' blocks and positions. Blocks are append-only, and whoever changes what is in
-one (`KVCache.clear`, `KVCache.copy`) has the runs that hold it forgotten, so a run that goes on holds what
-its blocks hold.
+A request is known by its blocks and position. Blocks are append-only, and whoever changes what is in one
+(`KVCache.clear`, `KVCache.copy`) has it forgotten, so what goes on holds what its blocks hold.
+
+Requests come and go one by one, and their lengths differ. Each has a slot of a run, and a run is read as wide
+as its longest request. Who comes goes where least more is read for it, its blocks alone are gathered, and of
+one that leaves the last of the run takes the slot. Where a run has become too wide for many in it, or two
+runs might be one, some move (`grouping`).
 
 A request that arrives with its blocks would wait for all of them to be gathered in its first step. So what is
 full is gathered while others are still on their way (`Prelude`), and its run begins with that.
@@ -15,43 +19,64 @@ full is gathered while others are still on their way (`Prelude`), and its run be
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-__all__ = ["Gathered", "Prelude", "Row", "Run", "Runs"]
+from hotswap.backends.torch.grouping import Group, Grouping
+from hotswap.backends.torch.kept import Gathered, Kept, Lender, reads_parts
+
+__all__ = ["GATHERED_TOKENS", "Prelude", "Row", "Run", "Runs"]
 
 Row = tuple[Sequence[int], int]
 """A request that decodes: its blocks up to the token that is computed, and that token's position."""
 
-Gathered = tuple[Tensor, Tensor]
-"""Keys and values, `[n, kv_heads, tokens, dim]`."""
-
+# Keys gathered at once for a batch of decodes, in tokens: bounds the memory of the gather.
+GATHERED_TOKENS = 1 << 16
+# What a run costs in a layer beside what it reads, in bytes that are read in the same time: measured.
+_RUN_BYTES = 1 << 20
+# Changes of runs in a step.
+_MOST_CHANGES = 8
 # Runs that had no step for so many of them are over; parts of a batch that take turns have one every few.
 _PATIENCE_STEPS = 8
-# Room for more blocks, so that a run is not gathered anew with each: a share of those there are, in limits.
-_MORE_SHARE, _LEAST_MORE_BLOCKS, _MOST_MORE_TOKENS = 4, 2, 512
 
 
 @dataclass(slots=True, eq=False)
-class _Layer:
-    """What is kept of a layer: `[n, kv_heads, capacity, dim]` each, complete up to the run's step `step`.
+class _Seat:
+    """A request of a run.
 
-    Keys may be a view of columns, `[n, kv_heads, dim, capacity]` in memory.
+    Attributes:
+        blocks: Its blocks.
+        position: That of its newest token.
+        run: The run it is in; `None` when it has left.
+        slot: Its slot there as of the last step, -1 before its first.
+        row: Its number among the rows of this step.
     """
 
-    keys: Tensor
-    values: Tensor
-    buffers: list[Tensor]
-    step: int
+    blocks: list[int]
+    position: int
+    run: Run | None = None
+    slot: int = -1
+    row: int = -1
 
-    def first(self, tokens: int) -> Gathered:
-        """The first `tokens`, or all there is room for where a part would be copied to be multiplied."""
-        if self.keys.dtype is torch.float32:
-            return self.keys[:, :, :tokens], self.values[:, :, :tokens]
-        return self.keys, self.values
+    @property
+    def need(self) -> int:
+        """Its blocks."""
+        return len(self.blocks)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it was gathered for the run that it is in."""
+        return self.slot >= 0
+
+    def goes_on(self, row: Row) -> bool:
+        """Whether this is the request, one token further."""
+        blocks, position = row
+        return position == self.position + 1 and list(blocks[: len(self.blocks)]) == self.blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -66,44 +91,55 @@ class Prelude:
     blocks: list[int]
     awaited: bool = True
     last_used: int = 0
-    layers: dict[int, _Layer] = field(default_factory=dict[int, _Layer])
+    layers: dict[int, Kept] = field(default_factory=dict[int, Kept])
+
+    def take(self, layer: int, tokens: int) -> Kept | None:
+        """Hand over what it has of a layer, if so many tokens fit there."""
+        kept = self.layers.get(layer)
+        return self.layers.pop(layer) if kept is not None and kept.has_room(1, tokens) else None
 
 
-class Run:
-    """Some requests that decode together; made and found again by `Runs`."""
+class Run(Group[_Seat]):
+    """Some requests that decode together, a slot for each; made and found again by `Runs`."""
 
-    def __init__(self, rows: Sequence[Row], owner: Runs) -> None:
-        self._owner = owner
-        self._tables = [list(blocks) for blocks, _ in rows]
-        self._positions = [position for _, position in rows]
-        self._step = 0
-        self._layers: dict[int, _Layer] = {}
-        self._order = torch.arange(len(rows))
-        self._at = torch.tensor(self._positions)
-        self.blocks = {block for table in self._tables for block in table}
+    def __init__(self, lender: Lender, prelude: Prelude | None) -> None:
+        super().__init__()
+        self._lender, self._prelude = lender, prelude
         self.last_used = 0
+        self._slots: list[_Seat] = []
+        self._new: list[int] = []  # slots of those that came with this step
+        self._step = 0
+        self._layers: dict[int, Kept] = {}
+        self._at = self._order = torch.empty(0)
 
-    def goes_on(self, rows: Sequence[Row]) -> bool:
-        """Whether these are the same requests, each one token further."""
-        return len(rows) == len(self._tables) and all(
-            position == before + 1 and blocks[: len(table)] == table
-            for (blocks, position), before, table in zip(rows, self._positions, self._tables, strict=True)
-        )
+    @property
+    def closed(self) -> bool:
+        """Whether nobody else may join yet: in its first step it takes what was gathered of its request."""
+        return self._prelude is not None and not self._step
 
-    def has_one_of(self, rows: Sequence[Row]) -> bool:
-        """Whether a request has come from here: what it writes to is nobody else's."""
-        last = {table[-1] for table in self._tables}
-        return any(not last.isdisjoint(blocks[-2:]) for blocks, _ in rows)
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of the requests' rows in this step, in the order of their slots."""
+        return [seat.row for seat in self._slots]
 
-    def go_on(self, rows: Sequence[Row]) -> None:
-        """Begin the next step."""
+    def begin(self) -> None:
+        """Begin the next step: give slots to those that came, and those of who left to the last ones."""
         self._step += 1
-        for index, (blocks, position) in enumerate(rows):
-            table = self._tables[index]
-            self.blocks.update(blocks[len(table) :])
-            table += blocks[len(table) :]
-            self._positions[index] = position
-        self._at = torch.tensor(self._positions)
+        if self._step > 1:
+            self._prelude = None
+        slots = [seat if seat.run is self and seat.settled else None for seat in self._slots]
+        coming = [seat for seat in self.members if not seat.settled]
+        while len(slots) > len(self.members):
+            last = slots.pop()
+            if last is not None:
+                coming.append(last)
+        self._new = [slot for slot, seat in enumerate(slots) if seat is None]
+        self._new += range(len(slots), len(self.members))
+        for slot, seat in zip(self._new, coming, strict=True):
+            seat.slot = slot
+        self._slots = sorted(self.members, key=attrgetter("slot"))
+        self._order = torch.arange(len(self._slots))
+        self._at = torch.tensor([seat.position for seat in self._slots])
 
     def read(
         self,
@@ -111,7 +147,8 @@ class Run:
         keys: Tensor,
         values: Tensor,
         tokens: int,
-        gather: Callable[[int], Gathered],
+        gather: Callable[[], Gathered],
+        gather_one: Callable[[int, int], Gathered],
         *,
         across: bool = False,
     ) -> Gathered:
@@ -122,36 +159,47 @@ class Run:
             keys: `[n, kv_heads, key_dim]` of this step's tokens, which are in the blocks already.
             values: `[n, kv_heads, value_dim]` of this step's tokens.
             tokens: A multiple of the tokens of a block.
-            gather: Gathers it from the blocks, all but so many of each request's first, into memory that is
-                valid until the next call.
+            gather: Gathers it from the blocks, into memory that is valid until the next call.
+            gather_one: Gathers what the blocks of one of them hold, but for so many of its first, likewise.
             across: Whether keys that are kept from now on lie as columns.
         """
+        num_requests, num_before = len(self._slots), 0
         kept = self._layers.get(layer)
-        if kept is not None and kept.step == self._step - 1 and tokens <= kept.keys.shape[2]:
-            kept.keys[self._order, :, self._at] = keys
-            kept.values[self._order, :, self._at] = values
-            kept.step = self._step
-            return kept.first(tokens)
-        if not self._step and (found := self._owner.take_prelude(self._tables, layer, tokens)) is not None:
-            kept, num_blocks = found
-            behind = slice(num_blocks * self._owner.block_tokens, tokens)
-            kept.keys[:, :, behind], kept.values[:, :, behind] = gather(num_blocks)
-            self._layers[layer] = kept
-            return kept.first(tokens)
-        gathered = gather(0)
-        self._give_back(layer)
-        if self._step and (made := self._owner.keep(gathered, self._step, across=across)) is not None:
-            self._layers[layer] = made  # from the second step on: a run of one would be kept in vain
-        return gathered
+        if kept is None and self._prelude is not None:
+            kept = self._prelude.take(layer, tokens)
+            if kept is not None:
+                self._layers[layer], num_before = kept, len(self._prelude.blocks)
+        current = kept is not None and kept.step >= self._step - 1
+        if kept is None or not kept.has_room(num_requests, tokens):
+            kept = self._make_room(layer, tokens, (keys, values), across=across, copied=current)
+        if kept is None:
+            return gather()
+        if kept.step < self._step:
+            for slot in self._new if current else range(num_requests):
+                kept.fill(slot, gather_one(slot, num_before), first=num_before * self._lender.block_tokens)
+        kept.append(self._order, self._at, keys, values)
+        kept.step = self._step
+        return kept.first(num_requests, tokens)
 
-    def _give_back(self, layer: int) -> None:
-        if (kept := self._layers.pop(layer, None)) is not None:
-            self._owner.put(kept.buffers)
+    def _make_room(
+        self, layer: int, tokens: int, like: Gathered, *, across: bool, copied: bool
+    ) -> Kept | None:
+        """Make room for the requests of now, and let it hold what was kept of them if that is `copied`."""
+        kept = self._layers.pop(layer, None)
+        room = self._lender.make(len(self._slots), tokens, like, across=across)
+        if kept is not None:
+            if room is not None and copied:
+                room.take_over(kept, len(self._slots))
+            self._lender.put(kept.buffers)
+        if room is not None:
+            self._layers[layer] = room
+        return room
 
     def close(self) -> None:
         """Give all memory back."""
-        for layer in list(self._layers):
-            self._give_back(layer)
+        for kept in self._layers.values():
+            self._lender.put(kept.buffers)
+        self._layers.clear()
 
 
 class Runs:
@@ -162,50 +210,145 @@ class Runs:
     Args:
         most_bytes: The most memory that is ever taken; with 0 nothing is kept.
         block_tokens: Tokens of a block.
+
+    Attributes:
+        lender: The memory.
+        grouping: By what it is decided who decodes together.
     """
 
     def __init__(self, most_bytes: int, block_tokens: int) -> None:
-        self.most_bytes, self.block_tokens = most_bytes, block_tokens
-        self._limit_bytes = most_bytes
-        self.used_bytes = 0
+        self.lender = Lender(most_bytes, block_tokens)
+        self.grouping = Grouping(fixed=0.0, most=GATHERED_TOKENS // block_tokens, opened=int)
         self._runs: list[Run] = []
+        self._holders: dict[int, set[_Seat]] = {}  # of each block
         self._preludes: list[Prelude] = []
-        self._free: list[Tensor] = []
         self._step = 0
+        self._whole = False  # are slots read up to their end?
+        self._changed = True  # since it was last seen to that runs are as they should be
+
+    @property
+    def most_bytes(self) -> int:
+        """The most memory that is ever taken."""
+        return self.lender.most_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """The memory that is taken now."""
+        return self.lender.used_bytes
 
     def fit(self, room_bytes: int) -> None:
         """Take no more than `room_bytes` from the next step on."""
-        self._limit_bytes = max(0, min(self.most_bytes, room_bytes))
+        self.lender.fit(room_bytes)
+
+    def know(self, token_bytes: int, dtype: torch.dtype) -> None:
+        """Learn what a layer keeps of a token, by which it is decided who decodes together."""
+        block_tokens, self._whole = self.lender.block_tokens, not reads_parts(dtype)
+
+        def roomy(num_blocks: int) -> int:
+            return self.lender.roomy(num_blocks * block_tokens) // block_tokens
+
+        self.grouping = Grouping(
+            fixed=_RUN_BYTES / max(1, token_bytes * block_tokens),
+            most=GATHERED_TOKENS // block_tokens,
+            opened=roomy if self._whole else int,
+        )
 
     def begin(self) -> None:
         """Begin a step: runs that ended some steps ago are closed, and all where the memory is wanted."""
         self._step += 1
-        crowded = self.used_bytes > self._limit_bytes
+        crowded = self.lender.crowded
         since = self._step - _PATIENCE_STEPS
         self._close(run for run in self._runs if crowded or run.last_used < since)
         self._drop(p for p in self._preludes if crowded or (not p.awaited and p.last_used < since))
         if crowded:
-            self._free.clear()
-            self.used_bytes = 0
+            self.lender.clear()
 
-    def claim(self, rows: Sequence[Row]) -> Run | None:
-        """Return the run that these requests' step belongs to; `None` if nothing is to be kept."""
-        if not self._limit_bytes:
+    def arrange(self, rows: Sequence[Row]) -> list[Run] | None:
+        """Return the runs whose step this is, which share the rows; `None` if nothing is to be kept."""
+        if not self.lender.limit_bytes:
             return None
-        run = next((run for run in self._runs if run.goes_on(rows)), None)
-        if run is None:
-            self._close(run for run in self._runs if run.has_one_of(rows))
-            run = Run(rows, self)
-            self._runs.append(run)
-        else:
-            run.go_on(rows)
-        run.last_used = self._step
-        return run
+        seats = [self._seat(number, row) for number, row in enumerate(rows)]
+        runs = self._active(seats)
+        coming = [seat for seat in seats if seat.run is None]
+        for seat in sorted(coming, key=attrgetter("need"), reverse=True):
+            prelude = self._prelude_of(seat)
+            run = self.grouping.place(seat, _open(runs)) if prelude is None else None
+            if run is None:
+                runs.append(run := Run(self.lender, prelude))
+            self._move(seat, run)
+        self._regroup(runs)
+        for run in runs:
+            if run.members:
+                run.last_used = self._step
+                if self._whole and run.longest > run.capacity:
+                    run.capacity = self.grouping.opened(run.longest)
+                run.begin()
+        self._runs += [run for run in runs if run not in self._runs]
+        self._close(run for run in self._runs if not run.members)
+        return [run for run in runs if run.members]
+
+    def _seat(self, number: int, row: Row) -> _Seat:
+        """The seat of a request, in the run where it was, or in none yet."""
+        blocks, position = row
+        # Before this step the last but one may have been its last.
+        near = (seat for block in blocks[-2:] for seat in self._holders.get(block, ()))
+        seat = next((seat for seat in near if seat.goes_on(row)), None) or _Seat([], position)
+        seat.position, seat.row = position, number
+        for block in blocks[len(seat.blocks) :]:
+            self._holders.setdefault(block, set()).add(seat)
+            seat.blocks.append(block)
+            self._changed = True
+        return seat
+
+    def _active(self, seats: Iterable[_Seat]) -> list[Run]:
+        """The runs whose step this is: most of their requests are here, and the others have left."""
+        here = Counter(seat.run for seat in seats if seat.run is not None)
+        present = set(seats)
+        for run, count in here.items():
+            if 2 * count >= len(run.members):
+                for seat in [seat for seat in run.members if seat not in present]:
+                    self._remove(seat)
+            else:
+                for seat in [seat for seat in run.members if seat in present]:
+                    self._move(seat, None)
+        return [run for run in here if run.members and run.members[0] in present]
+
+    def _regroup(self, runs: list[Run]) -> None:
+        """Let requests change runs where that is soon paid back."""
+        for _ in range(_MOST_CHANGES if self._changed else 0):
+            move = self.grouping.change([run for run in _open(runs) if run.members])
+            if move is None:
+                self._changed = any(run.closed for run in runs)
+                return
+            if (target := move.target) is None:
+                runs.append(target := Run(self.lender, None))
+            for seat in list(move.members):
+                self._move(seat, target)
+
+    def _move(self, seat: _Seat, run: Run | None) -> None:
+        if seat.run is not None:
+            seat.run.members.remove(seat)
+        seat.run, seat.slot = run, -1
+        if run is not None:
+            run.members.append(seat)
+        self._changed = True
+
+    def _remove(self, seat: _Seat) -> None:
+        """Know nothing more of a request."""
+        self._move(seat, None)
+        for block in seat.blocks:
+            holders = self._holders[block]
+            holders.discard(seat)
+            if not holders:
+                del self._holders[block]
+        seat.blocks.clear()
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Close the runs that hold one of these blocks, whose content changes."""
+        """Let nothing that was kept of these blocks, whose content changes, be used any more."""
         changed = set(blocks)
-        self._close(run for run in self._runs if not run.blocks.isdisjoint(changed))
+        for block in changed:
+            for seat in tuple(self._holders.get(block, ())):
+                self._remove(seat)
         self._drop(p for p in self._preludes if not changed.isdisjoint(p.blocks))
 
     def prelude(self, blocks: Sequence[int]) -> Prelude:
@@ -216,7 +359,11 @@ class Runs:
 
     def prepare(self, prelude: Prelude, layer: int, gathered: Gathered) -> None:
         """Keep what its blocks hold of a layer, if there is room and it was not dropped."""
-        if prelude in self._preludes and (kept := self.keep(gathered, 0)) is not None:
+        if prelude not in self._preludes:
+            return
+        kept = self.lender.make(1, gathered[0].shape[2], gathered, across=False)
+        if kept is not None:
+            kept.fill(0, gathered)
             prelude.layers[layer] = kept
 
     def release(self, prelude: Prelude) -> None:
@@ -228,77 +375,14 @@ class Runs:
         if prelude in self._preludes:
             self._drop([prelude])
 
-    def take_prelude(self, tables: Sequence[list[int]], layer: int, tokens: int) -> tuple[_Layer, int] | None:
-        """Return a layer of a request's prelude with room for `tokens`, and how many blocks it has."""
-        for prelude in self._preludes:
-            blocks, kept = prelude.blocks, prelude.layers.get(layer)
-            if (
-                kept is not None
-                and len(tables) == 1
-                and tables[0][: len(blocks)] == blocks
-                and tokens <= kept.keys.shape[2]
-            ):
-                del prelude.layers[layer]
-                return kept, len(blocks)
-        return None
-
-    def keep(self, gathered: Gathered, step: int, *, across: bool = False) -> _Layer | None:
-        """Return a copy with room for more tokens, keys perhaps as columns; `None` if memory is short."""
-        num_requests, _, tokens, _ = gathered[0].shape
-        share = min(tokens // self.block_tokens // _MORE_SHARE, _MOST_MORE_TOKENS // self.block_tokens)
-        more = max(_LEAST_MORE_BLOCKS, share) * self.block_tokens
-        room = tokens + more
-        if more >= _MOST_MORE_TOKENS:  # long decodes are gathered in whole chunks of that
-            room = -(-room // _MOST_MORE_TOKENS) * _MOST_MORE_TOKENS
-        shapes = [(num_requests, part.shape[1], room, part.shape[3]) for part in gathered]
-        sizes = [
-            torch.Size(s).numel() * part.dtype.itemsize for s, part in zip(shapes, gathered, strict=True)
-        ]
-        buffers = self.take(sizes)
-        if not buffers:
-            return None
-        keys, values = (
-            buffer[:size].view(part.dtype)
-            for buffer, size, part in zip(buffers, sizes, gathered, strict=True)
-        )
-        keys = _columns(keys, shapes[0]) if across else keys.view(shapes[0])
-        values = values.view(shapes[1])
-        keys[:, :, :tokens], values[:, :, :tokens] = gathered
-        # A masked key has weight zero, and zero times a NaN that was there before would be a NaN.
-        values[:, :, tokens:] = 0
-        return _Layer(keys, values, buffers, step)
-
-    def take(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Lend buffers of so many bytes or more, one for each size; none if there is no room for all."""
-        taken: list[Tensor] = []
-        for size_bytes in sizes:
-            buffer = self._take(size_bytes)
-            if buffer is None:
-                self.put(taken)
-                return []
-            taken.append(buffer)
-        return taken
-
-    def _take(self, size_bytes: int) -> Tensor | None:
-        # One that was used before has its pages: new ones would cost more than what is written there.
-        fitting = [buffer for buffer in self._free if size_bytes <= len(buffer) <= 2 * size_bytes]
-        if fitting:
-            buffer = min(fitting, key=len)
-            self._free = [other for other in self._free if other is not buffer]
-            return buffer
-        while self._free and self.used_bytes + size_bytes > self._limit_bytes:
-            self.used_bytes -= len(self._free.pop(0))
-        if self.used_bytes + size_bytes > self._limit_bytes:
-            return None
-        self.used_bytes += size_bytes
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def put(self, buffers: Iterable[Tensor]) -> None:
-        """Take buffers back."""
-        self._free.extend(buffers)
+    def _prelude_of(self, seat: _Seat) -> Prelude | None:
+        fitting = (p for p in self._preludes if p.layers and seat.blocks[: len(p.blocks)] == p.blocks)
+        return next(fitting, None)
 
     def _close(self, runs: Iterable[Run]) -> None:
         for run in list(runs):
+            for seat in list(run.members):
+                self._remove(seat)
             run.close()
             self._runs.remove(run)
 
@@ -306,14 +390,13 @@ class Runs:
         for prelude in list(preludes):
             self._preludes.remove(prelude)
             for kept in prelude.layers.values():
-                self.put(kept.buffers)
+                self.lender.put(kept.buffers)
             prelude.layers.clear()
 
     def __repr__(self) -> str:
-        return f"<Runs [{len(self._runs)} runs, {self.used_bytes:,} of {self._limit_bytes:,} bytes]>"
+        lender = self.lender
+        return f"<Runs [{len(self._runs)} runs, {lender.used_bytes:,} of {lender.limit_bytes:,} bytes]>"
 
 
-def _columns(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A view `[n, kv_heads, capacity, dim]` of memory in which each key is a column."""
-    num_requests, heads, room, dim = shape
-    return flat.view(num_requests, heads, dim, room).transpose(2, 3)
+def _open(runs: Iterable[Run]) -> list[Run]:
+    return [run for run in runs if not run.closed]

@@ -20,7 +20,7 @@ from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.migration import desk, sink
 from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.runner import Report, Runner
-from hotswap.backends.torch.runs import Runs
+from hotswap.backends.torch.runs import Prelude
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 
@@ -85,14 +85,14 @@ async def test_what_arrives_early_is_gathered_before_the_first_step(
     """And is what would have been gathered: its tokens are those of a run that nothing disturbed."""
     monkeypatch.setattr(sink, "_SMALL_BYTES", 0)  # nothing is too small to be gathered early
     monkeypatch.setattr(sink, "_SMALL_BLOCKS", 0)
-    honest, found = Runs.take_prelude, list[int]()
+    honest, found = Prelude.take, list[int]()
 
-    def take_prelude(self: Runs, tables: Any, layer: int, tokens: int) -> Any:
-        taken = honest(self, tables, layer, tokens)
+    def take(self: Prelude, layer: int, tokens: int) -> Any:
+        taken = honest(self, layer, tokens)
         found.extend([layer] if taken else [])
         return taken
 
-    monkeypatch.setattr(Runs, "take_prelude", take_prelude)
+    monkeypatch.setattr(Prelude, "take", take)
     async with serving(store, "a") as engine, serving(store, "b", kv_tokens=384) as other:
         for prompt_tokens in (100, 112, 127):
             request = ask(prompt_tokens=prompt_tokens, max_tokens=60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -22,12 +24,16 @@ ROW_BYTES = HEADS * DIM * 4
 class Decoding:
     """Some requests that write a token each in every step, and read all of theirs through a run."""
 
-    def __init__(self, runs_bytes: int, *, across: bool = False) -> None:
-        self.across = across
-        self.cache = KVCache(NUM_BLOCKS, BLOCK, torch.device("cpu"), LAYERS, runs_bytes=runs_bytes)
+    def __init__(
+        self, runs_bytes: int, *, across: bool = False, dtype: torch.dtype = torch.float32, fixed: float = 1e9
+    ) -> None:
+        self.across, self.dtype = across, dtype
+        layers = [replace(layer, dtype=dtype) for layer in LAYERS]
+        self.cache = KVCache(NUM_BLOCKS, BLOCK, torch.device("cpu"), layers, runs_bytes=runs_bytes)
+        self.cache.runs.grouping = replace(self.cache.runs.grouping, fixed=fixed)
         self.free = list(range(1, NUM_BLOCKS + 1))
         self.requests: list[tuple[list[int], int]] = []
-        self.num_gathers = 0
+        self.num_gathered = 0  # requests, in a layer, whole
 
     def add(self, num_tokens: int) -> None:
         """A request whose prompt is in its blocks; its next token is the one at position `num_tokens`."""
@@ -53,38 +59,46 @@ class Decoding:
         blocks, _ = self.requests.pop(index)
         self.free += blocks
 
-    def step(self, layers: tuple[int, ...] = (0, 1)) -> None:
-        """Compute a token for each in these layers; what is read is compared with what the blocks hold."""
+    def step(self, layers: tuple[int, ...] = (0, 1), only: Sequence[int] | None = None) -> list[Run]:
+        """Compute a token for each, or only for some, and compare what is read with what the blocks hold."""
         rows: list[Row] = []
-        for blocks, at in self.requests:
+        stepping = range(len(self.requests)) if only is None else only
+        for index in stepping:
+            blocks, at = self.requests[index]
             self._grow(blocks, at)
             rows.append((list(blocks), at))
+            self.requests[index] = blocks, at + 1
         self.cache.runs.begin()
-        if not rows:
-            return
-        run = self.cache.runs.claim(rows)
+        runs = self.cache.runs.arrange(rows)
         for layer in layers:
             keys, values = self._write(rows, layers=(layer,))
-            if run is not None:
-                self._compare(run, layer, rows, keys, values)
-        self.requests = [(blocks, at + 1) for blocks, at in self.requests]
+            for run in runs or ():
+                order = run.rows
+                self._compare(run, layer, [rows[row] for row in order], keys[order], values[order])
+        if runs is not None:
+            assert sorted(row for run in runs for row in run.rows) == list(range(len(rows)))
+        return runs or []
 
     def _compare(self, run: Run, layer: int, rows: list[Row], keys: Tensor, values: Tensor) -> None:
         width = max(len(blocks) for blocks, _ in rows)
         table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks, _ in rows])
 
-        def gather(first: int) -> tuple[Tensor, Tensor]:
-            self.num_gathers += first == 0
-            return self.cache.gather(layer, lines_of(table[:, first:], HEADS), len(rows))
+        def gather() -> tuple[Tensor, Tensor]:
+            self.num_gathered += len(rows)
+            return self.cache.gather(layer, lines_of(table, HEADS), len(rows))
 
-        tokens = width * BLOCK
-        parts = run.read(layer, keys, values, tokens, gather, across=self.across)
+        def gather_one(index: int, first: int) -> tuple[Tensor, Tensor]:
+            self.num_gathered += first == 0
+            blocks, _ = rows[index]
+            return self.cache.gather(layer, lines_of(torch.tensor([blocks[first:]]), HEADS), 1)
+
+        parts = run.read(layer, keys, values, width * BLOCK, gather, gather_one, across=self.across)
         read = [part.clone() for part in parts]
         for part, pool in zip(read, (self.cache._keys[layer], self.cache._values[layer]), strict=True):
             for row, (blocks, at) in zip(part, rows, strict=True):
                 held = torch.cat(list(pool[blocks]), 1)[:, : at + 1]
                 # Bit by bit: where a layer missed a step, keys are not numbers.
-                assert torch.equal(row[:, : at + 1].view(torch.int32), held.view(torch.int32))
+                assert torch.equal(_bits(row[:, : at + 1]), _bits(held))
         assert torch.isfinite(read[1]).all(), "a masked value must be a number"
 
     def _grow(self, blocks: list[int], at: int) -> None:
@@ -93,40 +107,118 @@ class Decoding:
             self.cache.clear(blocks[-1:])
 
     def _write(self, rows: list[Row], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        keys, values = torch.randn(2, len(rows), HEADS, DIM)
-        blocks = torch.tensor([blocks[at // BLOCK] for blocks, at in rows])
-        offsets = torch.tensor([at % BLOCK for _, at in rows])
+        keys, values = torch.randn(2, len(rows), HEADS, DIM, dtype=self.dtype)
+        blocks = torch.tensor([blocks[at // BLOCK] for blocks, at in rows], dtype=torch.long)
+        offsets = torch.tensor([at % BLOCK for _, at in rows], dtype=torch.long)
         for layer in layers:
             self.cache.write(layer, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], blocks, offsets)
         return keys, values
 
 
-@given(st.integers(0, 1 << 32), st.sampled_from([1 << 20, 30_000, 9_000]), st.booleans())
+def _bits(part: Tensor) -> Tensor:
+    return part.contiguous().view(torch.uint8)
+
+
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from([1 << 20, 30_000, 9_000]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([0.0, 1.0, 1e9]),
+)
 def test_what_is_read_is_what_the_blocks_hold_whoever_comes_and_goes(
-    seed: int, runs_bytes: int, across: bool
+    seed: int, runs_bytes: int, across: bool, dtype: torch.dtype, fixed: float
 ) -> None:
+    """Whatever a run costs beside what is read: nothing, then each length has its own, or all too much."""
     random = Random(seed)
-    decoding = Decoding(runs_bytes, across=across)
+    decoding = Decoding(runs_bytes, across=across, dtype=dtype, fixed=fixed)
     for pool in (*decoding.cache._keys.values(), *decoding.cache._values.values()):
         pool[1:] = float("nan")  # what a block held before it was handed out
     for _ in range(40):
-        if len(decoding.requests) < 3 and random.random() < 0.1:
+        if len(decoding.requests) < 5 and len(decoding.free) > 8 and random.random() < 0.3:
             decoding.add(random.choice([1, 15, 16, 40]))
-            if random.random() < 0.5:
+            if random.random() < 0.3:
                 decoding.foresee(random)
-        elif (decoding.requests and random.random() < 0.1) or len(decoding.free) < 4:
+        elif (decoding.requests and random.random() < 0.2) or len(decoding.free) < 6:
             decoding.leave(random.randrange(len(decoding.requests)))
-        decoding.step(random.choice([(0, 1), (0, 1), (0, 1), (0,), (0, 1, 1)]))
+        if random.random() < 0.2 and decoding.requests:
+            random.shuffle(decoding.requests)
+        num_stepping = len(decoding.requests) if random.random() < 0.7 else random.randint(0, 5)
+        stepping = random.sample(range(len(decoding.requests)), min(num_stepping, len(decoding.requests)))
+        decoding.step(random.choice([(0, 1), (0, 1), (0, 1), (0,), (0, 1, 1)]), stepping)
         assert decoding.cache.runs.used_bytes <= runs_bytes
 
 
-def test_blocks_are_gathered_twice_and_then_no_more() -> None:
+def test_a_request_is_gathered_once_and_then_no_more() -> None:
     decoding = Decoding(1 << 20)
     decoding.add(3)
     decoding.add(20)
     for _ in range(30):
         decoding.step()
-    assert decoding.num_gathers == 2 * len(LAYERS)
+    assert decoding.num_gathered == 2 * len(LAYERS)
+
+
+def test_who_comes_is_gathered_alone_and_who_leaves_costs_one_at_most() -> None:
+    """The others stay where they are, and the last one takes the slot that is left."""
+    decoding = Decoding(1 << 20)
+    for _ in range(4):
+        decoding.add(16)
+    decoding.step()
+    assert decoding.num_gathered == 4 * len(LAYERS)
+    decoding.add(17)
+    decoding.step()
+    assert decoding.num_gathered == 5 * len(LAYERS)
+    decoding.leave(0)
+    decoding.step()
+    assert decoding.num_gathered == 6 * len(LAYERS)
+    decoding.leave(0)
+    decoding.add(18)
+    decoding.step()
+    assert decoding.num_gathered == 7 * len(LAYERS), "the newcomer took the slot"
+
+
+def test_requests_that_take_turns_keep_what_was_gathered() -> None:
+    """As the parts of a batch do in a pipeline."""
+    decoding = Decoding(1 << 20)
+    for _ in range(4):
+        decoding.add(10)
+    for _ in range(20):
+        decoding.step(only=(0, 1))
+        decoding.step(only=(2, 3))
+    assert decoding.num_gathered == 4 * len(LAYERS)
+
+
+def test_one_that_steps_with_others_for_once_leaves_those_that_wait_where_they_are() -> None:
+    decoding = Decoding(1 << 20)
+    for _ in range(6):
+        decoding.add(10)
+    for _ in range(3):
+        decoding.step(only=(0, 1, 2))
+        decoding.step(only=(3, 4, 5))
+    before = decoding.num_gathered
+    decoding.step(only=(0, 3, 4, 5))
+    decoding.step(only=(1, 2))
+    assert decoding.num_gathered <= before + 2 * len(LAYERS), "it, and who took its slot"
+
+
+def test_short_requests_are_not_read_as_wide_as_a_long_one() -> None:
+    decoding = Decoding(1 << 20, fixed=2.0)
+    for num_tokens in (1, 1, 1, 100):
+        decoding.add(num_tokens)
+    assert sorted(len(run.rows) for run in decoding.step()) == [1, 3]
+
+
+def test_room_that_a_long_request_left_behind_is_not_read_for_long() -> None:
+    """In bf16 slots are read up to their end."""
+    decoding = Decoding(1 << 20, dtype=torch.bfloat16, fixed=20.0)
+    for num_tokens in (100, 1, 1, 1, 1):
+        decoding.add(num_tokens)
+    (run,) = decoding.step()
+    assert run.width >= 7
+    decoding.leave(0)
+    decoding.step()
+    (run,) = decoding.step()
+    assert run.width == run.capacity == 3, "one block, and room for two"
 
 
 @pytest.mark.parametrize("across", [False, True])
@@ -138,10 +230,16 @@ def test_keys_that_are_kept_lie_as_rows_or_as_columns(across: bool) -> None:
         decoding.step()
     blocks, at = decoding.requests[0]
     decoding.cache.runs.begin()
-    run = decoding.cache.runs.claim([(blocks, at)])
-    assert run is not None
+    (run,) = decoding.cache.runs.arrange([(blocks, at)]) or []
     one = torch.zeros(1, HEADS, DIM)
-    keys, values = run.read(0, one, one, len(blocks) * BLOCK, lambda first: pytest.fail("it is kept"))
+    keys, values = run.read(
+        0,
+        one,
+        one,
+        len(blocks) * BLOCK,
+        lambda: pytest.fail("it is kept"),
+        lambda index, first: pytest.fail("it is kept"),
+    )
     assert keys.stride(-2 if across else -1) == 1
     assert values.stride(-1) == 1
 
@@ -152,9 +250,12 @@ def test_a_request_that_was_foreseen_gathers_nothing_but_its_tail() -> None:
     prelude = decoding.cache.runs.prelude(decoding.requests[0][0][:2])
     for layer in range(len(LAYERS)):
         decoding.cache.prepare(prelude, layer)
+    decoding.add(40)
+    assert sorted(map(len, (run.rows for run in decoding.step()))) == [1, 1], "it brings what it has"
+    assert decoding.num_gathered == len(LAYERS), "the other"
     for _ in range(20):
-        decoding.step()
-    assert decoding.num_gathers == 0
+        assert len(decoding.step()) == 1
+    assert decoding.num_gathered == 2 * len(LAYERS), "to be with the other"
 
 
 def test_a_prelude_of_blocks_that_were_handed_on_is_not_read() -> None:
@@ -167,7 +268,7 @@ def test_a_prelude_of_blocks_that_were_handed_on_is_not_read() -> None:
     decoding.cache.clear(blocks)
     decoding.cache._keys[0][blocks] = 7.0
     decoding.step()
-    assert decoding.num_gathers == len(LAYERS)
+    assert decoding.num_gathered == len(LAYERS)
 
 
 def test_what_was_foreseen_and_never_came_gives_its_memory_back() -> None:
@@ -184,7 +285,7 @@ def test_what_was_foreseen_and_never_came_gives_its_memory_back() -> None:
     for _ in range(20):
         decoding.step()
     assert not prelude.layers
-    assert len(decoding.cache.runs.take([held // 2, held // 2])) == 2
+    assert len(decoding.cache.runs.lender.take([held // 2, held // 2])) == 2
     assert decoding.cache.runs.used_bytes == held, "its memory serves others"
 
 
@@ -248,13 +349,12 @@ def test_the_memory_of_a_run_that_ended_serves_the_next() -> None:
     for _ in range(3):
         decoding.step()
     used_bytes = decoding.cache.runs.used_bytes
-    decoding.leave(0)  # the other goes on in another run
+    decoding.leave(0)
     for _ in range(3):
         decoding.step()
     decoding.add(16)
     for _ in range(3):
         decoding.step()
-    assert decoding.num_gathers == 3 * 2 * len(LAYERS)
     assert decoding.cache.runs.used_bytes == used_bytes
 
 
