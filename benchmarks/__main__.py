@@ -21,6 +21,7 @@ BENCHMARKS = {
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
     "kernels": "a linear layer from one-byte weights beside the same from bfloat16, on a CPU",
     "killed": "a process of an engine killed under 100 streams: what their clients wait",
+    "lengths": "steps of decodes whose lengths differ, and who come and go, beside equal ones",
     "llumnix": "latencies of dispatch, moves, priorities and scaling simulated, beside Llumnix's figures",
     "load": "weights into host memory: this store, the raw disk, and the loaders people use today",
     "migrate": "requests that move: what their clients wait, by way and context, and what others notice",

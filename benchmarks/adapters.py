@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    model = _model(*((1024, 12) if chosen.full else (256, 4)))
+    model = llama(*((1024, 12) if chosen.full else (256, 4)))
     report: dict[str, Any] = {
         "machine": machine(Path(tempfile.gettempdir())),
         "versions": versions("torch", "transformers"),
@@ -169,7 +169,8 @@ async def _timed(act: Callable[[], Any]) -> float:
     return time.perf_counter() - began_s
 
 
-def _model(hidden: int, layers: int) -> Any:
+def llama(hidden: int, layers: int, dtype: torch.dtype = torch.float32) -> Any:
+    """A Llama with random weights, packed, whose layers attend as in an engine."""
     config: Any = transformers.LlamaConfig(
         vocab_size=512,
         hidden_size=hidden,
@@ -182,7 +183,7 @@ def _model(hidden: int, layers: int) -> Any:
     attention.register()
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(config, attn_implementation=attention.IMPLEMENTATION)
-    model.eval().requires_grad_(False)
+    model.to(dtype).eval().requires_grad_(False)
     shelf = Shelf(1 << 32)
     packs = shelf.take(None, linear_layers(model))
     while shelf.pack_next(packs):  # as an engine does between its steps
