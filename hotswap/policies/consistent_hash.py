@@ -80,8 +80,10 @@ class ConsistentHashRouter(Router):
         smallest = fleet.least(request.model, _by_size)
         if num_steady and smallest is not None and holds(smallest, request):
             capacity = self._capacity(num_requests, num_steady)
-            steady = (i for i in map(fleet.instance, walk) if i.open and not i.swapping)
-            return next(instance.id for instance in steady if instance.num_requests < capacity)
+            for name in walk:
+                instance = fleet.instance(name)
+                if instance.num_requests < capacity and instance.open and not instance.swapping:
+                    return name
         replicas = {instance.id: instance.num_requests for instance in candidates(request, fleet)}
         if not replicas:
             return None
