@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 __all__ = ["Group", "Grouping", "Member", "Move"]
 
@@ -63,6 +63,21 @@ class Group(Generic[M]):
 G = TypeVar("G", bound=Group[Any])
 
 
+class _Size(NamedTuple):
+    """What a group has and costs, in blocks."""
+
+    num: int
+    longest: int
+    width: int
+    cost: float
+
+    @classmethod
+    def of(cls, group: Group[Any]) -> _Size:
+        longest = group.longest
+        width = max(longest, group.capacity)
+        return cls(len(group.members), longest, width, sum(map(_cost, group.members)))
+
+
 @dataclass(frozen=True, slots=True)
 class Move(Generic[G]):
     """Some members of a group are to change to another; `target` is `None` for a new one."""
@@ -91,8 +106,9 @@ class Grouping:
         best: G | None = None
         least = self.fixed + self.opened(member.need)
         for group in groups:
-            count, width = len(group.members), self._width(group, member.need)
-            more = (count + 1) * width - count * group.width
+            count, before = len(group.members), group.width
+            width = before if member.need <= before else self.opened(member.need)
+            more = (count + 1) * width - count * before
             if more < least and (count + 1) * width <= self.most:
                 best, least = group, more
         return best
@@ -100,7 +116,11 @@ class Grouping:
     def change(self, groups: Sequence[G]) -> Move[G] | None:
         """Return the change that saves most, of those that are soon paid back."""
         moves = [self._split(group) for group in groups]
-        moves += [self._merge(one, other) for one in groups for other in groups if one is not other]
+        sizes = [_Size.of(group) for group in groups]
+        for source, it in zip(groups, sizes, strict=True):
+            for target, other in zip(groups, sizes, strict=True):
+                if source is not target and (saved := self._saved_by_merge(it, other)) > 0:
+                    moves.append((saved, Move(source.members, source, target)))
         nothing: tuple[float, Move[G] | None] = 0.0, None
         saved, move = max(moves, key=_saved, default=nothing)
         return move if saved > 0 else None
@@ -125,19 +145,14 @@ class Grouping:
                 best = max(best, found, key=_saved)
         return best
 
-    def _merge(self, source: G, target: G) -> tuple[float, Move[G] | None]:
+    def _saved_by_merge(self, source: _Size, target: _Size) -> float:
         """What it saves if all of a group join another."""
-        count = len(source.members) + len(target.members)
-        width = self._width(target, source.longest)
-        if not source.members or count * width > self.most:
-            return 0.0, None
-        apart = self.fixed + len(source.members) * source.width + len(target.members) * target.width
-        saved = apart - count * width - sum(map(_cost, source.members)) - self._doubt
-        return saved, Move(source.members, source, target)
-
-    def _width(self, group: Group[Any], need: int) -> int:
-        """Blocks that are read of each where one that has so many joins."""
-        return group.width if need <= group.width else self.opened(need)
+        count = source.num + target.num
+        width = target.width if source.longest <= target.width else self.opened(source.longest)
+        if count * width > self.most:
+            return 0.0
+        apart = self.fixed + source.num * source.width + target.num * target.width
+        return apart - count * width - source.cost - self._doubt
 
     @property
     def _doubt(self) -> float:
