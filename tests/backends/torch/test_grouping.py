@@ -73,21 +73,32 @@ def _roomy(need: int) -> int:
     return need + max(2, need // 4)
 
 
-@given(st.lists(_needs, max_size=4), st.integers(1, 60), st.integers(0, 50), st.integers(60, 400))
+@given(
+    st.lists(_needs, max_size=4), st.integers(1, 60), st.integers(0, 50), st.integers(60, 400), st.booleans()
+)
 def test_a_newcomer_goes_where_least_more_is_read(
-    parts: list[list[int]], need: int, fixed: int, most: int
+    parts: list[list[int]], need: int, fixed: int, most: int, whole: bool
 ) -> None:
-    grouping = Grouping(fixed=fixed, most=most, opened=int)
+    grouping = Grouping(fixed=fixed, most=most, opened=_roomy if whole else int)
     groups = [_group(*part) for part in parts]
+    _widen(grouping, groups)
     before, choices = _read(grouping, groups), dict[int, float]()
     for index, group in enumerate(groups):
         group.members.append(Request(need))
+        capacity = group.capacity
+        _widen(grouping, groups)
         if len(group.members) * group.width <= most:
             choices[index] = _read(grouping, groups) - before
         group.members.pop()
-    found = grouping.place(Request(need), groups)
-    more = fixed + need if found is None else choices[groups.index(found)]
-    assert more == min([fixed + need, *choices.values()])
+        group.capacity = capacity
+    found, alone = grouping.place(Request(need), groups), fixed + grouping.opened(need)
+    more = alone if found is None else choices[groups.index(found)]
+    assert more == min([alone, *choices.values()])
+
+
+def test_room_that_a_group_of_its_own_would_have_counts_for_a_newcomer() -> None:
+    grouping, group = Grouping(fixed=2, most=10_000, opened=_roomy), _group(6, capacity=8)
+    assert grouping.place(Request(5), [group]) is group, "8 blocks more; alone it would be 2 and 7"
 
 
 @given(st.lists(_needs, max_size=4), st.integers(0, 50), st.booleans(), st.booleans())
@@ -131,13 +142,20 @@ def test_requests_that_were_gathered_stay_where_little_is_saved() -> None:
     assert grouping.change([_group(*[11] * 3, *[16] * 3, settled=True)]) is None
 
 
+def test_one_long_request_leaves_many_short_ones_and_not_they_it() -> None:
+    grouping = Grouping(fixed=8, most=10_000, opened=int)
+    move = grouping.change([_group(*[4] * 20, 60, settled=True)])
+    assert move is not None
+    assert [member.need for member in move.members] == [60]
+
+
 def test_a_group_that_grew_beyond_what_may_be_read_at_once_is_halved() -> None:
     grouping = Grouping(fixed=1e9, most=100, opened=int)
     groups = [_group(*[30] * 7, settled=True)]
     while _apply(grouping, groups):
         pass
     assert all(len(group.members) * group.width <= 100 for group in groups)
-    assert len(groups) == 3
+    assert sorted(len(group.members) for group in groups) == [2, 2, 3]
 
 
 def test_one_that_alone_is_larger_than_any_group_may_be_is_left_alone() -> None:

@@ -240,6 +240,7 @@ def test_keys_that_are_kept_lie_as_rows_or_as_columns(across: bool) -> None:
         lambda: pytest.fail("it is kept"),
         lambda index, first: pytest.fail("it is kept"),
     )
+    assert keys.shape[2] == values.shape[2] == len(blocks) * BLOCK, "no more than that is read"
     assert keys.stride(-2 if across else -1) == 1
     assert values.stride(-1) == 1
 
@@ -247,10 +248,11 @@ def test_keys_that_are_kept_lie_as_rows_or_as_columns(across: bool) -> None:
 def test_a_request_that_was_foreseen_gathers_nothing_but_its_tail() -> None:
     decoding = Decoding(1 << 20)
     decoding.add(40)
-    prelude = decoding.cache.runs.prelude(decoding.requests[0][0][:2])
+    decoding.step()
+    decoding.add(40)
+    prelude = decoding.cache.runs.prelude(decoding.requests[1][0][:2])
     for layer in range(len(LAYERS)):
         decoding.cache.prepare(prelude, layer)
-    decoding.add(40)
     assert sorted(map(len, (run.rows for run in decoding.step()))) == [1, 1], "it brings what it has"
     assert decoding.num_gathered == len(LAYERS), "the other"
     for _ in range(20):
@@ -342,20 +344,79 @@ def test_memory_that_is_wanted_is_given_back_with_the_next_step() -> None:
     assert 0 < runs.used_bytes <= 1 << 20
 
 
-def test_the_memory_of_a_run_that_ended_serves_the_next() -> None:
+def test_the_memory_of_runs_that_ended_serves_the_next() -> None:
+    decoding, used_bytes = Decoding(1 << 20, fixed=2.0), set[int]()
+    for _ in range(4):
+        for num_tokens in (1, 16, 60):
+            decoding.add(num_tokens)
+        for _ in range(40):  # rooms are outgrown meanwhile
+            decoding.step()
+        while decoding.requests:
+            decoding.leave(0)
+        for _ in range(10):
+            decoding.step()
+        used_bytes.add(decoding.cache.runs.used_bytes)
+    assert len(used_bytes) == 1
+    assert not decoding.cache.runs._holders, "nothing is known of requests that are gone"
+
+
+def test_a_run_that_outlived_its_longest_takes_more_requests_in_less_room() -> None:
+    decoding = Decoding(1 << 20)
+    for num_tokens in (200, 1):
+        decoding.add(num_tokens)
+    decoding.step()
+    decoding.leave(0)
+    for _ in range(6):
+        decoding.add(1)
+        decoding.step()
+    assert len(decoding.step()) == 1
+
+
+def test_what_is_kept_is_given_up_where_less_memory_is_left_than_it_takes() -> None:
     decoding = Decoding(1 << 20)
     decoding.add(16)
-    decoding.add(16)
-    for _ in range(3):
-        decoding.step()
-    used_bytes = decoding.cache.runs.used_bytes
-    decoding.leave(0)
-    for _ in range(3):
-        decoding.step()
-    decoding.add(16)
-    for _ in range(3):
-        decoding.step()
-    assert decoding.cache.runs.used_bytes == used_bytes
+    decoding.step()
+    runs, before = decoding.cache.runs, decoding.num_gathered
+    runs.fit(runs.used_bytes)
+    decoding.step()
+    assert decoding.num_gathered == before, "it just fits"
+    runs.fit(runs.used_bytes - 1)
+    decoding.step()
+    assert decoding.num_gathered == before + len(LAYERS)
+
+
+def test_a_request_is_not_taken_for_another_that_shares_a_block() -> None:
+    """With the same position next, and another beginning."""
+    decoding = Decoding(1 << 20)
+    decoding.add(31)
+    decoding.step()
+    (first, shared), at = decoding.requests[0]
+    other = decoding.free.pop()
+    decoding.cache._keys[0][other] = 7.0
+    decoding.requests[0] = [other, shared], at
+    decoding.step()
+    assert first != other
+
+
+def test_requests_of_about_one_length_are_read_together() -> None:
+    cache = KVCache(NUM_BLOCKS, BLOCK, torch.device("cpu"), LAYERS, runs_bytes=1 << 20)
+    cache.runs.begin()
+    (run,) = cache.runs.arrange([([1], 3), ([2, 3], 20), ([4, 5, 6], 40)]) or []
+    assert sorted(run.rows) == [0, 1, 2]
+
+
+def test_a_prelude_that_was_dropped_takes_no_memory() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(32)
+    runs = decoding.cache.runs
+    prelude = runs.prelude(decoding.requests[0][0])
+    decoding.cache.prepare(prelude, 0)
+    held = runs.used_bytes
+    runs.drop(prelude)
+    decoding.cache.prepare(prelude, 0)
+    assert not prelude.layers
+    assert len(runs.lender.take([held // 2, held // 2])) == 2
+    assert runs.used_bytes == held, "its memory serves others"
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])
@@ -365,4 +426,6 @@ def test_without_room_nothing_is_kept(num_bytes: int) -> None:
     for _ in range(5):
         decoding.step()
     assert decoding.cache.runs.used_bytes == 0
+    if not num_bytes:
+        assert decoding.cache.runs.arrange([([1], 3)]) is None, "as on a GPU"
     assert "0 of" in repr(Runs(0, BLOCK))
