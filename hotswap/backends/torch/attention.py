@@ -156,11 +156,11 @@ class Segment:
     def lines(self, heads: int) -> Tensor:
         """`[n * heads * num_blocks]`: where each head's blocks lie in pools of so many heads."""
         padded = ([*table, *[0] * (self.num_blocks - len(table))] for table in self.tables)
-        return self._lines_of(padded, heads, (0, len(self.tables), 0))
+        return self._lines_of(padded, heads, ())
 
     def lines_of_one(self, heads: int, index: int, first: int) -> Tensor:
         """`[heads * blocks]`: the same of one request's own blocks from its block `first` on."""
-        return self._lines_of([self.tables[index][first:]], heads, (index, index + 1, first))
+        return self._lines_of([self.tables[index][first:]], heads, (index, first))
 
     def _lines_of(self, tables: Iterable[Sequence[int]], heads: int, which: tuple[int, ...]) -> Tensor:
         lines = self._lines.get((heads, *which))

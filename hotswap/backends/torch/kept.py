@@ -17,6 +17,8 @@ Gathered = tuple[Tensor, Tensor]
 _MORE_SHARE, _LEAST_MORE_BLOCKS, _MOST_MORE_TOKENS = 4, 2, 512
 # Slots for more requests, likewise.
 _SPARE_SHARE = 4
+# So many times the room that would be made now is given back.
+_MOST_TIMES = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +58,7 @@ class Kept:
         self.values[slots, :, positions] = values
 
     def take_over(self, other: Kept, num_requests: int) -> None:
-        """Copy what another holds, of which one of the two is too small for so many requests."""
+        """Copy what another holds of the first requests."""
         num_requests, tokens = min(num_requests, len(other.keys)), min(self.capacity, other.capacity)
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             mine[:num_requests, :, :tokens] = theirs[:num_requests, :, :tokens]
@@ -109,17 +111,21 @@ class Lender:
             return -(-(tokens + more) // _MOST_MORE_TOKENS) * _MOST_MORE_TOKENS
         return tokens + more
 
+    def suits(self, kept: Kept, num_requests: int, tokens: int) -> bool:
+        """Whether it has room for so many requests of so many tokens, and not far too much."""
+        most = _MOST_TIMES * _slots(num_requests) * self.roomy(tokens)
+        return kept.has_room(num_requests, tokens) and len(kept.keys) * kept.capacity <= most
+
     def make(self, num_requests: int, tokens: int, like: Gathered, *, across: bool) -> Kept | None:
         """Return room for so many requests of so many tokens, and for more; `None` if memory is short.
 
         Args:
-            num_requests: More than one may soon be others, so that there are spare slots then.
+            num_requests: Several may soon be more.
             tokens: The most that one has.
             like: Any keys and values, `[n, kv_heads, ..., dim]`.
             across: Whether keys are to lie as columns.
         """
-        slots = num_requests + (max(1, num_requests // _SPARE_SHARE) if num_requests > 1 else 0)
-        room = self.roomy(tokens)
+        slots, room = _slots(num_requests), self.roomy(tokens)
         shapes = [(slots, part.shape[1], room, part.shape[-1]) for part in like]
         sizes = [torch.Size(shape).numel() * part.itemsize for shape, part in zip(shapes, like, strict=True)]
         buffers = self.take(sizes)
@@ -160,6 +166,11 @@ class Lender:
     def put(self, buffers: Iterable[Tensor]) -> None:
         """Take buffers back."""
         self._free.extend(buffers)
+
+
+def _slots(num_requests: int) -> int:
+    """Slots that are made for so many requests: where there are several, others may soon come."""
+    return num_requests + (max(1, num_requests // _SPARE_SHARE) if num_requests > 1 else 0)
 
 
 def _columns(flat: Tensor, shape: tuple[int, ...]) -> Tensor:

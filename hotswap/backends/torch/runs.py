@@ -170,7 +170,7 @@ class Run(Group[_Seat]):
             if kept is not None:
                 self._layers[layer], num_before = kept, len(self._prelude.blocks)
         current = kept is not None and kept.step >= self._step - 1
-        if kept is None or not kept.has_room(num_requests, tokens):
+        if kept is None or not self._lender.suits(kept, num_requests, tokens):
             kept = self._make_room(layer, tokens, (keys, values), across=across, copied=current)
         if kept is None:
             return gather()
@@ -280,8 +280,6 @@ class Runs:
         for run in runs:
             if run.members:
                 run.last_used = self._step
-                if self._whole and run.longest > run.capacity:
-                    run.capacity = self.grouping.opened(run.longest)
                 run.begin()
         self._runs += [run for run in runs if run not in self._runs]
         self._close(run for run in self._runs if not run.members)
@@ -290,8 +288,8 @@ class Runs:
     def _seat(self, number: int, row: Row) -> _Seat:
         """The seat of a request, in the run where it was, or in none yet."""
         blocks, position = row
-        # Before this step the last but one may have been its last.
-        near = (seat for block in blocks[-2:] for seat in self._holders.get(block, ()))
+        # The last block is its own; it may be new, and the one before it have been the last.
+        near = (seat for block in reversed(blocks[-2:]) for seat in self._holders.get(block, ()))
         seat = next((seat for seat in near if seat.goes_on(row)), None) or _Seat([], position)
         seat.position, seat.row = position, number
         for block in blocks[len(seat.blocks) :]:
@@ -311,7 +309,10 @@ class Runs:
             else:
                 for seat in [seat for seat in run.members if seat in present]:
                     self._move(seat, None)
-        return [run for run in here if run.members and run.members[0] in present]
+        runs = [run for run in here if run.members and run.members[0] in present]
+        for run in runs:
+            self._widen(run)
+        return runs
 
     def _regroup(self, runs: list[Run]) -> None:
         """Let requests change runs where that is soon paid back."""
@@ -331,7 +332,13 @@ class Runs:
         seat.run, seat.slot = run, -1
         if run is not None:
             run.members.append(seat)
+            self._widen(run)
         self._changed = True
+
+    def _widen(self, run: Run) -> None:
+        """Know at once how wide a run will be read, by which the next request is placed."""
+        if self._whole and run.longest > run.capacity:
+            run.capacity = self.grouping.opened(run.longest)
 
     def _remove(self, seat: _Seat) -> None:
         """Know nothing more of a request."""

@@ -75,6 +75,7 @@ class Decoding:
             for run in runs or ():
                 order = run.rows
                 self._compare(run, layer, [rows[row] for row in order], keys[order], values[order])
+        self._check_sums()
         if runs is not None:
             assert sorted(row for run in runs for row in run.rows) == list(range(len(rows)))
         return runs or []
@@ -100,6 +101,17 @@ class Decoding:
                 # Bit by bit: where a layer missed a step, keys are not numbers.
                 assert torch.equal(_bits(row[:, : at + 1]), _bits(held))
         assert torch.isfinite(read[1]).all(), "a masked value must be a number"
+
+    def _check_sums(self) -> None:
+        """All memory is lent once, or free, and what is known of requests is of those in runs."""
+        runs = self.cache.runs
+        layers = [kept for run in runs._runs for kept in run._layers.values()]
+        layers += [kept for prelude in runs._preludes for kept in prelude.layers.values()]
+        buffers = [*runs.lender._free, *(buffer for kept in layers for buffer in kept.buffers)]
+        assert len(set(map(id, buffers))) == len(buffers)
+        assert sum(map(len, buffers)) == runs.used_bytes
+        held = {block for run in runs._runs for seat in run.members for block in seat.blocks}
+        assert held == runs._holders.keys()
 
     def _grow(self, blocks: list[int], at: int) -> None:
         if at % BLOCK == 0:
@@ -358,6 +370,52 @@ def test_the_memory_of_runs_that_ended_serves_the_next() -> None:
         used_bytes.add(decoding.cache.runs.used_bytes)
     assert len(used_bytes) == 1
     assert not decoding.cache.runs._holders, "nothing is known of requests that are gone"
+
+
+def test_what_a_run_needs_no_more_is_given_back() -> None:
+    decoding = Decoding(1 << 20)
+    for num_tokens in (230, *[1] * 9):
+        decoding.add(num_tokens)
+    decoding.step()
+    kept = decoding.cache.runs.used_bytes
+    for _ in range(8):
+        decoding.leave(0)
+        decoding.step()
+    free = sum(map(len, decoding.cache.runs.lender._free))
+    assert kept - free < kept / 4, "two short requests are left of ten"
+    assert decoding.num_gathered <= 18 * len(LAYERS), "what is left was copied"
+
+
+def test_requests_stay_where_they_are_if_nothing_changes() -> None:
+    """In bf16 they are read with the room they will have, which counts from the first."""
+    decoding = Decoding(1 << 20, dtype=torch.bfloat16)
+    decoding.cache.runs.grouping = replace(decoding.cache.runs.grouping, most=14)
+    for _ in range(6):
+        decoding.add(17)
+    for _ in range(12):
+        assert sorted(len(run.rows) for run in decoding.step()) == [3, 3], "two blocks, and room for two"
+    assert decoding.num_gathered == 6 * len(LAYERS)
+
+
+def test_a_prelude_too_small_for_its_request_is_not_begun_with() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(100)
+    prelude = decoding.cache.runs.prelude(decoding.requests[0][0][:1])
+    for layer in range(len(LAYERS)):
+        decoding.cache.prepare(prelude, layer)
+    decoding.step()
+    assert decoding.num_gathered == len(LAYERS)
+
+
+def test_requests_that_share_their_first_blocks_are_told_apart() -> None:
+    decoding = Decoding(1 << 20)
+    decoding.add(32)
+    blocks, _ = decoding.requests[0]
+    for _ in range(3):
+        decoding.requests.append((list(blocks), 32))
+    for _ in range(20):
+        decoding.step()
+    assert decoding.num_gathered == 4 * len(LAYERS)
 
 
 def test_a_run_that_outlived_its_longest_takes_more_requests_in_less_room() -> None:
