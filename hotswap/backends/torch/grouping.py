@@ -16,7 +16,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 __all__ = ["Group", "Grouping", "Member", "Move"]
 
-# What it costs to move a request, in what is read for it in a step; and steps in which that is to come back.
+# What it costs to move a request, in what is read for it in a step, and steps in which that is to come back:
+# estimates.
 _MOVE, _STEPS = 4, 16
 
 
