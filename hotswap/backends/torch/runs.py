@@ -38,7 +38,7 @@ Row = tuple[Sequence[int], int]
 # Keys gathered at once for a batch of decodes, in tokens: bounds the memory of the gather.
 GATHERED_TOKENS = 1 << 16
 # What a run costs in a layer beside what it reads, in bytes that are read in the same time: an estimate, for
-# some twenty operators. Half of it and twice as much made no difference beyond that of two runs.
+# some twenty operators, and not tuned.
 _RUN_BYTES = 1 << 20
 # Changes of runs in a step.
 _MOST_CHANGES = 8
