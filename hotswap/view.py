@@ -7,12 +7,13 @@ offline.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NewType, Protocol
 
 from hotswap.lookup import Count, Lookup, Rank
 from hotswap.request import AdapterId, ModelId, RequestId
+from hotswap.store_view import Residency, StoreView, TierView
 
 __all__ = [
     "AdapterView",
@@ -208,96 +209,6 @@ class AdapterView:
         return self.num_running + self.num_waiting
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierView:
-    """One tier of a store, fastest first in `StoreView.tiers`; `capacity_bytes` is `None` when unbounded.
-
-    `queued_bytes` are still to be read from it for models on their way up now; prefetches that wait for
-    their turn do not count, since a load overtakes them. `bytes_per_s` is learned from the reads so far.
-    `node` is whose it is, "" if every instance reads from it alike; tiers of several nodes may share a name.
-    """
-
-    name: str
-    used_bytes: int = 0
-    capacity_bytes: int | None = None
-    bytes_per_s: float = float("inf")
-    queued_bytes: int = 0
-    node: str = ""
-
-    @property
-    def free_bytes(self) -> float:
-        """Room left; infinite for an unbounded tier."""
-        return float("inf") if self.capacity_bytes is None else self.capacity_bytes - self.used_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Residency:
-    """A model that lies whole on a tier, of a node where tiers belong to nodes."""
-
-    model: ModelId
-    tier: str
-    size_bytes: int = 0
-    node: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreView:
-    """Which model is resident on which tier, how much room each tier has, and what is on its way up.
-
-    An entry of `rising` names the tier from which a model is being read, and the bytes of it to come.
-
-    Where tiers belong to nodes, ask `seen_from(instance.node)` what an instance there would find. Asked
-    directly, it tells of the best place on any node.
-    """
-
-    tiers: tuple[TierView, ...] = ()
-    residency: tuple[Residency, ...] = ()
-    rising: tuple[Residency, ...] = ()
-
-    def seen_from(self, node: str) -> StoreView:
-        """The store as an instance on a node reads it: the tiers of that node, and those of none."""
-        if not any(tier.node for tier in self.tiers):
-            return self
-        return StoreView(
-            tiers=tuple(tier for tier in self.tiers if tier.node in ("", node)),
-            residency=tuple(entry for entry in self.residency if entry.node in ("", node)),
-            rising=tuple(entry for entry in self.rising if entry.node in ("", node)),
-        )
-
-    def tier_of(self, model: ModelId) -> str | None:
-        """The fastest tier that holds the whole model, `None` if none does."""
-        held = {(entry.tier, entry.node) for entry in self.residency if entry.model == model}
-        return next((tier.name for tier in self.tiers if (tier.name, tier.node) in held), None)
-
-    def load_s(self, model: ModelId, tier: str | None = None) -> float:
-        """Seconds to load the model from a tier, or else from its fastest; infinite if it is not there.
-
-        The bytes queued on the tier, then those of the model, over the tier's bandwidth (ServerlessLLM,
-        section 5.1: `q + n / b`). What is on its way up already is among those queued and counts once.
-        """
-        link = self.source(model, tier)
-        return float("inf") if link is None else self._bytes_from(model, link) / link.bytes_per_s
-
-    def load_bytes(self, model: ModelId, tier: str | None = None) -> int | None:
-        """Bytes to be read before the model is loaded, as in `load_s`; `None` if it is not there."""
-        link = self.source(model, tier)
-        return None if link is None else self._bytes_from(model, link)
-
-    def source(self, model: ModelId, tier: str | None = None) -> TierView | None:
-        """The tier that a load would read from, of several of one name the soonest; `None` if none is."""
-        name = self.tier_of(model) if tier is None else tier
-        held = {(entry.tier, entry.node) for entry in self.residency if entry.model == model}
-        links = [link for link in self.tiers if link.name == name and (name, link.node) in held]
-        if len(links) < 2:
-            return links[0] if links else None
-        return min(links, key=lambda link: self._bytes_from(model, link) / link.bytes_per_s)
-
-    def _bytes_from(self, model: ModelId, link: TierView) -> int:
-        if _size(self.rising, model, link) is not None:
-            return link.queued_bytes
-        return link.queued_bytes + (_size(self.residency, model, link) or 0)
-
-
 class ViewSource(Protocol):
     """Where a view finds its parts when it is asked for them, which is at the moment that it shows."""
 
@@ -360,7 +271,7 @@ class FleetView(_Lazy):
     instances: tuple[InstanceView, ...] = ()
     models: tuple[ModelView, ...] = ()
     waiting: tuple[WaitingView, ...] = ()
-    store: StoreView = StoreView()
+    store: StoreView = field(default_factory=StoreView)
     running: tuple[RunningView, ...] = ()
     adapters: tuple[AdapterView, ...] = ()
 
@@ -442,8 +353,3 @@ class FleetView(_Lazy):
         if self._source is not None:
             return self._source.running_on(instance)
         return tuple(self._on_instance.get(instance, ()))
-
-
-def _size(entries: tuple[Residency, ...], model: ModelId, tier: TierView) -> int | None:
-    wanted = model, tier.name, tier.node
-    return next((e.size_bytes for e in entries if (e.model, e.tier, e.node) == wanted), None)
