@@ -56,12 +56,14 @@ class Lookup:
     Args:
         instances: Those that there are, in the fleet's order.
         pull: Returns an instance as it is now; asked only about those that `touch` or `stir` named.
+        recount: Returns a view with the counts of now, which costs less; `None` to pull what was touched.
     """
 
     def __init__(
         self,
         instances: Iterable[InstanceView] = (),
         pull: Callable[[InstanceId], InstanceView] | None = None,
+        recount: Callable[[InstanceView], InstanceView] | None = None,
     ) -> None:
         self._views: dict[InstanceId, InstanceView] = {}
         self._places: dict[InstanceId, int] = {}
@@ -72,7 +74,7 @@ class Lookup:
         self._all: tuple[InstanceView, ...] | None = None
         self._touched: set[InstanceId] = set()
         self._stirred: set[InstanceId] = set()
-        self._pull = pull
+        self._pull, self._recount = pull, recount
         for instance in instances:
             self.put(instance)
 
@@ -102,7 +104,7 @@ class Lookup:
     def counted(self, instance: InstanceId) -> InstanceView | None:
         """Return one as it is but for the load that its engine tells of; `None` if there is none."""
         if instance in self._touched:
-            self._refresh((instance,))
+            self._refresh((instance,), loads=False)
         return self._views.get(instance)
 
     def seen(self) -> Iterable[InstanceView]:
@@ -130,7 +132,7 @@ class Lookup:
             self._refresh_group(group)
             return group.standing(rank).least(rank, group.members)
         if touched := self._touched & group.members.keys():
-            self._refresh(touched)
+            self._refresh(touched, loads=False)
         standing = group.standing(rank)
         best = standing.least(rank, group.members)
         if best is None or not (stirred := self._stirred & group.members.keys()):
@@ -157,7 +159,7 @@ class Lookup:
         if group is None:
             return 0, 0
         if touched := self._touched & group.members.keys():
-            self._refresh(touched)
+            self._refresh(touched, loads=False)
         return group.tally(count).total(count, group.members)
 
     def host_ids(self, model: ModelId) -> frozenset[InstanceId]:
@@ -212,15 +214,22 @@ class Lookup:
         if changed := (self._touched & members) | (self._stirred & members):
             self._refresh(changed)
 
-    def _refresh(self, instances: Iterable[InstanceId]) -> None:
+    def _refresh(self, instances: Iterable[InstanceId], *, loads: bool = True) -> None:
+        """Bring instances up to date; without `loads` only their counts, if that can be had for less."""
         assert self._pull is not None
         for instance in instances:
+            view = self._views.get(instance)
+            if self._recount is not None and view is not None and not (loads and instance in self._stirred):
+                self._touched.discard(instance)
+                self.put(self._recount(view))
+                continue
             self._touched.discard(instance)
             self._stirred.discard(instance)  # before: one that computes is stirred again by being looked at
             try:
                 self.put(self._pull(instance))
             except BaseException:
-                self._touched.add(instance)
+                self.touch(instance)
+                self.stir(instance)
                 raise
 
     def _move(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NewType, Protocol
+from typing import TYPE_CHECKING, Any, NewType, Protocol, TypedDict, Unpack
 
 from hotswap.lookup import Count, Lookup, Rank
 from hotswap.request import AdapterId, ModelId, RequestId
@@ -43,7 +43,30 @@ class InstanceState(StrEnum):
     LOST = "LOST"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class _Renewed(TypedDict, total=False):
+    """What changes of an instance while it serves a model, and what a fleet adds to what its engine says."""
+
+    num_running: int
+    num_waiting: int
+    num_prefill_tokens: int
+    num_free_kv_blocks: int
+    num_next_kv_blocks: int
+    preempted: tuple[RequestId, ...]
+    max_adapters: int
+    num_requests: int
+    swapping: bool
+    target: ModelId | None
+    serving_since_s: float | None
+    resting: tuple[ModelId, ...]
+    draining: bool
+    last_used_s: float | None
+    num_high_priority: int
+    num_moves: int
+    last_assigned: int
+    swapped_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, so that `renewed` is as fast as it is
 class InstanceView:
     """One instance at one moment.
 
@@ -98,6 +121,15 @@ class InstanceView:
     num_moves: int = 0
     last_assigned: int = 0
     swapped_s: float | None = None
+
+    def renewed(self, **fields: Unpack[_Renewed]) -> InstanceView:
+        """Return it with some fields as they are now: as `dataclasses.replace`, in a fifth of the time.
+
+        A fleet of thousands of instances makes thousands of views for each second of its traffic.
+        """
+        view = object.__new__(InstanceView)
+        object.__setattr__(view, "__dict__", self.__dict__ | fields)
+        return view
 
     @property
     def open(self) -> bool:
@@ -289,10 +321,12 @@ class FleetView(_Lazy):
 
     def settle(self) -> None:
         """Fetch everything, so that the source may change."""
+        if self._source is None:
+            return
         for name in _PARTS:
             getattr(self, name)
         object.__setattr__(self, "_source", None)
-        object.__setattr__(self, "_lookup", Lookup(self.instances))
+        object.__delattr__(self, "_lookup")  # its own is made when somebody asks
 
     @property
     def ids(self) -> frozenset[InstanceId]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from operator import itemgetter
 
 import pytest
@@ -76,10 +76,15 @@ def walk_replicas(now: dict[InstanceId, InstanceView], model: ModelId) -> tuple[
     return tuple(view for view in now.values() if counts(view))
 
 
-@given(changes)
-def test_it_answers_as_a_walk_over_all_instances_does(course: list[tuple[str, InstanceView, bool]]) -> None:
+@given(changes, st.booleans())
+def test_it_answers_as_a_walk_over_all_instances_does(
+    course: list[tuple[str, InstanceView, bool]], recounts: bool
+) -> None:
+    def recount(view: InstanceView) -> InstanceView:
+        return view.renewed(num_requests=now[view.id].num_requests)
+
     now: dict[InstanceId, InstanceView] = {}
-    lookup = Lookup(pull=lambda instance: now[instance])
+    lookup = Lookup(pull=lambda instance: now[instance], recount=recount if recounts else None)
     for kind, view, asked in course:
         if kind == "put":
             now[view.id] = view
@@ -182,6 +187,52 @@ def test_a_heap_that_many_changes_went_through_still_knows_the_best() -> None:
         best = lookup.least(MODELS[0], by_requests)
         assert best is not None
         assert best.num_requests == min(i.num_requests for i in lookup.hosts(MODELS[0]))
+
+
+def test_engines_are_not_looked_at_for_what_the_fleet_itself_counts() -> None:
+    def recount(view: InstanceView) -> InstanceView:
+        return view.renewed(num_requests=7)
+
+    def pull(instance: InstanceId) -> InstanceView:
+        raise AssertionError(f"{instance} was looked at")
+
+    lookup = Lookup(
+        [InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS], pull, recount
+    )
+    for key in IDS:
+        lookup.touch(key)
+    lookup.stir(IDS[0])  # its load changes, too, for which nobody asks
+    assert lookup.total(MODELS[0], open_requests) == (len(IDS), 7 * len(IDS))
+    counted = lookup.counted(IDS[0])
+    assert counted is not None
+    assert counted.num_requests == 7
+
+
+def test_an_instance_that_could_not_be_looked_at_is_looked_at_again() -> None:
+    def pull(instance: InstanceId) -> InstanceView:
+        if faults:
+            raise faults.pop()
+        return now[instance]
+
+    now = {key: InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS}
+    faults: list[Exception] = [RuntimeError("it does not answer")]
+    lookup = Lookup(now.values(), pull, lambda view: view)
+    now[IDS[0]] = now[IDS[0]].renewed(num_free_kv_blocks=7)
+    lookup.stir(IDS[0])
+    with pytest.raises(RuntimeError):
+        lookup.instances()
+    assert lookup.instances() == tuple(now.values())
+
+
+@given(views, views)
+def test_a_renewed_view_is_as_a_replaced_one(view: InstanceView, other: InstanceView) -> None:
+    before = repr(view)
+    new = view.renewed(num_requests=other.num_requests, num_free_kv_blocks=other.num_free_kv_blocks)
+    same = replace(view, num_requests=other.num_requests, num_free_kv_blocks=other.num_free_kv_blocks)
+    assert (new, hash(new), repr(new)) == (same, hash(same), repr(same))
+    assert repr(view) == before
+    with pytest.raises(FrozenInstanceError):
+        new.num_requests = 3  # type: ignore[misc]
 
 
 def test_a_rank_by_counts_looks_at_loads_only_where_counts_are_equal() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ __all__ = ["Instance"]
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 
-# What changes with every request, and nothing that says which model is where.
+# What changes with every request, and nothing that says which model is where: the fields of `counted`.
 _COUNTED = frozenset({"num_requests", "num_high_priority", "num_moves", "last_assigned", "last_used_s"})
 
 
@@ -96,19 +96,29 @@ class Instance:
     def view(self) -> InstanceView:
         """The engine's own view with the fleet's fields filled in."""
         view = self.engine.view()
-        return replace(
-            view,
+        resting = (model for model in self._retries if model is not None and not self.due(model))
+        return view.renewed(
             max_adapters=view.max_adapters if self._adapts else 0,
-            num_requests=self.num_requests,
             swapping=self._swapping,
             target=self._target,
             serving_since_s=self.serving_since_s if view.model is not None else None,
             draining=self.draining,
+            swapped_s=self.swapped_s,
+            resting=tuple(resting) if self._retries else (),
+            num_requests=self.num_requests,
             num_high_priority=self.num_high_priority,
             num_moves=self.num_moves,
             last_assigned=self.last_assigned,
-            swapped_s=self.swapped_s,
-            resting=tuple(model for model in self._retries if model is not None and not self.due(model)),
+            last_used_s=self.last_used_s,
+        )
+
+    def counted(self, view: InstanceView) -> InstanceView:
+        """Return a view of it with the fleet's counts as they are now."""
+        return view.renewed(
+            num_requests=self.num_requests,
+            num_high_priority=self.num_high_priority,
+            num_moves=self.num_moves,
+            last_assigned=self.last_assigned,
             last_used_s=self.last_used_s,
         )
 

@@ -62,7 +62,7 @@ class Observer:
         self.room, self.store = room, store
         self.num_running, self.num_failed_loads, self.left_s = num_running, num_failed_loads, left_s
         self.adapters = adapters
-        self._lookup = Lookup(pull=self._pull)
+        self._lookup = Lookup(pull=self._pull, recount=self._recount)
         self._turned: dict[InstanceId, None] = {}
         self._restless: dict[InstanceId, None] = {}  # whose views change without anybody's saying so
         self._unsettled: dict[InstanceId, Instance] = {}
@@ -127,13 +127,12 @@ class Observer:
         return (view.memory_bytes for view in self._lookup.seen())
 
     def _note(self, instance: InstanceId, change: Change) -> None:
-        match change:
-            case Change.TURNED:
-                self._turned[instance] = None
-            case Change.COUNTED:
-                self._lookup.touch(instance)
-            case Change.LOAD:
-                self._lookup.stir(instance)
+        if change is Change.LOAD:  # by far the most
+            self._lookup.stir(instance)
+        elif change is Change.COUNTED:
+            self._lookup.touch(instance)
+        else:
+            self._turned[instance] = None
 
     def _refresh(self) -> None:
         for instance in tuple(self._turned):
@@ -155,6 +154,9 @@ class Observer:
 
     def _pull(self, instance: InstanceId) -> InstanceView:
         return self.instances[instance].view()
+
+    def _recount(self, view: InstanceView) -> InstanceView:
+        return self.instances[view.id].counted(view)
 
     def __str__(self) -> str:
         self._refresh()

@@ -46,7 +46,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now_s = 0.0
         self._turns = 0
         self.on_turn: Callable[[], bool] | None = None
-        self._timers: list[tuple[float, int, asyncio.TimerHandle, Callable[[], object]]] = []
+        self._timers: list[tuple[float, int, asyncio.TimerHandle, Callable[..., object], Any, Any]] = []
         self._numbers = itertools.count()
         super().__init__(_Jump(self._jump))
 
@@ -63,9 +63,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         """Call back at the simulated time `when`, after every timer set earlier for the same time."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        run = functools.partial(_unless_cancelled, timer, callback, args)
-        fire: Callable[[], object] = functools.partial(self.call_soon, run, context=context)
-        heapq.heappush(self._timers, (when, next(self._numbers), timer, fire))
+        heapq.heappush(self._timers, (when, next(self._numbers), timer, callback, args, context))
         return timer
 
     def call_later(
@@ -107,9 +105,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             self._turns = 0  # so that the tasks can still be cancelled
             raise VirtualTimeDeadlock(self._why("its tasks go round without ever sleeping"))
         while timers and timers[0][0] <= self._now_s:
-            _, _, timer, fire = heapq.heappop(timers)
+            _, _, timer, callback, args, context = heapq.heappop(timers)
             if not timer.cancelled():
-                fire()
+                self.call_soon(_unless_cancelled, timer, callback, args, context=context)
 
     def _why(self, what: str) -> str:
         waiting = "".join(f"\n  {_where(task)}" for task in asyncio.all_tasks(self))
@@ -120,7 +118,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def _unless_cancelled(
-    timer: asyncio.TimerHandle, callback: Callable[[Unpack[_Args]], object], args: tuple[*_Args]
+    timer: asyncio.TimerHandle, callback: Callable[..., object], args: tuple[Any, ...]
 ) -> None:
     if not timer.cancelled():  # by whatever ran between its falling due and its turn
         callback(*args)

@@ -114,12 +114,14 @@ class Batcher:
     def num_prefill_tokens(self, *, running: bool) -> int:
         """Tokens to be computed before those who wait, are parked or run get their next one."""
         seated = (*self.running, *self.parked) if running else self.parked
+        if not seated:
+            return self._num_queued_tokens
         return self._num_queued_tokens + sum(count for s in seated if (count := s.num_pending) > 1)
 
     @property
     def preempted(self) -> tuple[RequestId, ...]:
         """Those that wait again after they had got tokens here."""
-        return tuple(sequence.request.id for sequence in reversed(self._again))
+        return tuple(sequence.request.id for sequence in reversed(self._again)) if self._again else ()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.

@@ -15,6 +15,7 @@ from hotswap.backends.sim.load import Load, Reporting, Reports
 from hotswap.backends.sim.loading import Weights, check_room, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
 from hotswap.backends.sim.sequence import Sequence
+from hotswap.backends.sim.shown import Shown
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
 from hotswap.engine import Engine
 from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted, UnknownAdapter
@@ -29,9 +30,6 @@ from hotswap.view import InstanceId, InstanceState, InstanceView
 __all__ = ["SimEngine"]
 
 _EMPTY, _LOADING, _SERVING, _DRAINING, _LOST = InstanceState
-
-# What `view` shows beside the load.
-_SHOWN = frozenset({"_state", "_serving", "_staged", "_adapters", "_reserved_bytes"})
 
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=Sequence)
@@ -61,6 +59,20 @@ class SimEngine(Engine):
         reporting: whether views have the load as it is, or as of the last step that has ended.
     """
 
+    _tell: Callable[[bool], None] | None = None
+    _outline: InstanceView | None = None  # what it shows, but for the load
+
+    def _turned(self) -> None:
+        self._outline = None
+        if self._tell is not None:
+            self._tell(True)
+
+    _state = Shown[InstanceState](_turned)
+    _serving = Shown[Weights | None](_turned)
+    _staged = Shown[Weights | None](_turned)
+    _adapters = Shown[dict[AdapterId, Adapter]](_turned)
+    _reserved_bytes = Shown[int](_turned)
+
     def __init__(
         self,
         id: str,
@@ -78,7 +90,6 @@ class SimEngine(Engine):
         prefix_reuse: bool = False,
         reporting: Reporting = "live",
     ) -> None:
-        self._tell: Callable[[bool], None] | None = None
         self.id, self.node, self.vocabulary = InstanceId(id), node, vocabulary
         self.profile = profile if profile is not None else DeviceProfile()
         self.max_requests, self.max_adapters = max_requests, max_adapters
@@ -94,9 +105,8 @@ class SimEngine(Engine):
         self._batcher.clock = anyio.current_time
         self._reports = Reports(reporting, self._batcher)
         self._state, self._started = _EMPTY, False
-        self._serving: Weights | None = None
-        self._staged: Weights | None = None
-        self._adapters: dict[AdapterId, Adapter] = {}
+        self._serving = self._staged = None
+        self._adapters = {}
         self._reserved_bytes, self._lost_because, self._lost_for_good = 0, "", False
         self._verb: anyio.CancelScope | None = None
         self._desk = Desk(
@@ -294,27 +304,22 @@ class SimEngine(Engine):
     # ------------------------------------------------------------------ view
 
     def view(self) -> InstanceView:
-        serving, pool, load = self._serving is not None, self._batcher, self._load()
-        return InstanceView(
-            id=self.id,
-            state=self._state,
-            model=self._model,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_prefill_tokens=load.num_prefill_tokens,
-            max_requests=self.max_requests,
-            num_kv_blocks=pool.num_blocks if serving else 0,
-            num_free_kv_blocks=load.num_free_blocks if serving else 0,
-            num_next_kv_blocks=load.num_next_blocks,
-            preempted=load.preempted,
-            kv_block_tokens=pool.block_tokens,
-            memory_bytes=self.profile.memory_bytes,
-            weight_bytes=self._weight_bytes,
-            adapters=tuple(self._adapters),
-            max_adapters=self.max_adapters,
-            preloaded=self._staged.model.id if self._staged else None,
-            node=self.node,
-        )
+        if self._outline is None:
+            self._outline = InstanceView(
+                id=self.id,
+                state=self._state,
+                model=self._model,
+                max_requests=self.max_requests,
+                num_kv_blocks=self._batcher.num_blocks if self._serving else 0,
+                kv_block_tokens=self._batcher.block_tokens,
+                memory_bytes=self.profile.memory_bytes,
+                weight_bytes=self._weight_bytes,
+                adapters=tuple(self._adapters),
+                max_adapters=self.max_adapters,
+                preloaded=self._staged.model.id if self._staged else None,
+                node=self.node,
+            )
+        return self._load().shown(self._outline)
 
     def _load(self) -> Load:
         return self._reports.told or Load.of(self._batcher)
@@ -326,11 +331,6 @@ class SimEngine(Engine):
     def watch_recoveries(self, tell: Callable[[RequestId, float], None]) -> None:
         """Tell which request has computed again what a preemption took, after how many seconds."""
         self._batcher.on_recovered = tell
-
-    def __setattr__(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-        if name in _SHOWN and self._tell is not None:
-            self._tell(True)
 
     # ------------------------------------------------------------------ private
 

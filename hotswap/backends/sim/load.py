@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from hotswap.backends.sim.batcher import Batcher
 from hotswap.request import RequestId
+from hotswap.view import InstanceView
 
 __all__ = ["Load", "Reporting", "Reports"]
 
 Reporting: TypeAlias = Literal["live", "by_step"]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What of an `InstanceView` changes from step to step."""
 
     num_running: int = 0
@@ -34,6 +33,17 @@ class Load:
             batcher.num_free_blocks - num_taken,
             batcher.num_next_blocks,
             batcher.preempted,
+        )
+
+    def shown(self, view: InstanceView) -> InstanceView:
+        """Return a view with this load; without a pool there are no free blocks."""
+        return view.renewed(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_free_kv_blocks=self.num_free_blocks if view.num_kv_blocks else 0,
+            num_next_kv_blocks=self.num_next_blocks,
+            preempted=self.preempted,
         )
 
 
