@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from math import inf, ldexp, sqrt
 from typing import Any, Generic, TypeAlias, TypeVar, overload
@@ -114,15 +115,14 @@ class Allocation:
         """
         order = self._overloaded.get(t1)
         if order is None:
-
-            def urgency(model: ModelView) -> tuple[float, float, float, ModelId] | None:
-                load = self.load(model)
-                if load <= t1:
-                    return None
-                return -load, -self.waited_s(model), -model.num_requests * model.slowness, model.id
-
-            order = self._overloaded[t1] = _Order(self.models, urgency)
+            order = self._overloaded[t1] = _Order(self.models, partial(self._urgency, t1))
         return order.models()
+
+    def _urgency(self, t1: float, model: ModelView) -> tuple[float, float, float, ModelId] | None:
+        load = self.load(model)
+        if load <= t1:
+            return None
+        return -load, -self.waited_s(model), -model.num_requests * model.slowness, model.id
 
     def replica(self, donor: ModelView, model: ModelView, *, served_s: float = 0.0) -> InstanceView | None:
         """Return the replica of `donor` best given to `model`, of those that served `served_s` or longer.
@@ -172,15 +172,14 @@ class Allocation:
         """The models that may give up a replica, least loaded first."""
         order = self._donors.get(keeping)
         if order is None:
-
-            def ease(model: ModelView) -> Spare | None:
-                after = self.load(model, more=-1)
-                if self.num_spare(model) <= 0 or not self._free.get(model.id) or (keeping and after == inf):
-                    return None
-                return self.load(model), after, model.id, self.deviation(model)
-
-            order = self._donors[keeping] = _Order(self.models, ease)
+            order = self._donors[keeping] = _Order(self.models, partial(self._ease, keeping))
         return order
+
+    def _ease(self, keeping: bool, model: ModelView) -> Spare | None:
+        after = self.load(model, more=-1)
+        if self.num_spare(model) <= 0 or not self._free.get(model.id) or (keeping and after == inf):
+            return None
+        return self.load(model), after, model.id, self.deviation(model)
 
     def least_harm(self, model: ModelView, *, served_s: float = 0.0) -> tuple[ModelView, InstanceView] | None:
         """Return the least loaded donor, of those that keep a replica for their work if there are any."""
@@ -206,22 +205,27 @@ class Allocation:
         Those that failed to load come last, and of the others those first that have the least share of it.
         """
         if self._below is None:
-
-            def urgency(model: ModelView) -> tuple[int, float, float, ModelId] | None:
-                replicas = self.num_replicas(model)
-                if replicas >= model.min_replicas:
-                    return None
-                work = model.num_requests * model.slowness
-                return model.num_failed_loads, replicas / model.min_replicas, -work, model.id
-
-            self._below = _Order(self.models, urgency)
+            self._below = _Order(self.models, self._lack)
         return self._below.models()
 
-    def _note(self, model: ModelId) -> None:
+    def _lack(self, model: ModelView) -> tuple[int, float, float, ModelId] | None:
+        replicas = self.num_replicas(model)
+        if replicas >= model.min_replicas:
+            return None
+        work = model.num_requests * model.slowness
+        return model.num_failed_loads, replicas / model.min_replicas, -work, model.id
+
+    def _note(self, name: ModelId) -> None:
         """Put a model where it belongs now in each order."""
-        for order in (*self._overloaded.values(), *self._donors.values(), self._below):
-            if order is not None:
-                order.note(model)
+        model = self.models.get(name)
+        if model is None:
+            return
+        for t1, overloaded in self._overloaded.items():
+            overloaded.put(name, self._urgency(t1, model))
+        for keeping, donors in self._donors.items():
+            donors.put(name, self._ease(keeping, model))
+        if self._below is not None:
+            self._below.put(name, self._lack(model))
 
     def num_spare(self, model: ModelView) -> int:
         """Return how many replicas the model has beyond its floor; below zero where it lacks some."""
@@ -272,7 +276,7 @@ class _Order(Generic[Key]):
     """Models sorted by a key, each put where it belongs again after it has changed."""
 
     def __init__(self, models: Mapping[ModelId, ModelView], key: Callable[[ModelView], Key | None]) -> None:
-        self._models, self._key = models, key
+        self._models = models
         self._keys = {name: at for name, model in models.items() if (at := key(model)) is not None}
         self._sorted = sorted((at, name) for name, at in self._keys.items())
 
@@ -288,13 +292,13 @@ class _Order(Generic[Key]):
         """Return those of some models alone."""
         return sorted((self._keys[name], name) for name in set(models) if name in self._keys)
 
-    def note(self, model: ModelId) -> None:
-        """Look at a model again."""
+    def put(self, model: ModelId, key: Key | None) -> None:
+        """Put a model where its key belongs, or leave it out."""
         if (old := self._keys.pop(model, None)) is not None:
             del self._sorted[bisect_left(self._sorted, (old, model))]
-        if model in self._models and (new := self._key(self._models[model])) is not None:
-            self._keys[model] = new
-            insort(self._sorted, (new, model))
+        if key is not None:
+            self._keys[model] = key
+            insort(self._sorted, (key, model))
 
 
 class _Standing(Sequence[ModelView]):

@@ -1,6 +1,8 @@
 """The decision table of `WeightedLoadSwap`, and what holds for every fleet."""
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from itertools import count
 from math import inf, nan
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, FleetView, InstanceId, InstanceState, ModelView, Swap
+from hotswap import ConfigError, FleetView, InstanceId, InstanceState, ModelId, ModelView, Swap
 from hotswap.policies import WeightedLoadSwap, accepted, assume
 from hotswap.policies.allocation import Allocation
 from tests.policies.views import (
@@ -65,6 +67,23 @@ def test_replicas_are_those_of_the_view(view: FleetView) -> None:
     assert [allocation.num_replicas(m) for m in view.models] == [
         len(view.replicas(m.id)) for m in view.models
     ]
+
+
+def test_nothing_is_left_of_a_plan_that_was_made() -> None:
+    replicas = [serving("e0", "a"), serving("e1", "a"), serving("e2", "b")]
+    view = fleet(replicas, [model("a", 6), model("b", 60)])
+    gc.disable()
+    try:
+        allocation = Allocation(view)
+        assert allocation.overloaded(8)
+        assert allocation.least_harm(view.model(ModelId("b")))
+        assert not allocation.below_floors()
+        allocation.take(Swap(instance=InstanceId("e0"), model=ModelId("b")))
+        left = weakref.ref(allocation)
+        del allocation
+        assert left() is None  # at once: of thousands of instances it holds all
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------------ t1, b, t2: one instance each, two models

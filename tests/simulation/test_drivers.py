@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Literal
 
+import anyio
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, FleetView, InstanceId, Router, Scheduler
+from hotswap import Adapter, ConfigError, FleetView, InstanceId, Model, Router, Scheduler
+from hotswap.backends.sim import SimStore
 from hotswap.backends.sim.batcher import Batcher
 from hotswap.backends.sim.load import Reporting
 from hotswap.backends.sim.sequence import Sequence as Seated
@@ -36,10 +41,11 @@ from hotswap.policies import (
 )
 from hotswap.request import ModelId, Request, RequestId, Sampling
 from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, generate, simulate
-from hotswap.simulation.events import EventEngine
+from hotswap.simulation.events import EventEngine, EventFleet, Rider
 from hotswap.simulation.events.engine import Counted
 from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
 from hotswap.simulation.trace import power_law_lengths
+from hotswap.testing.virtual_time import virtual_time
 
 # Of seconds: sums of steps and the formula of a stretch of them round differently.
 TOLERANCE = 1e-6
@@ -353,3 +359,41 @@ def test_a_fault_in_a_policy_of_ones_own_leaves_the_simulation() -> None:
     for driver in ("clients", "events"):
         with pytest.raises((ZeroDivisionError, BaseExceptionGroup)):
             simulate(mixed(0), Cluster(), router=Faulty(), scheduler=SWAP, driver=driver)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Have objects go when nobody refers to them, and not otherwise."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@virtual_time
+async def test_of_requests_that_have_ended_nothing_is_left() -> None:
+    riders: list[weakref.ref[Rider]] = []
+    engines = [EventEngine(f"e{number}") for number in range(2)]
+    fleet = EventFleet(
+        engines=engines,
+        store=SimStore({"m": "1 GiB"}),
+        models=[Model("m", min_replicas=2)],
+        adapters=[Adapter("x", model="m")],
+        router=LeastLoadedRouter(),
+        scheduler=WeightedLoadSwap(t1=8, t2=50, b=2),
+    )
+    with no_collections():
+        async with fleet:
+            for adapter in (None, "x") * 4:
+                rider = fleet.ride(
+                    "m", (1,) * 20, Sampling(max_tokens=50), adapter=adapter, on_end=lambda _: None
+                )
+                riders.append(weakref.ref(rider))
+                del rider
+                await anyio.sleep(0.3)  # some wait for the model, others do not
+                if len(riders) == 6:
+                    engines[0].lose()
+            await anyio.sleep(60)
+            assert [rider() for rider in riders] == [None] * 8

@@ -21,6 +21,8 @@ class EventFleet(Fleet):
     and no queue of their own.
     """
 
+    _ground: Ground | None = None
+
     def ride(
         self,
         model: str,
@@ -32,7 +34,7 @@ class EventFleet(Fleet):
         on_end: Callable[[Rider], None],
     ) -> Rider:
         """Start a request, and have its end told; arguments and errors are those of `stream`."""
-        tasks, name = self._open_tasks(), ModelId(model)
+        ground, name = self._common_ground(), ModelId(model)
         name = self._aliases.get(name, name)
         named = None if adapter is None else self._adapters.named(name, adapter)
         request = Request(
@@ -47,22 +49,25 @@ class EventFleet(Fleet):
         check_servable(request, self._registry.card(name), self._observer.memory_bytes)
         if named is not None:
             self._adapters.demand.ask(named)
-
-        def end(rider: Rider) -> None:
-            del self._flights[request.id]
-            on_end(rider)
-
-        ground = Ground(
-            room=self._room,
-            shelves=self._adapters.shelves,
-            release=self._dispatcher.release,
-            on_lost=self._changed,
-            on_end=end,
-            tasks=tasks,
-        )
-        rider = Rider(request, named, ground)
+        rider = Rider(request, named, ground, on_end)
         self._num_flights += 1
         rider.number = self._num_flights
         self._flights[request.id] = rider
         rider.start()
         return rider
+
+    def _common_ground(self) -> Ground:
+        tasks = self._open_tasks()
+        if self._ground is None or self._ground.tasks is not tasks:
+            self._ground = Ground(
+                room=self._room,
+                shelves=self._adapters.shelves,
+                release=self._dispatcher.release,
+                on_lost=self._changed,
+                on_end=self._forget,
+                tasks=tasks,
+            )
+        return self._ground
+
+    def _forget(self, rider: Rider) -> None:
+        del self._flights[rider.request.id]

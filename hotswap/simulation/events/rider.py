@@ -39,7 +39,7 @@ class Ground:
     shelves: Shelves
     release: Callable[[Request, Instance], None]
     on_lost: Callable[[], None]
-    on_end: Callable[[Rider], None]
+    on_end: Callable[[Rider], None]  # called before the rider's own
     tasks: TaskGroup
 
 
@@ -53,7 +53,9 @@ class Rider(Flight):
         error: What ended it, `None` if it has all its tokens.
     """
 
-    def __init__(self, request: Request, adapter: Adapter | None, ground: Ground) -> None:
+    def __init__(
+        self, request: Request, adapter: Adapter | None, ground: Ground, on_end: Callable[[Rider], None]
+    ) -> None:
         # A flight's own fields, without the books of telemetry and the queue of a client.
         self.request, self.adapter, self.span = request, adapter, INVALID_SPAN
         self.number = self.num_stalls = self.num_instance_errors = 0
@@ -64,7 +66,7 @@ class Rider(Flight):
         self.arrived, self.arrived_s = _NEVER, None
         self.first_s: float | None = None
         self.error: Exception | None = None
-        self._ground = ground
+        self._ground, self._on_end = ground, on_end
         self._seat: Seat | None = None
         self._landed = self._rang = False
         self._num_before = 0
@@ -148,9 +150,10 @@ class Rider(Flight):
         self._seat = self._ground.room.enter(self.remaining if self._num_before else self.request, bell=self)
 
     def _take(self) -> None:
-        assert self._seat is not None
+        seat, self._seat = self._seat, None  # whose bell it is: nothing is left of a rider that has ended
+        assert seat is not None
         try:
-            instance = self._ground.room.take(self._seat)
+            instance = self._ground.room.take(seat)
         except Exception as exc:  # a router's fault, or a model that cannot be loaded
             self._end(exc)
             return
@@ -236,6 +239,7 @@ class Rider(Flight):
             self._ground.release(self.request, heading)
         self.arrived.set()
         self._ground.on_end(self)
+        self._on_end(self)
 
     def __repr__(self) -> str:
         where = self.instance.id if self.instance is not None else "waiting"
