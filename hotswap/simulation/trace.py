@@ -196,13 +196,13 @@ def generate(
         if cv == 1
         else gamma_gaps(random, rate_per_s=rate_per_s, cv=cv)
     )
-    names, weights = list(models), list(models.values())
+    names, below = list(models), list(itertools.accumulate(models.values()))
     arrivals = itertools.takewhile(lambda at_s: at_s <= seconds, itertools.accumulate(gaps))
     return Trace(
         tuple(
             TraceRequest(
                 arrive_s=at_s,
-                model=random.choices(names, weights)[0],
+                model=random.choices(names, cum_weights=below)[0],
                 prompt_tokens=prompts(random),
                 output_tokens=outputs(random),
             )
