@@ -1,7 +1,7 @@
 """Llumnix's figures 10, 11, 13, 14 and 15 in simulation, beside the paper's, judged by tolerances.
 
     python -m benchmarks llumnix                        figure 11 at one point, one seed
-    python -m benchmarks llumnix --full --json FILE     all that is chosen of them, five seeds or fewer
+    python -m benchmarks llumnix --full --json FILE     all of them, five seeds; two hours
     python -m benchmarks llumnix --figures 13 --seeds 5 --json FILE
     python -m benchmarks llumnix --json FILE --show     what is in a file, without a simulation
 
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.llumnix_moves import CONTEXTS, move, show_moves
-from benchmarks.llumnix_paper import PAPER
+from benchmarks.llumnix_paper import PAPER, Key
 from benchmarks.llumnix_report import report
 from benchmarks.llumnix_trace import NUM_REQUESTS, START_S, with_priorities, workload
 from benchmarks.measure import machine, write_json
@@ -51,13 +51,6 @@ ENGINES = 16
 MOVES_EVERY_S = 0.2
 # It begins with eight instances, and scales for the first time after a hundred seconds.
 FIRST_ENGINES, FIRST_SCALING_S = 8, START_S + 100.0
-FIGURE_11 = {
-    "S-S": (35.0, 36.0),
-    "M-M": (7.7, 7.8),
-    "L-L": (2.9, 3.0),
-    "S-L": (4.25, 4.3),
-    "L-S": (16.0, 18.0),
-}
 THRESHOLDS = {"M-M": 10.0, "S-L": 10.0}
 SYSTEMS: Mapping[str, tuple[str, ...]] = {
     "10": (),
@@ -225,32 +218,18 @@ def _average_instances(outcome: Outcome) -> float:
     return total_s / (outcome.seconds - START_S)
 
 
-def chosen(wanted: Sequence[str], num_seeds: int | None) -> Iterator[Run]:
+def chosen(wanted: Sequence[str], num_seeds: int) -> Iterator[Run]:
     """Yield the runs of figures, the seeds one after another, so that what is cut off has all points."""
-    for seed in range(num_seeds or 5):
-        for figure in wanted:
-            for row, at in _points(figure):
-                for system in SYSTEMS[figure]:
-                    is_highest = figure == "11" and at == FIGURE_11[row][-1]
-                    if system == "Round-Robin" and not is_highest:
-                        continue  # the paper has none for these workloads, and it takes longest
-                    enough = 2 if system == "Round-Robin" else 5 if is_highest else 3
-                    if seed < (num_seeds or enough):
-                        yield Run(figure=figure, row=row, at=at, system=system, seed=seed)
+    points = list(dict.fromkeys((key.figure, _played(key), key.at) for key in PAPER if key.figure in wanted))
+    for seed in range(num_seeds):
+        for figure, row, at in points:
+            for system in SYSTEMS[figure]:
+                yield Run(figure=figure, row=row, at=at, system=system, seed=seed)
 
 
-def _points(figure: str) -> list[tuple[str, float]]:
-    match figure:
-        case "10":
-            return []
-        case "11":
-            return [(row, at) for row, rates in FIGURE_11.items() for at in rates]
-        case "13":
-            return [("S-S", 2.0), ("S-S", 8.0)]
-        case "14":
-            return [("Poisson", 2.0), ("Poisson", 2.8), ("Gamma", 4.0)]
-        case _:
-            return [("Gamma", 5.0), ("Gamma", 85.0)]
+def _played(key: Key) -> str:
+    """The row of the run that has a row of a figure: classes of priority are of one run."""
+    return "S-S" if key.figure == "13" else key.row
 
 
 def _kept(place: Path | None) -> dict[str, Any]:
@@ -279,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks llumnix", description=summary)
     parser.add_argument("--full", action="store_true", help="all figures")
     parser.add_argument("--figures", nargs="+", choices=sorted(SYSTEMS), help="these figures")
-    parser.add_argument("--seeds", type=int, help="how many of each, whatever is chosen")
+    parser.add_argument("--seeds", type=int, default=5, help="how many of each")
     parser.add_argument("--json", type=Path, help="where the whole report goes, and what is there already")
     parser.add_argument("--show", action="store_true", help="simulate nothing")
     options = parser.parse_args(arguments)
