@@ -10,7 +10,7 @@ import bisect
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -115,9 +115,10 @@ class Lookup:
         """Return those that are SERVING the model, in the fleet's order."""
         return self._of(self._hosts, model)
 
-    def is_hosted(self, model: ModelId) -> bool:
-        """Whether there is any."""
-        return model in self._hosts
+    @property
+    def hosted(self) -> Set[ModelId]:
+        """The models that have any; valid until something changes."""
+        return self._hosts.keys()
 
     def replicas(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Return those that serve the model or are turning to it, likewise."""

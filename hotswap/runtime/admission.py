@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -57,7 +57,7 @@ class WaitingRoom:
     """Admits requests to instances: by priority, then by arrival, first come first served within a lane.
 
     A lane is a model with an adapter. Only the first of a lane is asked about, so a thousand requests that
-    wait for one model cost one question, and none while no instance serves it (`is_served`). `route` answers
+    wait for one model cost one question, and none while no instance serves it (`served`). `route` answers
     with an instance that has already been charged with the request; who gets the answer gives it back by
     `release`. `on_wait` is told of a model for which somebody begins to wait.
     """
@@ -66,7 +66,7 @@ class WaitingRoom:
         self,
         *,
         max_waiting: int,
-        is_served: Callable[[ModelId], bool],
+        served: Callable[[], Container[ModelId]],
         route: Callable[[Request], Instance | None],
         release: Callable[[Request, Instance], None],
         on_wait: Callable[[ModelId], None],
@@ -74,7 +74,7 @@ class WaitingRoom:
         if max_waiting < 0:
             raise ConfigError(f"max_waiting is {max_waiting!r}; give 0 (nobody may wait) or more requests.")
         self._max_waiting = max_waiting
-        self._is_served = is_served
+        self._served = served
         self._route = route
         self._release = release
         self._on_wait = on_wait
@@ -135,7 +135,8 @@ class WaitingRoom:
 
     def wake(self) -> None:
         """Ask again for the first of every lane, in order, until nobody moves."""
-        self._ask([lane[0] for (model, _), lane in self._lanes.items() if self._is_served(model)])
+        served = self._served()
+        self._ask([lane[0] for (model, _), lane in self._lanes.items() if model in served])
 
     def _ask(self, heads: list[Seat]) -> None:
         heapq.heapify(heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
 import anyio
@@ -29,7 +29,7 @@ class Dispatcher:
         self,
         router: Router,
         instances: Mapping[InstanceId, Instance],
-        is_served: Callable[[ModelId], bool],
+        served: Callable[[], Container[ModelId]],
         observe: Callable[[], FleetView],
         look: Callable[[InstanceId], InstanceView | None],
         on_release: Callable[[], None],
@@ -38,7 +38,7 @@ class Dispatcher:
         self.num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
         self._num_assigned = 0
         self._router, self._instances = router, instances
-        self._is_served, self._observe, self._look = is_served, observe, look
+        self._served, self._observe, self._look = served, observe, look
         self._on_release = on_release
 
     def route(self, request: Request) -> Instance | None:
@@ -50,7 +50,7 @@ class Dispatcher:
 
     def choose(self, request: Request) -> Instance | None:
         """Return where the request would go, charging nobody; no router is asked while nobody serves it."""
-        if not self._is_served(request.model):
+        if request.model not in self._served():
             return None
         chosen = ask(self._observe, lambda fleet: self._router.route(request, _seen_by(request, fleet)))
         view = None if chosen is None else self._look(chosen)

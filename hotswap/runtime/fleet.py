@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -137,14 +137,14 @@ class Fleet(AsyncContextManagerMixin):
         self._dispatcher = Dispatcher(
             router,
             self._instances,
-            is_served=self._is_served,
+            served=self._served,
             observe=lambda: self._observer.brief(),
             look=lambda instance: self._observer.counted(instance),
             on_release=lambda: self._room.wake(),
         )
         self._room = WaitingRoom(
             max_waiting=max_waiting,
-            is_served=self._is_served,
+            served=self._served,
             route=self._dispatcher.route,
             release=self._dispatcher.release,
             on_wait=self._ask_if_unserved,
@@ -357,8 +357,8 @@ class Fleet(AsyncContextManagerMixin):
 
     # -- routing
 
-    def _is_served(self, model: ModelId) -> bool:
-        return self._observer.is_served(model)
+    def _served(self) -> Set[ModelId]:
+        return self._observer.served()
 
     def _num_adapted(self, model: ModelId, adapter: AdapterId) -> int:
         return self._dispatcher.num_adapted[model, adapter]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, TypeVar
 
 import anyio
@@ -82,10 +82,10 @@ class Observer:
         self._refresh()
         return FleetView.of(self._brief, anyio.current_time())
 
-    def is_served(self, model: ModelId) -> bool:
-        """Whether any instance is SERVING a model."""
+    def served(self) -> Set[ModelId]:
+        """Return the models that instances are SERVING at this moment."""
         self._refresh()
-        return self._lookup.is_hosted(model)
+        return self._lookup.hosted
 
     def replicas(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Return `FleetView.replicas` of this moment."""
