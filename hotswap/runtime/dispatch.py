@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
-import anyio
-
 from hotswap.request import AdapterId, ModelId, Request
 from hotswap.router import Router
 from hotswap.runtime.instance import Instance
@@ -61,19 +59,14 @@ class Dispatcher:
     def charge(self, request: Request, instance: Instance) -> None:
         """Count a request to an instance."""
         self._num_assigned += 1
-        instance.last_assigned = self._num_assigned
-        instance.num_requests += 1
-        instance.last_used_s = anyio.current_time()
-        instance.num_high_priority += request.priority > 0
+        instance.charge(self._num_assigned, high=request.priority > 0)
         self.num_running[request.model] += 1
         if request.adapter is not None:
             self.num_adapted[request.model, request.adapter] += 1
 
     def release(self, request: Request, instance: Instance) -> None:
         """Count it out again."""
-        instance.num_requests -= 1
-        instance.last_used_s = anyio.current_time()
-        instance.num_high_priority -= request.priority > 0
+        instance.release(high=request.priority > 0)
         self.num_running[request.model] -= 1
         if request.adapter is not None:
             lane = request.model, request.adapter

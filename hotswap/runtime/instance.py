@@ -79,6 +79,25 @@ class Instance:
         if (tell := self.on_change) is not None:
             tell(self.id, Change.COUNTED if name in _COUNTED else Change.TURNED)
 
+    def charge(self, number: int, *, high: bool) -> None:
+        """Count a request in that the assignment of this number brings; `high` is its priority over 0."""
+        self._count(1, high=high, last_assigned=number)
+
+    def release(self, *, high: bool) -> None:
+        """Count one out again."""
+        self._count(-1, high=high)
+
+    def _count(self, requests: int, *, high: bool, **fields: int) -> None:
+        """Change counts and say so once, not for each of them: it happens twice in every request."""
+        vars(self).update(
+            fields,
+            num_requests=self.num_requests + requests,
+            num_high_priority=self.num_high_priority + (requests if high else 0),
+            last_used_s=anyio.current_time(),
+        )
+        if self.on_change is not None:
+            self.on_change(self.id, Change.COUNTED)
+
     def _note(self, turned: bool) -> None:
         if self.on_change is not None:
             self.on_change(self.id, Change.TURNED if turned else Change.LOAD)
