@@ -203,16 +203,16 @@ class Batcher:
             self._add_prefills(step)
             if step.num_tokens:
                 return step
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
+        prefills: list[tuple[Sequence, int]] = []
+        decodes: list[tuple[Sequence, int]] = []
         for sequence in self.running:
             if num_pending := sequence.num_pending:
-                (decodes if num_pending == 1 else prefills).append(sequence)
-        for sequence in chain(decodes, prefills):
-            self._schedule(step, sequence)
+                (decodes if num_pending == 1 else prefills).append((sequence, num_pending))
+        for sequence, num_pending in chain(decodes, prefills):
+            self._schedule(step, sequence, num_pending)
         while not self.prefills_first and self._may_admit(step):
             sequence = self._admitted()
-            self._schedule(step, sequence)
+            self._schedule(step, sequence, sequence.num_pending)
         return step
 
     def commit(self, step: Step) -> None:
@@ -253,8 +253,8 @@ class Batcher:
         room = self._token_budget - step.num_tokens
         return room > 0 and self.num_next_blocks <= self.num_free_blocks
 
-    def _schedule(self, step: Step, sequence: Sequence) -> None:
-        count = min(sequence.num_pending, self._token_budget - step.num_tokens)
+    def _schedule(self, step: Step, sequence: Sequence, num_pending: int) -> None:
+        count = min(num_pending, self._token_budget - step.num_tokens)
         if count > 0 and sequence in self.running and self._grow(step, sequence, sequence.num_cached + count):
             step.add(sequence, count)
 

@@ -14,6 +14,7 @@ from hotswap.backends.sim.sequence import Sequence, Step
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
+from hotswap.view import InstanceView
 
 __all__ = ["Counted", "EventEngine", "Passenger"]
 
@@ -78,6 +79,7 @@ class EventEngine(SimEngine):
     _timer: asyncio.TimerHandle | None = None
     _listener: Callable[[bool], None] | None = None
     _roused = _in_step = False
+    _told = False  # whether the listener knows of a change that nobody has looked at yet
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -119,12 +121,15 @@ class EventEngine(SimEngine):
         self._listener = tell
         self._batcher.on_change = self._before_change
 
+    def view(self) -> InstanceView:
+        self._told = False
+        return super().view()
+
     def _load(self) -> Load:
         stretch = self._stretch
         if stretch is None:
             return super()._load()
-        if self._listener is not None:
-            self._listener(False)  # by the next look there will be fewer blocks
+        self._tell_load()  # by the next look there will be fewer blocks
         ended = stretch.num_ended(_now_s())
         if not self._reports.by_step:
             return self._ahead(ended + 1)
@@ -217,7 +222,8 @@ class EventEngine(SimEngine):
         self._reports.begin(idle=False)
 
     def _tell_load(self) -> None:
-        if self._listener is not None:
+        if self._listener is not None and not self._told:
+            self._told = True
             self._listener(False)
 
 
