@@ -36,13 +36,17 @@ class DeviceProfile:
     """How long a device takes, as a linear model of a step and of the links that weights cross.
 
     A step over `n` tokens (decodes and prefill chunks together), `batch` requests, `context` cached tokens
-    and prefill chunks of `s` tokens, `S` together, lasts
+    and `chunks` prefill chunks of `s` tokens, `S` together, lasts
 
         max(floor_s + n floor_token_s, base_s + n token_s) + batch request_s + context context_token_s
         + (decode_s if it decodes) + S prefill_token_s + sum s (s + 2 cached) prefill_square_s
+        + chunks chunk_s + joined join_s + left leave_s
 
     the shape that published simulators of serving engines agree on: a weight-bound floor, then linear in
-    tokens, batch and context, and attention within prompts, which is the same however they are cut. An
+    tokens, batch and context, and attention within prompts, which is the same however they are cut. The last
+    line is what an engine does as requests come and go, and 0 unless it was measured: the attention of each
+    prompt is a call of its own; the keys of a request that `joined`, whose first decode this is, are laid
+    beside those of the others; and the others close up where one has `left` since they decoded last. An
     adapter is there after `adapter_s`, and KV blocks of moving requests are copied at `kv_bytes_per_s`.
     """
 
@@ -57,24 +61,41 @@ class DeviceProfile:
     decode_s: float = 0.0
     prefill_token_s: float = 0.0
     prefill_square_s: float = 0.0
+    chunk_s: float = 0.0
+    join_s: float = 0.0
+    leave_s: float = 0.0
     load_bytes_per_s: float = 20e9
     unload_s: float = 0.05
     adapter_s: float = 0.015
     kv_bytes_per_s: float = 5e9
 
     def step_s(
-        self, *, tokens: int, batch: int, context: int, prefill: int = 0, prefill_squares: int = 0
+        self,
+        *,
+        tokens: int,
+        batch: int,
+        context: int,
+        prefill: int = 0,
+        prefill_squares: int = 0,
+        chunks: int = 0,
     ) -> float:
-        """Seconds of one engine step; 0 for an empty one.
+        """Seconds of one engine step between others of the same requests; 0 for an empty one.
 
-        `prefill` of the tokens are of prompts, and `prefill_squares` the sum of `s (s + 2 cached)` over them.
+        `prefill` of the tokens are of prompts, in so many chunks, and `prefill_squares` the sum of
+        `s (s + 2 cached)` over them. Where requests joined or left, `turnover_s` is added.
         """
         if not tokens:
             return 0.0
         work = max(self.floor_s + tokens * self.floor_token_s, self.base_s + tokens * self.token_s)
         decode_s = self.decode_s if tokens > prefill else 0.0
         attention_s = prefill * self.prefill_token_s + prefill_squares * self.prefill_square_s
-        return work + batch * self.request_s + context * self.context_token_s + decode_s + attention_s
+        requests_s = batch * self.request_s
+        chunks_s = chunks * self.chunk_s
+        return work + requests_s + context * self.context_token_s + decode_s + attention_s + chunks_s
+
+    def turnover_s(self, *, joined: int, left: int) -> float:
+        """Seconds that a step lasts longer for those who decode for the first time, or no more."""
+        return joined * self.join_s + left * self.leave_s
 
     def kv_s(self, size_bytes: int) -> float:
         """Seconds to copy `size_bytes` of KV blocks to another instance."""

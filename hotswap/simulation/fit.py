@@ -21,6 +21,8 @@ _FEWEST = 10
 _FOLDS = 5
 # Of what a load takes, at least this share is the device's own, however long the store alone takes.
 _LEAST_SHARE = 0.1
+# How often the errors of samples are weighed anew by what the fit before predicts.
+_WEIGHINGS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,26 +30,32 @@ class StepSample:
     """How long one kind of step took.
 
     Attributes:
-        seconds: The median of several, in the quickest round.
+        seconds: The mean of several.
         num_decodes: Requests that got their next token.
         context: Tokens in KV blocks that these attended to, all together.
         prompts: Tokens of each prompt that was computed whole, to its first token.
+        joined: How many of the decodes were their requests' first.
+        left: How many requests had left since the others decoded last.
     """
 
     seconds: float
     num_decodes: int = 0
     context: int = 0
     prompts: tuple[int, ...] = ()
+    joined: int = 0
+    left: int = 0
 
     def predicted_s(self, device: DeviceProfile) -> float:
         """What the step would take on a device."""
-        return device.step_s(
+        steady_s = device.step_s(
             tokens=self.num_tokens,
             batch=self.num_decodes + len(self.prompts),
             context=self.context,
             prefill=sum(self.prompts),
             prefill_squares=self.num_squares,
+            chunks=len(self.prompts),
         )
+        return steady_s + device.turnover_s(joined=self.joined, left=self.left)
 
     @property
     def num_tokens(self) -> int:
@@ -151,8 +159,9 @@ def fit_steps(steps: Sequence[StepSample], like: DeviceProfile | None = None) ->
     The model is that of `DeviceProfile`, without `prefill_token_s`, which prompts that are computed whole
     cannot tell from `token_s`. Which samples lie on the weight-bound floor is tried for every size of step,
     and then corrected until the fit agrees with itself; for each choice the rest is linear, and solved with
-    no coefficient below zero. Coefficients that the samples cannot tell apart are shared out somehow: what
-    counts is the sum.
+    no coefficient below zero. An error is relative to the time that was predicted: one relative to the time
+    that was seen would have what was disturbed count for less, and come out too quick in the mean.
+    Coefficients that the samples cannot tell apart are shared out somehow: what counts is the sum.
 
     Raises:
         ConfigError: there are fewer than ten samples, or one took no time.
@@ -167,27 +176,36 @@ def fit_steps(steps: Sequence[StepSample], like: DeviceProfile | None = None) ->
 def _nearest(steps: Sequence[StepSample], like: DeviceProfile) -> DeviceProfile:
     sizes = sorted({step.num_tokens for step in steps})
     tried: set[tuple[bool, ...]] = set()
-    best, least = like, inf
+    best, least, chosen = like, inf, list[bool]()
+    seen_s = [step.seconds for step in steps]
     for edge in (0, *(size + 1 for size in sizes)):
         on_floor = tuple(step.num_tokens < edge for step in steps)
         while on_floor not in tried:
             tried.add(on_floor)
-            device = _fitted(steps, on_floor, like)
+            device = _fitted(steps, on_floor, like, seen_s)
             error = sum((step.predicted_s(device) / step.seconds - 1) ** 2 for step in steps)
             if error < least:
-                best, least = device, error
+                best, least, chosen = device, error, list(on_floor)
             on_floor = tuple(_is_on_floor(step, device) for step in steps)
+    for _ in range(_WEIGHINGS):
+        predicted_s = [step.predicted_s(best) for step in steps]
+        if min(predicted_s) <= 0:
+            break
+        best = _fitted(steps, chosen, like, predicted_s)
     return best
 
 
-def _fitted(steps: Sequence[StepSample], on_floor: Sequence[bool], like: DeviceProfile) -> DeviceProfile:
+def _fitted(
+    steps: Sequence[StepSample], on_floor: Sequence[bool], like: DeviceProfile, scales_s: Sequence[float]
+) -> DeviceProfile:
+    """The least squares of errors in shares of a scale for each sample."""
     rows = [
-        [value / step.seconds for value in _row(step, is_floor)]
-        for step, is_floor in zip(steps, on_floor, strict=True)
+        [value / scale_s for value in _row(step, is_floor)]
+        for step, is_floor, scale_s in zip(steps, on_floor, scales_s, strict=True)
     ]
-    floor_s, floor_token_s, base_s, token_s, request_s, context_token_s, decode_s, square_s = nonnegative(
-        rows, [1.0] * len(steps)
-    )
+    targets = [step.seconds / scale_s for step, scale_s in zip(steps, scales_s, strict=True)]
+    floor_s, floor_token_s, base_s, token_s, *shared = nonnegative(rows, targets)
+    request_s, context_token_s, decode_s, square_s, chunk_s, join_s, leave_s = shared
     return replace(
         like,
         floor_s=floor_s,
@@ -199,6 +217,9 @@ def _fitted(steps: Sequence[StepSample], on_floor: Sequence[bool], like: DeviceP
         decode_s=decode_s,
         prefill_token_s=0.0,
         prefill_square_s=square_s,
+        chunk_s=chunk_s,
+        join_s=join_s,
+        leave_s=leave_s,
     )
 
 
@@ -208,7 +229,12 @@ def _row(step: StepSample, is_floor: bool) -> tuple[float, ...]:
     neither = (0.0, 0.0)
     batch = step.num_decodes + len(step.prompts)
     shared = (batch, step.context, step.num_decodes > 0, step.num_squares)
-    return (*(work if is_floor else neither), *(neither if is_floor else work), *map(float, shared))
+    turnover = (len(step.prompts), step.joined, step.left)
+    return (
+        *(work if is_floor else neither),
+        *(neither if is_floor else work),
+        *map(float, (*shared, *turnover)),
+    )
 
 
 def _is_on_floor(step: StepSample, device: DeviceProfile) -> bool:

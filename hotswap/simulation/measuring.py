@@ -6,10 +6,11 @@ import itertools
 from bisect import bisect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from random import Random
-from statistics import median
+from statistics import fmean, median
+from typing import TypeAlias
 
 import anyio
 
@@ -31,11 +32,11 @@ class Shapes:
     Attributes:
         token_budget: The most tokens of a step of the engine; no prompt is longer.
         batches: How many requests decode together.
-        contexts: How many tokens each of these begins with.
+        contexts: How many tokens these begin with, about: from half to twice as many, as users' differ.
         prompts: Tokens of prompts, computed alone and beside decodes.
         steps: Decodes of a kind in each round.
         repeats: Prompts of a kind in each round.
-        rounds: How often one goes through all kinds; the quickest of each counts.
+        rounds: How often one goes through all kinds; the median of each counts.
         loads: Loads and unloads.
         vocabulary: Token ids are drawn below it; no larger than that of the model.
         seed: Of the token ids.
@@ -45,7 +46,7 @@ class Shapes:
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     contexts: tuple[int, ...] = (32, 128, 512)
     prompts: tuple[int, ...] = (2, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-    steps: int = 9
+    steps: int = 16
     repeats: int = 3
     rounds: int = 3
     loads: int = 3
@@ -53,12 +54,12 @@ class Shapes:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value: int | tuple[int, ...] = getattr(self, field.name)
+        for each in fields(self):
+            value: int | tuple[int, ...] = getattr(self, each.name)
             numbers = value if isinstance(value, tuple) else (value,)
-            least = 2 if field.name == "prompts" else 0 if field.name == "seed" else 1
+            least = 2 if each.name == "prompts" else 0 if each.name == "seed" else 1
             if not numbers or min(numbers) < least:
-                raise ConfigError(f"{field.name} is {value!r}; give numbers of {least} or more.")
+                raise ConfigError(f"{each.name} is {value!r}; give numbers of {least} or more.")
 
 
 async def measure_engine(
@@ -73,12 +74,15 @@ async def measure_engine(
 
     Both must have been entered, nobody else may use the engine, and the machine should have nothing else to
     do. The model is loaded a few times, after the store has read it once. Then each kind of step is made:
-    requests that decode together, prompts that are computed alone to their first token, and prompts beside
-    decodes; the times are those at which tokens come out, so that what the engine does between steps counts
-    as part of them. Prompts are random, so that none begins like another. Kinds for which the engine has too
-    few places, KV blocks or context are left out. All kinds are made once in every round, of which the
-    quickest counts: whatever else the machine does can only add to a step. `progress` is told how many were
-    measured, of how many.
+    prompts that are computed alone to their first token, requests of different lengths that decode together,
+    and others that come to these and leave them, with the steps in which their prompts are computed, those
+    in which they decode for the first time, and those after they have left. The times are those at which
+    tokens come out, so that what the engine does between steps counts as part of them. Prompts are random, so
+    that none begins like another. Kinds for which the engine has too few places, KV blocks or context are
+    left out. All kinds are made once in every round. Of a round the mean counts, in which steps that take
+    longer now and then have their share; of the rounds the median, so that one which was disturbed, or in
+    which the engine met sizes for the first time, does not. `progress` is told how often something was
+    measured, of how many times.
 
     Raises:
         ConfigError: the engine is not EMPTY, or no kind of step fits.
@@ -94,11 +98,12 @@ async def measure_engine(
         kinds = list(bench.kinds())
         if not kinds:
             raise ConfigError(f"Engine {engine.id!r} has no room for any of the steps; ask for smaller ones.")
-        seen: list[list[StepSample]] = [[] for _ in kinds]
+        seen: list[dict[_Kind, list[StepSample]]] = [{} for _ in kinds]
         await kinds[-1]()  # whatever comes with the first requests
         order = [*enumerate(kinds)] * bench.shapes.rounds
         for done, (number, kind) in enumerate(order, start=1):
-            seen[number].append(await kind())
+            for sample in await kind():
+                seen[number].setdefault(_kind(sample), []).append(sample)
             if progress is not None:
                 progress(done, len(order))
     finally:
@@ -111,7 +116,7 @@ async def measure_engine(
         kv_tokens=view.num_kv_blocks * view.kv_block_tokens,
         kv_bytes_per_token=card.kv_bytes_per_token,
         memory_bytes=view.memory_bytes,
-        steps=tuple(map(_quickest, seen)),
+        steps=tuple(_typical(samples) for found in seen for samples in found.values()),
         load_s=load_s,
         read_s=read_s,
         unload_s=unload_s,
@@ -131,9 +136,26 @@ async def _loads(
     return tuple(load_s), tuple(read_s), tuple(unload_s)
 
 
-def _quickest(samples: Sequence[StepSample]) -> StepSample:
+_Kind: TypeAlias = tuple[int, tuple[int, ...], int, int]
+
+
+def _kind(step: StepSample) -> _Kind:
+    """What steps of a kind have in common; their contexts are about the same."""
+    return step.num_decodes, step.prompts, step.joined, step.left
+
+
+def _typical(samples: Sequence[StepSample]) -> StepSample:
     """One kind of step as several rounds saw it."""
-    return min(samples, key=lambda sample: sample.seconds)
+    return replace(
+        samples[0],
+        seconds=median(sample.seconds for sample in samples),
+        context=round(fmean(sample.context for sample in samples)),
+    )
+
+
+def _mean(samples: Sequence[StepSample]) -> StepSample:
+    """One kind of step as one round saw it."""
+    return replace(_typical(samples), seconds=fmean(sample.seconds for sample in samples))
 
 
 async def _timed(work: Callable[[], Awaitable[None]]) -> float:
@@ -151,6 +173,10 @@ async def _read(card: ModelCard, store: WeightStore) -> None:
                     pass
 
 
+# Tokens of a request that comes to others: its first, three decodes, and the step in which the next has come.
+_PASSING = 5
+
+
 class _Bench:
     """Makes one kind of step after another on a loaded engine."""
 
@@ -159,88 +185,90 @@ class _Bench:
         self._engine, self._card = engine, card
         self._random, self._numbers = Random(shapes.seed), itertools.count()
 
-    def kinds(self) -> Iterator[Callable[[], Awaitable[StepSample]]]:
-        """Yield every kind of step that the engine has room for."""
+    def kinds(self) -> Iterator[Callable[[], Awaitable[list[StepSample]]]]:
+        """Yield what makes steps of some kinds, wherever the engine has room for them."""
         shapes, view = self.shapes, self._engine.view()
         prompts = [tokens for tokens in shapes.prompts if tokens <= shapes.token_budget]
-        prompts = [tokens for tokens in prompts if self._fits(view.max_tokens, 1, tokens, 1)]
+        prompts = [tokens for tokens in prompts if self._fits(view.max_tokens, [tokens], 1)]
         for tokens in prompts:
             yield partial(self._prompt, tokens)
         for batch, context in itertools.product(shapes.batches, shapes.contexts):
-            first = 32 + batch * (1 + context // shapes.token_budget)  # tokens of one while others begin
-            most = first + 2 * shapes.steps
-            if batch <= view.max_requests and self._fits(view.max_tokens, batch, context, most):
-                yield partial(self._decodes, batch, context, most)
-        context = min(shapes.contexts)
+            contexts = _spread(batch, context)
+            most = self._beginning(contexts) + 2 * shapes.steps
+            if batch <= view.max_requests and self._fits(view.max_tokens, contexts, most):
+                yield partial(self._decodes, contexts, most)
         for batch, tokens in itertools.product(shapes.batches, prompts[1::2]):
-            most = 32 + batch * (1 + context // shapes.token_budget) + 8 * shapes.repeats
-            room = batch + tokens <= shapes.token_budget and batch < view.max_requests
-            if room and self._fits(view.max_tokens, batch + 1, max(context, tokens), most):
-                yield partial(self._mixed, batch, context, tokens, most)
+            contexts = _spread(batch, min(shapes.contexts))
+            most = self._beginning(contexts) + 2 * _PASSING * (shapes.repeats + 2)
+            room = batch + 1 + tokens <= shapes.token_budget and batch + 2 <= view.max_requests
+            if room and self._fits(view.max_tokens, [*contexts, tokens, tokens], most):
+                yield partial(self._passing, contexts, tokens, most)
 
-    def _fits(self, max_tokens: int | None, batch: int, tokens: int, more: int) -> bool:
-        in_blocks = max_tokens is None or batch * (tokens + more) < max_tokens
-        return in_blocks and tokens + more < self._card.max_context_tokens
+    def _beginning(self, contexts: Sequence[int]) -> int:
+        """Tokens that the first of some requests may get while the others begin."""
+        return 32 + sum(1 + tokens // self.shapes.token_budget for tokens in contexts)
 
-    async def first_token(self, tokens: int) -> tuple[float, float]:
-        """Ask for the first token of a new prompt; return when that was, and when it came."""
+    def _fits(self, max_tokens: int | None, contexts: Sequence[int], more: int) -> bool:
+        in_blocks = max_tokens is None or sum(contexts) + len(contexts) * more < max_tokens
+        return in_blocks and max(contexts) + more < self._card.max_context_tokens
+
+    async def first_token(self, tokens: int) -> float:
+        """Ask for the first token of a new prompt; return how long it took to come."""
         began_s = anyio.current_time()
         async with self._engine.stream(self._request(tokens, 1)) as stream:
             await anext(stream)
-            return began_s, anyio.current_time()
+            return anyio.current_time() - began_s
 
-    async def _prompt(self, tokens: int) -> StepSample:
+    async def _prompt(self, tokens: int) -> list[StepSample]:
         """Compute prompts on the idle engine."""
         times = [await self.first_token(tokens) for _ in range(self.shapes.repeats)]
-        return StepSample(seconds=median(end_s - start_s for start_s, end_s in times), prompts=(tokens,))
+        return [StepSample(seconds=fmean(times), prompts=(tokens,))]
 
-    async def _decodes(self, batch: int, context: int, most: int) -> StepSample:
-        """Let requests decode together; each gap between two tokens is a step."""
-        async with self._decoding(batch, context, most) as decoding:
-            await decoding.see(self.shapes.steps)
-        gaps = decoding.gaps()
-        return StepSample(
-            seconds=median(end_s - start_s for start_s, end_s in gaps),
-            num_decodes=batch,
-            context=round(median(decoding.context_in(gap) for gap in gaps)),
-        )
+    async def _decodes(self, contexts: Sequence[int], most: int) -> list[StepSample]:
+        """Let requests decode together."""
+        async with self._decoding(contexts, most) as decoding:
+            await decoding.see(self.shapes.steps + 2)  # the first and the last do not count
+        kind = (len(contexts), (), 0, 0)
+        return [_mean([step for step in decoding.steps() if _kind(step) == kind])]
 
-    async def _mixed(self, batch: int, context: int, tokens: int, most: int) -> StepSample:
-        """Let prompts come while others decode; the gap that ends with a first token is the step."""
-        found: list[tuple[float, int]] = []
-        async with self._decoding(batch, context, most) as decoding:
+    async def _passing(self, contexts: Sequence[int], tokens: int, most: int) -> list[StepSample]:
+        """Let requests come to others that decode, each before the one that came before it leaves."""
+        async with self._decoding(contexts, most) as decoding, anyio.create_task_group() as readers:
             await decoding.see(2)
-            for _ in range(self.shapes.repeats):
-                _, first_s = await self.first_token(tokens)
-                await decoding.see(2)
-                gap = min(decoding.gaps(), key=lambda gap: abs(gap[1] - first_s))
-                found.append((gap[1] - gap[0], decoding.context_in(gap)))
-        return StepSample(
-            seconds=median(seconds for seconds, _ in found),
-            num_decodes=batch,
-            context=round(median(held for _, held in found)),
-            prompts=(tokens,),
-        )
+            for _ in range(self.shapes.repeats + 1):
+                member = decoding.join(tokens, _PASSING)
+                readers.start_soon(self._read, member, decoding)
+                await decoding.until(partial(_decodes_again, member))
+            await decoding.until(
+                lambda: all(member.has_ended for member in decoding.members[len(contexts) :])
+            )
+            await decoding.see(1)
+        beside = len(contexts) + 1  # with the one that came before, or comes next
+        found: dict[_Kind, list[StepSample]] = {}
+        for step in decoding.steps():
+            found.setdefault(_kind(step), []).append(step)
+        kinds = ((beside, (tokens,), 0, 0), (beside + 1, (), 1, 0), (beside, (), 0, 1))
+        return [_mean(found[kind]) for kind in kinds if kind in found]
 
     @asynccontextmanager
-    async def _decoding(self, batch: int, context: int, most: int) -> AsyncGenerator[_Decoding]:
+    async def _decoding(self, contexts: Sequence[int], most: int) -> AsyncGenerator[_Decoding]:
         """Have requests decode for as long as the block runs, from when all of them do."""
-        requests = [self._request(context, most) for _ in range(batch)]
-        decoding = _Decoding(context, [[] for _ in requests])
+        decoding = _Decoding()
         async with anyio.create_task_group() as readers:
-            for request, times in zip(requests, decoding.times, strict=True):
-                readers.start_soon(self._read, request, times, decoding)
+            for tokens in contexts:
+                readers.start_soon(self._read, decoding.join(tokens, most), decoding)
             await decoding.begin()
             yield decoding
+            decoding.is_over = True
             readers.cancel_scope.cancel()
         await self.first_token(2)  # so that nothing of it is left in the next kind's first step
 
-    async def _read(self, request: Request, times: list[float], decoding: _Decoding) -> None:
-        async with self._engine.stream(request) as stream:
+    async def _read(self, member: _Member, decoding: _Decoding) -> None:
+        async with self._engine.stream(self._request(member.context, member.most)) as stream:
             async for _ in stream:
-                times.append(anyio.current_time())
+                member.times.append(anyio.current_time())
                 decoding.came.set()
-        if not decoding.is_seen:
+        if member is decoding.members[0] and not decoding.is_over:
             raise InstanceError(
                 f"Engine {self._engine.id!r} gave a request all its tokens before what was measured had been "
                 "seen; ask for fewer steps."
@@ -256,39 +284,88 @@ class _Bench:
         )
 
 
-class _Decoding:
-    """When each of some requests got its tokens; each had `context` tokens to begin with."""
+def _spread(batch: int, context: int) -> list[int]:
+    """Contexts of a batch from half to twice as long as one, evenly in their logarithms."""
+    return [max(1, round(context * 2 ** ((2 * at + 1) / batch - 1))) for at in range(batch)]
 
-    def __init__(self, context: int, times: list[list[float]]) -> None:
-        self.times = times
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A request: the tokens it begins with, the most it gets, and when each came."""
+
+    context: int
+    most: int
+    times: list[float] = field(default_factory=list[float])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has all its tokens."""
+        return len(self.times) == self.most
+
+
+def _decodes_again(member: _Member) -> bool:
+    """Whether it has decoded once."""
+    return len(member.times) > 1
+
+
+class _Decoding:
+    """When each of some requests got its tokens; the first of them is there from beginning to end."""
+
+    def __init__(self) -> None:
+        self.members: list[_Member] = []
         self.came = anyio.Event()
-        self.is_seen = False
-        self._context, self._begun_s = context, 0.0
+        self.is_over = False
+        self._begun_s = 0.0
+
+    def join(self, context: int, most: int) -> _Member:
+        """Know of one more."""
+        self.members.append(member := _Member(context, most))
+        return member
 
     async def begin(self) -> None:
         """Return once all decode."""
-        while not all(self.times):
-            await self._next()
-        self._begun_s = max(times[0] for times in self.times)
+        await self.until(lambda: all(member.times for member in self.members))
+        self._begun_s = max(member.times[0] for member in self.members)
 
     async def see(self, steps: int) -> None:
         """Return after so many steps more."""
-        num_tokens = len(self.times[0]) + steps + 1  # the step under way is none of them
-        self.is_seen = False
-        while len(self.times[0]) < num_tokens:
-            await self._next()
-        self.is_seen = True
+        clock = self.members[0].times
+        num_tokens = len(clock) + steps + 1  # the step under way is none of them
+        await self.until(lambda: len(clock) >= num_tokens)
 
-    def gaps(self) -> list[tuple[float, float]]:
-        """From when to when each step took, from the moment on at which all decoded."""
-        times = [time_s for time_s in self.times[0] if time_s >= self._begun_s]
-        return list(itertools.pairwise(times))
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Return once something is so, looked at as tokens come."""
+        while not is_so():
+            self.came = anyio.Event()
+            await self.came.wait()
 
-    def context_in(self, gap: tuple[float, float]) -> int:
-        """Tokens in KV blocks that the step attended to: all but the last that each request had."""
-        middle_s = (gap[0] + gap[1]) / 2  # tokens of one step come out one after another
-        return sum(self._context + bisect(times, middle_s) - 1 for times in self.times)
+    def steps(self) -> Iterator[StepSample]:
+        """Yield the steps since all decoded: a step is what lies between two tokens of the first request."""
+        clock = self.members[0].times
+        middles = [(one + other) / 2 for one, other in itertools.pairwise(clock)]
+        for at in range(1, len(middles) - 1):
+            # Tokens of one step come out one after another, so those of others are about at the same time.
+            before_s, now_s, after_s = middles[at - 1 : at + 2]
+            if clock[at] >= self._begun_s:
+                yield self._step(clock[at + 1] - clock[at], before_s, now_s, after_s)
 
-    async def _next(self) -> None:
-        self.came = anyio.Event()
-        await self.came.wait()
+    def _step(self, seconds: float, before_s: float, now_s: float, after_s: float) -> StepSample:
+        """A step in whose middle it is `now_s`, as those before and after it have their own."""
+        prompts, num_decodes, context, joined, left = list[int](), 0, 0, 0, 0
+        for member in self.members:
+            num_tokens = bisect(member.times, now_s)
+            if num_tokens == member.most:
+                left += member.times[-1] > before_s
+            elif num_tokens:
+                num_decodes, context = num_decodes + 1, context + member.context + num_tokens - 1
+                joined += num_tokens == 1
+            elif member.times and member.times[0] < after_s:
+                prompts.append(member.context)
+        return StepSample(
+            seconds=seconds,
+            num_decodes=num_decodes,
+            context=context,
+            prompts=tuple(prompts),
+            joined=joined,
+            left=left,
+        )

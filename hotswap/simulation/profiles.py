@@ -23,6 +23,8 @@ from hotswap.hardware import DeviceProfile
 __all__ = ["PROFILES", "Profile"]
 
 _GB = 10**9
+# What profiles that were written earlier do not have, and then is 0.
+_LATER = frozenset({"chunk_s", "join_s", "leave_s"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class Profile:
         except (OSError, ValueError) as exc:
             raise ConfigError(f"{str(place)!r} cannot be read as a profile: {exc}.") from exc
         values = _checked(cls, whole, str(place))
-        device = DeviceProfile(**_checked(DeviceProfile, values.pop("device"), str(place)))
+        device = DeviceProfile(**_checked(DeviceProfile, values.pop("device"), str(place), later=_LATER))
         return cls(device=device, **values)
 
     def as_json(self) -> str:
@@ -66,13 +68,13 @@ class Profile:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def _checked(made: type, value: object, place: str) -> dict[str, Any]:
-    """The values of a dataclass as JSON has them: all of them there, of their kind, finite, and no others."""
+def _checked(made: type, value: object, place: str, *, later: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The values of a dataclass as JSON has them: of their kind, finite, all but `later`, and no others."""
     names = {field.name: field.type for field in fields(made)}
     if not isinstance(value, dict):
         raise ConfigError(f"{place!r} is no profile: where {made.__name__} should be is {value!r}.")
     found = cast("Mapping[str, object]", value)
-    for name in [*names, *found]:
+    for name in [*(name for name in names if name not in later or name in found), *found]:
         if name not in found or name not in names:
             what = "lacks" if name in names else "has, and should not,"
             raise ConfigError(f"{place!r} {what} {name!r}; write it again with `hotswap fit`.")

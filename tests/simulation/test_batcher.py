@@ -44,7 +44,13 @@ def seated(prompt: int, output: int = 50, *, at_s: float = 0.0, priority: int = 
     return Counted(request, Nobody(), output)
 
 
-def batcher_of(num_blocks: int, *, batching: Batching = "prefill_first", watermark: float = 0.0) -> Batcher:
+def batcher_of(
+    num_blocks: int,
+    *,
+    batching: Batching = "prefill_first",
+    watermark: float = 0.0,
+    turnover: bool = False,
+) -> Batcher:
     return Batcher(
         num_blocks=num_blocks,
         block_tokens=BLOCK,
@@ -52,6 +58,7 @@ def batcher_of(num_blocks: int, *, batching: Batching = "prefill_first", waterma
         token_budget=1000,
         batching=batching,
         watermark=watermark,
+        turnover=turnover,
     )
 
 
@@ -207,3 +214,32 @@ def test_a_prompt_of_nearly_all_blocks_does_not_wait_for_a_watermark() -> None:
     batcher.add(large)
     batcher.add(next_one)
     assert batcher.plan().chunks == {large: 9 * BLOCK}
+
+
+# ------------------------------------------------------------------ turnover
+
+
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+@given(st.lists(st.lists(st.integers(1, 6), max_size=3), max_size=12))
+def test_everybody_joins_once_and_is_missed_once_if_others_go_on(
+    batching: Batching, coming: list[list[int]]
+) -> None:
+    """A step tells how many decode for the first time, and how many of the last decodes are gone."""
+    batcher = batcher_of(1000, batching=batching, turnover=True)
+    before: set[object] = set()
+    joined: list[object] = []
+    for lengths in [*coming, *[[]] * 60]:
+        for tokens in lengths:
+            batcher.add(seated(5, tokens))
+        step = batcher.plan()
+        decodes: set[object] = {sequence for sequence in step.chunks if sequence.num_pending == 1}
+        if decodes:
+            assert step.num_joined == len(decodes - before)
+            assert step.num_left == (len(before - decodes) if before & decodes else 0)
+            joined += decodes - before
+        else:
+            assert step.num_joined == step.num_left == 0
+        before = decodes if decodes or not step.num_tokens else before
+        batcher.commit(step)
+    assert not len(batcher)
+    assert len(joined) == len(set(joined)) == sum(tokens > 1 for lengths in coming for tokens in lengths)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hotswap import Adapter, ConfigError, FleetView, InstanceId, Model, Router, Scheduler
 from hotswap.backends.sim import SimStore
-from hotswap.backends.sim.batcher import Batcher
+from hotswap.backends.sim.batcher import Batcher, Batching
 from hotswap.backends.sim.load import Reporting
 from hotswap.backends.sim.sequence import Sequence as Seated
 from hotswap.backends.sim.sequence import Step
@@ -40,7 +40,7 @@ from hotswap.policies import (
     WeightedLoadSwap,
 )
 from hotswap.request import ModelId, Request, RequestId, Sampling
-from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, generate, simulate
+from hotswap.simulation import PROFILES, Cluster, Outcome, Trace, TraceRequest, generate, simulate
 from hotswap.simulation.events import EventEngine, EventFleet, Rider
 from hotswap.simulation.events.engine import Counted
 from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
@@ -130,6 +130,10 @@ def mixed(seed: int, *, adapters: int = 0, rate_per_s: float = 8) -> Trace:
     )
 
 
+TURNING = replace(
+    PROFILES["a10-llama-7b"],
+    device=replace(PROFILES["a10-llama-7b"].device, chunk_s=0.003, join_s=0.011, leave_s=0.004),
+)
 SWAP = WeightedLoadSwap(4, 50, 2, patience_s=3.0)
 LLUMNIX = InOrder(RestoreFloors(), VirtualUsageRescheduler())
 
@@ -204,6 +208,26 @@ def test_nodes_whose_engines_load_at_once(victims: Literal["move", "evict", "sta
     assert {swap.tier for swap in outcome.swaps} >= {"disk", "host"}
 
 
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+@pytest.mark.parametrize("prefix_reuse", [False, True])
+def test_steps_that_take_longer_as_requests_come_and_go(batching: Batching, prefix_reuse: bool) -> None:
+    """With preemption, staged moves and a lost engine among them."""
+    cluster = Cluster(
+        num_engines=3,
+        profile=TURNING,
+        min_replicas=3,
+        losses=((12.0, "e1"),),
+        batching=batching,
+        prefix_reuse=prefix_reuse,
+    )
+    steady = replace(cluster, profile=PROFILES["a10-llama-7b"])
+    trace = long_ones(4, 4.0)
+    one, other = (
+        assert_same(trace, each, router=RoundRobinRouter(), scheduler=LLUMNIX) for each in (cluster, steady)
+    )
+    assert one.summary()["tpot_s_mean"] > other.summary()["tpot_s_mean"]
+
+
 arrivals = st.lists(
     st.builds(
         TraceRequest,
@@ -220,11 +244,13 @@ arrivals = st.lists(
 
 
 @settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(arrivals, st.integers(1, 3), st.sampled_from([64, 512, 2048]), st.integers(1, 6))
+@given(arrivals, st.integers(1, 3), st.sampled_from([64, 512, 2048]), st.integers(1, 6), st.booleans())
 def test_any_requests(
-    requests: list[TraceRequest], num_engines: int, token_budget: int, max_requests: int
+    requests: list[TraceRequest], num_engines: int, token_budget: int, max_requests: int, turning: bool
 ) -> None:
     cluster = Cluster(num_engines=num_engines, token_budget=token_budget, max_requests=max_requests)
+    if turning:
+        cluster = replace(cluster, profile=TURNING)
     assert_same(Trace.of(requests), cluster, router=LeastLoadedRouter(), scheduler=SWAP)
 
 
@@ -256,7 +282,9 @@ def seated(prompt_tokens: int, output_tokens: int) -> Counted:
 
 def decoding(lengths: Sequence[tuple[int, int]], num_blocks: int) -> tuple[Batcher, Step] | None:
     """A batch of requests with their first token, and the step that follows; none if they do not fit."""
-    batcher = Batcher(num_blocks=num_blocks, block_tokens=16, max_requests=64, token_budget=100_000)
+    batcher = Batcher(
+        num_blocks=num_blocks, block_tokens=16, max_requests=64, token_budget=100_000, turnover=True
+    )
     for prompt_tokens, output_tokens in lengths:
         batcher.add(seated(prompt_tokens, output_tokens))
     first = batcher.plan()
@@ -277,7 +305,7 @@ def test_a_stretch_is_as_long_as_steps_are_alike_and_ends_when_they_do(
     if ready is None:
         return
     batcher, step = ready
-    profile = DeviceProfile()
+    profile = DeviceProfile(join_s=0.003, leave_s=0.001)
     left = min(s.limit - s.position for s in step.chunks if isinstance(s, Counted))
     steps = num_alike(step, batcher, left)
     stretch = Stretch.of(step, steps, 10.0, profile)
@@ -291,7 +319,7 @@ def test_a_stretch_is_as_long_as_steps_are_alike_and_ends_when_they_do(
             assert len(batcher) == len(members), "somebody ended before the last step"
             step = batcher.plan()
     ends = list(accumulate(seconds, initial=10.0))
-    assert [stretch.end_s(count) for count in range(steps + 1)] == pytest.approx(ends)
+    assert [stretch.end_s(count) for count in range(1, steps + 1)] == pytest.approx(ends[1:])
     for count, end_s in enumerate(ends[1:-1], start=1):
         assert stretch.num_ended(end_s - 1e-9) == count - 1
         assert stretch.num_ended(end_s + 1e-9) == count

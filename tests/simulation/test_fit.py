@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
 from random import Random
@@ -32,6 +32,10 @@ KINDS = [
     *(
         StepSample(seconds=1, num_decodes=batch, context=batch * 40, prompts=(tokens,))
         for batch, tokens in itertools.product((1, 4, 16), SIZES[1::2])
+    ),
+    *(
+        StepSample(seconds=1, num_decodes=batch, context=batch * 100, joined=joined, left=1 - joined)
+        for batch, joined in itertools.product((2, 6, 18), (0, 1))
     ),
 ]
 
@@ -68,6 +72,9 @@ def devices(draw: st.DrawFn) -> DeviceProfile:
         context_token_s=draw(st.sampled_from([0.0, 1e-3, 1e-2])) * token_s,
         decode_s=draw(st.sampled_from([0.0, 0.005])),
         prefill_square_s=draw(st.sampled_from([0.0, 1e-4, 1e-3])) * token_s,
+        chunk_s=draw(st.sampled_from([0.0, 0.001])),
+        join_s=draw(st.sampled_from([0.0, 0.002])),
+        leave_s=draw(st.sampled_from([0.0, 0.001])),
         load_bytes_per_s=draw(seconds(1e8, 1e11)),
         unload_s=draw(seconds(1e-3, 1.0)),
     )
@@ -77,7 +84,15 @@ def any_step(draw: st.DrawFn) -> StepSample:
     decodes = draw(st.integers(0, 16))
     context = decodes * draw(st.integers(1, 500))
     prompts = draw(st.lists(st.integers(2, 1000), min_size=0 if decodes else 1, max_size=1))
-    return StepSample(seconds=1, num_decodes=decodes, context=context, prompts=tuple(prompts))
+    joined, left = draw(st.integers(0, decodes)), draw(st.integers(0, 4 if decodes else 0))
+    return StepSample(
+        seconds=1,
+        num_decodes=decodes,
+        context=context,
+        prompts=tuple(prompts),
+        joined=joined,
+        left=left,
+    )
 
 
 any_steps = st.composite(any_step)
@@ -106,6 +121,9 @@ def test_a_fit_recovers_the_coefficients(device: DeviceProfile) -> None:
         ("context_token_s", 16 * 512),
         ("request_s", 16),
         ("decode_s", 1),
+        ("chunk_s", 1),
+        ("join_s", 1),
+        ("leave_s", 1),
         ("floor_s", 1 if device.floor_s else 0),
     ):
         known, found = getattr(device, name), getattr(fitted, name)
@@ -130,8 +148,9 @@ def test_no_coefficient_is_below_zero_whatever_was_measured(device: DeviceProfil
     random = Random(seed)
     wild = [replace(step, seconds=step.seconds * random.uniform(0.2, 5)) for step in timed(device)]
     fitted = fit_steps(wild)
-    for name in ("floor_s", "floor_token_s", "base_s", "token_s", "request_s", "context_token_s", "decode_s"):
-        assert getattr(fitted, name) >= 0
+    for field in fields(DeviceProfile):
+        if field.name.endswith("_s"):
+            assert getattr(fitted, field.name) >= 0
 
 
 @given(
@@ -204,8 +223,9 @@ def seen_of(
 
     told = Told()
     seen = run(scenario)
-    total = shapes.rounds * len(seen.steps)
+    total = len(told.pairs)
     assert told.pairs == [(n, total) for n in range(1, total + 1)]
+    assert total % shapes.rounds == 0
     return seen
 
 
@@ -242,9 +262,22 @@ def test_what_is_measured_of_a_simulated_engine_gives_its_device_back(device: De
 
 def test_kinds_of_steps_for_which_there_is_no_room_are_left_out() -> None:
     seen = seen_of(DeviceProfile(), SMALL, kv_blocks=64, max_requests=4)
-    assert {step.num_decodes for step in seen.steps} == {0, 1, 4}
+    assert {step.num_decodes for step in seen.steps if not step.prompts} == {1, 2, 3, 4}
     assert max(step.num_tokens for step in seen.steps) <= 1024
     assert all(step.context + step.num_tokens < 64 * 16 for step in seen.steps)
+
+
+def test_steps_in_which_requests_come_and_go_are_measured_for_each_batch_and_prompt() -> None:
+    """Each prompt is computed, decodes for the first time, and leaves beside the one before or after it."""
+    shapes = replace(SMALL, batches=(1, 4), prompts=(2, 8, 32, 96))
+    kinds = {(step.num_decodes, step.prompts, step.joined, step.left) for step in fit_samples(shapes)}
+    for batch in (1, 4):
+        assert {(batch + 1, (8,), 0, 0), (batch + 1, (96,), 0, 0)} <= kinds
+        assert {(batch + 2, (), 1, 0), (batch + 1, (), 0, 1)} <= kinds
+
+
+def fit_samples(shapes: Shapes) -> tuple[StepSample, ...]:
+    return seen_of(DeviceProfile(), shapes).steps
 
 
 def test_an_engine_is_left_empty_also_where_measuring_breaks_off() -> None:
@@ -271,6 +304,16 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(profile.as_json())
     assert Profile.read(path) == profile
+
+
+def test_a_profile_from_before_turnover_was_measured_predicts_as_it_did(tmp_path: Path) -> None:
+    profile = fit_profile(measured(timed(DeviceProfile()))).profile
+    whole = json.loads(profile.as_json())
+    for name in ("chunk_s", "join_s", "leave_s"):
+        del whole["device"][name]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(whole))
+    assert Profile.read(path).device == replace(profile.device, chunk_s=0.0, join_s=0.0, leave_s=0.0)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ class Batcher:
     With `prefix_reuse`, whole blocks of prompts are computed once for all who begin with them, also after
     they have ended: such blocks count as free, and go when the room is needed, those used longest ago first.
 
+    With `turnover`, steps say how many joined those who decode, and how many left them.
+
     Attributes:
         prefills_first: Whether whole prompts go first.
         on_change: Called before any of it changes.
@@ -71,6 +73,7 @@ class Batcher:
         batching: Batching = "mixed",
         watermark: float = 0.0,
         prefix_reuse: bool = False,
+        turnover: bool = False,
     ) -> None:
         self.num_blocks = self.num_free_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -87,6 +90,8 @@ class Batcher:
         self.prefills_first = batching == "prefill_first"
         self._kept_free = int(watermark * num_blocks)
         self._prefixes = Prefixes() if prefix_reuse else None
+        self._counts_turnover = turnover
+        self._decoded: set[Sequence] = set()  # in the last step that had decodes, unless idle since
         self.num_reused_tokens = 0
 
     def __len__(self) -> int:
@@ -198,6 +203,12 @@ class Batcher:
     def plan(self) -> Step:
         """Compose the next step and take the blocks it needs; empty when there is nothing to do."""
         self.on_change()
+        step = self._composed()
+        if self._counts_turnover:
+            self._count_turnover(step)
+        return step
+
+    def _composed(self) -> Step:
         step = Step()
         if self.prefills_first:
             self._add_prefills(step)
@@ -230,6 +241,16 @@ class Batcher:
             if sequence.num_pending == 0 and sequence.generate():
                 self.remove(sequence)
                 sequence.close()
+
+    def _count_turnover(self, step: Step) -> None:
+        decodes = {sequence for sequence in step.chunks if sequence.num_pending == 1}
+        if decodes:
+            num_stayed = len(decodes & self._decoded)
+            step.num_joined = len(decodes) - num_stayed
+            # Where nobody stays there is nobody to close up.
+            step.num_left = len(self._decoded) - num_stayed if num_stayed else 0
+        if decodes or not step.num_tokens:
+            self._decoded = decodes
 
     def _add_prefills(self, step: Step) -> None:
         """Fill a step with whole prompts; those who come with their blocks decode in the next one."""

@@ -101,6 +101,7 @@ class SimEngine(Engine):
             batching=batching,
             watermark=watermark,
             prefix_reuse=prefix_reuse,
+            turnover=self.profile.turnover_s(joined=1, left=1) > 0,
         )
         self._batcher.clock = anyio.current_time
         self._reports = Reports(reporting, self._batcher)

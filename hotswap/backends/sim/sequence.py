@@ -60,13 +60,20 @@ class Sequence(ABC):
 
 
 class Step:
-    """One pass over the device: how many tokens of which sequence."""
+    """One pass over the device: how many tokens of which sequence.
 
-    __slots__ = ("chunks", "num_tokens")
+    Attributes:
+        chunks: Tokens of each sequence.
+        num_tokens: All of them.
+        num_joined: How many sequences decode for the first time, where that takes time.
+        num_left: How many others have left since they decoded last, likewise.
+    """
+
+    __slots__ = ("chunks", "num_joined", "num_left", "num_tokens")
 
     def __init__(self) -> None:
         self.chunks: dict[Sequence, int] = {}
-        self.num_tokens = 0
+        self.num_tokens = self.num_joined = self.num_left = 0
 
     @property
     def num_context(self) -> int:
@@ -75,6 +82,14 @@ class Step:
 
     def seconds(self, profile: DeviceProfile) -> float:
         """How long it takes on a device."""
+        return self.steady_s(profile) + self.turnover_s(profile)
+
+    def turnover_s(self, profile: DeviceProfile) -> float:
+        """How much of that is for those who joined or left."""
+        return profile.turnover_s(joined=self.num_joined, left=self.num_left)
+
+    def steady_s(self, profile: DeviceProfile) -> float:
+        """How long it would take if the same had decoded before."""
         prefills = [(s.num_cached, count) for s, count in self.chunks.items() if s.num_pending > 1]
         return profile.step_s(
             tokens=self.num_tokens,
@@ -82,6 +97,7 @@ class Step:
             context=self.num_context,
             prefill=sum(count for _, count in prefills),
             prefill_squares=sum(count * (count + 2 * cached) for cached, count in prefills),
+            chunks=len(prefills),
         )
 
     def add(self, sequence: Sequence, count: int) -> None:

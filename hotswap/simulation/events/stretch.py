@@ -18,9 +18,9 @@ class Stretch:
     """Steps of the same sequences, each one token further: step `i` lasts `first_s + i more_s`.
 
     Attributes:
-        started_s: When the first began.
+        started_s: When the first began, or would have if nobody had joined or left: that delays all.
         num_steps: How many they are.
-        first_s: How long the first lasts.
+        first_s: How long the first lasts from then on.
         more_s: By how much each lasts longer than the one before, for the context has grown.
     """
 
@@ -33,7 +33,8 @@ class Stretch:
     def of(cls, step: Step, num_steps: int, started_s: float, profile: DeviceProfile) -> Stretch:
         """Return so many steps like this one, on a device."""
         batch = len(step.chunks)
-        return cls(started_s, num_steps, step.seconds(profile), batch * profile.context_token_s)
+        begun_s = started_s + step.turnover_s(profile)
+        return cls(begun_s, num_steps, step.steady_s(profile), batch * profile.context_token_s)
 
     def end_s(self, num_steps: int) -> float:
         """When that many of them have ended."""
@@ -43,7 +44,7 @@ class Stretch:
     def num_ended(self, now_s: float) -> int:
         """How many have, of those before the last."""
         half = self.more_s / 2
-        linear_s, passed_s = self.first_s - half, now_s - self.started_s
+        linear_s, passed_s = self.first_s - half, max(0.0, now_s - self.started_s)
         if half:
             ended = int((sqrt(linear_s * linear_s + 4 * half * passed_s) - linear_s) / (2 * half))
         else:
