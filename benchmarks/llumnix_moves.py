@@ -51,9 +51,10 @@ def move(context: int) -> dict[str, float]:
     again_s = profile.device.step_s(
         tokens=context, batch=1, context=0, prefill=context, prefill_squares=context**2
     )
+    copy_s = profile.device.kv_s(context * profile.kv_bytes_per_token)
     return {
         "migration_downtime": 1000 * (record.downtime_s - step_s),
-        "blocking_copy_downtime": 1000 * profile.device.kv_s(context * profile.kv_bytes_per_token),
+        "blocking_copy_downtime": 1000 * (profile.device.handover_s + copy_s),
         "recompute_downtime": 1000 * again_s,
     }
 

@@ -47,7 +47,9 @@ class DeviceProfile:
     line is what an engine does as requests come and go, and 0 unless it was measured: the attention of each
     prompt is a call of its own; the keys of a request that `joined`, whose first decode this is, are laid
     beside those of the others; and the others close up where one has `left` since they decoded last. An
-    adapter is there after `adapter_s`, and KV blocks of moving requests are copied at `kv_bytes_per_s`.
+    adapter is there after `adapter_s`. KV blocks of moving requests are copied at `kv_bytes_per_s`, and one
+    that stands still to be handed over does so for `handover_s` more than its last copy takes, for the
+    messages of both ends.
     """
 
     name: str = "laptop"
@@ -68,6 +70,7 @@ class DeviceProfile:
     unload_s: float = 0.05
     adapter_s: float = 0.015
     kv_bytes_per_s: float = 5e9
+    handover_s: float = 0.0
 
     def step_s(
         self,

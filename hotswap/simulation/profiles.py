@@ -180,11 +180,13 @@ PROFILES: dict[str, Profile] = {
             context_token_s=1.45e-6,
             decode_s=0.02512,
             prefill_square_s=5.09e-9,
+            handover_s=0.012,
         ),
         _LLAMA_7B,
         _KV_7B,
         "the points of Sun et al., Llumnix, OSDI 2024, figure 10 (vLLM 0.2.0)",
-        "prefill within 2 %; decode is exact at 8192 tokens, and split from there by a roofline",
+        "prefill within 2 %; decode is exact at 8192 tokens, and split from there by a roofline; copies at "
+        "once within 7.5 %, pauses within 4 ms up to 2048 tokens, 7 and 11 ms too short at 4096 and 8192",
         kv_blocks=785,
     ),
     "a40-llama-2-7b": _measured(

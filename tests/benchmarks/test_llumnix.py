@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import llumnix
+from benchmarks.llumnix_moves import move
 from benchmarks.llumnix_paper import PAPER, TOLERANCES, Key, verdict
 from benchmarks.llumnix_report import claims, series_of
 from benchmarks.llumnix_trace import START_S, lengths, with_priorities, workload
@@ -117,3 +118,9 @@ def test_what_a_file_has_is_not_simulated_again(tmp_path: Path, capsys: pytest.C
     assert llumnix.main(["--json", str(place), "--show"]) == 0
     assert run.row in capsys.readouterr().out
     assert json.loads(place.read_text()) == {"runs": known}
+
+
+@pytest.mark.parametrize("context", [256, 2048])
+def test_a_move_pauses_its_request_about_as_long_as_in_the_paper(context: int) -> None:
+    theirs = PAPER[Key("10", "LLaMA-7B", "migration_downtime", float(context))]["ms"]
+    assert move(context)["migration_downtime"] == pytest.approx(theirs, abs=5.0)

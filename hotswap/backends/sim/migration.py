@@ -169,6 +169,7 @@ class SimKVSink(KVSink):
         self.layout = layout
         self._request, self._batcher = request, desk.batcher
         self._check, self._arrivals = check, desk.arrivals
+        self._handover_s = desk.profile.handover_s
         self._num_blocks = self._num_tokens = 0
         self._closed = False
         self._heard_s = anyio.current_time()
@@ -193,7 +194,7 @@ class SimKVSink(KVSink):
         self._num_tokens = max(self._num_tokens, end)
 
     async def commit(self, tokens: Sequence[int]) -> None:
-        await checkpoint()
+        await anyio.sleep(self._handover_s)
         self._hear()
         if tuple(tokens[: self._request.num_tokens]) != self._request.tokens:
             raise aborted("commit", "the request is not the one that was announced")
