@@ -2,6 +2,7 @@
 
     python -m benchmarks fit                       a miniature Llama on the CPU
     python -m benchmarks fit --json fit.json
+    python -m benchmarks fit --processor           in processor time, on a machine that others use
 
 The torch engine first serves other requests for as long, so that it has met steps of most sizes: those that
 are new to it take longer, and a model does not know which are. Then in every round it is measured through its
@@ -23,6 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 import anyio
+from anyio.from_thread import start_blocking_portal
 
 from benchmarks.measure import Summary, machine, ratios, versions, write_json
 from benchmarks.table import show
@@ -42,6 +44,8 @@ _WORK = Path(".cache/benchmarks")
 _MODEL = "m"
 # Seeds of the requests that are played in every round, and of those that come before.
 _PLAYED, _WARMED = 1, 2
+# In so many seconds an idle engine has packed the weights of so small a model.
+_PACKING_S = 3.0
 _WHO = ("real", "simulated")
 
 
@@ -59,6 +63,7 @@ class Settings:
         rounds: How often all of it is done.
         threads: CPU threads of a step.
         shapes: Which steps are measured.
+        processor: Whether the torch engine's time is that of the processor, not the clock's; see `paced`.
     """
 
     hidden: int = 256
@@ -70,6 +75,7 @@ class Settings:
     rounds: int = 3
     threads: int = 1
     shapes: Shapes = field(default_factory=lambda: Shapes(contexts=(32, 128, 384)))
+    processor: bool = False
 
 
 def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
@@ -78,7 +84,8 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fit-", dir=directory) as work:
         _write_model(settings, Path(work))
         place = machine(Path(work))
-        rounds = anyio.run(_real, settings, Path(work) / "store")
+        root = Path(work) / "store"
+        rounds = _paced(settings, root) if settings.processor else anyio.run(_real, settings, root)
     fits = [fit for fit, _, _ in rounds]
     real = {"ttft_s": [ttft_s for _, ttft_s, _ in rounds], "tpot_s": [tpot_s for _, _, tpot_s in rounds]}
     played = [run(_simulated, settings, fit.profile) for fit in fits]
@@ -135,23 +142,58 @@ def _arrivals(settings: Settings, seed: int) -> list[Arrival]:
 
 async def _real(settings: Settings, root: Path) -> list[tuple[Fit, float, float]]:
     """Measure and fit the torch engine, then play the trace to it, round by round."""
-    engine = TorchEngine(
+    engine, store = _torch_engine(settings), TieredStore(PinnedStore("1 GiB"), NvmeStore(root))
+    async with store, engine:
+        card = ModelCard.of(Model(_MODEL), await store.manifest(ModelId(_MODEL)))
+        return await _rounds(engine, card, store, settings)
+
+
+def _paced(settings: Settings, root: Path) -> list[tuple[Fit, float, float]]:
+    """The same in virtual time, in which a step takes as long as the processor works on it."""
+    import torch
+
+    from benchmarks.paced import PacedEngine
+
+    async def paced() -> list[tuple[Fit, float, float]]:
+        manifest = sim_manifest(_MODEL, card.weight_bytes, kv_bytes_per_token=card.kv_bytes_per_token)
+        async with SimStore([manifest]) as sim_store, PacedEngine(engine) as stands_in:
+            return await _rounds(stands_in, card, sim_store, settings)
+
+    engine, store = _torch_engine(settings), TieredStore(PinnedStore("1 GiB"), NvmeStore(root))
+    torch.set_num_threads(settings.threads)
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(store),
+        portal.wrap_async_context_manager(engine),
+    ):
+        card = ModelCard.of(Model(_MODEL), portal.call(store.manifest, ModelId(_MODEL)))
+        portal.call(engine.load, card, store)
+        portal.call(anyio.sleep, _PACKING_S)
+        rounds = run(paced)
+        portal.call(engine.unload)
+    return rounds
+
+
+def _torch_engine(settings: Settings) -> TorchEngine:
+    return TorchEngine(
         "torch",
         token_budget=settings.token_budget,
         max_requests=settings.max_requests,
         threads=settings.threads,
         prefix_reuse=False,  # the trace is played more than once
     )
-    store = TieredStore(PinnedStore("1 GiB"), NvmeStore(root))
-    async with store, engine:
-        card = ModelCard.of(Model(_MODEL), await store.manifest(ModelId(_MODEL)))
-        shapes = replace(settings.shapes, token_budget=settings.token_budget)
-        rounds: list[tuple[Fit, float, float]] = []
-        await _played(engine, card, store, settings, seed=_WARMED)
-        for number in range(settings.rounds):
-            fit = fit_profile(await measure_engine(engine, card, store, replace(shapes, seed=number)))
-            rounds.append((fit, *await _played(engine, card, store, settings)))
-        return rounds
+
+
+async def _rounds(
+    engine: Engine, card: ModelCard, store: WeightStore, settings: Settings
+) -> list[tuple[Fit, float, float]]:
+    shapes = replace(settings.shapes, token_budget=settings.token_budget)
+    rounds: list[tuple[Fit, float, float]] = []
+    await _played(engine, card, store, settings, seed=_WARMED)
+    for number in range(settings.rounds):
+        fit = fit_profile(await measure_engine(engine, card, store, replace(shapes, seed=number)))
+        rounds.append((fit, *await _played(engine, card, store, settings)))
+    return rounds
 
 
 async def _simulated(settings: Settings, profile: Profile) -> tuple[float, float]:
@@ -205,8 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=Settings().rate_per_s, help="requests a second")
     parser.add_argument("--full", action="store_true", help="play for a minute, five times")
     parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser.add_argument("--processor", action="store_true", help="in processor time, not by the clock")
     options = parser.parse_args(arguments)
-    settings = Settings(rate_per_s=options.rate)
+    settings = Settings(rate_per_s=options.rate, processor=options.processor)
     report = measure(replace(settings, seconds=60.0, rounds=5) if options.full else settings)
     rows = [
         [

@@ -11,9 +11,11 @@ from hotswap.simulation import Shapes
 
 
 @pytest.mark.slow
-def test_a_simulated_engine_is_set_beside_the_one_it_was_fitted_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processor", [False, True])
+def test_a_simulated_engine_is_set_beside_the_one_it_was_fitted_to(tmp_path: Path, processor: bool) -> None:
+    """By the clock, and in virtual time that goes on as the processor works."""
     shapes = Shapes(batches=(1, 4), contexts=(16,), steps=3, repeats=1, rounds=1, loads=1)
-    settings = fit.Settings(hidden=64, layers=2, seconds=2.0, rounds=2, shapes=shapes)
+    settings = fit.Settings(hidden=64, layers=2, seconds=2.0, rounds=2, shapes=shapes, processor=processor)
     report = fit.measure(settings, tmp_path)
     assert report["num_requests"] > 3
     for name in ("ttft_s", "tpot_s"):
