@@ -6,9 +6,9 @@
 
 The torch engine first serves other requests for as long, so that it has met steps of most sizes: those that
 are new to it take longer, and a model does not know which are. Then in every round it is measured through its
-interface, the latency model is fitted to that, and the same requests come to both engines
-at the same moments: to the real one by the clock, to the simulated one in virtual time. Mean TTFT and TPOT of
-the two are compared within the round, in which a slow minute hits both. Wants a quiet machine all the same.
+interface, the latency model is fitted to that, and the same requests come to both engines at the same
+moments: to the real one by the clock, to the simulated one in virtual time. Mean TTFT and TPOT of the two are
+compared within the round, in which a slow minute hits both. Wants a quiet machine all the same.
 """
 
 from __future__ import annotations
