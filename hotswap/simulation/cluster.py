@@ -44,7 +44,8 @@ class Cluster:
         num_engines: Instances, `e0` and so on.
         num_nodes: Nodes that they are spread over evenly, `n0` with the first of them and so on. Each has a
             host tier and a disk of its own, with every model on it, and what its engines read at once shares
-            their bandwidth. 0 is one store for all, from which each reads as if alone.
+            their bandwidth, a model that several want being read once. 0 is one store for all, from which
+            each reads as if alone.
         profile: Their device and the size of every model; a name of `PROFILES` will do.
         host_bytes: Room of the host tier (of each node) for weights; `None` is without bound, 0 none.
         host_bytes_per_s: What the host tier reads at.

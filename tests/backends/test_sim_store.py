@@ -202,6 +202,77 @@ async def test_what_is_yet_to_be_read_is_queued() -> None:
     assert store.view().tiers[-1].queued_bytes == 0, "who leaves early wants nothing more"
 
 
+@given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.floats(0, 30)), min_size=1, max_size=6))
+def test_a_disk_reads_each_model_once_where_the_host_tier_has_room(
+    asked: list[tuple[ModelId, float]],
+) -> None:
+    """The disk works off each model's bytes once, and nobody has a model before its own bytes could come."""
+    sizes = {A: 100, B: 100, C: 150}
+    first_s: dict[ModelId, float] = {}
+    for model, at_s in sorted(asked, key=lambda read: read[1]):
+        first_s.setdefault(model, at_s)
+    free_s = 0.0
+    for model, at_s in first_s.items():
+        free_s = max(free_s, at_s) + sizes[model] / 10
+
+    async def play() -> list[float]:
+        store = shared(capacity_bytes=350)
+        ended = await read_together([(store, model, at_s) for model, at_s in asked])
+        assert in_cache(store) == set(first_s)
+        assert [tier.queued_bytes for tier in store.view().tiers] == [0, 0]
+        assert store.view().rising == ()
+        return ended
+
+    ended = run(play)
+    from_memory_s = sum(sizes[model] / 100 for model, _ in asked)
+    for (model, at_s), end_s in zip(asked, ended, strict=True):
+        assert end_s >= first_s[model] + sizes[model] / 10 - 1e-9
+        assert end_s >= at_s + sizes[model] / 100 - 1e-9
+        assert end_s <= max(free_s, at_s) + from_memory_s + 1e-9
+
+
+@virtual_time
+async def test_who_comes_later_reads_the_rest_with_the_others() -> None:
+    """60 bytes have come by 6 s: 0.6 s from memory, and the rest as it comes from the disk."""
+    store = shared(capacity_bytes=350)
+    ends = await read_together([(store, A, 0.0), (store, A, 6.0), (store, A, 12.0)])
+    assert ends == pytest.approx([10.0, 10.0, 13.0])
+
+
+@virtual_time
+async def test_what_rises_is_told_and_counts_once() -> None:
+    store = shared(capacity_bytes=350)
+    async with store.open(await shard_of(store, A)) as chunks, store.open(await shard_of(store, A)) as others:
+        await anext(chunks)
+        await anext(others)
+        (rising,) = store.view().rising
+        assert (rising.model, rising.tier, rising.size_bytes) == (A, "disk", 95)
+        assert store.view().tiers[-1].queued_bytes == 95
+        assert store.view().load_s(A) == pytest.approx(9.5), "it waits for no byte twice"
+        assert store.view().load_s(B) == pytest.approx(19.5)
+    assert store.view().rising == ()
+    assert store.view().tiers[-1].queued_bytes == 0, "nobody wants it any more"
+
+
+@virtual_time
+@pytest.mark.parametrize("leaves_s", [0.25, 3.0, 9.9])
+async def test_others_go_on_where_the_one_who_brings_the_bytes_leaves(leaves_s: float) -> None:
+    store = shared(capacity_bytes=350)
+    ended: list[float] = []
+
+    async def read() -> None:
+        await seconds_to_read(store, A)
+        ended.append(anyio.current_time())
+
+    async with anyio.create_task_group() as readers:
+        with anyio.move_on_after(leaves_s):
+            readers.start_soon(read)
+            await seconds_to_read(store, A)
+    # Its last chunk was on its way, and is lost.
+    assert 10.0 <= ended[0] <= 10.5 + 1e-9
+    assert in_cache(store) == {"a"}
+
+
 # ---------------------------------------------------------------------- nodes
 
 

@@ -60,8 +60,10 @@ class SimStore(WeightStore):
             the budget: the least recently used model that is not being read makes room.
         chunk_bytes: size of a chunk, the last of a shard excepted.
         shared: whether those who read from a tier at once share its bandwidth, chunk by chunk, and what they
-            have yet to read is shown as queued; otherwise each reads as if alone. Readers of one model read
-            it once each. A store that shares belongs to one event loop.
+            have yet to read is shown as queued; otherwise each reads as if alone. A model for which the cache
+            has room is read once for all who want it meanwhile, and shown as rising: who comes later reads
+            from the cache what has come, and the rest with the others. A store that shares belongs to one
+            event loop.
     """
 
     def __init__(
@@ -77,13 +79,17 @@ class SimStore(WeightStore):
         self._manifests = {manifest.model: manifest for manifest in manifests}
         self._home = home
         self._cache = cache
-        self._links = {tier.name: _Link(tier.bytes_per_s, shared) for tier in (home, cache) if tier}
+        self._links = {
+            tier.name: _Link(tier.name, tier.bytes_per_s, shared) for tier in (home, cache) if tier
+        }
         self._chunk_bytes = parse_bytes(chunk_bytes)
         self._homes = tuple(self._residency(model, home) for model in self._manifests)
         self._home_bytes = sum(entry.size_bytes for entry in self._homes)
         sizes = [shard.size_bytes for manifest in self._manifests.values() for shard in manifest.shards]
         self._content = SimContent(min(self._chunk_bytes, max(sizes, default=0)))
         self._cached: dict[ModelId, set[Shard]] = {}  # least recently used model first
+        self._shared = shared
+        self._rises: dict[Shard, _Rise] = {}
         self._readers: Counter[ModelId] = Counter()
         self._returned = anyio.Event()
         self._num_lent = 0
@@ -113,7 +119,17 @@ class SimStore(WeightStore):
             return StoreView(tiers=(home,), residency=self._homes)
         whole = tuple(self._residency(model, self._cache) for model in self._cached if self._is_cached(model))
         cache = self._shown(self._cache, sum(map(_size, self._cached.values())))
-        return StoreView(tiers=(cache, home), residency=whole + self._homes)
+        return StoreView(tiers=(cache, home), residency=whole + self._homes, rising=tuple(self._rising()))
+
+    def _rising(self) -> Iterator[Residency]:
+        left: Counter[ModelId] = Counter()
+        for shard, rise in self._rises.items():
+            left[shard.model] += shard.size_bytes - rise.come_bytes
+        for model, size_bytes in left.items():
+            if size_bytes:
+                yield Residency(
+                    model=model, tier=self._home.name, size_bytes=size_bytes, node=self._home.node
+                )
 
     def _residency(self, model: ModelId, tier: TierView) -> Residency:
         size_bytes = self._manifests[model].weight_bytes
@@ -164,18 +180,49 @@ class SimStore(WeightStore):
             self._returned = anyio.Event()
 
     async def _lend(self, shard: Shard) -> AsyncGenerator[HostChunk]:
-        cached = self._cached.get(shard.model, set())
-        tier = self._cache if self._cache is not None and shard in cached else self._home
         start = 0
-        with self._links[tier.name].queue(shard.size_bytes) as queued:
+        with self._way(shard) as way:
             for size in self._pieces(shard.size_bytes):
-                await queued.carry(size)
+                tier = await way.carry(size)
                 if start + size == shard.size_bytes:
                     self._tee(shard)
                 offset = shard.buffer_offset_bytes + start
                 with self._lent(self._content.view(shard.model, offset, size)) as data:
-                    yield HostChunk(offset_bytes=offset, data=data, tier=tier.name)
+                    yield HostChunk(offset_bytes=offset, data=data, tier=tier)
                 start += size
+
+    @contextlib.contextmanager
+    def _way(self, shard: Shard) -> Generator[_Queued | _Follower]:
+        """From where the bytes of a shard come: the cache, its rise there, or the home tier by itself."""
+        cached = self._cache is not None and shard in self._cached.get(shard.model, ())
+        if self._cache is not None and not cached and self._may_rise(shard):
+            with self._rise_of(shard) as rise:
+                yield _Follower(rise, self._links[self._cache.name])
+            return
+        tier = self._cache if self._cache is not None and cached else self._home
+        with self._links[tier.name].queue(shard.size_bytes) as queued:
+            yield queued
+
+    def _may_rise(self, shard: Shard) -> bool:
+        """Whether all who read a shard now may do so together."""
+        with contextlib.suppress(TierFull):
+            self._room_for(shard.model, {shard})
+            return self._shared
+        return False
+
+    @contextlib.contextmanager
+    def _rise_of(self, shard: Shard) -> Generator[_Rise]:
+        rise = self._rises.get(shard)
+        if rise is None:
+            rise = self._rises[shard] = _Rise(self._links[self._home.name], shard.size_bytes)
+        rise.num_readers += 1
+        try:
+            yield rise
+        finally:
+            rise.num_readers -= 1
+            if not rise.num_readers:
+                rise.close()
+                del self._rises[shard]
 
     def _pieces(self, num_bytes: int) -> Iterator[int]:
         """The sizes of the chunks in which so many bytes are read."""
@@ -239,7 +286,8 @@ class _Link:
     A chunk on its way takes its time also where its reader has left.
     """
 
-    def __init__(self, bytes_per_s: float, shared: bool) -> None:
+    def __init__(self, tier: str, bytes_per_s: float, shared: bool) -> None:
+        self.tier = tier
         self.queued_bytes = 0
         self._bytes_per_s, self._shared = bytes_per_s, shared
         self._free_s = 0.0
@@ -271,12 +319,68 @@ class _Queued:
         self.left_bytes = left_bytes
         self._link = link
 
-    async def carry(self, num_bytes: int) -> None:
-        """Return once so many of the bytes have come."""
+    @property
+    def tier(self) -> str:
+        """From where they come."""
+        return self._link.tier
+
+    async def carry(self, num_bytes: int) -> str:
+        """Return once so many of the bytes have come, from which tier."""
         await self._link.carry(num_bytes)
         came_bytes = min(num_bytes, self.left_bytes)
         self.left_bytes -= came_bytes
         self._link.queued_bytes -= came_bytes
+        return self._link.tier
+
+
+class _Rise:
+    """A shard on its way to the cache: whoever wants the next chunk first brings it, for all.
+
+    One that leaves meanwhile leaves the rest to the others.
+    """
+
+    def __init__(self, link: _Link, num_bytes: int) -> None:
+        self.come_bytes = self.num_readers = 0
+        self._stack = contextlib.ExitStack()
+        self._queued = self._stack.enter_context(link.queue(num_bytes))
+        self._under_way = False
+        self._changed = anyio.Event()
+
+    def close(self) -> None:
+        """Nobody wants it any more."""
+        self._stack.close()
+
+    async def reach(self, num_bytes: int) -> str:
+        """Return once so many of its bytes have come, from which tier."""
+        while self.come_bytes < num_bytes:
+            if self._under_way:
+                await self._changed.wait()
+                continue
+            self._under_way = True
+            try:
+                await self._queued.carry(num_bytes - self.come_bytes)
+                self.come_bytes = num_bytes
+            finally:
+                self._under_way = False
+                self._changed.set()
+                self._changed = anyio.Event()
+        return self._queued.tier
+
+
+class _Follower:
+    """One of those who read a shard that rises."""
+
+    def __init__(self, rise: _Rise, cache: _Link) -> None:
+        self._rise, self._cache = rise, cache
+        self._read_bytes = 0
+
+    async def carry(self, num_bytes: int) -> str:
+        """Return once so many more bytes have come, from which tier."""
+        self._read_bytes += num_bytes
+        if self._read_bytes > self._rise.come_bytes:
+            return await self._rise.reach(self._read_bytes)
+        await self._cache.carry(num_bytes)
+        return self._cache.tier
 
 
 def _manifests(sizes: Mapping[str, int | str]) -> list[Manifest]:
