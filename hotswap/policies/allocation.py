@@ -79,15 +79,16 @@ class Allocation:
             return work / replicas
         return inf if work else 0.0
 
-    def waited_s(self, model: ModelView) -> float:
+    def waited_s(self, model: ModelView, *, since_turn: bool = True) -> float:
         """Return how long its oldest request has waited since its last turn, halved for each failed load.
 
         A turn ends when a replica is given up: else a model with a long queue would come before others again
-        and again. A model that cannot be loaded falls behind those that can, and is still tried again.
-        Failures count since the last load that succeeded.
+        and again. Without `since_turn` it is the whole wait, for who takes no turns. A model that cannot be
+        loaded falls behind those that can, and is still tried again. Failures count since the last load that
+        succeeded.
         """
         since_s = self._oldest_s.get(model.id, self._now_s)
-        if model.left_s is not None:
+        if since_turn and model.left_s is not None:
             since_s = max(since_s, model.left_s)
         return ldexp(max(self._now_s - since_s, 0.0), -model.num_failed_loads)
 

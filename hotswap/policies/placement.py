@@ -54,8 +54,10 @@ class StartupTimePlacement(Scheduler):
     to end meanwhile. A victim's requests go to replicas of its model that are open and stay. Or one is loaded
     for them: instead of an instance without requests that the knapsack has chosen, where that is sooner, and
     if nobody waits for the victim's model. The queue *q* grows with each model that one plan loads, not with
-    a model's replicas on a node, which read the same bytes. Models take their turn by the longest wait,
-    halved for each failed load.
+    a model's replicas on a node, which read the same bytes. The paper places request by request: here the
+    model whose oldest request has waited longest is first, halved for each failed load, however many
+    replicas it has had or given up meanwhile. A place that comes free or is loaded is first for those who
+    move there: who waits for their model counts on what is left.
 
     **Ours.** What room a replica has is counted in whole requests, each as large as its model's largest, and
     less what waits for that model already. Nobody is evicted to make room, but for a request that comes to an
@@ -158,6 +160,14 @@ class _Board:
         self._receiving: set[InstanceId] = set()
         self._known_victims: dict[InstanceId, _Victims] = {}
         self._busy: dict[str, list[InstanceView]] = {}
+        if victims == "move":
+            for instance in self._leaving():
+                self._places[instance.model or ModelId("")] -= len(self._victims(instance).movers)
+
+    def _leaving(self) -> Iterator[InstanceView]:
+        """The instances that turn to another model while requests may still run there."""
+        runs_on = (InstanceState.SERVING, InstanceState.DRAINING)
+        return (i for i in self._instances.values() if turns_away(i) and i.state in runs_on)
 
     def _count(self, instance: InstanceView) -> None:
         """Note whose requests an instance takes, now or as soon as it has turned."""
@@ -214,7 +224,7 @@ class _Board:
     def starved(self) -> list[ModelView]:
         """The models that have requests waiting, longest wait first."""
         waiting = [m for m in self._allocation.models.values() if m.num_waiting]
-        return sorted(waiting, key=lambda m: (-self._allocation.waited_s(m), m.id))
+        return sorted(waiting, key=lambda m: (-self._allocation.waited_s(m, since_turn=False), m.id))
 
     def pick(self, model: ModelView) -> list[_Start]:
         """Take the instances on which a model is best started.
@@ -390,11 +400,9 @@ class _Board:
 
     def evacuate(self) -> Iterator[Migrate]:
         """Go on moving requests off the instances that are turning to another model."""
-        for instance in self._instances.values():
-            runs_on = instance.state in (InstanceState.SERVING, InstanceState.DRAINING)
-            if turns_away(instance) and runs_on:
-                turns = "is unloaded" if instance.target is None else f"turns to {instance.target}"
-                yield from self.moves(instance, f"{instance.id} {turns}")
+        for instance in self._leaving():
+            turns = "is unloaded" if instance.target is None else f"turns to {instance.target}"
+            yield from self.moves(instance, f"{instance.id} {turns}")
 
 
 def _harm(instance: InstanceView) -> int:

@@ -237,6 +237,8 @@ def test_models_take_turns_by_the_longest_wait_and_queue_behind_one_another() ->
     models = [model("a", 1, waiting=1), model("b", 1, waiting=1)]
     view = replace(seen([empty("e0")], models), waiting=(waiting("a", 99.0), waiting("b", 98.0)))
     assert swaps(RULE.plan(view)) == [("e0", "b")]
+    gave_one_up = (models[0], replace(models[1], left_s=99.5))
+    assert swaps(RULE.plan(replace(view, models=gave_one_up))) == [("e0", "b")], "its request waits as long"
     both = replace(view, instances=(empty("e0"), empty("e1")))
     assert [action.reason for action in RULE.plan(both) if isinstance(action, Swap)] == [
         "1 wait for b; e0 is ready in 2 s",
@@ -330,6 +332,18 @@ def test_the_requests_follow_once_their_model_is_there() -> None:
     there = on("n1", serving("e1", "b"))
     plan = RULE.plan(seen([leaving, there], [model("a", 1, waiting=1), model("b", 1)], [run("r0", leaving)]))
     assert moves(plan) == {"r0": "e1"}
+
+
+def test_the_place_of_those_who_move_is_not_promised_to_who_waits() -> None:
+    """r0 goes to e1 as soon as b is there; who waits for b needs another instance, and r0 is no reason."""
+    leaving = replace(on("n0", turning("e0", "a", of="b")), state=InstanceState.DRAINING)
+    coming = on("n1", turning("e1", "b"))
+    models = [model("a", 1, waiting=1), model("b", 2, waiting=1)]
+    view = replace(seen([leaving, coming, on("n1", empty("e2"))], models, [run("r0", leaving)]), store=near())
+    assert swaps(RULE.plan(view)) == [("e2", "b")]
+    ending = replace(view, running=(run("r0", leaving, left=1),))
+    assert swaps(RULE.plan(ending)) == []
+    assert swaps(StartupTimePlacement(costs=COSTS, victims="evict").plan(view)) == []
 
 
 def test_a_way_round_that_is_longer_is_not_taken() -> None:
