@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -82,8 +83,9 @@ class ElasticQuota(Scheduler):
       formula for one. Who is next follows from how long it has waited, so a plan needs no list.
     - *t_k* is `step_s * slowness`, since a view knows speeds as `slowness` alone. A switch takes `switch_s`
       and what the store needs to read the model (`StoreView.load_s`).
-    - Prefill has engines of its own in the paper. Here the instances do both, and quotas know of decodes
-      alone.
+    - Prefill has engines of its own in the paper, and KV blocks outlive a turn. Here the instances do both,
+      and a turn begins with computing what its requests have, prompts and all they got in earlier turns. That
+      is time without a token, as a switch is, so it counts to *c*; and a turn is longer by it than its quota.
 
     **Ours:** the cases before the last; a model that has no more requests gives way at once; floors.
 
@@ -92,6 +94,8 @@ class ElasticQuota(Scheduler):
         step_s: A decode step of a model whose `slowness` is 1.
         max_quota_s: *Qmax*.
         switch_s: Seconds of a switch beside reading the weights.
+        prefill_token_s: Seconds for each token that a model's requests have when its turn begins; 0 where
+            engines keep KV blocks from turn to turn, or to leave it out of account.
         deadline_s: What running requests get to finish when their model's turn is over.
     """
 
@@ -99,13 +103,14 @@ class ElasticQuota(Scheduler):
     step_s: float = 0.025
     max_quota_s: float = 4.0
     switch_s: float = 0.5
+    prefill_token_s: float = 0.0
     deadline_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("tbt_s", "step_s", "max_quota_s"):
             if not 0 < getattr(self, name) < inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give seconds over 0, finite.")
-        for name in ("switch_s", "deadline_s"):
+        for name in ("switch_s", "prefill_token_s", "deadline_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give 0 or more seconds, finite.")
 
@@ -115,15 +120,26 @@ class ElasticQuota(Scheduler):
         return (*floors, *self._turns(allocation, self.quotas_s(fleet), fleet.now_s))
 
     def quotas_s(self, fleet: FleetView) -> dict[ModelId, float]:
-        """Return the length of a turn of each model that has requests."""
+        """Return the seconds of a turn of each model that has requests, its prefills included."""
         active = [m for m in fleet.models if m.num_requests]
         num_instances = sum(i.state is not InstanceState.LOST for i in fleet.instances)
         if not num_instances:
             return {}
         n = [num_instances * self.tbt_s / (self.step_s * m.slowness) for m in active]
-        c = sum(self._switch_s(fleet, m) for m in active)
+        prefill_s = self._prefill_s(fleet)
+        c = sum(self._switch_s(fleet, m) + prefill_s[m.id] for m in active)
         lengths_s = quotas(n, c, max_quota_s=self.max_quota_s).quotas_s
-        return {m.id: quota_s for m, quota_s in zip(active, lengths_s, strict=True)}
+        return {m.id: prefill_s[m.id] + quota_s for m, quota_s in zip(active, lengths_s, strict=True)}
+
+    def _prefill_s(self, fleet: FleetView) -> defaultdict[ModelId, float]:
+        """Seconds for which each model's requests would be prefilled if its turn began now."""
+        seconds: defaultdict[ModelId, float] = defaultdict(float)
+        if self.prefill_token_s:
+            for run in fleet.running:
+                seconds[run.model] += self.prefill_token_s * run.num_tokens
+            for request in fleet.waiting:
+                seconds[request.model] += self.prefill_token_s * request.num_tokens
+        return seconds
 
     def _switch_s(self, fleet: FleetView, model: ModelView) -> float:
         load_s = fleet.store.load_s(model.id)

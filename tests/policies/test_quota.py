@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, FleetView, ModelId, Residency, StoreView, TierView
+from hotswap import (
+    ConfigError,
+    FleetView,
+    InstanceId,
+    ModelId,
+    RequestId,
+    Residency,
+    RunningView,
+    StoreView,
+    TierView,
+)
 from hotswap.policies import ElasticQuota, quotas
 from tests.policies.views import MODELS, began, empty, fleet, model, served, serving, swaps, waiting
 
@@ -42,6 +52,22 @@ def test_what_the_store_needs_counts_and_slow_models_get_longer() -> None:
         residency=(Residency(model=ModelId("a"), tier="host", size_bytes=20),),
     )
     assert fast.quotas_s(replace(view, store=store))[a] == pytest.approx(2 * turns[a])
+
+
+def test_what_a_turn_computes_again_is_time_without_tokens() -> None:
+    """a has 1000 tokens and b 500, at a millisecond each: c is 4.5 s, not 3 s; turns are longer by them."""
+    slack = replace(RULE, tbt_s=1.0)  # n = 40
+    view = fleet([serving("e0", "a", 1)], ABC)
+    here = RunningView(
+        id=RequestId("r"), model=ModelId("a"), instance=InstanceId("e0"), num_tokens=1000, num_remaining=9
+    )
+    there = replace(waiting("b", 90.0), num_tokens=500)
+    view = replace(view, running=(here,), waiting=(there,))
+    assert slack.quotas_s(view) == slack.quotas_s(replace(view, running=(), waiting=()))
+    a, b, c = slack.quotas_s(view).values()
+    assert a == b == c
+    turns = replace(slack, prefill_token_s=1e-3).quotas_s(view)
+    assert tuple(turns.values()) == pytest.approx((1.5 * a + 1.0, 1.5 * b + 0.5, 1.5 * c))
 
 
 @given(st.integers(1, 4))
@@ -107,7 +133,15 @@ def test_everybody_is_served_once_in_a_round(num_instances: int, num_models: int
 
 
 @pytest.mark.parametrize(
-    "values", [{"tbt_s": 0}, {"step_s": inf}, {"max_quota_s": -1}, {"switch_s": -0.1}, {"deadline_s": inf}]
+    "values",
+    [
+        {"tbt_s": 0},
+        {"step_s": inf},
+        {"max_quota_s": -1},
+        {"switch_s": -0.1},
+        {"prefill_token_s": inf},
+        {"deadline_s": inf},
+    ],
 )
 def test_a_senseless_setting_is_refused_by_name(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(values))} is "):
