@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.serverlessllm import CLUSTER, SYSTEMS, AnyFree, Tokens, compute_s, known_costs, startup_s
+from benchmarks.serverlessllm import (
+    CLUSTER,
+    RESTARTING,
+    SYSTEMS,
+    AnyFree,
+    Tokens,
+    compute_s,
+    known_costs,
+    least_waits_s,
+    startup_s,
+    trace_of,
+)
 from hotswap import Action, FleetView, InstanceId, ModelId, Scheduler, Swap
 from hotswap.policies import LeastLoadedRouter, RestoreFloors, StartupTimePlacement, accepted
 from hotswap.simulation import PROFILES, Cluster, Outcome, Trace, TraceRequest, simulate
@@ -72,14 +86,18 @@ class AfterThat(Scheduler):
     [
         ("ServerlessLLM", (2 * HOST_S, DISK_S - 0.4), (0.0, 0.5)),
         ("waiting", (DISK_S, DISK_S + 0.3), (0.0, 0.01)),
-        ("Shepherd*", (HOST_S, HOST_S + 0.3), (HOST_S, HOST_S + 0.5)),
+        # b had run for 11 s, which it computes again.
+        ("Shepherd*", (HOST_S, HOST_S + 0.3), (HOST_S + 10.5, HOST_S + 11.5)),
         ("Serverless", (DISK_S, DISK_S + 0.3), (0.0, 0.01)),
     ],
 )
 def test_the_example_of_the_paper(system: str, of_a: tuple[float, float], of_b: tuple[float, float]) -> None:
-    """A move starts a from memory and costs b a moment, eviction costs b a load; else a comes from far."""
+    """A move starts a from memory and costs b a moment, eviction costs b all it had; else a is far."""
     trace = Trace((asked(45, "c", 10), asked(50, "b", 1000), asked(THEN_S + 1, "a", 100)))
-    outcome = played(trace, AfterThat(SYSTEMS[system]()), WORLD)
+    world = replace(
+        RESTARTING, **{name: getattr(WORLD, name) for name in ("num_engines", "num_nodes", "host_bytes")}
+    )
+    outcome = played(trace, AfterThat(SYSTEMS[system]()), world if system == "Shepherd*" else WORLD)
     waits = {request.model: startup_s(request) for request in outcome.requests}
     for model, (least_s, most_s) in (("a", of_a), ("b", of_b)):
         assert least_s <= waits[model] <= most_s, model
@@ -102,3 +120,38 @@ def test_costs_are_those_of_the_cluster() -> None:
         assert A40.weight_bytes / loads.bandwidths[tier] == pytest.approx(seconds)
     assert set(SYSTEMS) == {"ServerlessLLM", "waiting", "Shepherd*", "Serverless"}
     assert isinstance(SYSTEMS["Shepherd*"](), StartupTimePlacement)
+
+
+@pytest.mark.parametrize("bursts", ["each", "together"])
+def test_a_trace_repeats_and_has_every_model_by_its_popularity(bursts: Literal["each", "together"]) -> None:
+    trace = trace_of("GSM8K", 1.4, 7, 3000.0, bursts)
+    assert trace == trace_of("GSM8K", 1.4, 7, 3000.0, bursts)
+    assert trace != trace_of("GSM8K", 1.4, 8, 3000.0, bursts)
+    if bursts == "each":
+        assert trace.rate_per_s == pytest.approx(1.4)
+
+
+def test_bursts_of_each_model_are_of_one_model() -> None:
+    """By far most neighbours are of one model, where else a tenth is, by Zipf's law for 32 models."""
+
+    def alike(bursts: Literal["each", "together"]) -> float:
+        models = [request.model for request in trace_of("GSM8K", 1.4, 7, 3000.0, bursts).requests]
+        return fmean(a == b for a, b in pairwise(models))
+
+    assert alike("each") > 0.6
+    assert alike("together") < 0.2
+
+
+def test_no_model_begins_with_a_burst() -> None:
+    """Hardly one model has a request in the first second, where nearly all would if gaps began there."""
+    begun = {request.model for request in trace_of("GSM8K", 1.4, 7, 3000.0).requests if request.arrive_s < 1}
+    assert len(begun) <= 4
+
+
+def test_in_one_queue_who_finds_no_gpu_waits_for_the_first_that_comes_free() -> None:
+    """Of 18 requests at once sixteen find a GPU; the next two wait for the two that end first."""
+    tokens = [100, 40, 70, *[100] * 15]
+    trace = Trace(tuple(asked(400, f"m{number}", count) for number, count in enumerate(tokens)))
+    waits_s = least_waits_s(trace)
+    assert waits_s[:16] == [0.0] * 16
+    assert waits_s[16:] == pytest.approx([compute_s(A40, 60, 40), compute_s(A40, 60, 70)])
