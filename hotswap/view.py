@@ -188,12 +188,16 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingView:
-    """One request of the waiting room, in the order in which they are asked about."""
+    """One request of the waiting room, in the order in which they are asked about.
+
+    Of its `num_tokens` it was given `num_generated` before, elsewhere.
+    """
 
     id: RequestId
     model: ModelId
     adapter: AdapterId | None = None
     num_tokens: int = 0
+    num_generated: int = 0
     priority: int = 0
     arrived_s: float = 0.0
     waiting_since_s: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf, isfinite, ldexp
 
 from hotswap.action import Action, Swap
 from hotswap.errors import ConfigError
@@ -73,8 +73,8 @@ class ElasticQuota(Scheduler):
 
     Source: Aegaeon (SOSP 2025), decoding: `quotas`. A model with requests and without a replica takes an
     EMPTY instance, then one whose model has no requests or keeps another replica, then the one whose model is
-    furthest beyond its quota. Who has waited longest goes first. Before that, models below `min_replicas` get
-    theirs (as `RestoreFloors`).
+    furthest beyond its quota. Who has waited longest since its last turn goes first. Before that, models
+    below `min_replicas` get theirs (as `RestoreFloors`).
 
     **Readings.**
 
@@ -87,6 +87,11 @@ class ElasticQuota(Scheduler):
       and a turn begins with computing what its requests have, prompts and all they got in earlier turns. That
       is time without a token, as a switch is, so it counts to *c*; and a turn is longer by it than its quota.
 
+    - Where prefill has engines of its own, first tokens come in the order of requests and wait for no round.
+      Here a second in which a request waits for its first token counts as `first_weight` of them: the others
+      of its model have tokens ahead of their time, if `alpha` is under 1, and it has none. No wait is
+      without end, as all of them grow.
+
     **Ours:** the cases before the last; a model that has no more requests gives way at once; floors.
 
     Attributes:
@@ -97,6 +102,7 @@ class ElasticQuota(Scheduler):
         prefill_token_s: Seconds for each token that a model's requests have when its turn begins; 0 where
             engines keep KV blocks from turn to turn, or to leave it out of account.
         deadline_s: What running requests get to finish when their model's turn is over.
+        first_weight: How many times the wait for a first token counts; with 0 only that for a turn does.
     """
 
     tbt_s: float = 0.1
@@ -105,6 +111,7 @@ class ElasticQuota(Scheduler):
     switch_s: float = 0.5
     prefill_token_s: float = 0.0
     deadline_s: float = 0.0
+    first_weight: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("tbt_s", "step_s", "max_quota_s"):
@@ -113,11 +120,13 @@ class ElasticQuota(Scheduler):
         for name in ("switch_s", "prefill_token_s", "deadline_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give 0 or more seconds, finite.")
+        if not 0 <= self.first_weight < inf:
+            raise ConfigError(f"first_weight is {self.first_weight!r}; give a finite number, 0 or more.")
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
         allocation = Allocation(fleet)
         floors = tuple(restore_floors(allocation, deadline_s=self.deadline_s))
-        return (*floors, *self._turns(allocation, self.quotas_s(fleet), fleet.now_s))
+        return (*floors, *self._turns(allocation, fleet, self.quotas_s(fleet)))
 
     def quotas_s(self, fleet: FleetView) -> dict[ModelId, float]:
         """Return the seconds of a turn of each model that has requests, its prefills included."""
@@ -146,11 +155,17 @@ class ElasticQuota(Scheduler):
         return self.switch_s + (load_s if isfinite(load_s) else 0.0)
 
     def _turns(
-        self, allocation: Allocation, quotas_s: Mapping[ModelId, float], now_s: float
+        self, allocation: Allocation, fleet: FleetView, quotas_s: Mapping[ModelId, float]
     ) -> Iterator[Swap]:
+        first_s = _first_waits_s(fleet)
+
+        def waited_s(model: ModelView) -> float:
+            for_first_s = ldexp(first_s.get(model.id, 0.0), -model.num_failed_loads)
+            return max(allocation.waited_s(model), self.first_weight * for_first_s)
+
         waiting = [m for m in allocation.models.values() if m.num_requests and not allocation.num_replicas(m)]
-        for model in sorted(waiting, key=lambda m: (-allocation.waited_s(m), m.id)):
-            swap = self._fill(allocation, model) or self._next(allocation, model, quotas_s, now_s)
+        for model in sorted(waiting, key=lambda m: (-waited_s(m), m.id)):
+            swap = self._fill(allocation, model) or self._next(allocation, model, quotas_s, fleet.now_s)
             if swap:
                 allocation.take(swap)
                 yield swap
@@ -176,6 +191,16 @@ class ElasticQuota(Scheduler):
         _, beyond_s, donor, instance = min(over, key=lambda turn: (turn[0], turn[1], turn[2].id))
         reason = f"{model.id} has its turn; {donor.id} had its own for {-beyond_s:.3g} s more than its quota"
         return Swap(instance=instance.id, model=model.id, deadline_s=self.deadline_s, reason=reason)
+
+
+def _first_waits_s(fleet: FleetView) -> dict[ModelId, float]:
+    """How long the first has waited of each model's requests that have no token yet."""
+    longest_s: dict[ModelId, float] = {}
+    for request in fleet.waiting:
+        if not request.num_generated:
+            waited_s = fleet.now_s - request.arrived_s
+            longest_s[request.model] = max(waited_s, longest_s.get(request.model, 0.0))
+    return longest_s
 
 
 def _served_s(instance: InstanceView, now_s: float) -> float:

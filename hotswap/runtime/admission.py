@@ -186,6 +186,7 @@ class WaitingRoom:
             model=request.model,
             adapter=request.adapter,
             num_tokens=request.num_tokens,
+            num_generated=len(request.generated),
             priority=request.priority,
             arrived_s=request.arrived_s,
             waiting_since_s=anyio.current_time(),
