@@ -2,6 +2,7 @@
 
     python -m benchmarks fit                       a miniature Llama on the CPU
     python -m benchmarks fit --json fit.json
+    python -m benchmarks fit --hidden 512 --layers 8 --rate 3     a larger one, whose steps take longer
     python -m benchmarks fit --processor           in processor time, on a machine that others use
 
 The torch engine first serves other requests for as long, so that it has met steps of most sizes: those that
@@ -245,11 +246,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the report; 1 if a mean is further off than the limit."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks fit", description=__doc__.partition("\n")[0])
     parser.add_argument("--rate", type=float, default=Settings().rate_per_s, help="requests a second")
+    parser.add_argument("--hidden", type=int, default=Settings().hidden, help="width of the model")
+    parser.add_argument("--layers", type=int, default=Settings().layers, help="depth of the model")
     parser.add_argument("--full", action="store_true", help="play for a minute, five times")
     parser.add_argument("--json", type=Path, help="where the whole report goes")
     parser.add_argument("--processor", action="store_true", help="in processor time, not by the clock")
     options = parser.parse_args(arguments)
-    settings = Settings(rate_per_s=options.rate, processor=options.processor)
+    settings = Settings(
+        hidden=options.hidden,
+        layers=options.layers,
+        rate_per_s=options.rate,
+        processor=options.processor,
+    )
     report = measure(replace(settings, seconds=60.0, rounds=5) if options.full else settings)
     rows = [
         [
