@@ -90,6 +90,8 @@ class Telemetry:
     ) -> None:
         self.tracer = trace.get_tracer("hotswap", tracer_provider=tracer_provider)
         self.meter = metrics.get_meter("hotswap", meter_provider=meter_provider)
+        # Whether anybody may ever ask for what is measured: a global provider may still be installed.
+        self.measures = not isinstance(self.meter, metrics.NoOpMeter)
         self.ttft = self.meter.create_histogram(TTFT, "s", "Arrival to first token, waiting room included")
         self.tpot = self.meter.create_histogram(TPOT, "s", "Mean time per output token after the first")
         self.swaps = self.meter.create_counter(SWAPS, "{swap}", "Swaps by outcome")

@@ -199,7 +199,7 @@ class Fleet(AsyncContextManagerMixin):
                     await stack.enter_async_context(instance.engine)
                 await stack.enter_async_context(self._houses)
                 await self._registry.open()
-                last_view = LastView(self._observer.brief)
+                last_view = LastView(self._observer.brief, wanted=self._telemetry.measures)
                 stack.callback(last_view.close)
                 observe_fleet(self._telemetry, last_view)
                 async with anyio.create_task_group() as tasks:
@@ -220,7 +220,7 @@ class Fleet(AsyncContextManagerMixin):
         self._control = Control(
             scheduler=self._scheduler,
             observe=self._observer.view,
-            on_turn=last_view.take,
+            on_turn=last_view.keep,
             unsettled=self._observer.unsettled,
             instances=self._instances,
             store=self._store,

@@ -19,14 +19,20 @@ class LastView:
     """The fleet as it was last seen, which any thread may ask for; nothing once it is closed.
 
     A metrics reader asks from a thread of its own, where the loop has no clock and what it owns may be
-    changing. There the answer is the view that the control loop took last, at most one interval old.
+    changing. There the answer is the view that the control loop took last, at most one interval old. Where it
+    is not `wanted`, since the fleet's meter measures nothing, none is taken.
     """
 
-    def __init__(self, view: Callable[[], FleetView]) -> None:
-        self._view = view
+    def __init__(self, view: Callable[[], FleetView], *, wanted: bool) -> None:
+        self._view, self._wanted = view, wanted
         self._thread = threading.get_ident()
         self._last: FleetView | None = None
-        self.take()
+        self.keep()
+
+    def keep(self) -> None:
+        """Have a view of now for readers on other threads, if there may be any."""
+        if self._wanted:
+            self.take()
 
     def take(self) -> FleetView:
         """Look now, on the event loop."""

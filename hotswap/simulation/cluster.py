@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
+from opentelemetry.metrics import NoOpMeterProvider
+
 from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.backends.sim.batcher import Batching
 from hotswap.backends.sim.load import Reporting
@@ -192,6 +194,7 @@ def simulate(
         max_waiting=len(trace.requests),
         on_swap=course.swaps.append,
         on_migration=course.moves.append,
+        meter_provider=NoOpMeterProvider(),  # nobody reads: else a view of everything would be kept each turn
     )
     with _few_collections():
         run(course.play, fleet)

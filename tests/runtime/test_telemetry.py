@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from anyio import to_thread
+from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -16,6 +17,7 @@ from opentelemetry.trace import StatusCode
 
 from hotswap import (
     DeadlineExceeded,
+    FleetView,
     Request,
     Sampling,
     SwapFailed,
@@ -23,6 +25,8 @@ from hotswap import (
     WaitingRoomFull,
     WrapperEngine,
 )
+from hotswap.runtime.metrics import LastView
+from hotswap.telemetry import Telemetry
 from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, sim_fleet, store_of
 from tests.runtime.test_swap import NoPreload, Unreadable
@@ -209,6 +213,25 @@ async def test_gauges_are_read_from_any_thread_until_the_fleet_closes() -> None:
         assert found["hotswap.queue.length"] == [0.0]
         assert len(found["hotswap.store.resident_bytes"]) == len(fleet.view().store.tiers)
     assert "hotswap.queue.length" not in metrics_of(reader.get_metrics_data())
+
+
+@pytest.mark.parametrize(
+    ("provider", "wanted"), [(None, True), (MeterProvider(), True), (NoOpMeterProvider(), False)]
+)
+def test_only_for_a_meter_that_measures_is_a_view_kept(
+    provider: MeterProvider | NoOpMeterProvider | None, wanted: bool
+) -> None:
+    """Without a provider one may still be installed."""
+    taken: list[FleetView] = []
+
+    def look() -> FleetView:
+        taken.append(FleetView(now_s=len(taken)))
+        return taken[-1]
+
+    last = LastView(look, wanted=Telemetry(meter_provider=provider).measures)
+    last.keep()
+    assert len(taken) == (2 if wanted else 0)
+    assert len(list(last.seen())) == wanted
 
 
 @virtual_time
