@@ -336,8 +336,8 @@ def used_s(instance: InstanceView) -> float:
     """
     if instance.state is InstanceState.EMPTY:
         return -inf
-    times_s = (instance.serving_since_s, instance.last_used_s)
-    return max((time_s for time_s in times_s if time_s is not None), default=-inf)
+    since_s, used_s = instance.serving_since_s, instance.last_used_s
+    return max(-inf if since_s is None else since_s, -inf if used_s is None else used_s)
 
 
 def _becomes(instance: InstanceView) -> ModelId | None:

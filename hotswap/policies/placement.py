@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heappop
 from math import inf, isfinite
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -159,7 +160,7 @@ class _Board:
             self._count(instance)
         self._receiving: set[InstanceId] = set()
         self._known_victims: dict[InstanceId, _Victims] = {}
-        self._busy: dict[str, list[InstanceView]] = {}
+        self._busy: dict[str, list[tuple[float, int, InstanceId]]] = {}
         if victims == "move":
             for instance in self._leaving():
                 self._places[instance.model or ModelId("")] -= len(self._victims(instance).movers)
@@ -178,43 +179,43 @@ class _Board:
             self._places[instance.model] += instance.max_requests - instance.num_requests
 
     @cached_property
-    def _preferred(self) -> list[InstanceView]:
-        """All instances, those first that are rather turned."""
-        return sorted(self._instances.values(), key=_preference)
-
-    @cached_property
-    def _preferred_on(self) -> dict[str, list[InstanceView]]:
-        """The same by node."""
+    def _on(self) -> dict[str, list[InstanceView]]:
+        """All instances by node."""
         nodes: defaultdict[str, list[InstanceView]] = defaultdict(list)
-        for instance in self._preferred:
+        for instance in self._instances.values():
             nodes[instance.node].append(instance)
         return nodes
 
     @cached_property
     def _idle_on(self) -> dict[str, list[InstanceView]]:
         """Those without requests, by node, the best first."""
-        return {
-            node: sorted((i for i in instances if not i.num_requests), key=_harm)
-            for node, instances in self._preferred_on.items()
-        }
+        idle = {node: [i for i in instances if not i.num_requests] for node, instances in self._on.items()}
+        return {node: sorted(on, key=lambda i: (_harm(i), _preference(i))) for node, on in idle.items()}
 
     @cached_property
     def _staged(self) -> dict[ModelId, list[InstanceView]]:
         """Those that have a model preloaded."""
         staged: defaultdict[ModelId, list[InstanceView]] = defaultdict(list)
-        for instance in self._preferred:
+        for instance in self._instances.values():
             if instance.preloaded is not None:
                 staged[instance.preloaded].append(instance)
         return staged
 
-    def _busy_on(self, node: str) -> list[InstanceView]:
-        """Those of a node that have requests, the best first; all of these are looked at."""
+    def _busy_on(self, node: str) -> Iterator[InstanceView]:
+        """Those of a node that have requests, the best first; all of these are looked at once in a plan."""
         if self._fate == "stay":
-            return []
+            return
         if node not in self._busy:
-            busy = (i for i in self._preferred_on[node] if i.num_requests)
-            self._busy[node] = sorted(busy, key=lambda i: (self._gone_s(i), _harm(i)))
-        return self._busy[node]
+            busy = (i for i in self._on[node] if i.num_requests)
+            self._busy[node] = [(self._gone_s(i), _harm(i), i.id) for i in busy]
+            heapify(self._busy[node])  # of thousands a few are wanted
+        heap = self._busy[node].copy()
+        while heap:
+            *rank, first = heappop(heap)
+            equals = [self._instances[first]]
+            while heap and [*heap[0][:2]] == rank:
+                equals.append(self._instances[heappop(heap)[-1]])
+            yield from sorted(equals, key=_preference)
 
     def _running_on(self, instance: InstanceView) -> list[RunningView]:
         return sorted(self._fleet.running_on(instance.id), key=lambda run: run.id)
@@ -311,7 +312,7 @@ class _Board:
         """
         staged = self._staged.get(model.id, ())
         best = min((f for instance in staged if (f := self._find(model, instance))), default=None)
-        load_s = {node: self._loads.load_s(model.id, node) for node in self._preferred_on}
+        load_s = {node: self._loads.load_s(model.id, node) for node in self._on}
         for least_harm, on in ((0, self._idle_on.__getitem__), (2, self._busy_on)):
             for node, seconds in load_s.items():
                 if best is not None and best < (seconds, least_harm):
@@ -350,7 +351,7 @@ class _Board:
         """What may be turned to a model, by the model that it has now; used longest ago first."""
         offers: defaultdict[ModelId | None, list[Offer]] = defaultdict(list)
         turnable = {instance.id for instance in self._allocation.turnable(model)}
-        for instance in self._preferred:
+        for instance in sorted(self._instances.values(), key=_preference):
             if instance.id in turnable and (offer := self._offer(model, instance)):
                 offers[instance.model].append(offer)
         return [self._pool(donor, found) for donor, found in offers.items()]
