@@ -4,7 +4,8 @@
     python -m benchmarks simulate --full --json FILE  10,000 engines and a million requests too; ten minutes
 
 Every engine gets two requests a second of 128 tokens and 64 more in the median, for a model of its own and
-three others. Routes are by least load, swaps by weighted loads, with a floor of three replicas.
+three others. Routes are by least load, of the most engines also by affinity; swaps by weighted loads, with a
+floor of three replicas.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 from benchmarks.measure import Summary, machine, write_json
 from benchmarks.table import show
-from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
+from hotswap import Router
+from hotswap.policies import AffinityRouter, LeastLoadedRouter, WeightedLoadSwap
 from hotswap.simulation import Cluster, Trace, generate, simulate
 from hotswap.simulation.cluster import Driver
 
@@ -38,13 +40,13 @@ def trace_of(num_engines: int, num_requests: int, seed: int) -> Trace:
     return whole.first(num_requests)
 
 
-def run(trace: Trace, num_engines: int, driver: Driver) -> dict[str, float]:
-    """Simulate once; return seconds of processor time, and what became of it."""
+def run(trace: Trace, num_engines: int, driver: Driver, router: Router | None = None) -> dict[str, float]:
+    """Simulate once, by least load or another router; return processor seconds, and what became of it."""
     began_s = time.process_time()
     outcome = simulate(
         trace,
         Cluster(num_engines=num_engines, min_replicas=3),
-        router=LeastLoadedRouter(),
+        router=router or LeastLoadedRouter(),
         scheduler=WeightedLoadSwap(t1=8, t2=50, b=2, sigmas=3),
         driver=driver,
     )
@@ -70,6 +72,10 @@ def measure(full: bool, directory: Path) -> dict[str, Any]:
             figures = run(trace_of(num_engines, num_requests, seed), num_engines, driver)
             runs.setdefault(name, []).append(figures)
             print(f"{name}: {figures['seconds']:.1f} s", file=sys.stderr)
+    if full:
+        num_engines, num_requests, _ = HUGE
+        figures = run(trace_of(num_engines, num_requests, 0), num_engines, "events", AffinityRouter())
+        runs[f"{num_engines} by affinity"] = [figures]
     return {
         "machine": machine(directory),
         "runs": runs,
