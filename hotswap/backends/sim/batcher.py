@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Literal, TypeAlias
 
 from hotswap.backends.sim.prefix import Prefixes, block_names
@@ -215,11 +214,22 @@ class Batcher:
             if step.num_tokens:
                 return step
         prefills: list[tuple[Sequence, int]] = []
-        decodes: list[tuple[Sequence, int]] = []
+        decodes: list[Sequence] = []
         for sequence in self.running:
-            if num_pending := sequence.num_pending:
-                (decodes if num_pending == 1 else prefills).append((sequence, num_pending))
-        for sequence, num_pending in chain(decodes, prefills):
+            num_pending = sequence.num_pending
+            if num_pending == 1:
+                decodes.append(sequence)
+            elif num_pending:
+                prefills.append((sequence, num_pending))
+        budget, block_tokens = self._token_budget, self.block_tokens
+        for sequence in decodes:
+            has_room = sequence.num_cached < sequence.num_blocks * block_tokens and step.num_tokens < budget
+            if has_room and sequence in self.running:  # the usual case, without a call
+                step.chunks[sequence] = 1
+                step.num_tokens += 1
+            else:
+                self._schedule(step, sequence, 1)
+        for sequence, num_pending in prefills:
             self._schedule(step, sequence, num_pending)
         while not self.prefills_first and self._may_admit(step):
             sequence = self._admitted()
@@ -243,7 +253,7 @@ class Batcher:
                 sequence.close()
 
     def _count_turnover(self, step: Step) -> None:
-        decodes = {sequence for sequence in step.chunks if sequence.num_pending == 1}
+        decodes = step.chunks.keys() - step.prefills
         if decodes:
             num_stayed = len(decodes & self._decoded)
             step.num_joined = len(decodes) - num_stayed

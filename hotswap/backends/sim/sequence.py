@@ -64,15 +64,17 @@ class Step:
 
     Attributes:
         chunks: Tokens of each sequence.
+        prefills: Those of sequences that need more than one before they generate.
         num_tokens: All of them.
         num_joined: How many sequences decode for the first time, where that takes time.
         num_left: How many others have left since they decoded last, likewise.
     """
 
-    __slots__ = ("chunks", "num_joined", "num_left", "num_tokens")
+    __slots__ = ("chunks", "num_joined", "num_left", "num_tokens", "prefills")
 
     def __init__(self) -> None:
         self.chunks: dict[Sequence, int] = {}
+        self.prefills: dict[Sequence, int] = {}
         self.num_tokens = self.num_joined = self.num_left = 0
 
     @property
@@ -90,7 +92,7 @@ class Step:
 
     def steady_s(self, profile: DeviceProfile) -> float:
         """How long it would take if the same had decoded before."""
-        prefills = [(s.num_cached, count) for s, count in self.chunks.items() if s.num_pending > 1]
+        prefills = [(s.num_cached, count) for s, count in self.prefills.items()]
         return profile.step_s(
             tokens=self.num_tokens,
             batch=len(self.chunks),
@@ -104,7 +106,10 @@ class Step:
         """Compute `count` more tokens of a sequence."""
         self.chunks[sequence] = count
         self.num_tokens += count
+        if sequence.num_pending > 1:
+            self.prefills[sequence] = count
 
     def drop(self, sequence: Sequence) -> None:
         """Leave a sequence out after all."""
         self.num_tokens -= self.chunks.pop(sequence, 0)
+        self.prefills.pop(sequence, None)

@@ -229,12 +229,11 @@ class EventEngine(SimEngine):
 
 def _least_left(step: Step) -> int:
     """Return how many tokens the first to end lacks; 1 if anybody waits for a first one, or prefills."""
+    if step.prefills:
+        return 1
     left = [
         sequence.limit - sequence.position
-        if isinstance(sequence, Counted)
-        and sequence.begun
-        and sequence.num_pending == 1
-        and not sequence.num_owed
+        if isinstance(sequence, Counted) and sequence.begun and not sequence.num_owed
         else 1
         for sequence in step.chunks
     ]
