@@ -129,9 +129,10 @@ class Trace:
         return len(self.requests) / self.seconds if self.seconds else 0.0
 
     def at_rate(self, rate_per_s: float) -> Trace:
-        """Stretch time so that requests come at this mean rate."""
+        """Stretch time so that requests come at this mean rate; one whose requests come all at once stays."""
         _positive("rate_per_s", rate_per_s)
-        return self.faster(rate_per_s / self.rate_per_s) if self.seconds else self
+        at_once = not self.seconds or not isfinite(self.rate_per_s)
+        return self if at_once else self.faster(rate_per_s / self.rate_per_s)
 
     def faster(self, factor: float) -> Trace:
         """Let `factor` times as many requests come in a second: twice as fast is half the time."""

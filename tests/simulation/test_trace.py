@@ -8,7 +8,7 @@ from random import Random
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotswap import ConfigError
@@ -66,6 +66,7 @@ def test_a_file_that_is_cut_short_or_missing_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=1, max_size=50), st.floats(0.01, 100))
+@example([5e-324], 1.0)
 def test_another_rate_changes_times_alone(times: list[float], rate_per_s: float) -> None:
     trace = Trace.of(asked(*times))
     other = trace.at_rate(rate_per_s)
