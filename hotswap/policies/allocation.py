@@ -336,8 +336,8 @@ def used_s(instance: InstanceView) -> float:
     """
     if instance.state is InstanceState.EMPTY:
         return -inf
-    since_s, used_s = instance.serving_since_s, instance.last_used_s
-    return max(-inf if since_s is None else since_s, -inf if used_s is None else used_s)
+    since_s, last_s = instance.serving_since_s, instance.last_used_s
+    return max(-inf if since_s is None else since_s, -inf if last_s is None else last_s)
 
 
 def _becomes(instance: InstanceView) -> ModelId | None:

@@ -8,7 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop
+from itertools import groupby
 from math import inf, isfinite
+from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from hotswap.action import Action, Migrate, Swap
@@ -210,12 +212,9 @@ class _Board:
             self._busy[node] = [(self._gone_s(i), _harm(i), i.id) for i in busy]
             heapify(self._busy[node])  # of thousands a few are wanted
         heap = self._busy[node].copy()
-        while heap:
-            *rank, first = heappop(heap)
-            equals = [self._instances[first]]
-            while heap and [*heap[0][:2]] == rank:
-                equals.append(self._instances[heappop(heap)[-1]])
-            yield from sorted(equals, key=_preference)
+        in_order = (heappop(heap) for _ in range(len(heap)))
+        for _, equals in groupby(in_order, key=itemgetter(0, 1)):
+            yield from sorted((self._instances[instance] for *_, instance in equals), key=_preference)
 
     def _running_on(self, instance: InstanceView) -> list[RunningView]:
         return sorted(self._fleet.running_on(instance.id), key=lambda run: run.id)
