@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heapify, heappop
-from itertools import groupby
 from math import inf, isfinite
-from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from hotswap.action import Action, Migrate, Swap
 from hotswap.errors import ConfigError
-from hotswap.policies.allocation import Allocation, turns_away, used_s
+from hotswap.policies.allocation import Allocation, turns_away
+from hotswap.policies.busy import Departures, harm, preference
 from hotswap.policies.knapsack import Offer, Pool, choose
 from hotswap.policies.rooms import Rooms
 from hotswap.policies.startup_cost import QueuedLoads, StartupCosts
@@ -157,28 +155,25 @@ class _Board:
         self._instances = {i.id: i for i in sorted(fleet.instances, key=lambda i: i.id)}
         self._fleet = fleet
         self._rooms = Rooms(fleet, self._instances.values())
-        self._places: Counter[ModelId] = Counter()
-        for instance in self._instances.values():
-            self._count(instance)
+        self._turning = [instance for instance in self._instances.values() if turns_away(instance)]
         self._receiving: set[InstanceId] = set()
         self._known_victims: dict[InstanceId, _Victims] = {}
-        self._busy: dict[str, list[tuple[float, int, InstanceId]]] = {}
-        if victims == "move":
-            for instance in self._leaving():
-                self._places[instance.model or ModelId("")] -= len(self._victims(instance).movers)
+        self._busy: dict[str, Departures] = {}
 
     def _leaving(self) -> Iterator[InstanceView]:
         """The instances that turn to another model while requests may still run there."""
         runs_on = (InstanceState.SERVING, InstanceState.DRAINING)
-        return (i for i in self._instances.values() if turns_away(i) and i.state in runs_on)
+        return (instance for instance in self._turning if instance.state in runs_on)
 
-    def _count(self, instance: InstanceView) -> None:
-        """Note whose requests an instance takes, now or as soon as it has turned."""
-        if turns_away(instance):
-            if instance.target is not None:
-                self._places[instance.target] += instance.max_requests
-        elif instance.model is not None and instance.open:
-            self._places[instance.model] += instance.max_requests - instance.num_requests
+    def _num_places(self, model: ModelId) -> int:
+        """How many waiting requests of a model will be taken by who serves it now or turns to it already."""
+        replicas = (replica for replica in self._rooms.replicas(model) if replica.open)
+        now = sum(replica.max_requests - replica.num_requests for replica in replicas)
+        soon = sum(instance.max_requests for instance in self._turning if instance.target == model)
+        if self._fate != "move":
+            return now + soon
+        leaving = (instance for instance in self._leaving() if instance.model == model)
+        return now + soon - sum(len(self._victims(instance).movers) for instance in leaving)
 
     @cached_property
     def _on(self) -> dict[str, list[InstanceView]]:
@@ -192,7 +187,7 @@ class _Board:
     def _idle_on(self) -> dict[str, list[InstanceView]]:
         """Those without requests, by node, the best first."""
         idle = {node: [i for i in instances if not i.num_requests] for node, instances in self._on.items()}
-        return {node: sorted(on, key=lambda i: (_harm(i), _preference(i))) for node, on in idle.items()}
+        return {node: sorted(on, key=lambda i: (harm(i), preference(i))) for node, on in idle.items()}
 
     @cached_property
     def _staged(self) -> dict[ModelId, list[InstanceView]]:
@@ -203,18 +198,14 @@ class _Board:
                 staged[instance.preloaded].append(instance)
         return staged
 
-    def _busy_on(self, node: str) -> Iterator[InstanceView]:
-        """Those of a node that have requests, the best first; all of these are looked at once in a plan."""
+    def _busy_on(self, node: str) -> Iterable[InstanceView]:
+        """Those of a node that have requests, the best first."""
         if self._fate == "stay":
-            return
+            return ()
         if node not in self._busy:
             busy = (i for i in self._on[node] if i.num_requests)
-            self._busy[node] = [(self._gone_s(i), _harm(i), i.id) for i in busy]
-            heapify(self._busy[node])  # of thousands a few are wanted
-        heap = self._busy[node].copy()
-        in_order = (heappop(heap) for _ in range(len(heap)))
-        for _, equals in groupby(in_order, key=itemgetter(0, 1)):
-            yield from sorted((self._instances[instance] for *_, instance in equals), key=_preference)
+            self._busy[node] = Departures(self._fleet, busy, self._gone_s)
+        return self._busy[node]
 
     def _running_on(self, instance: InstanceView) -> list[RunningView]:
         return sorted(self._fleet.running_on(instance.id), key=lambda run: run.id)
@@ -231,7 +222,7 @@ class _Board:
 
         Empty where its requests had better wait for its replicas, or nothing can be had.
         """
-        num_waiting = model.num_waiting - self._places[model.id]
+        num_waiting = model.num_waiting - self._num_places(model.id)
         soonest = self._soonest(model) if num_waiting > 0 else None
         if soonest is None:
             return []
@@ -328,7 +319,7 @@ class _Board:
         offer = self._offer(model, instance)
         if offer is None or (instance.model is not None and offer.room > self._spare_room(instance.model)):
             return None
-        return _Found(offer.seconds, offer.harm, _preference(instance), offer)
+        return _Found(offer.seconds, offer.harm, preference(instance), offer)
 
     def _offer(self, model: ModelView, instance: InstanceView) -> Offer | None:
         victims = self._victims(instance)
@@ -338,7 +329,7 @@ class _Board:
             instance=instance.id,
             slots=instance.max_requests,
             seconds=victims.seconds + self._loads.at(model.id, instance),
-            harm=_harm(instance),
+            harm=harm(instance),
             room=self._rooms.at(instance) + len(victims.movers),
         )
 
@@ -350,7 +341,7 @@ class _Board:
         """What may be turned to a model, by the model that it has now; used longest ago first."""
         offers: defaultdict[ModelId | None, list[Offer]] = defaultdict(list)
         turnable = {instance.id for instance in self._allocation.turnable(model)}
-        for instance in sorted(self._instances.values(), key=_preference):
+        for instance in sorted(self._instances.values(), key=preference):
             if instance.id in turnable and (offer := self._offer(model, instance)):
                 offers[instance.model].append(offer)
         return [self._pool(donor, found) for donor, found in offers.items()]
@@ -372,16 +363,16 @@ class _Board:
             self._known_victims[instance.id] = self._look_at(instance)
         return self._known_victims[instance.id]
 
-    def _gone_s(self, instance: InstanceView) -> float:
+    def _gone_s(self, runs: Sequence[RunningView]) -> float:
         """Seconds until they have left."""
-        return self._costs.leave_s(self._fleet.running_on(instance.id)) if self._fate == "move" else 0.0
+        return self._costs.leave_s(runs) if self._fate == "move" else 0.0
 
     def _look_at(self, instance: InstanceView) -> _Victims:
         runs = self._running_on(instance)
         all_known = not instance.num_requests if self._fate == "stay" else len(runs) >= instance.num_requests
         return _Victims(
             all_known=all_known,
-            seconds=self._gone_s(instance),
+            seconds=self._gone_s(runs),
             movers=tuple(run for run in runs if self._fate != "move" or self._has_to_move(run)),
         )
 
@@ -403,13 +394,3 @@ class _Board:
         for instance in self._leaving():
             turns = "is unloaded" if instance.target is None else f"turns to {instance.target}"
             yield from self.moves(instance, f"{instance.id} {turns}")
-
-
-def _harm(instance: InstanceView) -> int:
-    """How many lose by a turn, between equal times: nobody, or who uses the model now, or did."""
-    return 0 if instance.state is InstanceState.EMPTY else 1 + instance.num_requests
-
-
-def _preference(instance: InstanceView) -> tuple[float, int, InstanceId]:
-    """EMPTY ones first, small ones before large; then those used longest ago."""
-    return used_s(instance), instance.memory_bytes, instance.id
