@@ -1,0 +1,375 @@
+"""Paged attention on a CPU: rows of queries over the blocks of their requests, compiled by numba.
+
+An *item* is the rows of a tile and the query heads that share a KV head. Its queries are copied to a scratch
+area, their scores are computed block by block, turned into weights, and the values are added up block by
+block. While a block is used, one that is needed later is fetched. Addresses and strides come as integers,
+since a call for each layer of each step would else spend longer on its arguments than on a short row.
+"""
+
+# mypy: ignore-errors
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, types
+
+from hotswap.kernels.paged_attention.vectors import (
+    LANES,
+    address,
+    dots,
+    exponentials,
+    greatest,
+    prefetch,
+    weigh,
+)
+
+__all__ = ["build"]
+
+_KEYS = 8  # that are multiplied together
+_CHUNKS = 4  # of values that are weighed together
+_AHEAD = 2  # blocks between the one that is used and the one that is fetched
+_LINE_BYTES = 64
+_OPTIONS: Any = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+_HIDDEN = np.float32(-np.inf)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+_floats = address(types.float32)
+_bytes = address(types.uint8)
+_ints = address(types.int32)
+
+
+class _Step(NamedTuple):
+    """What is asked; the first eight are addresses, and 0 stands for no hidden positions or sinks."""
+
+    queries: int
+    out: int
+    tables: int
+    tiles: int
+    firsts: int
+    lasts: int
+    order: int
+    hidden: int
+    sinks: int
+    query_row: int
+    query_head: int
+    table_width: int
+    num_tiles: int
+    hidden_width: int
+    kv_heads: int
+    group: int
+    scale: float
+    softcap: float
+
+
+class _Pool(NamedTuple):
+    """Keys or values: an address, the elements of one, those with padding, and the size of a block."""
+
+    at: int
+    width: int
+    padded: int
+    head_bytes: int
+    block_tokens: int
+
+
+class _Item(NamedTuple):
+    """Rows from `start` on for one KV head; `table` is the address of the first of its blocks' numbers."""
+
+    head: int
+    start: int
+    lines: int
+    table: int
+    first_position: int
+    num_blocks: int
+
+
+class _Scratch(NamedTuple):
+    """Addresses of float32: for each line its scores, which lie `stride` apart, its query, sums and total."""
+
+    scores: int
+    rows: int
+    sums: int
+    totals: int
+    stride: int
+
+
+@njit(**_OPTIONS)
+def _extent(step, tile):
+    """The positions that the rows of a tile attend to: the first, and the one after the last."""
+    start, count = _ints(step.tiles)[3 * tile + 1], _ints(step.tiles)[3 * tile + 2]
+    low, high = np.int64(1) << 30, np.int64(0)
+    for row in range(start, start + count):
+        low, high = min(low, _ints(step.firsts)[row]), max(high, _ints(step.lasts)[row])
+    return low, high
+
+
+@njit(**_OPTIONS)
+def _start(step, part, parts):
+    """The first item of a part, where all have about equal work; the number of items after the last part."""
+    total = np.int64(0)
+    for tile in range(step.num_tiles):
+        low, high = _extent(step, tile)
+        total += (high - low) * (_ints(step.tiles)[3 * tile + 2] + 1) * step.kv_heads
+    done = np.int64(0)
+    for tile in range(step.num_tiles):
+        low, high = _extent(step, tile)
+        work = (high - low) * (_ints(step.tiles)[3 * tile + 2] + 1)
+        head = -((done * parts - part * total) // (work * parts))
+        if head < step.kv_heads:
+            return tile * step.kv_heads + max(head, 0)
+        done += work * step.kv_heads
+    return step.num_tiles * step.kv_heads
+
+
+@njit(**_OPTIONS)
+def _item(step, number, block_tokens):
+    tile, head = number // step.kv_heads, number % step.kv_heads
+    low, high = _extent(step, tile)
+    first_block = low // block_tokens
+    request, start = np.int64(_ints(step.tiles)[3 * tile]), np.int64(_ints(step.tiles)[3 * tile + 1])
+    return _Item(
+        head,
+        start,
+        _ints(step.tiles)[3 * tile + 2] * step.group,
+        step.tables + 4 * (request * step.table_width + first_block),
+        first_block * block_tokens,
+        (high + block_tokens - 1) // block_tokens - first_block,
+    )
+
+
+@njit(**_OPTIONS)
+def _most(step, begin, end, block_tokens):
+    """How many lines, and how many positions from the start of a block to the end of one, an item has."""
+    lines, positions = np.int64(0), np.int64(0)
+    for tile in range(begin // step.kv_heads, (end + step.kv_heads - 1) // step.kv_heads):
+        item = _item(step, tile * step.kv_heads, block_tokens)
+        lines, positions = max(lines, item.lines), max(positions, item.num_blocks * block_tokens)
+    return lines, positions
+
+
+@njit(**_OPTIONS)
+def _block(step, pool, item, place):
+    """Where the keys or values of a block of an item lie."""
+    return pool.at + (np.int64(_ints(item.table)[place]) * step.kv_heads + item.head) * pool.head_bytes
+
+
+@njit(**_OPTIONS)
+def _later(step, keys, values, item, following, place):
+    """Where what is read at a place lies: an item's keys, its values, and then the keys of the following."""
+    if place < item.num_blocks:
+        return _block(step, keys, item, place)
+    place -= item.num_blocks
+    if place < item.num_blocks:
+        return _block(step, values, item, place)
+    return _block(step, keys, following, min(place - item.num_blocks, following.num_blocks - 1))
+
+
+@njit(**_OPTIONS)
+def _begin(step, keys, values, item, scratch):
+    """Copy queries, filled up with zeros, and clear the sums."""
+    for line in range(item.lines):
+        row = np.int64(_ints(step.order)[item.start + line // step.group])
+        head = item.head * step.group + line % step.group
+        query = _floats(step.queries + 4 * (row * step.query_row + head * step.query_head))
+        copy = _floats(scratch.rows + 4 * line * keys.padded)
+        for at in range(keys.width):
+            copy[at] = query[at]
+        for at in range(keys.width, keys.padded):
+            copy[at] = _ZERO
+        sums = _floats(scratch.sums + 4 * line * values.padded)
+        for at in range(values.padded):
+            sums[at] = _ZERO
+
+
+@njit(**_OPTIONS)
+def _hide(scores, first, last, end, mask):
+    """Hide the scores before `first`, from `last` on, and those that a mask, if it is no 0, hides."""
+    for at in range(first):
+        scores[at] = _HIDDEN
+    for at in range(last, end):
+        scores[at] = _HIDDEN
+    if mask != 0:
+        for at in range(first, last):
+            if _bytes(mask)[at] != 0:
+                scores[at] = _HIDDEN
+
+
+@njit(**_OPTIONS)
+def _softmax(step, item, scratch, end):
+    """Turn scores, up to a multiple of sixteen, into weights, whose sums are the totals.
+
+    The sums are taken in sixteen lanes, by position. Scores that are hidden may be NaN before.
+    """
+    for line in range(item.lines):
+        row = item.start + line // step.group
+        scores = _floats(scratch.scores + 4 * line * scratch.stride)
+        first = _ints(step.firsts)[row] - item.first_position
+        last = _ints(step.lasts)[row] - item.first_position
+        scale = step.scale
+        if step.softcap > 0:
+            for at in range(first, last):
+                scores[at] = step.softcap * np.tanh(scores[at] * (scale / step.softcap))
+            scale = _ONE
+        mask = np.int64(0)
+        if step.hidden != 0:
+            mask = step.hidden + row * step.hidden_width + item.first_position
+        _hide(scores, first, last, end, mask)
+        most = greatest(scores, end, scale)
+        if step.sinks != 0:
+            sink = _floats(step.sinks)[item.head * step.group + line % step.group]
+            most = max(most, sink)
+            _floats(scratch.totals)[line] = exponentials(scores, end, scale, most) + np.exp(sink - most)
+        else:
+            _floats(scratch.totals)[line] = exponentials(scores, end, scale, most)
+
+
+@njit(**_OPTIONS)
+def _finish(step, values, item, scratch):
+    """Write the weighed sums of values, divided by the totals."""
+    for line in range(item.lines):
+        row = np.int64(_ints(step.order)[item.start + line // step.group])
+        head = item.head * step.group + line % step.group
+        out = _floats(step.out + 4 * (row * step.kv_heads * step.group + head) * values.width)
+        sums, total = _floats(scratch.sums + 4 * line * values.padded), _floats(scratch.totals)[line]
+        for at in range(values.width):
+            out[at] = sums[at] / total
+
+
+def _scoring(dtype: str) -> Callable[..., None]:
+    """Return what multiplies lines by the keys of a block."""
+    half, element, size = dtype == "float16", _element(dtype), _size(dtype)
+    few, one = dots(2, _KEYS, half=half), dots(1, 2 * _KEYS, half=half)
+
+    @njit(**_OPTIONS)
+    def score(lines, rows, pool, block, out, stride, later):
+        width, padded = pool.width, pool.padded
+        for key in range(0, pool.block_tokens, 2 * _KEYS):
+            for at in range(0, 2 * _KEYS * width * size, _LINE_BYTES):
+                prefetch(_bytes(later + key * width * size), at)
+            keys, line = block + key * width * size, 0
+            while line + 2 <= lines:
+                row, place = rows + 4 * line * padded, out + 4 * (line * stride + key)
+                for part in range(0, 2 * _KEYS, _KEYS):
+                    some = element(keys + part * width * size)
+                    few(_floats(row), some, _floats(place + 4 * part), width, padded, width, stride)
+                line += 2
+            if line < lines:
+                row, place = rows + 4 * line * padded, out + 4 * (line * stride + key)
+                one(_floats(row), element(keys), _floats(place), width, padded, width, stride)
+
+    return score
+
+
+def _gathering(dtype: str) -> Callable[..., None]:
+    """Return what adds the weighed values of a block to the sums of lines."""
+    half, element, size = dtype == "float16", _element(dtype), _size(dtype)
+    few, one, rest = weigh(2, _CHUNKS, half=half), weigh(1, _CHUNKS, half=half), weigh(1, 1, half=half)
+    whole = _CHUNKS * LANES
+
+    @njit(**_OPTIONS)
+    def gather(lines, weights, stride, pool, block, sums, later):
+        width, padded = pool.width, pool.padded
+        for key in range(0, pool.block_tokens, LANES):
+            for at in range(0, LANES * width * size, _LINE_BYTES):
+                prefetch(_bytes(later + key * width * size), at)
+            values, chunk = block + key * width * size, 0
+            while chunk + whole <= width:
+                value, line = element(values + chunk * size), 0
+                while line + 2 <= lines:
+                    weight, place = weights + 4 * (line * stride + key), sums + 4 * (line * padded + chunk)
+                    few(_floats(weight), value, _floats(place), LANES, stride, width, padded, whole)
+                    line += 2
+                if line < lines:
+                    weight, place = weights + 4 * (line * stride + key), sums + 4 * (line * padded + chunk)
+                    one(_floats(weight), value, _floats(place), LANES, stride, width, padded, whole)
+                chunk += whole
+            while chunk < width:
+                value = element(values + chunk * size)
+                for line in range(lines):
+                    weight, place = weights + 4 * (line * stride + key), sums + 4 * (line * padded + chunk)
+                    rest(_floats(weight), value, _floats(place), LANES, stride, width, padded, width - chunk)
+                chunk += LANES
+
+    return gather
+
+
+def _element(dtype: str) -> Callable[..., Any]:
+    return address(types.float32 if dtype == "float32" else types.uint16)
+
+
+def _size(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _attending(dtype: str) -> Callable[..., None]:
+    """Return what computes an item, and fetches for the following one."""
+    score, gather = _scoring(dtype), _gathering(dtype)
+
+    @njit(**_OPTIONS)
+    def attend_item(step, keys, values, item, following, scratch):
+        _begin(step, keys, values, item, scratch)
+        block_floats = 4 * keys.block_tokens
+        for place in range(item.num_blocks):
+            block = _block(step, keys, item, place)
+            later = _later(step, keys, values, item, following, place + _AHEAD)
+            scores = scratch.scores + place * block_floats
+            score(item.lines, scratch.rows, keys, block, scores, scratch.stride, later)
+        _softmax(step, item, scratch, item.num_blocks * keys.block_tokens)
+        for place in range(item.num_blocks):
+            block = _block(step, values, item, place)
+            later = _later(step, keys, values, item, following, item.num_blocks + place + _AHEAD)
+            weights = scratch.scores + place * block_floats
+            gather(item.lines, weights, scratch.stride, values, block, scratch.sums, later)
+        _finish(step, values, item, scratch)
+
+    return attend_item
+
+
+@njit(**_OPTIONS)
+def _divided(area, keys, values, lines, stride):
+    """The scratch area for so many lines of so many scores."""
+    at = (area.ctypes.data + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
+    rows = at + 4 * lines * stride
+    sums = rows + 4 * lines * keys.padded
+    return _Scratch(at, rows, sums, sums + 4 * lines * values.padded, stride)
+
+
+@cache
+def build(dtype: str) -> Callable[..., None]:
+    """Return the kernel for keys and values of "float32", "bfloat16" or "float16", compiled.
+
+    Its arguments are those of `_Step`, the addresses of keys and values, their widths, the tokens of a block,
+    and which part of how many of the items to compute.
+    """
+    attend_item, size = _attending(dtype), _size(dtype)
+    numbers = [types.int64] * 16 + [types.float64] * 2 + [types.int64] * 7
+
+    @njit(types.void(*numbers), **_OPTIONS)
+    def attend(
+        queries, out, tables, tiles, firsts, lasts, order, hidden, sinks,
+        query_row, query_head, table_width, num_tiles, hidden_width, kv_heads, group, scale, softcap,
+        keys, values, key_dim, value_dim, block_tokens, part, parts,
+    ):  # fmt: skip
+        step = _Step(
+            queries, out, tables, tiles, firsts, lasts, order, hidden, sinks, query_row, query_head,
+            table_width, num_tiles, hidden_width, kv_heads, group, np.float32(scale), np.float32(softcap),
+        )  # fmt: skip
+        key_pad, value_pad = (key_dim + 15) // 16 * 16, (value_dim + 15) // 16 * 16
+        key_pool = _Pool(keys, key_dim, key_pad, block_tokens * key_dim * size, block_tokens)
+        value_pool = _Pool(values, value_dim, value_pad, block_tokens * value_dim * size, block_tokens)
+        begin, end = _start(step, part, parts), _start(step, part + 1, parts)
+        if begin >= end:
+            return
+        lines, stride = _most(step, begin, end, block_tokens)
+        area = np.empty(lines * (stride + key_pad + value_pad + 1) + _LINE_BYTES // 4, np.float32)
+        following = _item(step, begin, block_tokens)
+        for number in range(begin, end):
+            item = following
+            following = _item(step, min(number + 1, end - 1), block_tokens)
+            scratch = _divided(area, key_pool, value_pool, lines, stride)  # here, so that the area stays
+            attend_item(step, key_pool, value_pool, item, following, scratch)
+
+    return attend
