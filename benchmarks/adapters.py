@@ -39,7 +39,6 @@ from hotswap.backends.torch.adapters.targets import targets
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import Shelf, linear_layers
-from hotswap.backends.torch.rounding import least_rows
 
 CPU = torch.device("cpu")
 NUM_REQUESTS = 20
@@ -125,8 +124,7 @@ def _steps(model: Any, places: list[Place], repeats: int, budget: int) -> dict[s
     """Seconds of steps by number of adapters."""
     blocks_each = (CONTEXT + BUDGET) // BLOCK_TOKENS + 1
     cache = KVCache(NUM_REQUESTS * blocks_each, BLOCK_TOKENS, CPU)
-    least = least_rows(CPU, 1, torch.float32)
-    forward = LocalForward(model, cache, min_rows=least, linear_only=True)
+    forward = LocalForward(model, cache, invariant=True, linear_only=True)
     seconds: dict[str, list[float]] = {str(count): [] for count in COUNTS}
     with torch.inference_mode():
         for turn, count in enumerate(rounds(COUNTS, repeats + 1)):

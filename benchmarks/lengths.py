@@ -4,8 +4,8 @@
     python -m benchmarks lengths --full                   hidden 1024, 12 layers
 
 A batch of 26 requests decodes on one thread, with weights packed: all of one length; of lengths that differ,
-with as many tokens together; and of such lengths with one request in each step that is another. A fourth
-batch keeps nothing from step to step. Contestants take turns; a figure is the mean processor time of the
+with as many tokens together; and of such lengths with one request in each step that is another. Contestants
+take turns; a figure is the mean processor time of the
 steps of a turn, so that what is done in some steps alone counts, and ratios are to equal lengths in the same
 round. Caches are filled with zeros, which cost what others do.
 """
@@ -29,12 +29,11 @@ from benchmarks.measure import Summary, machine, ratios, rounds, versions, write
 from benchmarks.table import show
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache, blocks_for
-from hotswap.backends.torch.rounding import least_rows
 
 CPU = torch.device("cpu")
 NUM_REQUESTS, SHORTEST, LONGEST, BLOCK_TOKENS = 26, 8, 400, 32
 WARM_STEPS, STEPS = 4, 32
-CONTESTANTS = ("equal", "different", "one_replaced", "different_gathered")
+CONTESTANTS = ("equal", "different", "one_replaced")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -121,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
 def _measure(size: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[str, list[float]]:
     """Mean seconds of a step, by contestant and round."""
     model = llama(*size, dtype)
-    batches = {name: Batch(name, _forward(model, dtype, name)) for name in CONTESTANTS}
+    batches = {name: Batch(name, _forward(model)) for name in CONTESTANTS}
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     with torch.inference_mode():
         for turn, name in enumerate(rounds(CONTESTANTS, repeats + 1)):
@@ -136,13 +135,10 @@ def _measure(size: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[st
     return seconds
 
 
-def _forward(model: Any, dtype: torch.dtype, name: str) -> LocalForward:
+def _forward(model: Any) -> LocalForward:
     num_blocks = NUM_REQUESTS * blocks_for(LONGEST + WARM_STEPS + STEPS, BLOCK_TOKENS)
-    runs_bytes = 0 if name.endswith("gathered") else 1 << 30
-    cache = KVCache(
-        num_blocks, BLOCK_TOKENS, CPU, runs_bytes=runs_bytes
-    )  # made of zeros when it is first seen
-    return LocalForward(model, cache, min_rows=least_rows(CPU, 1, dtype), linear_only=True)
+    cache = KVCache(num_blocks, BLOCK_TOKENS, CPU)  # made of zeros when it is first seen
+    return LocalForward(model, cache, invariant=True, linear_only=True)
 
 
 def _show(dtype: str, seconds: dict[str, list[float]]) -> None:

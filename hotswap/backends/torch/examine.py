@@ -24,7 +24,7 @@ from hotswap.errors import UnsupportedModel
 __all__ = ["Verdict", "examine"]
 
 _MAX_BYTES = 256 << 20
-_BLOCK_TOKENS, _MIN_ROWS = 16, 4
+_BLOCK_TOKENS = 16
 _CPU = torch.device("cpu")
 
 
@@ -77,7 +77,7 @@ def _examine(config_text: str) -> Verdict:
                     "replaced; serve it with another engine."
                 ) from exc
             continue
-        preflight(skeleton, _CPU, block_tokens=_BLOCK_TOKENS, min_rows=_MIN_ROWS)
+        preflight(skeleton, _CPU, block_tokens=_BLOCK_TOKENS, invariant=True)
         return Verdict.EXACT
     return Verdict.UNKNOWN
 

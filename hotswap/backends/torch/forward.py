@@ -9,20 +9,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 
 from hotswap.backends.torch.adapters.plan import Place, adaptation
-from hotswap.backends.torch.attention import Segment, Step, even_blocks, running
+from hotswap.backends.torch.attention import Paged, Segment, Step, running
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.kv import KVCache, blocks_for
 from hotswap.backends.torch.linear import LEAST_ROWS
 from hotswap.backends.torch.products import RowInvariant
-from hotswap.backends.torch.runs import GATHERED_TOKENS, Run
+from hotswap.kernels.paged_attention import Rows
 
 __all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble"]
+
+# Keys gathered at once for a batch of decodes, in tokens: bounds the memory of the gather.
+_GATHERED_TOKENS = 1 << 16
+# Rows of a prompt that are computed together on a CPU: their scores lie in its cache.
+_TILE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,14 +110,14 @@ class LocalForward(Forward):
         model: nn.Module,
         cache: KVCache,
         *,
-        min_rows: int,
+        invariant: bool,
         linear_only: bool = False,
         chore: Callable[[], bool] = lambda: False,
     ) -> None:
         self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
         self.cache = cache
         self._model, self._chore = model, chore
-        self._min_rows, self._linear_only = min_rows, linear_only
+        self._invariant, self._linear_only = invariant, linear_only
         self._work = Work(())
 
     def submit(self, work: Work) -> None:
@@ -122,7 +127,7 @@ class LocalForward(Forward):
         self.cache.copy(self._work.copies)
         self.cache.clear(self._work.fresh)
         pieces = self._work.pieces
-        batch = assemble(pieces, self.cache, min_rows=self._min_rows, linear_only=self._linear_only)
+        batch = assemble(pieces, self.cache, invariant=self._invariant, linear_only=self._linear_only)
         return batch.logits(self._model)
 
     def improve(self) -> bool:
@@ -167,16 +172,16 @@ class Batch:
         return cast("Tensor", out.logits[0])[: self.num_kept]
 
 
-def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_only: bool = False) -> Batch:
+def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear_only: bool = False) -> Batch:
     """Lay the pieces out in one row.
 
-    Pieces of one token attend in batches. Where no runs are kept these are neighbours: sort them by length,
-    and little padding is gathered.
+    Where blocks are gathered, pieces of one token attend in batches of neighbours: sort them by length, and
+    little padding is gathered.
 
     Args:
         pieces: The tokens, of at most one piece for each request.
         cache: Where their keys and values lie.
-        min_rows: The least number of rows of a matrix product; 0 where bits may depend on the batch.
+        invariant: Whether logits have the same bits whatever shares the batch.
         linear_only: Whether linear layers are all that multiplies by weights: these do with `LEAST_ROWS`.
             Where they are not, the others are watched over, which costs time.
     """
@@ -197,8 +202,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_o
             adapted.append((piece.adapter, rows, len(keep) if piece.samples else None))
         if piece.samples:
             keep.append(len(ids) - 1)
-    segments, order = _segments(pieces, starts, cache)
-    least = min_rows and (LEAST_ROWS if linear_only else max(min_rows, LEAST_ROWS))
+    least = LEAST_ROWS if invariant else 0
     num_kept, padding = len(keep), [0] * (least - len(ids))
     keep += [0] * max(0, least - num_kept)
     on = cache.device
@@ -212,43 +216,73 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, min_rows: int, linear_o
             cache=cache,
             blocks=torch.tensor(blocks + padding, device=on),
             offsets=at % cache.block_tokens,
-            segments=segments,
-            order=None if order == sorted(order) else torch.tensor(order, device=on),
-            min_rows=min_rows,
             adapters=adaptation(adapted, on),
+            **_reading(pieces, starts, at, cache),
         ),
-        watched=min_rows > 0 and not linear_only,
+        watched=invariant and not linear_only,
     )
+
+
+class _Reading(TypedDict, total=False):
+    """How a step reads the cache: the fields of `Step` that say so."""
+
+    paged: Paged
+    segments: tuple[Segment, ...]
+    order: Tensor
+
+
+def _reading(pieces: Sequence[Piece], starts: Sequence[int], at: Tensor, cache: KVCache) -> _Reading:
+    if cache.in_place:
+        return {"paged": _paged(pieces, starts, at, cache)}
+    segments, order = _segments(pieces, starts, cache)
+    reading: _Reading = {"segments": segments}
+    if order != sorted(order):
+        reading["order"] = torch.tensor(order, device=cache.device)
+    return reading
+
+
+def _paged(pieces: Sequence[Piece], starts: Sequence[int], at: Tensor, cache: KVCache) -> Paged:
+    """Say where each row's blocks lie, prompts in tiles."""
+    tables = [_held(piece, cache) for piece in pieces]
+    width = max(map(len, tables), default=0)
+    tiles: list[tuple[int, int, int]] = []
+    parts: list[range] = []
+    for number, (piece, start) in enumerate(zip(pieces, starts, strict=True)):
+        end = start + len(piece.tokens)
+        tiles += ((number, row, min(_TILE_ROWS, end - row)) for row in range(start, end, _TILE_ROWS))
+        if parts and len(piece.tokens) == 1 == len(pieces[number - 1].tokens):
+            parts[-1] = range(parts[-1].start, end)
+        else:
+            parts.append(range(start, end))
+    num_rows = parts[-1].stop if parts else 0
+    return Paged(
+        rows=Rows(
+            tables=_integers([[*table, *[0] * (width - len(table))] for table in tables]),
+            tiles=_integers(tiles),
+            order=torch.arange(num_rows, dtype=torch.int32),
+        ),
+        parts=[at[part.start : part.stop] for part in parts],
+    )
+
+
+def _integers(values: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def _segments(
     pieces: Sequence[Piece], starts: Sequence[int], cache: KVCache
 ) -> tuple[tuple[Segment, ...], list[int]]:
-    """Return what attends together, and the rows of each, one after the other."""
+    """Return what attends together, and the rows of each, one after the other: each prefill by itself."""
+    decodes = [number for number, piece in enumerate(pieces) if len(piece.tokens) == 1]
+    groups = _by_length(decodes, pieces, cache.block_tokens)
+    groups += [[number] for number, piece in enumerate(pieces) if len(piece.tokens) > 1]
     segments: list[Segment] = []
     order: list[int] = []
-    for numbers, run in _groups(pieces, cache):
-        segments.append(_segment(len(order), [pieces[number] for number in numbers], run, cache))
+    for numbers in groups:
+        segments.append(_segment(len(order), [pieces[number] for number in numbers], cache))
         for number in numbers:
             order += range(starts[number], starts[number] + len(pieces[number].tokens))
     return tuple(segments), order
-
-
-_Group = tuple[list[int], Run | None]
-"""Pieces that attend together, by their numbers, and what is kept of them."""
-
-
-def _groups(pieces: Sequence[Piece], cache: KVCache) -> list[_Group]:
-    """Put decodes of similar length together, and each prefill by itself."""
-    decodes = [number for number, piece in enumerate(pieces) if len(piece.tokens) == 1]
-    cache.runs.begin()
-    rows = [(_held(pieces[number], cache), pieces[number].start) for number in decodes]
-    runs = cache.runs.arrange(rows)
-    if runs is None:
-        groups: list[_Group] = [(group, None) for group in _by_length(decodes, pieces, cache.block_tokens)]
-    else:
-        groups = [([decodes[row] for row in run.rows], run) for run in runs]
-    return groups + [([number], None) for number, piece in enumerate(pieces) if len(piece.tokens) > 1]
 
 
 def _held(piece: Piece, cache: KVCache) -> Sequence[int]:
@@ -269,7 +303,7 @@ def _by_length(decodes: Sequence[int], pieces: Sequence[Piece], block_tokens: in
         joins = (
             bool(groups)
             and 2 * blocks_for(min(end, longest), block_tokens) >= blocks_for(most, block_tokens)
-            and (len(groups[-1]) + 1) * most <= GATHERED_TOKENS
+            and (len(groups[-1]) + 1) * most <= _GATHERED_TOKENS
         )
         if joins:
             groups[-1].append(number)
@@ -280,15 +314,13 @@ def _by_length(decodes: Sequence[int], pieces: Sequence[Piece], block_tokens: in
     return groups
 
 
-def _segment(start: int, group: Sequence[Piece], run: Run | None, cache: KVCache) -> Segment:
+def _segment(start: int, group: Sequence[Piece], cache: KVCache) -> Segment:
     tables = [_held(piece, cache) for piece in group]
-    width = max(map(len, tables))
     spans = [range(piece.start, piece.end) for piece in group]
     return Segment(
         start=start,
         tables=tables,
-        num_blocks=width if len(spans[0]) > 1 else even_blocks(width, cache.block_tokens),
+        num_blocks=max(map(len, tables)),
         positions=torch.tensor([list(span) for span in spans], device=cache.device),
         ends=tuple(max(ends) + 1 for ends in zip(*spans, strict=True)),
-        run=run,
     )

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from hotswap.backends.torch.blocks import Copy
-from hotswap.backends.torch.runs import Prelude, Runs
 from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
+from hotswap.kernels.paged_attention import DTYPES, append, compile_for
 from hotswap.kernels.targets import runs_triton
 
-__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "lines_of", "most_runs_bytes"]
+__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "lines_of"]
 
 _NO_BLOCK: Final = -1
 
@@ -49,11 +49,6 @@ def blocks_for(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens // block_tokens)
 
 
-def most_runs_bytes(cache_bytes: int) -> int:
-    """How much memory runs may take at most beside a cache of so many bytes."""
-    return cache_bytes // 2
-
-
 def lines_of(table: Tensor, heads: int) -> Tensor:
     """Return where each head's blocks lie, `[n * heads * num_blocks]`, of a table `[n, num_blocks]`."""
     each = torch.arange(heads, device=table.device)[None, :, None]
@@ -63,11 +58,11 @@ def lines_of(table: Tensor, heads: int) -> Tensor:
 class KVCache:
     """Keys and values of every layer, head-major: `[num_blocks + 1, kv_heads, block_tokens, dim]`.
 
-    Head-major blocks make the gather of a batch one `index_select` of long rows that lands contiguous per
-    request and head. Neighbouring layers of one shape are one tensor, so that what is done to a block in all
-    layers is done at once. Without `layers` the tensors are made when a layer is first seen, from the shapes
-    that arrive: head counts and widths need no reading of configs. `runs` keeps what decodes have gathered,
-    on a CPU and within `runs_bytes`.
+    On a CPU attention reads them in place. Elsewhere head-major blocks make the gather of a batch one
+    `index_select` of long rows that lands contiguous per request and head. Neighbouring layers of one shape
+    are one tensor, so that what is done to a block in all layers is done at once. Without `layers` the
+    tensors are made when a layer is first seen, from the shapes that arrive: head counts and widths need no
+    reading of configs.
     """
 
     def __init__(
@@ -78,10 +73,8 @@ class KVCache:
         layers: Sequence[LayerShape] = (),
         *,
         first_layer: int = 0,
-        runs_bytes: int = 0,
     ) -> None:
         self.num_blocks, self.block_tokens, self.device = num_blocks, block_tokens, device
-        self.runs = Runs(runs_bytes if device.type == "cpu" else 0, block_tokens)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         # The same by their first layer, `[layers, num_blocks + 1, kv_heads, block_tokens, dim]`.
@@ -92,6 +85,11 @@ class KVCache:
         self._make(first_layer, layers, torch.empty)
         for stack in self._stacks[1].values():
             stack[:, 0] = 0
+
+    @property
+    def in_place(self) -> bool:
+        """Whether attention reads blocks where they lie, and they need not be gathered."""
+        return self.device.type == "cpu"
 
     @property
     def layers(self) -> dict[int, LayerShape]:
@@ -113,14 +111,11 @@ class KVCache:
         """
         if not blocks:
             return
-        self.runs.forget(blocks)
         for values in self._stacks[1].values():
             values.index_fill_(1, self._index(blocks), 0)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy the first slots of blocks to others, one after the other, and clear those behind."""
-        if copies:
-            self.runs.forget(copy.target for copy in copies)
         for copy in copies:
             num_tokens = copy.num_tokens
             for stack in self._all():
@@ -161,7 +156,10 @@ class KVCache:
             scatter(self._table(), blocks, data.to(self.device))
 
     def build_kernels(self) -> None:
-        """Have what moves blocks compiled before a request waits for it; moves nothing. Blocking."""
+        """Have what reads and moves blocks compiled before a request waits for it. Blocking."""
+        if self.in_place:
+            for dtype in {layer.dtype for layer in self.layers.values()} & DTYPES:
+                compile_for(dtype)
         if self.block_bytes and runs_triton(self.device):
             staging = torch.empty(self.block_bytes, dtype=torch.uint8, device=self.device)
             gather(self._table(), (_NO_BLOCK,), staging)
@@ -202,14 +200,15 @@ class KVCache:
         if layer not in self._keys:
             shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
             self._make(layer, [shape], torch.zeros)
-        self._keys[layer][blocks, :, offsets] = key[0].transpose(0, 1)
-        self._values[layer][blocks, :, offsets] = value[0].transpose(0, 1)
+        for rows, pool in ((key[0], self._keys[layer]), (value[0], self._values[layer])):
+            if self.in_place and pool.dtype in DTYPES:
+                append(rows, pool, blocks, offsets)
+            else:
+                pool[blocks, :, offsets] = rows.transpose(0, 1)
 
-    def prepare(self, prelude: Prelude, layer: int) -> None:
-        """Gather what the blocks of a prelude hold of a layer."""
-        table = torch.tensor([prelude.blocks], device=self.device)
-        lines = lines_of(table, self._keys[layer].shape[1])
-        self.runs.prepare(prelude, layer, self.gather(layer, lines, 1))
+    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the blocks of a layer's keys, and those of its values."""
+        return self._keys[layer], self._values[layer]
 
     def gather(self, layer: int, lines: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
         """Return keys and values `[n, kv_heads, m * block_tokens, dim]` of blocks (`lines_of`).
@@ -241,8 +240,6 @@ class KVCache:
 
     def _make(self, first: int, layers: Sequence[LayerShape], make: Callable[..., Tensor]) -> None:
         self._blocks = None
-        for layer in layers[:1]:
-            self.runs.know(layer.bytes_per_token, layer.dtype)
         sides = (
             (self._keys, [(layer.kv_heads, layer.key_dim, layer.dtype) for layer in layers]),
             (self._values, [(layer.kv_heads, layer.value_dim, layer.dtype) for layer in layers]),

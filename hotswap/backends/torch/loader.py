@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +20,11 @@ from hotswap.backends.torch.device import free_bytes, out_of_memory_mapped, recl
 from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.identity import fingerprint_of, identity, way_of
-from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token, most_runs_bytes
+from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
 from hotswap.backends.torch.linear import Packs, Shelf
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.preflight import preflight
-from hotswap.backends.torch.runs import Runs
 from hotswap.backends.torch.weights import check_world_size, convert, recast
 from hotswap.errors import InstanceLost, OutOfMemory
 from hotswap.kernels.targets import runs_triton
@@ -122,7 +121,7 @@ class LocalLoader(Loader):
         keep_fp8: bool | None,
         skeletons: SkeletonCache,
         block_tokens: int,
-        min_rows: Callable[[torch.dtype], int],
+        invariant: bool,
     ) -> None:
         self.memory_bytes = memory_bytes
         self.weight_bytes = 0
@@ -130,9 +129,8 @@ class LocalLoader(Loader):
         self._buffers = FlatBuffers(device, idle_bytes)
         self._shelf = Shelf(packed_bytes)
         self._skeletons = skeletons
-        self._block_tokens, self._min_rows = block_tokens, min_rows
+        self._block_tokens, self._invariant = block_tokens, invariant
         self._others_bytes = 0
-        self._runs = Runs(0, block_tokens)  # of the model that serves
 
     async def start(self) -> None:
         try:
@@ -202,18 +200,14 @@ class LocalLoader(Loader):
                 f"{budget.block_tokens * bytes_per_token(model.layers):,} bytes each; give the engine more."
             )
         self._others_bytes = (num_blocks + 1) * budget.block_tokens * bytes_per_token(model.layers)
-        runs_bytes = most_runs_bytes(self._others_bytes)
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
-            cache = KVCache(
-                num_blocks, budget.block_tokens, self._device, model.layers, runs_bytes=runs_bytes
-            )
+            cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
             cache.build_kernels()
-        self._runs = cache.runs
         self._fit()
         return LocalForward(
             model.skeleton.module,
             cache,
-            min_rows=self._min_rows(model.skeleton.dtype),
+            invariant=self._invariant,
             linear_only=model.skeleton.linear_only,
             chore=partial(self.pack_next, model),
         )
@@ -338,10 +332,8 @@ class LocalLoader(Loader):
             await anyio.to_thread.run_sync(self._fit)
 
     def _fit(self) -> None:
-        """Leave packed weights what weights and KV blocks do not take, and runs the rest. May free much."""
-        room_bytes = self.memory_bytes - self.weight_bytes - self._others_bytes
-        self._shelf.fit(room_bytes)
-        self._runs.fit(room_bytes - self._shelf.limit_bytes)
+        """Leave packed weights what weights and KV blocks do not take. May free much."""
+        self._shelf.fit(self.memory_bytes - self.weight_bytes - self._others_bytes)
 
     def _bind(
         self,
@@ -378,7 +370,7 @@ class LocalLoader(Loader):
                     skeleton,
                     self._device,
                     block_tokens=self._block_tokens,
-                    min_rows=self._min_rows(skeleton.dtype),
+                    invariant=self._invariant,
                 )
             # Whoever finds the architecture verified asks for these, so they are there before.
             self._skeletons.unadaptable[key] = unadaptable

@@ -37,14 +37,14 @@ def make_loader(
             keep_fp8=settings.keep_fp8,
             skeletons=skeletons,
             block_tokens=settings.kv_block_tokens,
-            min_rows=settings.min_rows,
+            invariant=settings.keeps_bits,
         )
     ranks = Ranks(
         engine=id,
         grid=Grid(settings.tp, settings.pp),
         devices=settings.rank_devices,
         threads=settings.rank_threads,
-        invariant=settings.invariant,
+        invariant=settings.keeps_bits,
         timeout_s=settings.rank_timeout_s,
     )
     return RankedLoader(

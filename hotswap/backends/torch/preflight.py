@@ -32,7 +32,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def preflight(
-    skeleton: Skeleton, device: torch.device, *, block_tokens: int, min_rows: int
+    skeleton: Skeleton, device: torch.device, *, block_tokens: int, invariant: bool
 ) -> tuple[LayerShape, ...]:
     """Return what each layer of a bound skeleton keeps of a token, having checked that it can be served.
 
@@ -46,7 +46,7 @@ def preflight(
     try:
         theirs = reference(skeleton, device)
         with torch.inference_mode():
-            mine = _in_chunks(skeleton, cache, min_rows)
+            mine = _in_chunks(skeleton, cache, invariant)
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as exc:  # whatever a model that is no causal decoder trips over
@@ -122,7 +122,7 @@ def _holds(part: object) -> bool:
     return part is not None
 
 
-def _in_chunks(skeleton: Skeleton, cache: KVCache, min_rows: int) -> list[Tensor]:
+def _in_chunks(skeleton: Skeleton, cache: KVCache, invariant: bool) -> list[Tensor]:
     """The logits at the end of every chunk, in the order of the steps."""
     prompts, free = prompts_of(skeleton.vocabulary), iter(range(1, cache.num_blocks + 1))
     blocks = [[next(free) for _ in range(blocks_for(len(p), cache.block_tokens))] for p in prompts]
@@ -133,7 +133,7 @@ def _in_chunks(skeleton: Skeleton, cache: KVCache, min_rows: int) -> list[Tensor
         for request, count in step:
             start, ends[request] = ends[request], ends[request] + count
             pieces.append(Piece(prompts[request][start : start + count], start, blocks[request], True))
-        batch = assemble(pieces, cache, min_rows=min_rows)
+        batch = assemble(pieces, cache, invariant=invariant)
         logits += batch.logits(skeleton.module)
         if sorted(batch.step.layers) != list(range(skeleton.num_layers)):
             raise _unsupported(skeleton, cache.device, _called(batch.step.layers, skeleton.num_layers))

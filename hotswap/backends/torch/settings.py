@@ -12,7 +12,6 @@ from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.device import resolve, total_bytes
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.loading import KVBudget
-from hotswap.backends.torch.rounding import least_rows
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
 
@@ -133,9 +132,10 @@ class Settings:
         least = min(self.most_tokens, self.max_requests + self.kv_block_tokens)
         return TokenBudget(self.itl_target_s, least=least, most=self.most_tokens)
 
-    def min_rows(self, dtype: torch.dtype) -> int:
-        """The least number of rows of a matrix product; 0 where bits may depend on the batch."""
-        return least_rows(self.first_device, self.rank_threads, dtype) if self.invariant else 0
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether bits are kept from depending on the batch, which is known how to on CPUs alone."""
+        return self.invariant and self.first_device.type == "cpu"
 
 
 def _check(holds: bool, name: str, value: object, otherwise: str) -> None:

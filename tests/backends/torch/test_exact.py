@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from hotswap import Sampling
-from hotswap.backends.torch import TorchEngine
+from hotswap.backends.torch import TorchEngine, attention
+from hotswap.backends.torch.kv import KVCache
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import CONFIGS, VOCABULARY, generate, make_model
@@ -17,6 +18,21 @@ NUM_REQUESTS = 12
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 async def test_tokens_equal_generate(architecture: str) -> None:
+    await _compare(architecture)
+
+
+# With a window, a cap, sinks, and values of another width than keys.
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+async def test_so_they_do_where_blocks_are_gathered(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices that the kernel does not compute on."""
+    monkeypatch.setattr(KVCache, "in_place", False)
+    monkeypatch.setattr(attention, "attend", None)
+    await _compare(architecture)
+
+
+async def _compare(architecture: str) -> None:
     random = Random(1)
     model = make_model(architecture)
     lengths = [random.choice([1, 2, 5, 17, 33, 40, 60, 130]) for _ in range(NUM_REQUESTS)]

@@ -22,8 +22,8 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
     honest = attention.MaskPattern.visible
 
-    def visible(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
-        mask: Tensor = honest(self, segment, first, last, num_keys)
+    def visible(self: Any, positions: Tensor, num_keys: int) -> Tensor:
+        mask: Tensor = honest(self, positions, num_keys)
         oldest = mask & ~torch.cat([torch.zeros_like(mask[..., :1]), mask[..., :-1]], -1)
         wrong: Tensor = mask & ~(oldest & (mask.sum(-1, keepdim=True) > 23))
         return wrong
@@ -34,14 +34,18 @@ def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def own_key_dropped_while_decoding(patch: pytest.MonkeyPatch) -> None:
     honest = attention.MaskPattern.visible
 
-    def visible(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
-        mask: Tensor = honest(self, segment, first, last, num_keys)
+    def visible(self: Any, positions: Tensor, num_keys: int) -> Tensor:
+        mask: Tensor = honest(self, positions, num_keys)
         keys = torch.arange(num_keys)
-        own = keys == segment.positions[:, first:last, None]
-        wrong: Tensor = mask & ~(own & (segment.num_queries == 1) & (keys > 30))
+        own = keys == positions[:, None]
+        wrong: Tensor = mask & ~(own & (keys > 30)) if _is_of_decodes(positions) else mask
         return wrong
 
     patch.setattr(attention.MaskPattern, "visible", visible)
+
+
+def _is_of_decodes(positions: Tensor) -> bool:
+    return len(positions) == 1 or bool((positions.diff() != 1).any())
 
 
 def keys_one_slot_late(patch: pytest.MonkeyPatch) -> None:
@@ -98,10 +102,13 @@ def positions_by_chunk(patch: pytest.MonkeyPatch) -> None:
 
     def assemble(pieces: Any, cache: Any, **least: Any) -> Any:
         batch = honest(pieces, cache, **least)
-        for segment in batch.step.segments:
-            if segment.num_queries > 40:  # longer than the pieces of the preflight
-                rows = slice(segment.start, segment.start + segment.num_rows)
-                batch.positions[0, rows] -= batch.positions[0, segment.start].clone()
+        start, paged = 0, batch.step.paged
+        assert paged is not None
+        for positions in paged.parts:
+            end = start + len(positions)
+            if len(positions) > 40:  # longer than the pieces of the preflight
+                batch.positions[0, start:end] -= batch.positions[0, start].clone()
+            start = end
         return batch
 
     patch.setattr(forward, "assemble", assemble)
@@ -110,9 +117,9 @@ def positions_by_chunk(patch: pytest.MonkeyPatch) -> None:
 def padding_of_a_batch_attended_to(patch: pytest.MonkeyPatch) -> None:
     honest = attention.MaskPattern.visible
 
-    def visible(self: Any, segment: Any, first: int, last: int, num_keys: int) -> Tensor:
-        mask: Tensor = honest(self, segment, first, last, num_keys)
-        wrong: Tensor = mask | (torch.arange(num_keys) >= num_keys - 1) & (segment.num_requests > 1)
+    def visible(self: Any, positions: Tensor, num_keys: int) -> Tensor:
+        mask: Tensor = honest(self, positions, num_keys)
+        wrong: Tensor = mask | (torch.arange(num_keys) >= num_keys - 1) & _is_of_decodes(positions)
         return wrong
 
     patch.setattr(attention.MaskPattern, "visible", visible)

@@ -21,7 +21,6 @@ from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import LocalForward, Piece, Work, assemble
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import Shelf, linear_layers
-from hotswap.backends.torch.rounding import least_rows
 from hotswap.backends.torch.sampling import Sampler
 from tests.backends.torch import zoo
 from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model
@@ -49,8 +48,7 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
     lone: Logits = {}
     for ticket, prompt in enumerate(prompts):
         lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0)
-    # The second time there is room for a few layers' runs, now and then.
-    for budget, runs_bytes in ((24, 1 << 30), (300, 400_000)):
+    for budget in (24, 300):
         mixed = _run(
             model,
             dict(enumerate(prompts)),
@@ -58,7 +56,6 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
             random=random,
             p_preempt=0.1,
             reuse=True,
-            runs_bytes=runs_bytes,
             chore=lambda: shelf.pack_next(packs),
         )
         differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
@@ -74,12 +71,9 @@ def test_only_steps_with_products_of_other_layers_are_watched_over(
     """The watch looks at every function that a model calls, in vain for most models."""
     model = make_model(architecture, dtype=dtype)
     one = [Piece([1], 0, [1], True)]
-    for num_threads in (1, 2):
-        min_rows = least_rows(CPU, num_threads, dtype)
-        cache = KVCache(1, BLOCK_TOKENS, CPU)
-        batch = assemble(one, cache, min_rows=min_rows, linear_only=linear_only(model))
-        assert batch.watched == watched
-    assert not assemble(one, cache, min_rows=0).watched
+    cache = KVCache(1, BLOCK_TOKENS, CPU)
+    assert assemble(one, cache, invariant=True, linear_only=linear_only(model)).watched == watched
+    assert not assemble(one, cache, invariant=False).watched
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,18 +89,16 @@ def test_so_are_those_of_long_contexts(architecture: str, dtype: torch.dtype) ->
     lone: Logits = {}
     for ticket, prompt in enumerate(prompts):
         lone |= _run(model, {ticket: prompt}, budget=4096, random=Random(0), p_preempt=0.0, num_blocks=640)
-    for runs_bytes in (0, 1 << 30):
-        mixed = _run(
-            model,
-            dict(enumerate(prompts)),
-            budget=1000,
-            random=random,
-            p_preempt=0.0,
-            runs_bytes=runs_bytes,
-            num_blocks=640,
-        )
-        differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
-        assert differing == [], f"of {len(lone)}, with {runs_bytes} bytes for runs"
+    mixed = _run(
+        model,
+        dict(enumerate(prompts)),
+        budget=1000,
+        random=random,
+        p_preempt=0.0,
+        num_blocks=640,
+    )
+    differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
+    assert differing == [], f"of {len(lone)}"
 
 
 _WIDE: dict[str, Any] = {
@@ -156,8 +148,8 @@ def test_without_it_bits_do_depend_on_the_batch() -> None:
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(40)] for _ in range(6)]
     lone: Logits = {}
     for ticket, prompt in enumerate(prompts):
-        lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0, min_rows=0)
-    mixed = _run(model, dict(enumerate(prompts)), budget=64, random=random, p_preempt=0.0, min_rows=0)
+        lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0, invariant=False)
+    mixed = _run(model, dict(enumerate(prompts)), budget=64, random=random, p_preempt=0.0, invariant=False)
     assert any(not torch.equal(logits, mixed[key]) for key, logits in lone.items())
 
 
@@ -176,14 +168,13 @@ def _run(
     random: Random,
     p_preempt: float,
     reuse: bool = False,
-    min_rows: int | None = None,
-    runs_bytes: int = 0,
+    invariant: bool = True,
     chore: Callable[[], bool] = lambda: False,
     num_blocks: int = 128,
 ) -> Logits:
     """The logits behind every token of every request, by ticket and position."""
     blocks = BlockPool(num_blocks)
-    cache = KVCache(num_blocks, BLOCK_TOKENS, CPU, runs_bytes=runs_bytes)
+    cache = KVCache(num_blocks, BLOCK_TOKENS, CPU)
     batcher = Batcher(
         blocks, block_tokens=BLOCK_TOKENS, token_budget=budget, max_requests=6, prefix_reuse=reuse
     )
@@ -191,9 +182,7 @@ def _run(
         Sequence(ticket, list(prompt), len(prompt), len(prompt) + NUM_TOKENS, Sampler(Sampling(), (), ()))
         for ticket, prompt in prompts.items()
     ]
-    if min_rows is None:
-        min_rows = least_rows(CPU, torch.get_num_threads(), model.dtype)
-    forward = LocalForward(model, cache, min_rows=min_rows, linear_only=linear_only(model))
+    forward = LocalForward(model, cache, invariant=invariant, linear_only=linear_only(model))
     seen: Logits = {}
     while waiting or batcher.running or batcher.waiting:
         if waiting and (random.random() < 0.5 or not batcher.running):

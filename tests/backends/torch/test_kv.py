@@ -31,19 +31,21 @@ def run(model: Any, cache: KVCache) -> list[list[int]]:
     ]
     for sequence in sequences:
         batcher.add(sequence)
-    runner = Runner(LocalForward(model, cache, min_rows=4), batcher)
+    runner = Runner(LocalForward(model, cache, invariant=True), batcher)
     with torch.inference_mode():
         while not runner.idle:
             runner.step()
     return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
 
 
-def test_blocks_full_of_nan_change_nothing() -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_blocks_full_of_nan_change_nothing(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     expected = [generate(model, prompt, 30) for prompt in PROMPTS]
     attention.register()
     model.set_attn_implementation(attention.IMPLEMENTATION)
-    cache = KVCache(16, 16, CPU, LAYERS, runs_bytes=1 << 20)
+    cache = KVCache(16, 16, CPU, LAYERS)
+    monkeypatch.setattr(KVCache, "in_place", in_place)
     for pool in (*cache._keys.values(), *cache._values.values()):
         pool[1:] = float("nan")
     assert run(model, cache) == expected

@@ -7,20 +7,18 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
 from torch import Tensor
 
-from hotswap import ModelId, Request, RequestEvicted, RequestId, Sampling
+from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.kv import KVCache
-from hotswap.backends.torch.migration import desk, sink
+from hotswap.backends.torch.migration import desk
 from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.runner import Report, Runner
-from hotswap.backends.torch.runs import Prelude
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 
@@ -77,51 +75,6 @@ async def test_a_request_goes_on_whose_stop_was_cancelled_during_a_step(
         go_on.set()
         with anyio.fail_after(60):
             assert len(await tokens.collect()) == 199
-
-
-async def test_what_arrives_early_is_gathered_before_the_first_step(
-    store: DictStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And is what would have been gathered: its tokens are those of a run that nothing disturbed."""
-    monkeypatch.setattr(sink, "_SMALL_BYTES", 0)  # nothing is too small to be gathered early
-    monkeypatch.setattr(sink, "_SMALL_BLOCKS", 0)
-    honest, found = Prelude.take, list[int]()
-
-    def take(self: Prelude, layer: int, tokens: int) -> Any:
-        taken = honest(self, layer, tokens)
-        found.extend([layer] if taken else [])
-        return taken
-
-    monkeypatch.setattr(Prelude, "take", take)
-    async with serving(store, "a") as engine, serving(store, "b", kv_tokens=384) as other:
-        for prompt_tokens in (100, 112, 127):
-            request = ask(prompt_tokens=prompt_tokens, max_tokens=60)
-            async with engine.stream(request) as tokens:
-                whole = [token.id for token in await tokens.collect()]
-            async with engine.stream(request) as tokens:
-                moved = [(await anext(tokens)).id for _ in range(3)]
-                async with engine.export_kv(request.id) as source, other.import_kv(request) as taker:
-                    block_tokens = taker.layout.block_tokens
-                    half, early = (size - size % block_tokens for size in (48, 96))
-                    await taker.reserve(prompt_tokens + 40)
-                    # In several parts, of which there is memory to gather one: the last.
-                    await taker.write(await source.read(0, half))
-                    await taker.write(await source.read(half // block_tokens, early - half))
-                    stopped = await source.stop()
-                    first = early // block_tokens
-                    await taker.reserve(stopped.num_computed)
-                    await taker.write(await source.read(first, stopped.num_computed - early))
-                    await taker.commit(stopped.tokens)
-                    await source.release()
-                    with suppress(RequestEvicted):
-                        moved += [token.id async for token in tokens]
-                    async with other.stream(request.continued(moved)) as rest:
-                        moved += [token.id for token in await rest.collect()]
-            assert moved == whole
-            assert sorted(found) == [0, 1, 2]
-            found.clear()
-            await other.unload()  # or it would know the prompts' beginnings
-            await other.load(store.card(LLAMA), store)
 
 
 async def test_what_was_announced_of_a_request_is_believed_of_that_very_one_alone(store: DictStore) -> None:

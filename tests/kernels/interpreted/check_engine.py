@@ -61,7 +61,7 @@ def test_adapters_give_the_logits_that_torch_gives(tmp_path: Path, monkeypatch: 
 @torch.inference_mode()
 def _logits(model: Any, prompts: list[list[int]], places: list[RankPages | None]) -> Tensor:
     cache = KVCache(BLOCKS * len(prompts), 16, CPU)
-    forward = LocalForward(model, cache, min_rows=4)
+    forward = LocalForward(model, cache, invariant=True)
     pieces = [
         Piece(prompt, 0, range(1 + n * BLOCKS, 1 + (n + 1) * BLOCKS), True, place)
         for n, (prompt, place) in enumerate(zip(prompts, places, strict=True))

@@ -18,7 +18,6 @@ from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.migration.desk import PIECE_BYTES, Announced, Desk, aborted, beside
 from hotswap.backends.torch.prefix import block_content, extend_keys, find_prefix, root_key
 from hotswap.backends.torch.runner import Runner
-from hotswap.backends.torch.runs import Prelude
 from hotswap.backends.torch.worker import Pieces
 from hotswap.migration import KVLayout, KVPages, KVSink
 from hotswap.request import Request
@@ -59,7 +58,6 @@ class TorchKVSink(KVSink):
         self._keys: list[bytes] = []  # of the request's full blocks
         self._num_tokens = 0  # there, from the first on
         self._num_published = 0  # of the request's blocks
-        self._prelude: Prelude | None = None  # of what is full
         self._closed = self._writing = False
         self._timer = asyncio.get_running_loop().call_later(lapse_s, self._lapse)
 
@@ -145,9 +143,7 @@ class TorchKVSink(KVSink):
         if more > room:
             raise aborted("reserve", f"{more} KV blocks are wanted and {max(0, room)} free")
         if more > 0:
-            taken = batcher.blocks.take(more)
-            self._desk.cache.runs.forget(taken)
-            self._blocks += taken
+            self._blocks += batcher.blocks.take(more)
         yield from ()
 
     def _write(
@@ -168,21 +164,6 @@ class TorchKVSink(KVSink):
             return
         # What was announced and is here needs no commit: it is the prefix of those tokens, whoever has them.
         yield from self._publish(self._request.tokens, runner, sequences, most=num_full)
-        yield from self._prepare(num_full)
-
-    def _prepare(self, num_full: int) -> Pieces:
-        """Once the last of them come, gather the request's full blocks, so that its first step need not."""
-        cache, num_announced = self._desk.cache, self._request.num_tokens // self.layout.block_tokens
-        if not cache.runs.most_bytes or num_full + _SMALL_BLOCKS < num_announced:
-            return
-        if self._prelude is not None:
-            cache.runs.drop(self._prelude)  # at once, whose memory the next one takes
-        self._prelude = cache.runs.prelude([*self._present, *self._blocks][:num_full])
-        for layer in cache.layers:
-            if self._closed:
-                return
-            cache.prepare(self._prelude, layer)
-            yield
 
     def _write_now(self, pages: KVPages, data: Tensor) -> None:
         blocks, data = self._missing(pages, data)
@@ -224,8 +205,6 @@ class TorchKVSink(KVSink):
     def _give(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
         runner.batcher.blocks.give([*self._present, *self._blocks])
         self._present, self._blocks = [], []
-        if self._prelude is not None:
-            self._desk.cache.runs.release(self._prelude)
         yield from ()
 
 

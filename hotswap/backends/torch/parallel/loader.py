@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hotswap.backends.torch.examine import examine
-from hotswap.backends.torch.kv import LayerShape, bytes_per_token, most_runs_bytes
+from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.parallel.forward import RankedForward
@@ -170,12 +170,7 @@ class RankedLoader(Loader):
                 f"Model {model.card.id!r} leaves one of {self.grid.size} ranks, which may use {share:,} "
                 "bytes each, no room for KV blocks; give the engine more."
             )
-        opened: list[OpenCache] = []
-        for layers, size in per_rank:
-            cache_bytes = (num_blocks + 1) * budget.block_tokens * bytes_per_token(layers)
-            runs_bytes = min(most_runs_bytes(cache_bytes), share - size - cache_bytes)
-            opened.append(OpenCache(num_blocks, budget.block_tokens, layers, runs_bytes))
-        await self._ask(opened)
+        await self._ask([OpenCache(num_blocks, budget.block_tokens, layers) for layers in model.layers])
         block_bytes = sum(layer.bytes_per_token for layers in model.layers for layer in layers)
         return RankedForward(
             self._ranks,

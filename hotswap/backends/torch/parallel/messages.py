@@ -56,15 +56,11 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class OpenCache:
-    """Make KV blocks, in place of those there are; without `layers` as layers are first seen.
-
-    `runs_bytes` is what may be taken beside them for runs.
-    """
+    """Make KV blocks, in place of those there are; without `layers` as layers are first seen."""
 
     num_blocks: int
     block_tokens: int
     layers: tuple[LayerShape, ...] = ()
-    runs_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import socket
 import threading
 import traceback
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import cast
@@ -38,7 +37,6 @@ from hotswap.backends.torch.parallel.messages import (
 from hotswap.backends.torch.parallel.places import Grid
 from hotswap.backends.torch.parallel.shared import SharedMemory
 from hotswap.backends.torch.parallel.stage import Stage
-from hotswap.backends.torch.rounding import least_rows
 
 __all__ = ["main"]
 
@@ -80,7 +78,7 @@ class _Rank:
         self._connection = connection
         self._place = Grid(setup.tp, setup.pp).places[setup.rank]
         self._device = torch.device(setup.device)
-        self._min_rows = partial(least_rows, self._device, setup.threads) if setup.invariant else _no_least
+        self._invariant = setup.invariant
         torch.set_num_threads(setup.threads)
         torch.zeros(1, device=self._device).item()
         if self._device.type == "cuda":
@@ -134,7 +132,7 @@ class _Rank:
                 group=self._group,
                 boundary=self._boundary,
                 device=self._device,
-                min_rows=self._min_rows,
+                invariant=self._invariant,
             )
 
     def _step(self, number: int, command: Step) -> Done | None:
@@ -172,10 +170,6 @@ class _Rank:
         mine = cast("dist.ProcessGroup", made[place.stage])
         group = Group(place, mine, ordered=setup.invariant)
         return group, Boundary(place, group, self._device, setup.depth)
-
-
-def _no_least(_: torch.dtype) -> int:
-    return 0
 
 
 def _stages(grid: Grid) -> list[range]:

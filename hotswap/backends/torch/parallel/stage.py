@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -33,8 +32,7 @@ class Stage:
         group: The ranks of the stage.
         boundary: To the stages before and after.
         device: Where it computes.
-        min_rows: The least number of rows of a matrix product, by dtype; 0 where bits may depend on the
-            batch.
+        invariant: Whether logits have the same bits whatever shares the batch.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class Stage:
         group: Group,
         boundary: Boundary,
         device: torch.device,
-        min_rows: Callable[[torch.dtype], int],
+        invariant: bool,
     ) -> None:
         self._place, self._group, self._boundary, self._device = place, group, boundary, device
         self._skeleton = Skeleton(command.config, device)
@@ -62,7 +60,7 @@ class Stage:
         if place.grid.tp > 1:
             plan.install(self._skeleton.module, group, part.whole)
         stages.install(self._skeleton.module, self._skeleton.num_layers, place, self._entrance)
-        self._min_rows, self._linear_only = min_rows(self._skeleton.dtype), self._skeleton.linear_only
+        self._invariant, self._linear_only = invariant, self._skeleton.linear_only
         self._cache: KVCache | None = None
 
     @property
@@ -80,7 +78,6 @@ class Stage:
             self._device,
             command.layers,
             first_layer=self._layers.start,
-            runs_bytes=command.runs_bytes,
         )
 
     def step(self, command: Step) -> tuple[int, ...]:
@@ -89,7 +86,7 @@ class Stage:
         self._cache.copy(command.work.copies)
         self._cache.clear(command.work.fresh)
         pieces = command.work.pieces
-        batch = assemble(pieces, self._cache, min_rows=self._min_rows, linear_only=self._linear_only)
+        batch = assemble(pieces, self._cache, invariant=self._invariant, linear_only=self._linear_only)
         num_tokens = sum(len(piece.tokens) for piece in pieces)
         embeds = self._enter(num_tokens, num_tokens if command.eager else batch.ids.shape[1])
         try:

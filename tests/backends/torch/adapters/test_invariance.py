@@ -21,7 +21,6 @@ from hotswap.backends.torch.attention import Step, running
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import linear_layers
-from hotswap.backends.torch.rounding import least_rows
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model
 
@@ -86,7 +85,6 @@ def _outputs(layer: nn.Linear, hidden: Tensor, places: dict[int, RankRange]) -> 
         cache=KVCache(1, 16, CPU),
         blocks=torch.zeros(len(hidden), dtype=torch.long),
         offsets=torch.zeros(len(hidden), dtype=torch.long),
-        segments=(),
         adapters=adaptation(pieces, CPU),
     )
     with running(step):
@@ -162,8 +160,7 @@ def _run(
 ) -> list[list[Tensor]]:
     """The logits behind the prompt and five tokens of each request, in steps that chance composes."""
     cache = KVCache(BLOCKS * len(prompts), 16, CPU)
-    min_rows = least_rows(CPU, torch.get_num_threads(), model.dtype)
-    forward = LocalForward(model, cache, min_rows=min_rows, linear_only=linear_only(model))
+    forward = LocalForward(model, cache, invariant=True, linear_only=linear_only(model))
     tokens, starts = [list(prompt) for prompt in prompts], [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     while unfinished := [n for n in range(len(prompts)) if len(logits[n]) < 6]:

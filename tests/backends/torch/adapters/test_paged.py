@@ -40,7 +40,6 @@ def _step(num_rows: int, rows_of: dict[RankPages, range]) -> Step:
         cache=KVCache(1, 16, CPU),
         blocks=torch.zeros(num_rows, dtype=torch.long),
         offsets=torch.zeros(num_rows, dtype=torch.long),
-        segments=(),
         adapters=adaptation([(place, rows, None) for place, rows in rows_of.items()], CPU),
     )
 

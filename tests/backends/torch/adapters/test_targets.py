@@ -53,7 +53,7 @@ def test_only_layers_that_every_step_calls_with_all_its_rows_can_have_adapters()
     cache, zeros = KVCache(1, 16, torch.device("cpu")), torch.zeros(8, dtype=torch.long)
     with observed(module) as odd:
         for turn in range(2):
-            with running(Step(cache=cache, blocks=zeros, offsets=zeros, segments=(), min_rows=0)):
+            with running(Step(cache=cache, blocks=zeros, offsets=zeros)):
                 module["always"](torch.ones(1, 8, 4))
                 module["some_rows"](torch.ones(8 - turn, 4))
                 if turn:

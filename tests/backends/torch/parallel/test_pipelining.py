@@ -54,8 +54,8 @@ def model() -> Any:
 
 def make_runner(model: Any, depth: int, *, num_blocks: int, budget: int = 32) -> tuple[Runner, Pipeline]:
     model.set_attn_implementation(attention.IMPLEMENTATION)
-    cache = KVCache(num_blocks, BLOCK, torch.device("cpu"), runs_bytes=1 << 20)
-    pipeline = Pipeline(LocalForward(model, cache, min_rows=4), depth)
+    cache = KVCache(num_blocks, BLOCK, torch.device("cpu"))
+    pipeline = Pipeline(LocalForward(model, cache, invariant=True), depth)
     batcher = Batcher(
         BlockPool(num_blocks), block_tokens=BLOCK, token_budget=budget, max_requests=8, num_batches=depth
     )
