@@ -67,10 +67,10 @@ MUTANTS: Final = (
         _FP8 + "::test_a_workspace_serves_products_of_many_sizes_in_turn",
     ),
     Mutant(
-        "the first adds, not the last",
+        "the last but one adds, not the last",
         _KERNEL,
         "before == num_parts - 1",
-        "before == 0",
+        "before == num_parts - 2",
         _FP8 + "::test_a_workspace_serves_products_of_many_sizes_in_turn",
     ),
     Mutant(
