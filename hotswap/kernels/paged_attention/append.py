@@ -9,7 +9,7 @@ from functools import cache
 
 from numba import njit, types
 
-from hotswap.kernels.paged_attention.vectors import address
+from hotswap.kernels.lanes import address
 
 __all__ = ["build"]
 

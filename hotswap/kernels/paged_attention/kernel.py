@@ -17,15 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, types
 
-from hotswap.kernels.paged_attention.vectors import (
-    LANES,
-    address,
-    dots,
-    exponentials,
-    greatest,
-    prefetch,
-    weigh,
-)
+from hotswap.kernels.lanes import LANES, address, prefetch
+from hotswap.kernels.paged_attention.vectors import dots, exponentials, greatest, weigh
 
 __all__ = ["build"]
 

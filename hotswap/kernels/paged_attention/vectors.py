@@ -1,9 +1,7 @@
 """Products of a few rows by keys and values, written in vectors of sixteen for numba's compiler.
 
-A compiler that is left to find vectors in loops orders sums as it likes, and differently for one row than for
-four. Here the order is given: a product of two rows is sixteen sums, one for each lane, which are added in
-pairs of halves. So a result has the same bits however many rows and keys are computed together, and on every
-processor. Where a processor's own vectors are shorter, LLVM takes several of them for one of these.
+A product of two rows is sixteen sums, one for each lane, which are added in pairs of halves. So a result has
+the same bits however many rows and keys are computed together, and on every processor.
 """
 
 # mypy: ignore-errors
@@ -11,59 +9,13 @@ processor. Where a processor's own vectors are shorter, LLVM takes several of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "address", "dots", "exponentials", "greatest", "prefetch", "weigh"]
+from hotswap.kernels.lanes import LANES, Code
 
-LANES = 16
-
-_I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
-_F32 = ir.FloatType()
-_VECTOR, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-# Of exp(r) - 1 - r over r squared, the highest power first (Cephes, expf), as float32.
-_EXP = (
-    0.00019875691214110702,
-    0.0013981999363750219,
-    0.008333452045917511,
-    0.04166579619050026,
-    0.1666666567325592,
-    0.5,
-)
-_ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
-
-
-def address(element: types.Type) -> Callable[..., Any]:
-    """Return what makes a pointer to elements of an address."""
-
-    @intrinsic
-    def pointer(typing, at):
-        def generate(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(element)))
-
-        return types.CPointer(element)(types.int64), generate
-
-    return pointer
-
-
-@intrinsic
-def prefetch(typing, pointer, offset):
-    """Have the cache line of an element fetched."""
-
-    def generate(context, builder, signature, arguments):
-        pointer, offset = arguments
-        bytes_type = _I8.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [bytes_type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        line = builder.bitcast(builder.gep(pointer, [offset]), bytes_type)
-        builder.call(function, [line, *(ir.Constant(_I32, number) for number in (0, 3, 1))])
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.int64), generate
+__all__ = ["dots", "exponentials", "greatest", "weigh"]
 
 
 @intrinsic
@@ -71,14 +23,14 @@ def greatest(typing, scores, count, scale):
     """The greatest of so many float32, a positive multiple of sixteen, times `scale`, leaving NaN out."""
 
     def generate(context, builder, signature, arguments):
-        code = _Code(builder, half=False)
+        code = Code(builder, half=False)
         scores, count, scale = arguments
         scales = code.in_all(scale)
 
         def step(at, most):
             return [code.call("maxnum", builder.fmul(code.load(scores, at), scales), most[0])]
 
-        (most,) = code.loop(count, LANES, [ir.Constant(_VECTOR, [float("-inf")] * LANES)], step)
+        (most,) = code.loop(count, LANES, [code.constant(float("-inf"))], step)
         return code.first(code.fold([most], lambda left, right: code.call("maxnum", left, right)))
 
     return types.float32(scores, types.int64, types.float32), generate
@@ -93,7 +45,7 @@ def exponentials(typing, scores, count, scale, most):
     """
 
     def generate(context, builder, signature, arguments):
-        code = _Code(builder, half=False)
+        code = Code(builder, half=False)
         scores, count, scale, most = arguments
         scales, less = code.in_all(scale), code.in_all(builder.fneg(most))
 
@@ -102,7 +54,7 @@ def exponentials(typing, scores, count, scale, most):
             code.store(weights, scores, at)
             return [builder.fadd(sums[0], weights)]
 
-        return code.first(code.fold(code.loop(count, LANES, [_ZERO], step)))
+        return code.first(code.fold(code.loop(count, LANES, [code.constant(0.0)], step)))
 
     return types.float32(scores, types.int64, types.float32, types.float32), generate
 
@@ -119,7 +71,7 @@ def dots(num_rows: int, num_keys: int, *, half: bool) -> Callable[..., None]:
     def multiply(typing, rows, keys, out, width, row_stride, key_stride, out_stride):
         signature = types.void(rows, keys, out, *[types.int64] * 4)
         return signature, lambda context, builder, signature, arguments: _dots(
-            context, _Code(builder, half), num_rows, num_keys, *arguments
+            context, Code(builder, half), num_rows, num_keys, *arguments
         )
 
     return multiply
@@ -153,7 +105,7 @@ def weigh(num_rows: int, num_chunks: int, *, half: bool) -> Callable[..., None]:
     def add(typing, weights, values, out, num_keys, weight_stride, value_stride, out_stride, width):
         signature = types.void(weights, values, out, *[types.int64] * 5)
         return signature, lambda context, builder, signature, arguments: _weigh(
-            context, _Code(builder, half), num_rows, num_chunks, *arguments
+            context, Code(builder, half), num_rows, num_chunks, *arguments
         )
 
     return add
@@ -192,191 +144,3 @@ def _weigh(
     for place, total in zip(at, sums, strict=True):
         code.store(total, out, place)
     return context.get_dummy_value()
-
-
-class _Code:
-    """LLVM's instructions for vectors of sixteen."""
-
-    def __init__(self, builder: ir.IRBuilder, half: bool) -> None:
-        self._builder, self._half = builder, half
-
-    def number(self, value):
-        return ir.Constant(ir.IntType(64), value)
-
-    def times(self, value, factor):
-        return self._builder.mul(value, self.number(factor))
-
-    def product(self, left, right):
-        return self._builder.mul(left, right)
-
-    def sum(self, left, right):
-        return self._builder.add(left, right)
-
-    def loop(self, end, stride, initial, step):
-        """Do a step, which makes new sums of sums, for 0, `stride` ... below a positive end."""
-        builder = self._builder
-        before = builder.block
-        body, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
-        builder.branch(body)
-        builder.position_at_end(body)
-        at = builder.phi(end.type)
-        at.add_incoming(self.number(0), before)
-        sums = [builder.phi(_VECTOR) for _ in initial]
-        for phi, value in zip(sums, initial, strict=True):
-            phi.add_incoming(value, before)
-        made = step(at, sums)
-        following = builder.add(at, self.number(stride))
-        at.add_incoming(following, builder.block)
-        for phi, value in zip(sums, made, strict=True):
-            phi.add_incoming(value, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, end), body, after)
-        builder.position_at_end(after)
-        return made
-
-    def over_chunks(self, width, count, step):
-        """Do a step for all chunks of sixteen, and for what is left at the end with a mask; from zeros on."""
-        builder = self._builder
-        whole = builder.and_(width, self.number(-LANES))
-        sums = [ir.Constant(_VECTOR, [0.0] * LANES)] * count
-        sums = self._perhaps(
-            builder.icmp_signed(">", whole, self.number(0)),
-            sums,
-            lambda: self.loop(whole, LANES, sums, lambda at, now: step(at, now, None)),
-        )
-        rest = builder.sub(width, whole)
-        some = builder.icmp_signed(">", rest, self.number(0))
-        return self._perhaps(some, sums, lambda: step(whole, sums, rest))
-
-    def _perhaps(self, condition, otherwise, make):
-        """What is made, if a condition holds."""
-        builder = self._builder
-        before = builder.block
-        with builder.if_then(condition):
-            made = make()
-            inside = builder.block
-        chosen = []
-        for new, old in zip(made, otherwise, strict=True):
-            phi = builder.phi(_VECTOR)
-            phi.add_incoming(new, inside)
-            phi.add_incoming(old, before)
-            chosen.append(phi)
-        return chosen
-
-    def load(self, pointer, offset, count=None):
-        """Sixteen elements in float32; with a count the others are zero, and not looked at."""
-        builder = self._builder
-        element = pointer.type.pointee
-        vector = ir.VectorType(element, LANES)
-        at = builder.bitcast(builder.gep(pointer, [offset]), vector.as_pointer())
-        size = 4 if element == _F32 else 2
-        loaded = builder.load(at, align=size) if count is None else self._masked(at, vector, size, count)
-        if element == _F32:
-            return loaded
-        if self._half:
-            return builder.fpext(builder.bitcast(loaded, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
-        wide = builder.shl(builder.zext(loaded, _INTEGERS), ir.Constant(_INTEGERS, [16] * LANES))
-        return builder.bitcast(wide, _VECTOR)  # bfloat16 is the upper half of a float32
-
-    def _masked(self, at, vector, size, count):
-        builder = self._builder
-        lanes = ir.VectorType(ir.IntType(64), LANES)
-        counts = self._spread(count, lanes)
-        mask = builder.icmp_signed("<", ir.Constant(lanes, list(range(LANES))), counts)
-        name = "f32" if vector.element == _F32 else "i16"
-        kind = ir.FunctionType(vector, [at.type, _I32, mask.type, vector])
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}{name}.p0")
-        none = ir.Constant(vector, None)
-        return builder.call(function, [at, ir.Constant(_I32, size), mask, none])
-
-    def spread(self, pointer, offset):
-        """A float32 in every lane."""
-        return self._spread(self._builder.load(self._builder.gep(pointer, [offset])), _VECTOR)
-
-    def _spread(self, value, vector):
-        builder = self._builder
-        first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_I32, 0))
-        return builder.shuffle_vector(
-            first, ir.Constant(vector, ir.Undefined), ir.Constant(_INTEGERS, [0] * LANES)
-        )
-
-    def in_all(self, value):
-        """A float32 in every lane."""
-        return self._spread(value, _VECTOR)
-
-    def first(self, vector):
-        """The first lane."""
-        return self._builder.extract_element(vector, ir.Constant(_I32, 0))
-
-    def call(self, name, *vectors):
-        """One of LLVM's functions of vectors."""
-        kind = ir.FunctionType(_VECTOR, [_VECTOR] * len(vectors))
-        function = cgutils.get_or_insert_function(self._builder.module, kind, f"llvm.{name}.v{LANES}f32")
-        return self._builder.call(function, vectors)
-
-    def fma(self, left, right, total):
-        """`left * right + total`, rounded once."""
-        return self.call("fma", left, right, total)
-
-    def exp(self, x):
-        """`e ** x` for x <= 0, and 0 below -87; as in Cephes, to about an ulp. NaN stays NaN."""
-        builder, constant = self._builder, lambda value: ir.Constant(_VECTOR, [value] * LANES)
-        bounded = self.call("maxnum", x, constant(-87.0))
-        n = self.call("floor", self.fma(bounded, constant(1.4426950216293335), constant(0.5)))
-        r = self.fma(n, constant(-0.693359375), bounded)
-        r = self.fma(n, constant(0.00021219444170128554), r)
-        p = constant(_EXP[0])
-        for coefficient in _EXP[1:]:
-            p = self.fma(p, r, constant(coefficient))
-        p = builder.fadd(self.fma(p, builder.fmul(r, r), r), constant(1.0))
-        exponent = builder.add(builder.fptosi(n, _INTEGERS), ir.Constant(_INTEGERS, [127] * LANES))
-        power = builder.bitcast(builder.shl(exponent, ir.Constant(_INTEGERS, [23] * LANES)), _VECTOR)
-        tiny = builder.fcmp_ordered("<", x, constant(-87.0))
-        finite = builder.select(tiny, _ZERO, builder.fmul(p, power))
-        return builder.select(builder.fcmp_unordered("uno", x, x), x, finite)
-
-    def store(self, vector, pointer, offset):
-        at = self._builder.gep(pointer, [offset])
-        self._builder.store(vector, self._builder.bitcast(at, vector.type.as_pointer()), align=4)
-
-    def fold(self, vectors, add=None):
-        """The sums of the lanes of each vector, `[len(vectors)]`, which is a power of two of at most sixteen.
-
-        Halves are added, then quarters, eighths and single lanes: of two vectors at once while there are two,
-        which share a vector from then on.
-        """
-        add = add or self._builder.fadd
-        half, where = LANES // 2, [[number] * LANES for number in range(len(vectors))]
-        while half:
-            if len(vectors) > 1:
-                pairs = list(zip(range(0, len(vectors), 2), range(1, len(vectors), 2), strict=True))
-            else:
-                pairs = [(0, 0)]
-            vectors, where = (
-                [self._add_halves(vectors[left], vectors[right], half, add) for left, right in pairs],
-                [_joined(where[left], where[right], half) for left, right in pairs],
-            )
-            half //= 2
-        count = len(set(where[0]))
-        lanes = ir.VectorType(_I32, count)
-        order = [where[0].index(number) for number in range(count)]
-        return self._builder.shuffle_vector(vectors[0], vectors[0], ir.Constant(lanes, order))
-
-    def _add_halves(self, left, right, half, add):
-        """Of each group of `2 * half` lanes of both, the first half and the second, added."""
-        builder = self._builder
-        parts = []
-        for offset in (0, half):
-            lanes = []
-            for group in range(0, LANES, 2 * half):
-                first = [group + offset + lane for lane in range(half)]
-                lanes += [*first, *(LANES + lane for lane in first)]
-            parts.append(builder.shuffle_vector(left, right, ir.Constant(_INTEGERS, lanes)))
-        return add(*parts)
-
-
-def _joined(left, right, half):
-    """Whose sums lie in which lane after two vectors were folded into one."""
-    lanes = []
-    for group in range(0, LANES, 2 * half):
-        lanes += [*left[group : group + half], *right[group : group + half]]
-    return lanes
