@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "Code", "address", "prefetch"]
+__all__ = ["LANES", "Code", "address", "claim", "prefetch"]
 
 LANES = 16
 
@@ -53,15 +53,21 @@ def prefetch(typing, pointer, offset):
     """Have the cache line of an element fetched."""
 
     def generate(context, builder, signature, arguments):
-        pointer, offset = arguments
-        bytes_type = _I8.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [bytes_type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        line = builder.bitcast(builder.gep(pointer, [offset]), bytes_type)
-        builder.call(function, [line, *(ir.Constant(_I32, number) for number in (0, 3, 1))])
+        Code(builder, half=False).fetch(*arguments)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64), generate
+
+
+@intrinsic
+def claim(typing, counter, count):
+    """Add to an int64 that threads share, and return what it was."""
+
+    def generate(context, builder, signature, arguments):
+        counter, count = arguments
+        return builder.atomic_rmw("add", counter, count, "seq_cst")
+
+    return types.int64(counter, types.int64), generate
 
 
 class Code:
@@ -162,6 +168,14 @@ class Code:
         function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}{name}.p0")
         none = ir.Constant(vector, None)
         return builder.call(function, [at, ir.Constant(_I32, size), mask, none])
+
+    def fetch(self, pointer, offset):
+        """Have the cache line of an element fetched."""
+        builder, bytes_type = self._builder, _I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [bytes_type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        line = builder.bitcast(builder.gep(pointer, [offset]), bytes_type)
+        builder.call(function, [line, *(ir.Constant(_I32, number) for number in (0, 3, 1))])
 
     def spread(self, pointer, offset):
         """A float32 in every lane."""

@@ -5,7 +5,7 @@ And whether its linear layers are packed yet: lone runs here use none that is, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -22,6 +22,7 @@ from hotswap.backends.torch.forward import LocalForward, Piece, Work, assemble
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import Shelf, linear_layers
 from hotswap.backends.torch.sampling import Sampler
+from hotswap.kernels import packed_linear
 from tests.backends.torch import zoo
 from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model
 
@@ -61,6 +62,15 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
         differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
         assert differing == [], f"of {len(lone)}, with a budget of {budget}"
     assert packs.complete
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_so_are_they_where_onednn_computes_linear_layers(
+    architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "supported", lambda _: False)
+    test_logits_are_those_of_a_lone_run_to_the_bit(architecture, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -131,14 +141,6 @@ def test_so_are_those_of_wide_layers_that_no_linear_layer_computes(
     mixed = _run(model, dict(enumerate(prompts)), budget=40, random=random, p_preempt=0.0)
     differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
     assert differing == [], f"of {len(lone)}"
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets PyTorch's number of threads until the test ends."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def test_without_it_bits_do_depend_on_the_batch() -> None:

@@ -1,0 +1,218 @@
+"""`packed_linear`: what it computes, and that packing, other rows and threads leave every bit as it is."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable
+from threading import Barrier
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hotswap import ConfigError
+from hotswap.kernels import team
+from hotswap.kernels.packed_linear import (
+    PANEL,
+    call,
+    linear,
+    linear_packed,
+    pack,
+    packed_bytes,
+    supported,
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+NAN = float("nan")
+pytestmark = pytest.mark.skipif(not supported(torch.float32), reason="this CPU has no vectors of sixteen")
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    asked: torch.dtype = request.param
+    if not supported(asked):
+        pytest.skip(f"this CPU has no instructions for {asked}, or better ones")
+    return asked
+
+
+def weight_of(outputs: int, inputs: int, dtype: torch.dtype, way: str = "rows", seed: int = 0) -> Tensor:
+    """Random numbers `[outputs, inputs]` that lie in memory by rows, by columns, or as a part of more."""
+    random = torch.Generator().manual_seed(seed)
+    if way == "columns":
+        return torch.randn(inputs, outputs, generator=random).to(dtype).t()
+    if way == "part":
+        return torch.randn(outputs + 2, inputs + 3, generator=random).to(dtype)[1:-1, 1:-2]
+    if way == "apart":
+        return torch.randn(outputs, inputs, 2, generator=random).to(dtype)[..., 1]
+    return torch.randn(outputs, inputs, generator=random).to(dtype)
+
+
+def in_words(weight: Tensor) -> Tensor:
+    """What `pack` should make of a weight: for each 32 outputs, those of the first words first."""
+    outputs, inputs = weight.shape
+    per_word = 4 // weight.itemsize
+    whole = torch.zeros(-(-outputs // PANEL) * PANEL, -(-inputs // per_word) * per_word, dtype=weight.dtype)
+    whole[:outputs, :inputs] = weight
+    return whole.view(torch.float32).view(-1, PANEL, whole.shape[1] // per_word).transpose(1, 2)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+WAYS = st.sampled_from(["rows", "columns", "part", "apart"])
+
+
+def test_results_are_those_of_float64_rounded_once(dtype: torch.dtype) -> None:
+    @given(
+        outputs=st.integers(1, 150),
+        inputs=st.integers(1, 1200),
+        rows=st.integers(1, 40),
+        way=WAYS,
+        with_bias=st.booleans(),
+    )
+    def check(outputs: int, inputs: int, rows: int, way: str, with_bias: bool) -> None:
+        weight, hidden = weight_of(outputs, inputs, dtype, way), weight_of(rows, inputs, dtype, seed=1)
+        bias = weight_of(1, outputs, dtype, seed=2)[0] if with_bias else None
+        found = linear(hidden, weight, bias)
+        products = hidden.double()[:, None] * weight.double()
+        exact = products.sum(2) if bias is None else products.sum(2) + bias.double()
+        # Each addition of a run, of runs and of the bias rounds once, and a product that is not fused.
+        size = products.abs().sum(2) + (0 if bias is None else bias.double().abs())
+        summing = size * (min(inputs, 1024) + inputs / 512 + 2) * torch.finfo(torch.float32).eps / 2
+        rounding = exact.abs() * (0 if dtype is torch.float32 else torch.finfo(dtype).eps / 2)
+        assert found.dtype is dtype
+        assert ((found.double() - exact).abs() <= 1.01 * (summing + rounding)).all()
+
+    check()
+
+
+def test_what_many_inputs_add_is_not_lost_beside_a_large_one(dtype: torch.dtype) -> None:
+    """Added one by one, ones that follow 2 ** 24 would all be rounded away in float32."""
+    inputs, run = 6000, 512 * 4 // dtype.itemsize
+    weight = torch.ones(3, inputs, dtype=dtype)
+    weight[:, 0], weight[:, -1] = 2.0**24, -(2.0**24)
+    found = linear(torch.ones(5, inputs, dtype=dtype), weight)
+    assert same_bits(found, torch.full((5, 3), float(inputs - run - 1)).to(dtype))
+
+
+def test_bits_depend_neither_on_packing_nor_on_other_rows(dtype: torch.dtype) -> None:
+    @given(
+        outputs=st.integers(1, 150),
+        inputs=st.integers(1, 700),
+        rows=st.integers(1, 30),
+        first=st.integers(0, 29),
+        way=WAYS,
+    )
+    def check(outputs: int, inputs: int, rows: int, first: int, way: str) -> None:
+        weight, hidden = weight_of(outputs, inputs, dtype, way), weight_of(60, inputs, dtype, seed=1)
+        bias, packed = weight_of(1, outputs, dtype, seed=2)[0], pack(weight)
+        found = linear_packed(hidden, packed, outputs, bias)
+        assert same_bits(linear(hidden, weight, bias), found)
+        some = slice(first, first + rows)
+        assert same_bits(linear_packed(hidden[some], packed, outputs, bias), found[some])
+        assert same_bits(linear(hidden[some], weight.contiguous(), bias), found[some])
+
+    check()
+
+
+def test_a_packed_weight_is_the_weight_in_words(dtype: torch.dtype) -> None:
+    @given(outputs=st.integers(1, 150), inputs=st.integers(1, 150), way=WAYS)
+    def check(outputs: int, inputs: int, way: str) -> None:
+        weight = weight_of(outputs, inputs, dtype, way)
+        packed = pack(weight)
+        assert same_bits(packed, in_words(weight))
+        assert packed.nbytes == packed_bytes(outputs, inputs, dtype)
+
+    check()
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_what_is_no_number_stays_in_its_row_and_its_column(dtype: torch.dtype, rows: int) -> None:
+    weight, hidden = weight_of(70, 33, dtype), weight_of(rows + 1, 33, dtype, seed=1)
+    expected = linear(hidden, weight)
+    weight[40, 5], hidden[rows, 7] = NAN, NAN
+    found = linear(hidden, weight)
+    assert found[rows].isnan().all()
+    assert found[:, 40].isnan().all()
+    others = [column for column in range(70) if column != 40]
+    assert same_bits(found[:rows, others], expected[:rows, others])
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["as stored", "packed"])
+@pytest.mark.parametrize("workers", ["OpenMP's", "our own"])
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_bits_do_not_depend_on_threads(
+    dtype: torch.dtype,
+    workers: str,
+    num_threads: int,
+    packs: bool,
+    threads: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, hidden = weight_of(1030, 600, dtype), weight_of(5, 600, dtype, seed=1)
+    assert packed_bytes(1030, 600, dtype) >= call._SHARED_BYTES
+    threads(1)
+    expected = linear(hidden, weight)
+    threads(num_threads)
+    if workers == "our own":
+        monkeypatch.setattr(team, "_begin_team", lambda: None)
+    for _ in range(20):
+        found = linear_packed(hidden, pack(weight), 1030) if packs else linear(hidden, weight)
+        assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("workers", ["OpenMP's", "our own"])
+def test_as_many_threads_as_were_asked_for_are_at_work_together(
+    workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_there = Barrier(3)  # nobody passes before the third one comes
+
+    def meet(_: int) -> None:
+        all_there.wait(60)
+
+    for_c = ctypes.CFUNCTYPE(None, ctypes.c_int64)(meet)
+
+    kernel = SimpleNamespace(ctypes=for_c, address=ctypes.cast(for_c, ctypes.c_void_p).value)
+
+    if workers == "our own":
+        monkeypatch.setattr(team, "_begin_team", lambda: None)
+    elif team._begin_team() is None:
+        pytest.skip("PyTorch is not built with an OpenMP that can be found")
+    team.run_together(kernel, array("q", [0]), 3)
+    assert not all_there.broken
+
+
+def test_rows_may_lie_anywhere(dtype: torch.dtype) -> None:
+    weight, whole = weight_of(40, 64, dtype), weight_of(7, 129, dtype, seed=1)
+    for rows in (whole[:, 1:65], whole[::2, :64], whole.t()[:64].t(), whole[:, :128].reshape(7, 2, 64)[:, 1]):
+        assert same_bits(linear(rows, weight), linear(rows.clone(), weight))
+    assert linear(whole[:6, :64].reshape(2, 3, 64), weight).shape == (2, 3, 40)
+    assert linear(whole[:0, :64], weight).shape == (0, 40)
+
+
+def test_what_does_not_fit_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hidden = weight_of(40, 64, dtype), weight_of(3, 64, dtype)
+    packed = pack(weight)
+    other = torch.float64
+    with pytest.raises(ConfigError, match="no \\[3, 63\\]"):
+        linear(hidden[:, 1:], weight)
+    with pytest.raises(ConfigError, match="float64"):
+        linear(hidden.to(other), weight)
+    with pytest.raises(ConfigError, match="packed weight"):
+        linear_packed(hidden, packed, 70)
+    with pytest.raises(ConfigError, match="packed weight"):
+        linear_packed(hidden[:, :60], packed, 40)
+    with pytest.raises(ConfigError, match="biases"):
+        linear(hidden, weight, hidden[0])
+    with pytest.raises(ConfigError, match="biases"):
+        linear(hidden, weight, weight[:, 0].to(other))
+    monkeypatch.setattr(call, "supported", lambda _: False)
+    call._kernel.cache_clear()
+    with pytest.raises(ConfigError, match="no kernel"):
+        pack(weight)
+    call._kernel.cache_clear()
