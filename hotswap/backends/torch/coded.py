@@ -47,8 +47,8 @@ class Coding:
 class Fp8Linear:
     """What computes a linear layer from codes, in place of its `forward`; hooks of the layer run as ever.
 
-    On a CPU some rows of the weight are made whole at a time and multiplied by oneDNN, so bits depend neither
-    on the batch nor on the block, and are those of the whole weight where oneDNN's are.
+    On a CPU some rows of the weight are made whole at a time and multiplied as a linear layer's is, so bits
+    depend neither on the batch nor on the block, and are those of the whole weight.
 
     Args:
         layer: The layer; its weight is a placeholder without values.

@@ -122,8 +122,8 @@ class TorchEngine(Engine):
             then take less time.
         threads: CPU threads of a step; `None` is PyTorch's default, mostly all cores. Each engine has its
             own, so give engines that serve at the same time a part of the cores each.
-        invariant: Whether bits may not depend on the batch; costs a few per cent. CPU only, and where oneDNN
-            computes every product of a weight (`docs/engine.md`).
+        invariant: Whether bits may not depend on the batch; costs a few per cent. CPU only, and where every
+            product of a weight can be computed alike for any batch (`docs/engine.md`).
         skeletons: Modules kept between loads; may be shared by engines of a process.
         tp: Tensor-parallel ranks: in how many parts each layer's weights are cut. The store must hold models
             cut so. Each rank is a process, on the CPU or on GPUs counted on from `device`; they share

@@ -1,18 +1,19 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # Of transformers, whose Conv1D has no types.
-"""Linear layers on a CPU, by oneDNN, whose weights are packed into its own layout when there is time for it.
+"""Linear layers on a CPU, whose weights are packed into another layout when there is time for it.
 
-oneDNN's inner product takes a weight as it lies in memory, transposed or not, or reordered into blocks, and
-gives the same bits for all wherever an input has two rows or more: measured for fp32 and bf16, one and
-several threads. So a layer may be packed or unpacked at any moment, also in the middle of a stream; only the
-speed changes.
+A kernel of hotswap's own computes them where the CPU has the instructions for it (`packed_linear`), and
+elsewhere oneDNN's inner product. Both take a weight as it lies in memory or packed, and give the same bits
+for either: oneDNN wherever an input has two rows or more, measured for fp32 and bf16, one and several
+threads. So a layer may be packed or unpacked at any moment, also in the middle of a stream; only the speed
+changes. Which of the two computes depends on the CPU and the dtype alone.
 
-On an x86 CPU that multiplies no bf16, oneDNN's bf16 products take up to four times as long as its fp32 ones.
-There a bf16 layer is *widened*: packed as fp32, its input and output converted. The products of bf16 numbers
-are exact in fp32 and were summed in it before, so nothing is less precise. Its bits are others than those of
-the bf16 kernel, so whether a model is widened depends on its size and the engine's settings alone.
+On an x86 CPU that multiplies no bf16, bf16 products take up to four times as long as fp32 ones. There a bf16
+layer is *widened*: packed as fp32, its input and output converted. The products of bf16 numbers are exact in
+fp32 and were summed in it before, so nothing is less precise. Its bits are others than those of the bf16
+kernel, so whether a model is widened depends on its size and the engine's settings alone.
 
-PyTorch offers these operators to its own compiler. Where they are missing, layers stay as they were.
+PyTorch offers oneDNN's operators to its own compiler. Where they are missing, layers stay as they were.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hotswap.backends.torch.device import multiplies_bf16
+from hotswap.kernels import packed_linear
 
 __all__ = [
     "LEAST_ROWS",
@@ -56,15 +58,19 @@ def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 @cache
 def kernels() -> frozenset[torch.dtype]:
-    """The dtypes whose linear layers oneDNN computes and packs on this machine; tried out once."""
-    return frozenset(dtype for dtype in (torch.float32, torch.bfloat16) if _works(dtype))
+    """The dtypes whose linear layers can be packed on this machine; tried out once."""
+    return frozenset(
+        dtype
+        for dtype in (torch.float32, torch.bfloat16)
+        if packed_linear.supported(dtype) or _onednn_works(dtype)
+    )
 
 
-def _works(dtype: torch.dtype) -> bool:
+def _onednn_works(dtype: torch.dtype) -> bool:
     try:
         _, pack = _operators()
         weight = torch.ones(16, 16, dtype=dtype)
-        out = product(weight, pack(weight, _TYPICAL_ROWS))
+        out = _by_onednn(weight, pack(weight, _TYPICAL_ROWS))
         return bool((out == 16).all())
     except (AttributeError, RuntimeError) as exc:
         log.info("Linear layers in %s stay unpacked and slower: oneDNN has no kernel here (%s).", dtype, exc)
@@ -72,7 +78,14 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `hidden @ weight.T + bias` by oneDNN, for `[..., in]` and a weight `[out, in]` or packed."""
+    """Return `hidden @ weight.T + bias` as linear layers are computed, for `[..., in]` and `[out, in]`."""
+    if packed_linear.supported(hidden.dtype):
+        return packed_linear.linear(hidden, weight, bias)
+    return _by_onednn(hidden, weight, bias)
+
+
+def _by_onednn(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same for a weight that may also be packed by oneDNN."""
     multiply, _ = _operators()
     return multiply(hidden, weight, bias, "none", [], "")
 
@@ -93,7 +106,7 @@ class LinearLayer:
     """What computes a linear layer in place of its `forward`; hooks of the layer run as ever.
 
     Attributes:
-        packed: The weight in oneDNN's layout; while it is `None` the layer's own is used.
+        packed: The weight in the layout of what computes it; while it is `None` the layer's own is used.
         wide: Whether it computes in fp32 what is stored in bf16.
     """
 
@@ -126,25 +139,41 @@ class LinearLayer:
     @property
     def packed_bytes(self) -> int:
         """What the packed weight takes, or would take."""
-        return self.stored.numel() * (4 if self.wide else self.stored.dtype.itemsize)
+        dtype = self.dtype
+        if packed_linear.supported(dtype):
+            outputs, inputs = self.weight.shape
+            return packed_linear.packed_bytes(outputs, inputs, dtype)
+        return self.stored.numel() * dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return torch.float32 if self.wide else self.stored.dtype
 
     def pack(self) -> Tensor:
-        """Return the weight in oneDNN's layout; the layer does not use it yet."""
+        """Return the weight in the layout of what computes it; the layer does not use it yet."""
+        weight = self.weight.detach().to(self.dtype)
+        if packed_linear.supported(self.dtype):
+            return packed_linear.pack(weight)
         _, pack = _operators()
-        return pack(self.weight.float() if self.wide else self.weight.detach(), _TYPICAL_ROWS)
+        return pack(weight, _TYPICAL_ROWS)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return `hidden @ weight.T + bias` for `[..., in]`."""
-        weight, bias = self.packed, self._parameters["bias"]
-        if weight is None:
-            weight = self.weight
-            if not self.packable:
-                return nn.functional.linear(hidden, weight, bias)
-            if self.wide:
-                weight = weight.float()
+        bias = self._parameters["bias"]
+        if self.packed is None and not self.packable:
+            return nn.functional.linear(hidden, self.weight, bias)
         if not self.wide:
-            return product(hidden, weight, bias)
-        return product(hidden.float(), weight, None if bias is None else bias.float()).to(hidden.dtype)
+            return self._multiply(hidden, bias)
+        return self._multiply(hidden.float(), None if bias is None else bias.float()).to(hidden.dtype)
+
+    def _multiply(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        packed = self.packed
+        if packed is None:
+            return product(hidden, self.weight.to(hidden.dtype) if self.wide else self.weight, bias)
+        if packed_linear.supported(hidden.dtype):
+            return packed_linear.linear_packed(hidden, packed, self.weight.shape[0], bias)
+        return _by_onednn(hidden, packed, bias)
 
 
 def linear_layers(module: nn.Module) -> tuple[LinearLayer, ...]:
@@ -209,6 +238,9 @@ class Shelf:
         wide = self._widens(layers)
         for layer in layers:
             layer.wide = wide and layer.weight.dtype is torch.bfloat16
+        for dtype in {layer.dtype for layer in layers if layer.packable}:
+            if packed_linear.supported(dtype):
+                packed_linear.compile_for(dtype)
         with self._lock:
             kept = [p for p in self._shelf if key is not None and p.key == key and not p.layers]
             packs = kept[0] if kept else Packs(key, layers)

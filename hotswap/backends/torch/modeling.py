@@ -137,7 +137,7 @@ class Skeleton:
 
     @property
     def linear_only(self) -> bool:
-        """Whether linear layers, computed by oneDNN, are all that multiplies by a matrix of what is bound.
+        """Whether linear layers that can be packed are all that multiplies by a matrix of what is bound.
 
         Other matrices, as of a mixture's experts, are multiplied nobody knows how.
         """

@@ -2,8 +2,8 @@
 
 Routers, mixtures of experts and a few heads multiply by weights of their own through PyTorch's functions,
 whose libraries round a row by how many others there are: fp32 rows of a thousand numbers, for one, up to a
-hundred rows and more where two threads share them. oneDNN's inner product does not from two rows on (see
-`linear`), so while a step runs these functions are computed by it. Keys, values and scores, which
+hundred rows and more where two threads share them. What computes linear layers does not (see `linear`), so
+while a step runs these functions are computed by it. Keys, values and scores, which
 `attention` multiplies in batches, pass.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["RowInvariant"]
 class RowInvariant(TorchFunctionMode):
     """While it is entered, what this thread multiplies by a matrix is rounded alike for any number of rows.
 
-    What oneDNN cannot multiply here, other dtypes and devices, is computed as ever.
+    What it cannot multiply here, other dtypes and devices, is computed as ever.
     """
 
     def __torch_function__(

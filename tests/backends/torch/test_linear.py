@@ -15,6 +15,7 @@ from torch import nn
 
 from hotswap.backends.torch import TorchEngine, linear
 from hotswap.backends.torch.linear import Shelf, linear_layers
+from hotswap.kernels import packed_linear
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.test_engine import ask, collect
 from tests.backends.torch.zoo import generate, make_model
@@ -41,7 +42,14 @@ def widened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(linear, "_widens", lambda: request.param)
 
 
-@pytest.mark.usefixtures("widened")
+@pytest.fixture(params=[False, True], ids=["by our kernel", "by oneDNN"])
+def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This CPU is taken as it is, or for one without the instructions that our kernel wants."""
+    if request.param:
+        monkeypatch.setattr(packed_linear, "supported", lambda _: False)
+
+
+@pytest.mark.usefixtures("widened", "computed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_depend_neither_on_packing_nor_on_the_number_of_rows(dtype: torch.dtype) -> None:
     @given(
@@ -74,6 +82,7 @@ def test_a_widened_layer_is_as_precise_as_one_in_its_own_dtype(monkeypatch: pyte
     assert errors[1] <= 1.01 * errors[0]
 
 
+@pytest.mark.usefixtures("computed")
 def test_a_layers_hooks_run_and_its_relatives_are_left_alone() -> None:
     class Router(nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -101,6 +110,7 @@ def test_without_the_kernels_layers_stay_as_they_were(monkeypatch: pytest.Monkey
     assert torch.equal(module(hidden), expected)
 
 
+@pytest.mark.usefixtures("computed")
 def test_a_shelf_stays_within_its_room_and_lets_idle_models_go_first() -> None:
     modules = {name: made(64, 64, torch.float32) for name in "abc"}
     one = 2 * 64 * 64 * 4
