@@ -13,8 +13,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit, types
 
+from hotswap.kernels.compiling import compiled_for_c, part
 from hotswap.kernels.lanes import address, claim
 from hotswap.kernels.packed_linear.tiles import PANEL, interleave, tile, transpose
 
@@ -93,7 +94,7 @@ def build(dtype: str) -> Any:
     low = tile(_LEAST, pairs=pairs, fetches=False)
     copy_line = interleave(pairs=pairs)
 
-    @njit(**_OPTIONS)
+    @part(dtype, **_OPTIONS)
     def multiply_panel(it, panel, bias, out, out_stride):
         """All rows by a panel, to 32 columns of results. The last rows may be computed twice."""
         row = 0
@@ -110,14 +111,14 @@ def build(dtype: str) -> Any:
                 low(at, _floats(panel), numbers(bias), to, it.depth, it.row_stride, out_stride)
                 row += _LEAST
 
-    @njit(**_OPTIONS)
+    @part(dtype, **_OPTIONS)
     def copy_numbers(source, source_stride, target, target_stride, num_rows, count):
         for row in range(num_rows):
             for column in range(count):
                 number = numbers(source)[row * source_stride + column]
                 numbers(target)[row * target_stride + column] = number
 
-    @njit(**_OPTIONS)
+    @part(dtype, **_OPTIONS)
     def copy_lines(it, first, to):
         """A full panel of a weight whose outputs lie side by side; returns how many inputs were copied."""
         whole = it.inputs // per_word * per_word
@@ -131,7 +132,7 @@ def build(dtype: str) -> Any:
             copy_line(elements(source), elements(lower), elements(later), elements(target))
         return whole
 
-    @njit(**_OPTIONS)
+    @part(dtype, **_OPTIONS)
     def copy_rows(it, first, outputs, begin, to):
         """What is left of the weights of some outputs, from a column on, number by number."""
         weight, target = elements(it.weight), elements(to)
@@ -141,7 +142,7 @@ def build(dtype: str) -> Any:
                 place = (column // per_word * PANEL + output) * per_word + column % per_word
                 target[place] = weight[at]
 
-    @njit(**_OPTIONS)
+    @part(dtype, **_OPTIONS)
     def pack_panel(it, panel, to):
         first = panel * PANEL
         count = min(PANEL, it.outputs - first)
@@ -163,7 +164,6 @@ def build(dtype: str) -> Any:
                     transpose(_words(source), it.weight_row // per_word, _words(target))
             copy_rows(it, first, range(half, min(half + _LANES, count)), done if full else 0, to)
 
-    @cfunc(types.void(types.int64), error_model="numpy")
     def work(at):
         it = _read(at)
         panel_bytes = it.depth * PANEL * _WORD_BYTES
@@ -194,4 +194,4 @@ def build(dtype: str) -> Any:
                 if count < PANEL:
                     copy_numbers(out, PANEL, it.out + first * size, it.out_stride, it.num_rows, count)
 
-    return work
+    return compiled_for_c(work, types.void(types.int64), f"packed-linear-{dtype}", error_model="numpy")

@@ -1,6 +1,6 @@
 """Paged attention on a CPU: rows of a step over the blocks of their requests, with the same bits in any step.
 
-`call` is what callers call, `kernel`, `append` and `vectors` what numba compiles, `reference` the truth that
+`call` is what callers call, `kernel`, `slots` and `vectors` what numba compiles, `reference` the truth that
 they are tested against. Nothing here imports numba before a kernel is asked for.
 """
 

@@ -207,7 +207,7 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None]:
 @cache
 def _appender(item_bytes: int) -> Callable[..., None]:
     with _compiling:
-        from hotswap.kernels.paged_attention.append import build
+        from hotswap.kernels.paged_attention.slots import build
 
         return build(item_bytes)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, types
 
+from hotswap.kernels.compiling import compiled, part
 from hotswap.kernels.lanes import LANES, address, prefetch
 from hotswap.kernels.paged_attention.vectors import dots, exponentials, greatest, weigh
 
@@ -236,7 +237,7 @@ def _scoring(dtype: str) -> Callable[..., None]:
     half, element, size = dtype == "float16", _element(dtype), _size(dtype)
     few, one = dots(2, _KEYS, half=half), dots(1, 2 * _KEYS, half=half)
 
-    @njit(**_OPTIONS)
+    @part(dtype, **_OPTIONS)
     def score(lines, rows, pool, block, out, stride, later):
         width, padded = pool.width, pool.padded
         for key in range(0, pool.block_tokens, 2 * _KEYS):
@@ -245,9 +246,9 @@ def _scoring(dtype: str) -> Callable[..., None]:
             keys, line = block + key * width * size, 0
             while line + 2 <= lines:
                 row, place = rows + 4 * line * padded, out + 4 * (line * stride + key)
-                for part in range(0, 2 * _KEYS, _KEYS):
-                    some = element(keys + part * width * size)
-                    few(_floats(row), some, _floats(place + 4 * part), width, padded, width, stride)
+                for first in range(0, 2 * _KEYS, _KEYS):
+                    some = element(keys + first * width * size)
+                    few(_floats(row), some, _floats(place + 4 * first), width, padded, width, stride)
                 line += 2
             if line < lines:
                 row, place = rows + 4 * line * padded, out + 4 * (line * stride + key)
@@ -262,7 +263,7 @@ def _gathering(dtype: str) -> Callable[..., None]:
     few, one, rest = weigh(2, _CHUNKS, half=half), weigh(1, _CHUNKS, half=half), weigh(1, 1, half=half)
     whole = _CHUNKS * LANES
 
-    @njit(**_OPTIONS)
+    @part(dtype, **_OPTIONS)
     def gather(lines, weights, stride, pool, block, sums, later):
         width, padded = pool.width, pool.padded
         for key in range(0, pool.block_tokens, LANES):
@@ -301,7 +302,7 @@ def _attending(dtype: str) -> Callable[..., None]:
     """Return what computes an item, and fetches for the following one."""
     score, gather = _scoring(dtype), _gathering(dtype)
 
-    @njit(**_OPTIONS)
+    @part(dtype, **_OPTIONS)
     def attend_item(step, keys, values, item, following, scratch):
         _begin(step, keys, values, item, scratch)
         block_floats = 4 * keys.block_tokens
@@ -340,7 +341,6 @@ def build(dtype: str) -> Callable[..., None]:
     attend_item, size = _attending(dtype), _size(dtype)
     numbers = [types.int64] * 16 + [types.float64] * 2 + [types.int64] * 7
 
-    @njit(types.void(*numbers), **_OPTIONS)
     def attend(
         queries, out, tables, tiles, firsts, lasts, order, hidden, sinks,
         query_row, query_head, table_width, num_tiles, hidden_width, kv_heads, group, scale, softcap,
@@ -365,4 +365,4 @@ def build(dtype: str) -> Callable[..., None]:
             scratch = _divided(area, key_pool, value_pool, lines, stride)  # here, so that the area stays
             attend_item(step, key_pool, value_pool, item, following, scratch)
 
-    return attend
+    return compiled(attend, types.void(*numbers), f"paged-attention-{dtype}", **_OPTIONS)

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from numba import njit, types
+from numba import types
 
+from hotswap.kernels.compiling import compiled
 from hotswap.kernels.lanes import address
 
 __all__ = ["build"]
@@ -25,7 +26,6 @@ def build(item_bytes: int) -> Callable[..., None]:
     """
     elements = address({2: types.uint16, 4: types.uint32}[item_bytes])
 
-    @njit(types.void(*[types.int64] * 10), nogil=True, error_model="numpy")
     def append(rows, head_stride, row_stride, pool, kv_heads, block_tokens, dim, blocks, offsets, num_rows):
         source, target, block_of, slot_of = elements(rows), elements(pool), _places(blocks), _places(offsets)
         for row in range(num_rows):
@@ -35,4 +35,5 @@ def build(item_bytes: int) -> Callable[..., None]:
                 for at in range(dim):
                     target[place + at] = source[first + at]
 
-    return append
+    signature = types.void(*[types.int64] * 10)
+    return compiled(append, signature, f"append-{item_bytes}", nogil=True, error_model="numpy")

@@ -1,0 +1,116 @@
+"""What numba compiled is found again by other processes, and is made again wherever it cannot be used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hotswap.kernels import compiling
+
+# Runs kernels for dtypes, one after the other, and compares them with PyTorch.
+_RUN = """
+import sys
+import torch
+import numba.core.compiler as compiler
+from hotswap.kernels import packed_linear, paged_attention
+from hotswap.kernels.paged_attention.reference import attend_reference
+
+def refuse(*_, **__):
+    raise AssertionError("this was to be found, not compiled")
+
+def integers(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+def attends(dtype):
+    torch.manual_seed(0)
+    queries = torch.randn(5, 4, 16)
+    keys, values = torch.randn(2, 3, 2, 16, 16).to(dtype)
+    rows = paged_attention.Rows(integers([[2, 1]]), integers([[0, 0, 5]]), integers([0, 1, 2, 3, 4]))
+    seen = paged_attention.Seen(integers([0] * 5), integers([20] * 5))
+    found = paged_attention.attend(queries, keys, values, rows, seen, scale=0.3)
+    expected = attend_reference(queries, keys, values, rows, seen, scale=0.3)
+    return torch.allclose(found, expected.float(), atol=1e-3)
+
+def multiplies(dtype):
+    weight, hidden = torch.randn(40, 100).to(dtype), torch.randn(9, 100).to(dtype)
+    found = packed_linear.linear_packed(hidden, packed_linear.pack(weight), 40)
+    return torch.allclose(found.float(), hidden.float() @ weight.float().t(), rtol=1e-2, atol=1e-2)
+
+expectation, *names = sys.argv[1:]
+if expectation == "found":
+    compiler.compile_extra = refuse
+for name in names:
+    dtype = getattr(torch, name)
+    assert attends(dtype), name
+    assert not packed_linear.supported(dtype) or multiplies(dtype), name
+pool, rows = torch.zeros(2, 1, 16, 4), torch.arange(8.0).view(1, 2, 4)
+paged_attention.append(rows, pool, torch.tensor([1, 0]), torch.tensor([3, 5]))
+assert torch.equal(pool[1, 0, 3], rows[0, 0]) and torch.equal(pool[0, 0, 5], rows[0, 1])
+"""
+
+
+def run(cache: Path, expectation: str, *dtypes: str, **others: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, expectation, *dtypes],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(cache)} | others,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_what_several_processes_compiled_is_found_by_others_and_not_confused(tmp_path: Path) -> None:
+    """Names that numba numbers by process are the same for other things in each of the first two."""
+    run(tmp_path, "compiled", "float32")
+    run(tmp_path, "compiled", "bfloat16")
+    run(tmp_path, "found", "float32", "bfloat16")
+    run(tmp_path, "found", "bfloat16", "float32")
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_files_that_were_cut_short_are_made_again(tmp_path: Path, size: int) -> None:
+    run(tmp_path, "compiled")
+    kept = [path for path in tmp_path.rglob("*") if path.suffix in {".nbi", ".nbc"}]
+    assert kept
+    for path in kept:
+        os.truncate(path, size)
+    run(tmp_path, "compiled")
+    run(tmp_path, "found")
+
+
+def test_where_nothing_can_be_written_kernels_are_compiled_all_the_same() -> None:
+    nowhere = Path(os.devnull) / "nowhere"
+    run(nowhere, "compiled", HOME=str(nowhere), XDG_CACHE_HOME=str(nowhere))
+
+
+def test_another_source_is_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def state() -> str:
+        compiling._state.cache_clear()
+        return compiling._state()
+
+    before = state()
+    assert state() == before
+    source = tmp_path / "folder" / "kernel.py"
+    source.parent.mkdir()
+    monkeypatch.setattr(compiling, "_FOLDER", tmp_path)
+    states = [state()]
+    for text in ("a", "b"):
+        source.write_text(text)
+        states.append(state())
+    monkeypatch.undo()
+    assert len({before, *states}) == 4
+    assert state() == before
+
+
+def test_kernels_of_one_function_are_kept_apart() -> None:
+    def function(x: int) -> int:
+        return x
+
+    files = {compiling._Cache(function, name)._cache_file._index_path for name in ("a", "b", "a")}
+    assert len(files) == 2
