@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "Code", "address", "claim", "prefetch"]
+__all__ = ["LANES", "Code", "address", "claim", "prefetch", "sum_of_squares"]
 
 LANES = 16
 
@@ -68,6 +68,23 @@ def claim(typing, counter, count):
         return builder.atomic_rmw("add", counter, count, "seq_cst")
 
     return types.int64(counter, types.int64), generate
+
+
+@intrinsic
+def sum_of_squares(typing, numbers, count):
+    """The sum of the squares of so many float32: those of the lanes, which are added in pairs of halves."""
+
+    def generate(context, builder, signature, arguments):
+        numbers, count = arguments
+        code = Code(builder, half=False)
+
+        def step(at, sums, masked):
+            some = code.load(numbers, at, masked)
+            return [code.fma(some, some, sums[0])]
+
+        return code.first(code.fold(code.over_chunks(count, 1, step)))
+
+    return types.float32(numbers, types.int64), generate
 
 
 class Code:
