@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.coded import Coding, Fp8Linear, attach, detach
+from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LinearLayer, linear_layers
 from hotswap.backends.torch.weights import Views
@@ -67,7 +68,9 @@ class Skeleton:
         self.dtype = torch.float32
         self._slots = tuple(_slots(self.module))
         self._coded: tuple[Fp8Linear, ...] = ()
-        self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if device.type == "cpu" else ()
+        on_cpu = device.type == "cpu"
+        self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if on_cpu else ()
+        self._fused: tuple[Fused, ...] = fuse(self.module) if on_cpu else ()
         text_config = self.config.get_text_config()
         self.num_layers = int(getattr(text_config, "num_hidden_layers", 0))
         self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
@@ -155,11 +158,15 @@ class Skeleton:
 
     @contextmanager
     def eager(self) -> Generator[None]:
-        """Let the model run its own reference attention instead of ours."""
+        """Let the model run its own reference attention instead of ours, and its own small operations."""
         self.module.set_attn_implementation("eager")
+        for fused in self._fused:
+            fused.detach()
         try:
             yield
         finally:
+            for fused in self._fused:
+                fused.attach()
             self.module.set_attn_implementation(attention.IMPLEMENTATION)
 
 
