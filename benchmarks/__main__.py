@@ -20,6 +20,7 @@ BENCHMARKS = {
     "fit": "a simulated engine beside the real one that it was fitted to: mean TTFT and TPOT of a trace",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
     "kernels": "a linear layer from one-byte weights beside the same from bfloat16, on a CPU",
+    "linear": "linear layers on a CPU by our kernel, beside oneDNN",
     "killed": "a process of an engine killed under 100 streams: what their clients wait",
     "lengths": "steps of decodes whose lengths differ, and who come and go, beside equal ones",
     "llumnix": "latencies of dispatch, moves, priorities and scaling simulated, beside Llumnix's figures",

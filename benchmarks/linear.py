@@ -1,0 +1,132 @@
+"""Linear layers on a CPU: our kernel beside oneDNN's inner product, which PyTorch offers, in one run.
+
+    python -m benchmarks linear --json linear.json     1024 x 1024 and the layers of an MLP of 3072, a minute
+    python -m benchmarks linear --threads 2
+
+A figure is the median time of one product, from weights that are packed and from weights as they lie, and
+beside it how many times as long oneDNN takes, by round. Contestants take turns, and go through copies of the
+weight that no cache holds, as a model's layers do. Packing is timed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Summary, machine, ratios, rounds, versions, write_json
+from benchmarks.table import show
+from hotswap.kernels import packed_linear
+
+SHAPES = ((1024, 1024), (3072, 1024), (1024, 3072))
+ROWS = (4, 8, 16, 32, 128, 512)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COPIES_BYTES = 192 << 20
+FEW = 64  # rows up to which all copies are gone through in a round; a few will do beyond
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print and perhaps write the report."""
+    parser = argparse.ArgumentParser("linear")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    report: dict[str, Any] = {
+        "machine": machine(Path(tempfile.gettempdir())),
+        "versions": versions("torch", "numba"),
+        "settings": {"threads": chosen.threads, "repeats": chosen.repeats},
+    }
+    for name, dtype in DTYPES.items():
+        if packed_linear.supported(dtype):
+            report[name] = {f"{o}x{i}": _measure((o, i), dtype, chosen.repeats) for o, i in SHAPES}
+            _show(name, report[name])
+    if chosen.json:
+        write_json(chosen.json, report)
+    return 0
+
+
+def _measure(shape: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    outputs, inputs = shape
+    count = max(4, COPIES_BYTES // (outputs * inputs * dtype.itemsize))
+    weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(count)]
+    onednn: Any = torch.ops.mkldnn
+    found: dict[str, Any] = {}
+    ours, theirs = list[Tensor](), list[Tensor]()
+    found["pack"] = _compared(
+        _race(
+            {
+                "ours": lambda: ours.append(packed_linear.pack(weights[len(ours) % count])),
+                "onednn": lambda: theirs.append(
+                    onednn._reorder_linear_weight(weights[len(theirs) % count], 32)
+                ),
+            },
+            max(repeats, count),
+            1,
+        )
+    )
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, inputs).to(dtype)
+        some = count if num_rows <= FEW else 4
+
+        def by_onednn(held: Sequence[Tensor], x: Tensor = x, some: int = some) -> None:
+            for weight in held[:some]:
+                onednn._linear_pointwise(x, weight, None, "none", [], "")
+
+        def by_ours(x: Tensor = x, some: int = some) -> None:
+            for weight in ours[:some]:
+                packed_linear.linear_packed(x, weight, outputs)
+
+        def by_ours_as_they_lie(x: Tensor = x, some: int = some) -> None:
+            for weight in weights[:some]:
+                packed_linear.linear(x, weight)
+
+        packed = {"ours": by_ours, "onednn": lambda f=by_onednn: f(theirs)}  # type: ignore[misc]
+        stored = {"ours": by_ours_as_they_lie, "onednn": lambda f=by_onednn: f(weights)}  # type: ignore[misc]
+        found[str(num_rows)] = {
+            "packed": _compared(_race(packed, repeats, some)),
+            "as they lie": _compared(_race(stored, repeats, some)),
+        }
+    return found
+
+
+def _race(
+    contestants: dict[str, Callable[[], object]], repeats: int, products: int
+) -> dict[str, list[float]]:
+    """Seconds of one product, for each round of so many."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn, name in enumerate(rounds(list(contestants), repeats + 1)):
+        began_s = time.perf_counter()
+        contestants[name]()
+        if turn >= len(contestants):  # the first round warms up
+            seconds[name].append((time.perf_counter() - began_s) / products)
+    return seconds
+
+
+def _compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    return {"seconds": seconds, "onednn_times_as_long": ratios(seconds["onednn"], seconds["ours"])}
+
+
+def _show(name: str, found: dict[str, Any]) -> None:
+    rows: list[list[str]] = []
+    for shape, figures in found.items():
+        for kind, measured in figures.items():
+            parts = {"": measured} if kind == "pack" else measured
+            for how, part in parts.items():
+                ours = Summary.of([1e6 * s for s in part["seconds"]["ours"]])
+                times = Summary.of(part["onednn_times_as_long"])
+                what = "packing" if kind == "pack" else f"{kind} rows, {how}"
+                rows.append([f"{shape}, {what}", ours.format(), times.format(2)])
+    show(f"{name}: a linear layer", ("", "ours, us", "oneDNN, times as long"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
