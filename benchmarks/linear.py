@@ -14,7 +14,8 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,32 +75,40 @@ def _measure(shape: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[s
         )
     )
     for num_rows in ROWS:
-        x = torch.randn(num_rows, inputs).to(dtype)
-        some = count if num_rows <= FEW else 4
-
-        def by_onednn(held: Sequence[Tensor], x: Tensor = x, some: int = some) -> None:
-            for weight in held[:some]:
-                onednn._linear_pointwise(x, weight, None, "none", [], "")
-
-        def by_ours(x: Tensor = x, some: int = some) -> None:
-            for weight in ours[:some]:
-                packed_linear.linear_packed(x, weight, outputs)
-
-        def by_ours_as_they_lie(x: Tensor = x, some: int = some) -> None:
-            for weight in weights[:some]:
-                packed_linear.linear(x, weight)
-
-        packed = {"ours": by_ours, "onednn": lambda f=by_onednn: f(theirs)}  # type: ignore[misc]
-        stored = {"ours": by_ours_as_they_lie, "onednn": lambda f=by_onednn: f(weights)}  # type: ignore[misc]
+        x, some = torch.randn(num_rows, inputs).to(dtype), slice(count if num_rows <= FEW else 4)
+        by_onednn = partial(_by_onednn, x)
+        packed = {
+            "ours": partial(_through, ours[some], partial(_by_ours, x, outputs)),
+            "onednn": partial(_through, theirs[some], by_onednn),
+        }
+        stored = {
+            "ours": partial(_through, weights[some], partial(packed_linear.linear, x)),
+            "onednn": partial(_through, weights[some], by_onednn),
+        }
+        products = len(weights[some])
         found[str(num_rows)] = {
-            "packed": _compared(_race(packed, repeats, some)),
-            "as they lie": _compared(_race(stored, repeats, some)),
+            "packed": _compared(_race(packed, repeats, products)),
+            "as they lie": _compared(_race(stored, repeats, products)),
         }
     return found
 
 
+def _by_ours(x: Tensor, outputs: int, packed: Tensor) -> Tensor:
+    return packed_linear.linear_packed(x, packed, outputs)
+
+
+def _by_onednn(x: Tensor, weight: Tensor) -> object:
+    operators: Any = torch.ops.mkldnn
+    return operators._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def _through(weights: Sequence[Tensor], multiply: Callable[[Tensor], object]) -> None:
+    for weight in weights:
+        multiply(weight)
+
+
 def _race(
-    contestants: dict[str, Callable[[], object]], repeats: int, products: int
+    contestants: Mapping[str, Callable[[], object]], repeats: int, products: int
 ) -> dict[str, list[float]]:
     """Seconds of one product, for each round of so many."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
