@@ -3,7 +3,7 @@
     python -m benchmarks kernels --json kernels.json     2048 x 2048, seconds
     python -m benchmarks kernels --full                  and 8192 x 4096
 
-A figure is the median time of a product, by oneDNN, whose weights lie as they are stored, and beside it how
+A figure is the median time of a product, whose weights lie as they are stored, and beside it how
 many times as long the product from codes takes, by round. Contestants take turns; one thread, or as many as
 `--threads` says. On a GPU nothing is measured here.
 """

@@ -8,9 +8,9 @@ ranks, and what a row has no part in is set to zero between the two products, be
 anything. That spares the batch of decodes, in which every request may have another adapter, a product for
 each of them.
 
-Bits do not depend on who shares the step: on a CPU both products are oneDNN's, which round a row alike for
-any number of rows from two on, wherever its ranks lie, and zeros add nothing. (MKL's do so for eight rows on
-some processors and on others not at all.) Grouping rows by adapter is that of SGMV in Chen
+Bits do not depend on who shares the step: on a CPU both products are those of linear layers, which round a
+row alike for any number of rows from two on, wherever its ranks lie, and zeros add nothing. (MKL's do so for
+eight rows on some processors and on others not at all.) Grouping rows by adapter is that of SGMV in Chen
 et al., Punica, arXiv:2310.18547, section 4.
 """
 
