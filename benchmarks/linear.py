@@ -78,7 +78,7 @@ def _measure(shape: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[s
         x, some = torch.randn(num_rows, inputs).to(dtype), slice(count if num_rows <= FEW else 4)
         by_onednn = partial(_by_onednn, x)
         packed = {
-            "ours": partial(_through, ours[some], partial(_by_ours, x, outputs)),
+            "ours": partial(_through, ours[some], partial(_by_ours, x, shape)),
             "onednn": partial(_through, theirs[some], by_onednn),
         }
         stored = {
@@ -93,8 +93,8 @@ def _measure(shape: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[s
     return found
 
 
-def _by_ours(x: Tensor, outputs: int, packed: Tensor) -> Tensor:
-    return packed_linear.linear_packed(x, packed, outputs)
+def _by_ours(x: Tensor, shape: tuple[int, int], packed: Tensor) -> Tensor:
+    return packed_linear.linear_packed(x, packed, shape)
 
 
 def _by_onednn(x: Tensor, weight: Tensor) -> object:

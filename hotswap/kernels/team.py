@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["run_together"]
+__all__ = ["float_bits", "run_together"]
 
 
 def run_together(kernel: Any, asked: array[int], parts: int) -> None:
@@ -35,6 +36,12 @@ def run_together(kernel: Any, asked: array[int], parts: int) -> None:
         begin(kernel.address, where, parts, 0)
     else:
         _run_in_threads(kernel.ctypes, where, parts)
+
+
+@cache
+def float_bits(number: float) -> int:
+    """The bits of a number as float32, as a signed integer: what is asked of a kernel is integers alone."""
+    return int(struct.unpack("i", struct.pack("f", number))[0])
 
 
 @cache
@@ -57,11 +64,15 @@ def _libraries() -> list[str]:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return []
-    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6}
-    found = sorted(
-        path for path in paths if any(name in Path(path).name for name in ("libgomp", "libiomp", "libomp"))
-    )
-    ours = [path for path in found if str(Path(torch.__file__).parent.parent) in path]
+    return _of_torch({line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/")})
+
+
+def _of_torch(loaded: Iterable[str]) -> list[str]:
+    """Which of the files that are loaded is PyTorch's OpenMP; other packages bring theirs along."""
+    names = ("libgomp", "libiomp", "libomp")
+    found = [path for path in loaded if Path(path).name.startswith(names)]
+    home = Path(torch.__file__).parent
+    ours = [path for path in found if {home, home.with_name("torch.libs")} & set(Path(path).parents)]
     return ours if len(ours) == 1 else found if len(found) == 1 else []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 
@@ -111,10 +112,10 @@ def test_bits_depend_neither_on_packing_nor_on_other_rows(dtype: torch.dtype) ->
     def check(outputs: int, inputs: int, rows: int, first: int, way: str) -> None:
         weight, hidden = weight_of(outputs, inputs, dtype, way), weight_of(60, inputs, dtype, seed=1)
         bias, packed = weight_of(1, outputs, dtype, seed=2)[0], pack(weight)
-        found = linear_packed(hidden, packed, outputs, bias)
+        found = linear_packed(hidden, packed, weight.shape, bias)
         assert same_bits(linear(hidden, weight, bias), found)
         some = slice(first, first + rows)
-        assert same_bits(linear_packed(hidden[some], packed, outputs, bias), found[some])
+        assert same_bits(linear_packed(hidden[some], packed, weight.shape, bias), found[some])
         assert same_bits(linear(hidden[some], weight.contiguous(), bias), found[some])
 
     check()
@@ -162,7 +163,7 @@ def test_bits_do_not_depend_on_threads(
     if workers == "our own":
         monkeypatch.setattr(team, "_begin_team", lambda: None)
     for _ in range(20):
-        found = linear_packed(hidden, pack(weight), 1030) if packs else linear(hidden, weight)
+        found = linear_packed(hidden, pack(weight), weight.shape) if packs else linear(hidden, weight)
         assert same_bits(found, expected)
 
 
@@ -187,6 +188,23 @@ def test_as_many_threads_as_were_asked_for_are_at_work_together(
     assert not all_there.broken
 
 
+def test_pytorchs_openmp_is_found_among_those_of_others() -> None:
+    home = Path(torch.__file__).parent
+    inside, beside = (
+        str(home / "lib" / "libgomp.so.1"),
+        str(home.with_name("torch.libs") / "libgomp-a34b.so.1"),
+    )
+    other, code = (
+        str(home.with_name("scikit_learn.libs") / "libgomp-d22c.so.1"),
+        str(home / "lib" / "libtorch.so"),
+    )
+    assert team._of_torch({inside, other, code}) == [inside]
+    assert team._of_torch({beside, other}) == [beside]
+    assert team._of_torch({"/usr/lib/libgomp.so.1", code}) == ["/usr/lib/libgomp.so.1"]
+    assert team._of_torch({"/usr/lib/libgomp.so.1", other}) == []
+    assert team._of_torch({code}) == []
+
+
 def test_rows_may_lie_anywhere(dtype: torch.dtype) -> None:
     weight, whole = weight_of(40, 64, dtype), weight_of(7, 129, dtype, seed=1)
     for rows in (whole[:, 1:65], whole[::2, :64], whole.t()[:64].t(), whole[:, :128].reshape(7, 2, 64)[:, 1]):
@@ -203,10 +221,9 @@ def test_what_does_not_fit_is_refused(dtype: torch.dtype, monkeypatch: pytest.Mo
         linear(hidden[:, 1:], weight)
     with pytest.raises(ConfigError, match="float64"):
         linear(hidden.to(other), weight)
-    with pytest.raises(ConfigError, match="packed weight"):
-        linear_packed(hidden, packed, 70)
-    with pytest.raises(ConfigError, match="packed weight"):
-        linear_packed(hidden[:, :60], packed, 40)
+    for rows, shape in ((hidden, (70, 64)), (hidden[:, :63], (40, 64)), (hidden[:, :60], (40, 60))):
+        with pytest.raises(ConfigError, match="packed as"):
+            linear_packed(rows, packed, shape)
     with pytest.raises(ConfigError, match="biases"):
         linear(hidden, weight, hidden[0])
     with pytest.raises(ConfigError, match="biases"):

@@ -172,7 +172,7 @@ class LinearLayer:
         if packed is None:
             return product(hidden, self.weight.to(hidden.dtype) if self.wide else self.weight, bias)
         if packed_linear.supported(hidden.dtype):
-            return packed_linear.linear_packed(hidden, packed, self.weight.shape[0], bias)
+            return packed_linear.linear_packed(hidden, packed, self.weight.shape, bias)
         return _by_onednn(hidden, packed, bias)
 
 

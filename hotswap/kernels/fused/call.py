@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from enum import IntEnum
 from functools import cache
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hotswap.errors import ConfigError
-from hotswap.kernels.team import run_together
+from hotswap.kernels.team import float_bits, run_together
 
 if TYPE_CHECKING:
     from hotswap.kernels.fused.kernel import Compiled
@@ -74,7 +73,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, *, epsilon: float, scaling: Scaling
     numbers = rows.numel()
     asked = (
         0, numbers // width, width, rows.data_ptr(), width, weight.data_ptr(), out.data_ptr(),
-        _bits(epsilon), scaling,
+        float_bits(epsilon), scaling,
     )  # fmt: skip
     run_together(kernel, array("q", asked), _parts(numbers))
     return out
@@ -128,12 +127,6 @@ def rotate(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tup
 
 def _parts(numbers: int) -> int:
     return torch.get_num_threads() if numbers >= _SHARED_NUMBERS else 1
-
-
-@cache
-def _bits(number: float) -> int:
-    """The bits of a float32, as a signed integer."""
-    return int(struct.unpack("i", struct.pack("f", number))[0])
 
 
 @cache

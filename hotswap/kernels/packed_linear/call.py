@@ -102,17 +102,20 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _multiply(hidden, (0, weight.data_ptr()), weight.stride(), outputs, bias)
 
 
-def linear_packed(hidden: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
-    """Return what `linear` does, from what `pack` made of a weight of so many outputs.
+def linear_packed(
+    hidden: Tensor, packed: Tensor, shape: tuple[int, int] | torch.Size, bias: Tensor | None = None
+) -> Tensor:
+    """Return what `linear` does, from what `pack` made of a weight of a shape, `(outputs, inputs)`.
 
     Raises:
         ConfigError: a dtype that is not supported here, or tensors that do not fit.
     """
-    panels, depth, _ = packed.shape
-    if -(-outputs // PANEL) != panels or _depth(hidden.shape[-1], hidden.dtype) != depth:
+    (panels, depth, _), (outputs, inputs) = packed.shape, shape
+    fits = -(-outputs // PANEL) == panels and _depth(inputs, hidden.dtype) == depth
+    if not fits or hidden.shape[-1] != inputs:
         raise ConfigError(
-            f"A packed weight {list(packed.shape)} multiplies no {list(hidden.shape)} of {hidden.dtype} to "
-            f"{outputs} outputs."
+            f"A weight {[outputs, inputs]}, packed as {list(packed.shape)}, multiplies no "
+            f"{list(hidden.shape)} of {hidden.dtype}."
         )
     return _multiply(hidden, (packed.data_ptr(), 0), (0, 0), outputs, bias)
 

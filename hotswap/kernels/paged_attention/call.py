@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
+from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from hotswap.errors import ConfigError
+from hotswap.kernels.team import float_bits, run_together
 
 __all__ = ["DTYPES", "Rows", "Seen", "append", "attend", "compile_for"]
 
@@ -155,47 +155,22 @@ def attend(
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.zeros((count, heads, value_dim), dtype=torch.float32, device="cpu")
-    arguments = (
-        queries.data_ptr(), out.data_ptr(), tables.data_ptr(), rows.tiles.data_ptr(), seen.firsts.data_ptr(),
-        seen.lasts.data_ptr(), order.data_ptr(), 0 if hidden is None else hidden.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(), queries.stride(0), queries.stride(1), tables.shape[1],
-        len(rows.tiles), 0 if hidden is None else hidden.shape[1], kv_heads, heads // kv_heads, scale,
-        softcap or 0.0, keys.data_ptr(), values.data_ptr(), key_dim, value_dim, tokens,
-    )  # fmt: skip
     products = len(order) * heads * tables.shape[1] * tokens * (key_dim + value_dim)
     parts = torch.get_num_threads() if products >= _SHARED_PRODUCTS else 1
-    _in_parts(kernel, arguments, parts)
+    asked = (
+        0, parts, queries.data_ptr(), out.data_ptr(), tables.data_ptr(), rows.tiles.data_ptr(),
+        seen.firsts.data_ptr(), seen.lasts.data_ptr(), order.data_ptr(),
+        0 if hidden is None else hidden.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+        queries.stride(0), queries.stride(1), tables.shape[1], len(rows.tiles),
+        0 if hidden is None else hidden.shape[1], kv_heads, heads // kv_heads, float_bits(scale),
+        float_bits(softcap or 0.0), keys.data_ptr(), values.data_ptr(), key_dim, value_dim, tokens,
+    )  # fmt: skip
+    run_together(kernel, array("q", asked), parts)
     return out
 
 
-def _in_parts(kernel: Callable[..., None], arguments: tuple[int | float, ...], parts: int) -> None:
-    """Compute the first part here, others in helpers, and what no helper has begun by then here as well."""
-    if parts == 1:
-        kernel(*arguments, 0, 1)
-        return
-    futures = [_helpers(parts - 1).submit(kernel, *arguments, part, parts) for part in range(1, parts)]
-    try:
-        kernel(*arguments, 0, parts)
-    finally:  # none may still be at work when the tensors go
-        missed = [part for part, future in enumerate(futures, 1) if future.cancel()]
-        failed = [future.exception() for future in futures if not future.cancelled()]
-    for part in missed:
-        kernel(*arguments, part, parts)
-    for error in failed:
-        if error is not None:
-            raise error
-
-
 @cache
-def _helpers(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="hotswap-attention")
-
-
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # a child has none of the threads
-
-
-@cache
-def _kernel(dtype: torch.dtype) -> Callable[..., None]:
+def _kernel(dtype: torch.dtype) -> Any:
     if dtype not in DTYPES:
         raise ConfigError(f"No attention over keys and values of {dtype}; give float32, bfloat16 or float16.")
     with _compiling:

@@ -2,8 +2,8 @@
 
 An *item* is the rows of a tile and the query heads that share a KV head. Its queries are copied to a scratch
 area, their scores are computed block by block, turned into weights, and the values are added up block by
-block. While a block is used, one that is needed later is fetched. Addresses and strides come as integers,
-since a call for each layer of each step would else spend longer on its arguments than on a short row.
+block. While a block is used, one that is needed later is fetched. What is asked comes as a list of integers
+in memory, and whoever works on it claims one part of the items after the other.
 """
 
 # mypy: ignore-errors
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, types
 
-from hotswap.kernels.compiling import compiled, part
-from hotswap.kernels.lanes import LANES, address, prefetch
+from hotswap.kernels.compiling import compiled_for_c, part
+from hotswap.kernels.lanes import LANES, address, claim, prefetch
 from hotswap.kernels.paged_attention.vectors import dots, exponentials, greatest, weigh
 
 __all__ = ["build"]
@@ -34,6 +34,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _floats = address(types.float32)
 _bytes = address(types.uint8)
 _ints = address(types.int32)
+_integers = address(types.int64)
 
 
 class _Step(NamedTuple):
@@ -332,37 +333,40 @@ def _divided(area, keys, values, lines, stride):
 
 
 @cache
-def build(dtype: str) -> Callable[..., None]:
+def build(dtype: str) -> Any:
     """Return the kernel for keys and values of "float32", "bfloat16" or "float16", compiled.
 
-    Its arguments are those of `_Step`, the addresses of keys and values, their widths, the tokens of a block,
-    and which part of how many of the items to compute.
+    A function for C of the address of: how many parts of the items are claimed and how many there are, the
+    numbers of `_Step`, of which the last two are the bits of float32, the addresses of keys and values, their
+    widths, and the tokens of a block.
     """
     attend_item, size = _attending(dtype), _size(dtype)
-    numbers = [types.int64] * 16 + [types.float64] * 2 + [types.int64] * 7
 
-    def attend(
-        queries, out, tables, tiles, firsts, lasts, order, hidden, sinks,
-        query_row, query_head, table_width, num_tiles, hidden_width, kv_heads, group, scale, softcap,
-        keys, values, key_dim, value_dim, block_tokens, part, parts,
-    ):  # fmt: skip
+    def attend(at):
+        it = _integers(at)
         step = _Step(
-            queries, out, tables, tiles, firsts, lasts, order, hidden, sinks, query_row, query_head,
-            table_width, num_tiles, hidden_width, kv_heads, group, np.float32(scale), np.float32(softcap),
+            it[2], it[3], it[4], it[5], it[6], it[7], it[8], it[9], it[10], it[11], it[12], it[13], it[14],
+            it[15], it[16], it[17], np.int32(it[18]).view(np.float32), np.int32(it[19]).view(np.float32),
         )  # fmt: skip
+        keys, values, key_dim, value_dim, block_tokens = it[20], it[21], it[22], it[23], it[24]
         key_pad, value_pad = (key_dim + 15) // 16 * 16, (value_dim + 15) // 16 * 16
         key_pool = _Pool(keys, key_dim, key_pad, block_tokens * key_dim * size, block_tokens)
         value_pool = _Pool(values, value_dim, value_pad, block_tokens * value_dim * size, block_tokens)
-        begin, end = _start(step, part, parts), _start(step, part + 1, parts)
-        if begin >= end:
-            return
-        lines, stride = _most(step, begin, end, block_tokens)
-        area = np.empty(lines * (stride + key_pad + value_pad + 1) + _LINE_BYTES // 4, np.float32)
-        following = _item(step, begin, block_tokens)
-        for number in range(begin, end):
-            item = following
-            following = _item(step, min(number + 1, end - 1), block_tokens)
-            scratch = _divided(area, key_pool, value_pool, lines, stride)  # here, so that the area stays
-            attend_item(step, key_pool, value_pool, item, following, scratch)
+        while True:
+            part = claim(it, 1)
+            if part >= it[1]:
+                return
+            begin, end = _start(step, part, it[1]), _start(step, part + 1, it[1])
+            if begin >= end:
+                continue
+            lines, stride = _most(step, begin, end, block_tokens)
+            area = np.empty(lines * (stride + key_pad + value_pad + 1) + _LINE_BYTES // 4, np.float32)
+            following = _item(step, begin, block_tokens)
+            for number in range(begin, end):
+                item = following
+                following = _item(step, min(number + 1, end - 1), block_tokens)
+                scratch = _divided(area, key_pool, value_pool, lines, stride)  # here, so that the area stays
+                attend_item(step, key_pool, value_pool, item, following, scratch)
 
-    return compiled(attend, types.void(*numbers), f"paged-attention-{dtype}", **_OPTIONS)
+    options = {name: value for name, value in _OPTIONS.items() if name != "nogil"}  # C has no such lock
+    return compiled_for_c(attend, types.void(types.int64), f"paged-attention-{dtype}", **options)
