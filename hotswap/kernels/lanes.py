@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "Code", "address", "claim", "prefetch", "sum_of_squares"]
+__all__ = ["LANES", "Code", "address", "claim", "dots", "prefetch", "sum_of_squares"]
 
 LANES = 16
 
@@ -85,6 +85,40 @@ def sum_of_squares(typing, numbers, count):
         return code.first(code.fold(code.over_chunks(count, 1, step)))
 
     return types.float32(numbers, types.int64), generate
+
+
+def dots(num_rows: int, num_keys: int, *, half: bool) -> Callable[..., None]:
+    """Return what multiplies rows by keys: `out[row, key] = sum(rows[row] * keys[key])`.
+
+    Its arguments are pointers to float32 rows, keys (float32, or 16 bits: float16 if `half`, else bfloat16),
+    and float32 results; the width; and how far apart rows, keys, and rows of results lie. Rows have room for
+    a multiple of sixteen, with zeros at the end.
+    """
+
+    @intrinsic
+    def multiply(typing, rows, keys, out, width, row_stride, key_stride, out_stride):
+        signature = types.void(rows, keys, out, *[types.int64] * 4)
+        return signature, lambda context, builder, signature, arguments: _dots(
+            context, Code(builder, half), num_rows, num_keys, *arguments
+        )
+
+    return multiply
+
+
+def _dots(context, code, num_rows, num_keys, rows, keys, out, width, row_stride, key_stride, out_stride):
+    products = [(row, key) for row in range(num_rows) for key in range(num_keys)]
+
+    def step(at, sums, masked):
+        left = [code.load(rows, code.sum(code.times(row_stride, row), at)) for row in range(num_rows)]
+        places = [code.sum(code.times(key_stride, key), at) for key in range(num_keys)]
+        right = [code.load(keys, place, masked) for place in places]
+        return [code.fma(left[row], right[key], sums[i]) for i, (row, key) in enumerate(products)]
+
+    sums = code.over_chunks(width, len(products), step)
+    for row in range(num_rows):
+        folded = code.fold(sums[row * num_keys : (row + 1) * num_keys])
+        code.store(folded, out, code.times(out_stride, row))
+    return context.get_dummy_value()
 
 
 class Code:

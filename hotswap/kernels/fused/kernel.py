@@ -17,6 +17,7 @@ from numba import types
 
 from hotswap.kernels.compiling import compiled_for_c, part
 from hotswap.kernels.lanes import address, claim, sum_of_squares
+from hotswap.kernels.numbers import rounding
 
 __all__ = ["CAST_FIRST", "ONE_PLUS", "SCALE_FIRST", "Compiled", "build"]
 
@@ -25,8 +26,6 @@ CAST_FIRST, SCALE_FIRST, ONE_PLUS = range(3)  # ways to scale what is normed
 _GRAIN = 8  # rows that are claimed at a time
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 _ONE = np.float32(1.0)
-_HALF, _SIXTEEN, _LAST = np.uint32(0x7FFF), np.uint32(16), np.uint32(1)
-_QUIET = np.uint16(0x7FC0)
 
 _integers = address(types.int64)
 _singles = address(types.float32)
@@ -54,21 +53,7 @@ def build(dtype: str) -> Compiled:
     numbers = address(types.uint16 if short else types.float32)
     size = 2 if short else 4
 
-    @part(dtype, inline="always", **_OPTIONS)
-    def widened(number):
-        if short:
-            return np.uint32(np.uint32(number) << _SIXTEEN).view(np.float32)
-        return number
-
-    @part(dtype, inline="always", **_OPTIONS)
-    def rounded(number):
-        """The nearest number of the dtype, ties to even, in the dtype's own bits."""
-        if short:
-            bits = np.float32(number).view(np.uint32)
-            odd = np.uint32(np.uint32(bits >> _SIXTEEN) & _LAST)
-            upper = np.uint16(np.uint32(bits + _HALF + odd) >> _SIXTEEN)
-            return upper if number == number else _QUIET
-        return number
+    widened, rounded = rounding(dtype)
 
     @part(dtype, **_OPTIONS)
     def norm_row(source, weight, target, row, width, epsilon, scaling):

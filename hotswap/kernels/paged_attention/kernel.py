@@ -18,8 +18,8 @@ import numpy as np
 from numba import njit, types
 
 from hotswap.kernels.compiling import compiled_for_c, part
-from hotswap.kernels.lanes import LANES, address, claim, prefetch
-from hotswap.kernels.paged_attention.vectors import dots, exponentials, greatest, weigh
+from hotswap.kernels.lanes import LANES, address, claim, dots, prefetch
+from hotswap.kernels.paged_attention.vectors import exponentials, greatest, weigh
 
 __all__ = ["build"]
 

@@ -1,7 +1,6 @@
-"""Products of a few rows by keys and values, written in vectors of sixteen for numba's compiler.
+"""Softmax, and what it weighs added up, written in vectors of sixteen for numba's compiler.
 
-A product of two rows is sixteen sums, one for each lane, which are added in pairs of halves. So a result has
-the same bits however many rows and keys are computed together, and on every processor.
+A result has the same bits however many rows and values are computed together, and on every processor.
 """
 
 # mypy: ignore-errors
@@ -15,7 +14,7 @@ from numba.extending import intrinsic
 
 from hotswap.kernels.lanes import LANES, Code
 
-__all__ = ["dots", "exponentials", "greatest", "weigh"]
+__all__ = ["exponentials", "greatest", "weigh"]
 
 
 @intrinsic
@@ -57,40 +56,6 @@ def exponentials(typing, scores, count, scale, most):
         return code.first(code.fold(code.loop(count, LANES, [code.constant(0.0)], step)))
 
     return types.float32(scores, types.int64, types.float32, types.float32), generate
-
-
-def dots(num_rows: int, num_keys: int, *, half: bool) -> Callable[..., None]:
-    """Return what multiplies rows by keys: `out[row, key] = sum(rows[row] * keys[key])`.
-
-    Its arguments are pointers to float32 rows, keys (float32, or 16 bits: float16 if `half`, else bfloat16),
-    and float32 results; the width; and how far apart rows, keys, and rows of results lie. Rows have room for
-    a multiple of sixteen, with zeros at the end.
-    """
-
-    @intrinsic
-    def multiply(typing, rows, keys, out, width, row_stride, key_stride, out_stride):
-        signature = types.void(rows, keys, out, *[types.int64] * 4)
-        return signature, lambda context, builder, signature, arguments: _dots(
-            context, Code(builder, half), num_rows, num_keys, *arguments
-        )
-
-    return multiply
-
-
-def _dots(context, code, num_rows, num_keys, rows, keys, out, width, row_stride, key_stride, out_stride):
-    products = [(row, key) for row in range(num_rows) for key in range(num_keys)]
-
-    def step(at, sums, masked):
-        left = [code.load(rows, code.sum(code.times(row_stride, row), at)) for row in range(num_rows)]
-        places = [code.sum(code.times(key_stride, key), at) for key in range(num_keys)]
-        right = [code.load(keys, place, masked) for place in places]
-        return [code.fma(left[row], right[key], sums[i]) for i, (row, key) in enumerate(products)]
-
-    sums = code.over_chunks(width, len(products), step)
-    for row in range(num_rows):
-        folded = code.fold(sums[row * num_keys : (row + 1) * num_keys])
-        code.store(folded, out, code.times(out_stride, row))
-    return context.get_dummy_value()
 
 
 def weigh(num_rows: int, num_chunks: int, *, half: bool) -> Callable[..., None]:
