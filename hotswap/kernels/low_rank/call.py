@@ -1,0 +1,90 @@
+"""`add_low_rank`: what the adapters of single rows add to a layer's output, on a CPU."""
+
+from __future__ import annotations
+
+from array import array
+from functools import cache
+from threading import Lock
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hotswap.errors import ConfigError
+from hotswap.kernels.team import run_together
+
+__all__ = ["ALIGNMENT", "DTYPES", "TOGETHER", "add_low_rank", "compile_for"]
+
+DTYPES: Final[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""That there are kernels for."""
+
+ALIGNMENT: Final = 8
+"""Ranks that are multiplied together; a row's number of ranks is a multiple of it."""
+
+TOGETHER: Final = 4
+"""Rows of one adapter that are multiplied together, if they follow each other."""
+
+_SHARED_NUMBERS: Final = 1 << 18  # of the matrices that are read, worth other threads' work
+
+_compiling = Lock()
+
+
+def compile_for(dtype: torch.dtype) -> None:
+    """Compile what this module runs for a dtype, once in a process, or find it on disk; in any thread.
+
+    Raises:
+        ConfigError: a dtype that is not in `DTYPES`.
+    """
+    _kernel(dtype)
+
+
+def add_low_rank(hidden: Tensor, out: Tensor, down: Tensor, up: Tensor, parts: Tensor) -> None:
+    """Add `hidden @ down.T @ up` to some rows of `out`, each by ranks of its own, in place.
+
+    Both products are summed in float32, and rounded to the dtype, as is the sum. A row has the same bits
+    whatever else is asked, wherever its ranks lie, and with any number of threads.
+
+    Args:
+        hidden: `[T, in]`, of one of `DTYPES`.
+        out: `[T, out]`, contiguous, of the same dtype.
+        down: `[ranks, in]`, likewise.
+        up: `[ranks, out]`, likewise.
+        parts: `[n, 3]`, int32: a row, which is in one of them only, its first rank and the one after its
+            last; the number of ranks is a positive multiple of `ALIGNMENT`. The numbers are not looked at.
+
+    Raises:
+        ConfigError: a dtype that is not in `DTYPES`, or tensors that do not fit.
+    """
+    (num_rows, width_in), width_out, count = hidden.shape, out.shape[-1], len(parts)
+    fits = (
+        out.shape == (num_rows, width_out)
+        and down.shape[1:] == (width_in,)
+        and up.shape == (len(down), width_out)
+        and parts.shape == (count, 3)
+        and parts.dtype is torch.int32
+        and out.dtype is down.dtype is up.dtype is hidden.dtype
+        and all(tensor.is_contiguous() for tensor in (out, down, up, parts))
+    )
+    if not fits:
+        shapes = [list(tensor.shape) for tensor in (hidden, out, down, up, parts)]
+        raise ConfigError(f"Tensors {shapes} do not fit together, or are not contiguous or of one dtype.")
+    kernel = _kernel(hidden.dtype)
+    rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    shares = count * (width_in + width_out) * ALIGNMENT >= _SHARED_NUMBERS
+    threads = torch.get_num_threads() if shares else 1
+    grain = TOGETHER if count >= 4 * TOGETHER * threads else 1
+    asked = (
+        0, grain, parts.data_ptr(), count, rows.data_ptr(), rows.stride(0), width_in, out.data_ptr(),
+        width_out, down.data_ptr(), up.data_ptr(),
+    )  # fmt: skip
+    run_together(kernel, array("q", asked), threads)
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> Any:
+    if dtype not in DTYPES:
+        raise ConfigError(f"No low-rank adapters of {dtype}; give float32, bfloat16 or float16.")
+    with _compiling:
+        from hotswap.kernels.low_rank.kernel import build
+
+        return build(str(dtype).removeprefix("torch."))
