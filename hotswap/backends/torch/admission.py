@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hotswap.backends.servable import most_tokens
-from hotswap.backends.torch.adapters.plan import Place
+from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.prefix import root_key

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from hotswap.backends.torch.adapters.plan import Place
+from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.blocks import BlockPool, Copy
 from hotswap.backends.torch.forward import Piece
 from hotswap.backends.torch.kv import blocks_for

@@ -23,7 +23,7 @@ from hotswap.backends.adapter_books import Held
 from hotswap.backends.life import Life
 from hotswap.backends.servable import check_servable
 from hotswap.backends.torch.adapters.holder import AdapterHolder
-from hotswap.backends.torch.adapters.plan import Place
+from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.admission import to_sequence
 from hotswap.backends.torch.forward import Forward, LocalForward
 from hotswap.backends.torch.loading import LoadedModel

@@ -14,7 +14,8 @@ from typing import Any, TypedDict, cast
 import torch
 from torch import Tensor, nn
 
-from hotswap.backends.torch.adapters.plan import Place, adaptation
+from hotswap.backends.torch.adapters.places import Place
+from hotswap.backends.torch.adapters.plan import adaptation
 from hotswap.backends.torch.attention import Paged, Segment, Step, running
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.kv import KVCache, blocks_for

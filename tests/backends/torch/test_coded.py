@@ -35,7 +35,7 @@ from hotswap.backends.torch import SkeletonCache, TorchEngine, linear, loader
 from hotswap.backends.torch.adapters import holder
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.pool import AdapterPool
-from hotswap.backends.torch.adapters.tiled import TiledPool
+from hotswap.backends.torch.adapters.ranges import RangePool
 from hotswap.backends.torch.coded import Coding, attach, detach, keeps_by_default, linear_weights
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.fp8 import SCHEMES
@@ -378,7 +378,7 @@ async def test_a_fleet_swaps_to_a_model_of_codes_and_moves_its_requests_with_the
         assert read == generate(other, PROMPT, 24)
 
 
-@pytest.mark.parametrize("kind", [TiledPool, PagedPool])
+@pytest.mark.parametrize("kind", [RangePool, PagedPool])
 async def test_adapters_change_layers_that_are_kept_as_codes(
     kind: type[AdapterPool[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

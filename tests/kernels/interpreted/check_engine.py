@@ -13,7 +13,7 @@ from torch import Tensor
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import read
-from hotswap.backends.torch.adapters.plan import RankPages
+from hotswap.backends.torch.adapters.places import RankPages
 from hotswap.backends.torch.adapters.targets import targets
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache, LayerShape

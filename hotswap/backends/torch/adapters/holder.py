@@ -13,10 +13,10 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.adapter_books import AdapterBooks, Held
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, PeftCache
-from hotswap.backends.torch.adapters.plan import Place
+from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.adapters.pool import AdapterPool, bytes_per_rank
+from hotswap.backends.torch.adapters.ranges import RangePool
 from hotswap.backends.torch.adapters.targets import Target
-from hotswap.backends.torch.adapters.tiled import TiledPool
 from hotswap.backends.torch.device import out_of_memory_mapped
 from hotswap.errors import OutOfMemory
 from hotswap.kernels.segmented_lora import has_kernels
@@ -27,12 +27,12 @@ from hotswap.view import InstanceId
 __all__ = ["AdapterHolder", "pool_kind"]
 
 
-def pool_kind(device: torch.device) -> type[PagedPool | TiledPool]:
-    """Return how adapters lie on a device: as kernels want them where they run, and else as on a CPU.
+def pool_kind(device: torch.device) -> type[PagedPool | RangePool]:
+    """Return how adapters lie on a device: as kernels of GPUs want them where they run, and else as on a CPU.
 
-    Without kernels pages cost a product for each adapter, and tiles a handful for all.
+    Without kernels pages cost a product for each adapter, and ranges a handful for all.
     """
-    return PagedPool if device.type != "cpu" and has_kernels(device) else TiledPool
+    return PagedPool if device.type != "cpu" and has_kernels(device) else RangePool
 
 
 class AdapterHolder:

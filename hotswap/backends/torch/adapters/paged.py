@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hotswap.backends.torch.adapters.hook import AdaptedLayer
 from hotswap.backends.torch.adapters.peft import AdapterWeights
-from hotswap.backends.torch.adapters.plan import PagedPlan, RankPages, StepPlan
+from hotswap.backends.torch.adapters.places import RankPages
+from hotswap.backends.torch.adapters.plan import PagedPlan, StepPlan
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.kernels.segmented_lora import (

@@ -11,7 +11,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 
 from hotswap.backends.torch.adapters.peft import AdapterWeights
-from hotswap.backends.torch.adapters.plan import Place
+from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.errors import UnsupportedAdapter
 

@@ -12,7 +12,7 @@ import torch
 from anyio.lowlevel import checkpoint
 from torch import Tensor
 
-from hotswap.backends.torch.adapters.plan import Place
+from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.migration.desk import PIECE_BYTES, Announced, Desk, aborted, beside

@@ -12,10 +12,9 @@ import torch
 
 from hotswap import Adapter, AdapterId, Sampling
 from hotswap.backends.torch import TorchEngine
-from hotswap.backends.torch.adapters import holder
+from hotswap.backends.torch.adapters import holder, ranges
 from hotswap.backends.torch.adapters.paged import PagedPool
-from hotswap.backends.torch.adapters.pool import AdapterPool
-from hotswap.backends.torch.adapters.tiled import TiledPool
+from hotswap.backends.torch.adapters.ranges import RangePool
 from tests.backends.torch.adapters.files import ALL, ATTENTION, merged, write
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
@@ -49,12 +48,15 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("kind", [TiledPool, PagedPool])
+@pytest.mark.parametrize("way", ["rows", "tiles", "pages"])
 @pytest.mark.parametrize("architecture", MIXES)
 async def test_tokens_equal_those_of_the_merged_model(
-    architecture: str, kind: type[AdapterPool[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holder, "pool_kind", lambda device: kind)  # pages are for GPUs, and right anywhere
+    # Tiles and pages are for other devices, and right anywhere.
+    monkeypatch.setattr(holder, "pool_kind", lambda device: PagedPool if way == "pages" else RangePool)
+    if way == "tiles":
+        monkeypatch.setattr(ranges, "goes_by_rows", lambda dtype, device: False)
     random = Random(2)
     model = make_model(architecture)
     adapters = [

@@ -18,8 +18,8 @@ from hotswap.backends.torch.adapters.holder import pool_kind
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, PeftCache, read
 from hotswap.backends.torch.adapters.pool import AdapterPool
+from hotswap.backends.torch.adapters.ranges import RangePool
 from hotswap.backends.torch.adapters.targets import Target
-from hotswap.backends.torch.adapters.tiled import TiledPool
 from hotswap.kernels.segmented_lora import launch
 from hotswap.kernels.targets import TARGETS, Device
 from tests.backends.torch.adapters.files import write
@@ -38,14 +38,14 @@ def test_pages_are_for_devices_on_which_kernels_run(monkeypatch: pytest.MonkeyPa
     gpu = torch.device("cuda:0")
     for name, runs, kind in (
         ("sm_90", True, PagedPool),
-        ("sm_90", False, TiledPool),  # no Triton, or nothing that compiles for it
-        ("sm_70", True, TiledPool),  # Triton reaches no tensor cores
+        ("sm_90", False, RangePool),  # no Triton, or nothing that compiles for it
+        ("sm_70", True, RangePool),  # Triton reaches no tensor cores
     ):
         card = Device("a card of a test", TARGETS[name], 132)
         monkeypatch.setattr(launch, "device_of", lambda device, card=card: card)
         monkeypatch.setattr(launch, "runs_triton", lambda device, runs=runs: runs)
         assert pool_kind(gpu) is kind
-        assert pool_kind(torch.device("cpu")) is TiledPool
+        assert pool_kind(torch.device("cpu")) is RangePool
 
 
 class Gate:
@@ -164,7 +164,7 @@ async def test_want_of_memory_is_told_as_such(
 def test_a_layer_of_another_dtype_than_the_others_takes_no_adapter() -> None:
     layers = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8, dtype=torch.bfloat16)}
     targets = {name: Target(layer, 8, 8) for name, layer in layers.items()}
-    pool = TiledPool(targets, num_ranks=8, dtype=torch.float32, device=torch.device("cpu"))
+    pool = RangePool(targets, num_ranks=8, dtype=torch.float32, device=torch.device("cpu"))
     pair = LowRank(torch.ones(4, 8), torch.ones(4, 8))
     pool.check("x", AdapterWeights({"a": pair}))
     with pytest.raises(UnsupportedAdapter, match=r"'b', which is torch\.bfloat16"):

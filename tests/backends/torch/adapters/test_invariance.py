@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, read
-from hotswap.backends.torch.adapters.plan import RankRange, adaptation
+from hotswap.backends.torch.adapters.places import RankRange
+from hotswap.backends.torch.adapters.plan import adaptation
+from hotswap.backends.torch.adapters.ranges import RangePool
 from hotswap.backends.torch.adapters.targets import Target, targets
-from hotswap.backends.torch.adapters.tiled import TiledPool
 from hotswap.backends.torch.attention import Step, running
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache
@@ -43,7 +44,7 @@ def test_what_adapters_add_to_a_row_is_the_same_to_the_bit(dtype: torch.dtype, t
 def _compare_a_layer(random: Random, dtype: torch.dtype, width_in: int, width_out: int) -> None:
     layer = nn.Linear(width_in, width_out, bias=False, dtype=dtype)
     nn.init.zeros_(layer.weight)
-    pool = TiledPool({"l": Target(layer, width_in, width_out)}, num_ranks=400, dtype=dtype, device=CPU)
+    pool = RangePool({"l": Target(layer, width_in, width_out)}, num_ranks=400, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(1)
     weights = [
         AdapterWeights({"l": LowRank(*(_random(generator, dtype, rank, w) for w in (width_in, width_out)))})
@@ -143,11 +144,11 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(dtype: torch.dtype, tmp_path:
         assert all(same), f"request {number} of adapter {owners[number]}: {same}"
 
 
-def _pool(model: Any, dtype: torch.dtype) -> TiledPool:
-    return TiledPool(targets(model, frozenset()), num_ranks=256, dtype=dtype, device=CPU)
+def _pool(model: Any, dtype: torch.dtype) -> RangePool:
+    return RangePool(targets(model, frozenset()), num_ranks=256, dtype=dtype, device=CPU)
 
 
-def _put(pool: TiledPool, weights: AdapterWeights) -> RankRange:
+def _put(pool: RangePool, weights: AdapterWeights) -> RankRange:
     place = pool.take(weights.rank)
     assert place is not None
     pool.put(place, weights)

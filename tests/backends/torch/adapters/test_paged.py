@@ -13,7 +13,8 @@ from torch import Tensor
 from hotswap.backends.torch.adapters import plan
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, read
-from hotswap.backends.torch.adapters.plan import RankPages, adaptation
+from hotswap.backends.torch.adapters.places import RankPages
+from hotswap.backends.torch.adapters.plan import adaptation
 from hotswap.backends.torch.adapters.targets import targets
 from hotswap.backends.torch.attention import Step, running
 from hotswap.backends.torch.kv import KVCache

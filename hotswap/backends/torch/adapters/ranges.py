@@ -1,4 +1,8 @@
-"""Adapters on a CPU, and on a GPU without kernels: one matrix a layer, in which each has a range of ranks."""
+"""Adapters on a CPU, and on a GPU without kernels: one matrix a layer, in which each has a range of ranks.
+
+A row goes through the ranks of its own adapter in an order that depends neither on who shares the step nor on
+where these lie. Where there is no kernel for that, `tiles` do with few products for all.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,21 @@ from torch import Tensor
 
 from hotswap.backends.torch.adapters.hook import AdaptedLayer
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank
-from hotswap.backends.torch.adapters.plan import Plan, RankRange, Run, StepPlan
+from hotswap.backends.torch.adapters.places import RankRange
+from hotswap.backends.torch.adapters.plan import RangePlan, StepPlan
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.adapters.targets import Target
-from hotswap.backends.torch.linear import kernels, product
+from hotswap.backends.torch.adapters.tiles import Run, Tiles
+from hotswap.kernels.low_rank import ALIGNMENT, DTYPES, add_low_rank, compile_for
 
-__all__ = ["TiledLayer", "TiledPool"]
-
-# Ranges begin at multiples of it: sums of bf16 are taken in pairs, which must not depend on the place.
-_ALIGNMENT = 8
+__all__ = ["RangeLayer", "RangePool", "goes_by_rows"]
 
 
-class TiledLayer(AdaptedLayer):
+class RangeLayer(AdaptedLayer):
     """A layer whose adapters lie in one matrix.
 
-    All ranks are finite at any time, those that nobody has included: what is not to be added is zero times a
-    number.
+    All ranks are finite at any time, those that nobody has included: in a tile, what is not to be added is
+    zero times a number.
     """
 
     def __init__(self, target: Target, num_ranks: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -53,17 +56,26 @@ class TiledLayer(AdaptedLayer):
         self._parts = {}
 
     def _adapt(self, plan: StepPlan, hidden: Tensor, out: Tensor) -> None:
-        assert isinstance(plan, Plan), "the places are of this pool"
+        assert isinstance(plan, RangePlan), "the places are of this pool"
+        if goes_by_rows(self._down.dtype, self._down.device):
+            parts = plan.parts(self._changed_by)
+            if parts is not None:
+                rows, sums = hidden.reshape(-1, hidden.shape[-1]), out.view(-1, out.shape[-1])
+                add_low_rank(rows, sums, self._down, self._up, parts)
+        else:
+            self._adapt_tiles(plan.tiles(hidden.device), hidden, out)
+
+    def _adapt_tiles(self, tiles: Tiles, hidden: Tensor, out: Tensor) -> None:
         parts = self._parts
-        used = [(run, part) for run in plan.runs if (part := self._part(run, parts)) is not None]
+        used = [(run, part) for run in tiles.runs if (part := self._part(run, parts)) is not None]
         if not used:
             return
-        tiles = plan.tiles(hidden)
-        make = torch.empty if len(used) == len(plan.runs) else torch.zeros
-        change = make(len(tiles), out.shape[-1], dtype=tiles.dtype, device=tiles.device)
+        rows = tiles.rows_of(hidden)
+        make = torch.empty if len(used) == len(tiles.runs) else torch.zeros
+        change = make(len(rows), out.shape[-1], dtype=rows.dtype, device=rows.device)
         for run, (down, up) in used:
-            _multiply(tiles[run.rows], down, up, run, change[run.rows])
-        plan.add(out, change)
+            _multiply(rows[run.rows], down, up, run, change[run.rows])
+        tiles.add(out, change)
 
     def _part(
         self, run: Run, parts: dict[tuple[int, int], tuple[Tensor, Tensor] | None]
@@ -74,6 +86,11 @@ class TiledLayer(AdaptedLayer):
             used = any(r.first < run.last and run.first < r.last for r in self._changed_by)
             parts[key] = (self._down[slice(*key)], self._up[slice(*key)]) if used else None
         return parts[key]
+
+
+def goes_by_rows(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is a kernel that takes each row through its own ranks."""
+    return device.type == "cpu" and dtype in DTYPES
 
 
 def _zeros(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -92,29 +109,23 @@ def _zeros(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> T
 
 def _multiply(rows: Tensor, down: Tensor, up: Tensor, run: Run, out: Tensor) -> None:
     """`out = rows @ down.T @ up`, with what a row has no part in set to zero in between."""
-    if rows.device.type == "cpu" and rows.dtype in kernels():
-        inner = product(rows, down)
-        if run.blocked is not None:
-            inner.masked_fill_(run.blocked, 0)
-        out.copy_(product(inner, up.t()))
-        return
     inner = torch.mm(rows, down.t())
     if run.blocked is not None:
         inner.masked_fill_(run.blocked, 0)
     torch.mm(inner, up, out=out)
 
 
-class TiledPool(AdapterPool[RankRange]):
+class RangePool(AdapterPool[RankRange]):
     """Ranges of ranks, one for each adapter, the same in every layer."""
 
-    alignment = _ALIGNMENT
+    alignment = ALIGNMENT
 
     def __init__(
         self, targets: Mapping[str, Target], *, num_ranks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(targets, num_ranks=num_ranks, dtype=dtype, device=device)
         self._taken: list[RankRange] = []
-        self._layers: dict[str, TiledLayer] = {}
+        self._layers: dict[str, RangeLayer] = {}
 
     def take(self, rank: int) -> RankRange | None:
         need, at = self.rounded(rank), 0
@@ -127,8 +138,10 @@ class TiledPool(AdapterPool[RankRange]):
         return None
 
     def _write(self, place: RankRange, weights: AdapterWeights) -> None:
+        if goes_by_rows(self.dtype, self.device):
+            compile_for(self.dtype)
         for name in weights.layers.keys() - self._layers.keys():
-            layer = TiledLayer(self.targets[name], self.num_ranks, self.dtype, self.device)
+            layer = RangeLayer(self.targets[name], self.num_ranks, self.dtype, self.device)
             layer.install()
             self._layers[name] = layer
         for name, layer in self._layers.items():
