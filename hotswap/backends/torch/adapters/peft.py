@@ -141,38 +141,59 @@ def read(directory: Path, dtype: torch.dtype) -> AdapterWeights:
         pairs.setdefault(match["layer"], {})[match["side"]] = tensor
     if not pairs:
         raise ShardCorrupt(f"{str(directory / _WEIGHTS)!r} has no tensors; save the adapter again.")
-    weights = {name: _pair(directory, name, pair, config, dtype) for name, pair in pairs.items()}
-    _refuse_infinite(directory, weights, dtype)
+    for name, pair in pairs.items():
+        if (
+            len(pair) != 2
+            or pair["A"].shape[0] != pair["B"].shape[1]
+            or not all(map(Tensor.numel, pair.values()))
+        ):
+            shapes = {f"lora_{side}": list(tensor.shape) for side, tensor in pair.items()}
+            raise ShardCorrupt(
+                f"Layer {name!r} of {str(directory)!r} has {shapes}, which is no pair; save it again."
+            )
+    # What was read is a view of the mapped file, which may change or be cut short.
+    count = sum(tensor.numel() for pair in pairs.values() for tensor in pair.values())
+    copy, at = torch.empty(count, dtype=dtype), 0
+    weights: dict[str, LowRank] = {}
+    for name, pair in pairs.items():
+        end = at + pair["A"].numel() + pair["B"].numel()
+        weights[name] = _pair(directory, name, pair, config, copy[at:end])
+        at = end
+    _refuse_infinite(directory, weights, copy)
     return AdapterWeights(weights)
 
 
 def _pair(
-    directory: Path, name: str, pair: dict[str, Tensor], config: dict[str, Any], dtype: torch.dtype
+    directory: Path, name: str, pair: dict[str, Tensor], config: dict[str, Any], copy: Tensor
 ) -> LowRank:
-    if len(pair) != 2 or pair["A"].shape[0] != pair["B"].shape[1] or not pair["A"].shape[0]:
-        shapes = {f"lora_{side}": list(tensor.shape) for side, tensor in pair.items()}
-        raise ShardCorrupt(
-            f"Layer {name!r} of {str(directory)!r} has {shapes}, which is no pair; save it again."
-        )
-    rank = pair["A"].shape[0]
+    """A layer's matrices, written to `copy`."""
+    (rank, width_in), width_out = pair["A"].shape, len(pair["B"])
     alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if not isinstance(alpha, int | float):
         raise _unsupported(directory, f"has an alpha of {alpha!r} for {name!r}")
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    # A copy in any case: what was read is a view of the mapped file, which may change or be cut short.
-    down = pair["A"].to(dtype, copy=True)
-    wide = pair["B"].T.to(torch.promote_types(dtype, torch.float32))
-    up = torch.mul(wide, scaling, out=torch.empty(wide.shape, dtype=wide.dtype)).to(dtype)
-    return LowRank(down.contiguous(), up)
+    down, up = copy[: rank * width_in].view(rank, width_in), copy[rank * width_in :].view(rank, width_out)
+    down.copy_(pair["A"])
+    wide = pair["B"].T.to(torch.promote_types(copy.dtype, torch.float32))
+    if up.dtype is wide.dtype:
+        torch.mul(wide, scaling, out=up)
+    else:
+        up.copy_(wide * scaling)
+    return LowRank(down, up)
 
 
-def _refuse_infinite(directory: Path, weights: Mapping[str, LowRank], dtype: torch.dtype) -> None:
-    """Raise `UnsupportedAdapter` if a number is not finite: the ends of each matrix say so, NaN included."""
-    ends = [torch.stack(side.aminmax()) for pair in weights.values() for side in (pair.down, pair.up)]
-    if bool((finite := torch.stack(ends).isfinite().all(-1)).all()):
+def _refuse_infinite(directory: Path, weights: Mapping[str, LowRank], copy: Tensor) -> None:
+    """Raise `UnsupportedAdapter` if a number of all weights, which `copy` holds, is not finite."""
+    if _is_finite(copy):
         return
-    name = list(weights)[int(finite.long().argmin()) // 2]
-    raise _unsupported(directory, f"has numbers in {name!r} that are not finite in {dtype}")
+    name = next(name for name, pair in weights.items() if not (_is_finite(pair.down) and _is_finite(pair.up)))
+    raise _unsupported(directory, f"has numbers in {name!r} that are not finite in {copy.dtype}")
+
+
+def _is_finite(numbers: Tensor) -> bool:
+    """The ends say so, NaN included."""
+    least, most = numbers.aminmax()
+    return bool(least.isfinite() & most.isfinite())
 
 
 def _config(directory: Path) -> dict[str, Any]:
