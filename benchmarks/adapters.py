@@ -2,6 +2,7 @@
 
 python -m benchmarks adapters --json adapters.json      a small model, seconds
 python -m benchmarks adapters --full                    hidden 1024, 12 layers
+python -m benchmarks adapters --dtype bfloat16          instead of float32
 
 A step decodes one token of each of 20 requests, or does so for 19 and prefills a part of a prompt beside,
 with weights packed, as an engine computes it.
@@ -34,9 +35,10 @@ from benchmarks.table import show
 from hotswap import Adapter, AdapterId, InstanceId, ModelId
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.holder import AdapterHolder
-from hotswap.backends.torch.adapters.plan import Place
+from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.adapters.targets import targets
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
+from hotswap.backends.torch.fused import fuse
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import Shelf, linear_layers
 
@@ -55,12 +57,14 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, print and perhaps write the report."""
     parser = argparse.ArgumentParser("adapters")
     parser.add_argument("--full", action="store_true", help="hidden 1024, 12 layers, instead of 256 and 4")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", nargs="+", choices=("decode", "mixed"), default=["decode", "mixed"])
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    model = llama(*((1024, 12) if chosen.full else (256, 4)))
+    dtype: torch.dtype = getattr(torch, chosen.dtype)
+    model = llama(*((1024, 12) if chosen.full else (256, 4)), dtype)
     report: dict[str, Any] = {
         "machine": machine(Path(tempfile.gettempdir())),
         "versions": versions("torch", "transformers"),
@@ -70,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
             "context": CONTEXT,
             "ranks": RANKS,
             "threads": 1,
-            "dtype": "fp32",
+            "dtype": chosen.dtype,
         },
     }
     with tempfile.TemporaryDirectory() as root:
@@ -168,7 +172,7 @@ async def _timed(act: Callable[[], Any]) -> float:
 
 
 def llama(hidden: int, layers: int, dtype: torch.dtype = torch.float32) -> Any:
-    """A Llama with random weights, packed, whose layers attend as in an engine."""
+    """A Llama with random weights, packed and fused, whose layers attend as in an engine."""
     config: Any = transformers.LlamaConfig(
         vocab_size=512,
         hidden_size=hidden,
@@ -183,6 +187,7 @@ def llama(hidden: int, layers: int, dtype: torch.dtype = torch.float32) -> Any:
     model = models.from_config(config, attn_implementation=attention.IMPLEMENTATION)
     model.to(dtype).eval().requires_grad_(False)
     shelf = Shelf(1 << 32)
+    fuse(model)
     packs = shelf.take(None, linear_layers(model))
     while shelf.pack_next(packs):  # as an engine does between its steps
         pass
