@@ -210,6 +210,17 @@ def test_rows_beside_and_longer_tables_change_no_bits() -> None:
         assert torch.equal(one[0], whole[at])
 
 
+def test_heads_have_the_bits_of_one_alone() -> None:
+    for positions in (50, 36_000):  # few enough for all heads together, and more than that
+        case = make(Shape(dims=(8, 24), kv_heads=8, group=16, prompts=((positions, 1),), window=None))
+        whole = case.result()
+        for head in (0, 5, 6, 7):
+            own = slice(16 * head, 16 * head + 16)
+            keys, values = (pool[:, head : head + 1].contiguous() for pool in (case.keys, case.values))
+            alone = replace(case, queries=case.queries[:, own], keys=keys, values=values)
+            assert torch.equal(alone.result(), whole[:, own])
+
+
 def test_where_the_blocks_lie_changes_no_bits() -> None:
     case = make(RICH)
     order = torch.randperm(len(case.keys))
