@@ -132,39 +132,22 @@ def test_a_packed_weight_is_the_weight_in_words(dtype: torch.dtype) -> None:
     check()
 
 
-@pytest.mark.parametrize("rows", [1, 9])
-def test_what_is_no_number_stays_in_its_row_and_its_column(dtype: torch.dtype, rows: int) -> None:
-    weight, hidden = weight_of(70, 33, dtype), weight_of(rows + 1, 33, dtype, seed=1)
-    expected = linear(hidden, weight)
-    weight[40, 5], hidden[rows, 7] = NAN, NAN
-    found = linear(hidden, weight)
-    assert found[rows].isnan().all()
-    assert found[:, 40].isnan().all()
-    others = [column for column in range(70) if column != 40]
-    assert same_bits(found[:rows, others], expected[:rows, others])
-
-
-@pytest.mark.parametrize("packs", [False, True], ids=["as stored", "packed"])
-@pytest.mark.parametrize("workers", ["OpenMP's", "our own"])
-@pytest.mark.parametrize("num_threads", [2, 3])
-def test_bits_do_not_depend_on_threads(
-    dtype: torch.dtype,
-    workers: str,
-    num_threads: int,
-    packs: bool,
-    threads: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    weight, hidden = weight_of(1030, 600, dtype), weight_of(5, 600, dtype, seed=1)
-    assert packed_bytes(1030, 600, dtype) >= call._SHARED_BYTES
-    threads(1)
-    expected = linear(hidden, weight)
-    threads(num_threads)
-    if workers == "our own":
-        monkeypatch.setattr(team, "_begin_team", lambda: None)
-    for _ in range(20):
-        found = linear_packed(hidden, pack(weight), weight.shape) if packs else linear(hidden, weight)
-        assert same_bits(found, expected)
+def test_a_weight_is_packed_to_where_one_wants_it(dtype: torch.dtype) -> None:
+    weight = weight_of(70, 33, dtype)
+    size_bytes = packed_bytes(70, 33, dtype)
+    area = torch.zeros(size_bytes + 8, dtype=torch.uint8)
+    packed = pack(weight, area[:size_bytes])
+    assert packed.data_ptr() == area.data_ptr()
+    assert same_bits(packed, pack(weight))
+    assert not area[size_bytes:].any()
+    for wrong in (
+        area,
+        area[: size_bytes - 4],
+        area[:size_bytes].view(torch.int8),
+        area[: 2 * size_bytes : 2],
+    ):
+        with pytest.raises(ConfigError, match="contiguous uint8"):
+            pack(weight, wrong)
 
 
 @pytest.mark.parametrize("workers", ["OpenMP's", "our own"])
@@ -211,6 +194,41 @@ def test_rows_may_lie_anywhere(dtype: torch.dtype) -> None:
         assert same_bits(linear(rows, weight), linear(rows.clone(), weight))
     assert linear(whole[:6, :64].reshape(2, 3, 64), weight).shape == (2, 3, 40)
     assert linear(whole[:0, :64], weight).shape == (0, 40)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_what_is_no_number_stays_in_its_row_and_its_column(dtype: torch.dtype, rows: int) -> None:
+    weight, hidden = weight_of(70, 33, dtype), weight_of(rows + 1, 33, dtype, seed=1)
+    expected = linear(hidden, weight)
+    weight[40, 5], hidden[rows, 7] = NAN, NAN
+    found = linear(hidden, weight)
+    assert found[rows].isnan().all()
+    assert found[:, 40].isnan().all()
+    others = [column for column in range(70) if column != 40]
+    assert same_bits(found[:rows, others], expected[:rows, others])
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["as stored", "packed"])
+@pytest.mark.parametrize("workers", ["OpenMP's", "our own"])
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_bits_do_not_depend_on_threads(
+    dtype: torch.dtype,
+    workers: str,
+    num_threads: int,
+    packs: bool,
+    threads: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, hidden = weight_of(1030, 600, dtype), weight_of(5, 600, dtype, seed=1)
+    assert packed_bytes(1030, 600, dtype) >= call._SHARED_BYTES
+    threads(1)
+    expected = linear(hidden, weight)
+    threads(num_threads)
+    if workers == "our own":
+        monkeypatch.setattr(team, "_begin_team", lambda: None)
+    for _ in range(20):
+        found = linear_packed(hidden, pack(weight), weight.shape) if packs else linear(hidden, weight)
+        assert same_bits(found, expected)
 
 
 def test_what_does_not_fit_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,18 @@ from hotswap.errors import ShardCorrupt
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.store import SupportsReadInto, WeightStore
 
-__all__ = ["FlatBuffers", "check_whole", "fetch", "in_place"]
+__all__ = ["FlatBuffers", "check_whole", "fetch", "host_bytes", "in_place"]
+
+
+def host_bytes(size_bytes: int) -> Tensor:
+    """Return uint8 zeros in host memory, in huge pages, which take none until they are written to.
+
+    Raises:
+        MemoryError: there is no such room.
+    """
+    if not size_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(aligned_buffer(size_bytes), dtype=torch.uint8)
 
 
 class FlatBuffers:
@@ -44,10 +55,9 @@ class FlatBuffers:
                 self._idle = [buffer for buffer in self._idle if buffer is not chosen]
                 return chosen
             self._idle.clear()
-        if self._device.type != "cpu" or not size_bytes:
+        if self._device.type != "cpu":
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        # On a huge page, where a store can read straight into it.
-        return torch.frombuffer(aligned_buffer(size_bytes), dtype=torch.uint8)
+        return host_bytes(size_bytes)  # on a page, where a store can read straight into it
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, and keep it if it may be kept; the largest are."""

@@ -6,15 +6,17 @@ of it never changes. Block 0 belongs to nobody; rows that only pad a batch write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from hotswap.backends.torch.blocks import Copy
+from hotswap.backends.torch.buffers import host_bytes
 from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
 from hotswap.kernels.paged_attention import DTYPES, append, compile_for
 from hotswap.kernels.targets import runs_triton
@@ -81,8 +83,7 @@ class KVCache:
         self._stacks: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         self._scratch: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._blocks: BlockTable | None = None
-        # Not zeroed: blocks are cleared when handed out, and gigabytes of zeros would delay a swap.
-        self._make(first_layer, layers, torch.empty)
+        self._make(first_layer, layers)
         for stack in self._stacks[1].values():
             stack[:, 0] = 0
 
@@ -199,7 +200,9 @@ class KVCache:
         """Append keys and values `[1, kv_heads, T, dim]`: row *i* to slot `offsets[i]` of `blocks[i]`."""
         if layer not in self._keys:
             shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
-            self._make(layer, [shape], torch.zeros)
+            self._make(layer, [shape])
+            for pools in (self._keys, self._values):
+                pools[layer].zero_()
         for rows, pool in ((key[0], self._keys[layer]), (value[0], self._values[layer])):
             if self.in_place and pool.dtype in DTYPES:
                 append(rows, pool, blocks, offsets)
@@ -238,7 +241,8 @@ class KVCache:
             held = self._scratch[key] = torch.empty(size, like.shape[1], dtype=like.dtype, device=like.device)
         return held[:count]
 
-    def _make(self, first: int, layers: Sequence[LayerShape], make: Callable[..., Tensor]) -> None:
+    def _make(self, first: int, layers: Sequence[LayerShape]) -> None:
+        """Not zeroed: blocks are cleared when handed out, and gigabytes of zeros would delay a swap."""
         self._blocks = None
         sides = (
             (self._keys, [(layer.kv_heads, layer.key_dim, layer.dtype) for layer in layers]),
@@ -248,6 +252,11 @@ class KVCache:
             at = first
             for (heads, dim, dtype), alike in groupby(shapes):
                 shape = (len(list(alike)), self.num_blocks + 1, heads, self.block_tokens, dim)
-                stacks[at] = make(*shape, dtype=dtype, device=self.device)
+                stacks[at] = self._empty(shape, dtype)
                 pools.update(enumerate(stacks[at], start=at))
                 at += shape[0]
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return host_bytes(prod(shape) * dtype.itemsize).view(dtype).view(shape)

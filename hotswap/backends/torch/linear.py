@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hotswap.backends.torch.buffers import host_bytes
 from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.kernels import packed_linear
 
@@ -154,7 +155,7 @@ class LinearLayer:
         """Return the weight in the layout of what computes it; the layer does not use it yet."""
         weight = self.weight.detach().to(self.dtype)
         if packed_linear.supported(self.dtype):
-            return packed_linear.pack(weight)
+            return packed_linear.pack(weight, host_bytes(self.packed_bytes))
         _, pack = _operators()
         return pack(weight, _TYPICAL_ROWS)
 

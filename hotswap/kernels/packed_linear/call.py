@@ -53,21 +53,26 @@ def packed_bytes(outputs: int, inputs: int, dtype: torch.dtype) -> int:
     return -(-outputs // PANEL) * PANEL * _depth(inputs, dtype) * 4
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack(weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a weight in panels, for `linear_packed`.
 
     Args:
         weight: `[outputs, inputs]`, of any strides and a supported dtype.
+        out: Where to: `[packed_bytes]`, uint8, contiguous. Memory in huge pages is read up to a fifth faster.
 
     Returns:
         `[panels, depth, PANEL]` in float32, whose bits are words of the weight's: one number or two.
 
     Raises:
-        ConfigError: a dtype that is not supported here.
+        ConfigError: a dtype that is not supported here, or another `out`.
     """
     outputs, inputs = weight.shape
-    depth = _depth(inputs, weight.dtype)
-    packed = torch.empty(-(-outputs // PANEL), depth, PANEL, dtype=torch.float32)
+    depth, size_bytes = _depth(inputs, weight.dtype), packed_bytes(outputs, inputs, weight.dtype)
+    if out is None:
+        out = torch.empty(size_bytes, dtype=torch.uint8)
+    elif out.shape != (size_bytes,) or out.dtype is not torch.uint8 or not out.is_contiguous():
+        raise ConfigError(f"Give {size_bytes} contiguous uint8, not {list(out.shape)} of {out.dtype}.")
+    packed = out.view(torch.float32).view(-1, depth, PANEL)
     asked = (
         0, packed.data_ptr(), weight.data_ptr(), 0, 0, 0, depth, inputs, outputs, 0, 0, *weight.stride(),
         1, 0,
@@ -129,26 +134,26 @@ def _multiply(
         if bias.dtype is not dtype or bias.shape != (outputs,):
             raise ConfigError(f"Give {outputs} biases of {dtype}, not {list(bias.shape)} of {bias.dtype}.")
         bias = bias.contiguous()
-    rows = _rows(hidden, inputs)
-    num_rows, depth = len(rows), _depth(inputs, dtype)
-    out = torch.empty((num_rows, outputs), dtype=dtype, device="cpu")
+    shape, count, depth = (*hidden.shape[:-1], outputs), hidden.numel() // inputs, _depth(inputs, dtype)
+    rows = _rows(hidden, count, inputs)
+    num_rows = max(count, _LEAST_ROWS)
+    out = torch.empty(shape if num_rows == count else (num_rows, outputs), dtype=dtype, device="cpu")
     parts = torch.get_num_threads() if 4 * depth * outputs >= _SHARED_BYTES else 1
     asked = (
         rows.data_ptr(), *weights, 0 if bias is None else bias.data_ptr(), out.data_ptr(), num_rows, depth,
         inputs, outputs, depth, outputs, *strides, -(-outputs // PANEL // (4 * parts)), 0,
     )  # fmt: skip
     run_together(kernel, array("q", asked), parts)
-    return out[: hidden.numel() // inputs].view(*hidden.shape[:-1], outputs)
+    return out if num_rows == count else out[:count].view(shape)
 
 
-def _rows(hidden: Tensor, inputs: int) -> Tensor:
-    """The rows, whole words each, and enough of them for a tile."""
-    rows = hidden.reshape(-1, inputs)
-    missing, odd = max(0, _LEAST_ROWS - len(rows)), inputs * hidden.itemsize % 4 != 0
+def _rows(hidden: Tensor, count: int, inputs: int) -> Tensor:
+    """The rows in one piece, whole words each, and enough of them for a tile."""
+    missing, odd = max(0, _LEAST_ROWS - count), inputs * hidden.itemsize % 4 != 0
     if missing or odd:
-        return torch.nn.functional.pad(rows, (0, int(odd), 0, missing))
-    rows = rows.contiguous()
-    return rows if rows.data_ptr() % 4 == 0 else rows.clone()
+        return torch.nn.functional.pad(hidden.reshape(-1, inputs), (0, int(odd), 0, missing))
+    hidden = hidden.contiguous()
+    return hidden if hidden.data_ptr() % 4 == 0 else hidden.clone()
 
 
 def _depth(inputs: int, dtype: torch.dtype) -> int:

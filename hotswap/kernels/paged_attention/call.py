@@ -146,8 +146,9 @@ def attend(
     """
     kernel, order, tables, hidden = _kernel(keys.dtype), rows.order, rows.tables, seen.hidden
     (count, heads, key_dim), (_, kv_heads, tokens, value_dim) = queries.shape, values.shape
+    (num_rows,), (num_tiles, _), (_, table_width) = order.shape, rows.tiles.shape, tables.shape
     _check_pools(keys, values, heads, key_dim)
-    if not (scale > 0 and (softcap is None or softcap > 0) and len(order) == len(seen.firsts)):
+    if not (scale > 0 and (softcap is None or softcap > 0) and seen.firsts.shape == (num_rows,)):
         raise ConfigError("The scale and the cap are more than 0, and what is seen is of as many rows.")
     if sinks is not None and sinks.shape != (heads,):
         raise ConfigError(f"Give a sink for each of the {heads} heads, not {list(sinks.shape)}.")
@@ -155,13 +156,13 @@ def attend(
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.zeros((count, heads, value_dim), dtype=torch.float32, device="cpu")
-    products = len(order) * heads * tables.shape[1] * tokens * (key_dim + value_dim)
+    products = num_rows * heads * table_width * tokens * (key_dim + value_dim)
     parts = torch.get_num_threads() if products >= _SHARED_PRODUCTS else 1
     asked = (
         0, parts, queries.data_ptr(), out.data_ptr(), tables.data_ptr(), rows.tiles.data_ptr(),
         seen.firsts.data_ptr(), seen.lasts.data_ptr(), order.data_ptr(),
         0 if hidden is None else hidden.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
-        queries.stride(0), queries.stride(1), tables.shape[1], len(rows.tiles),
+        queries.stride(0), queries.stride(1), table_width, num_tiles,
         0 if hidden is None else hidden.shape[1], kv_heads, heads // kv_heads, float_bits(scale),
         float_bits(softcap or 0.0), keys.data_ptr(), values.data_ptr(), key_dim, value_dim, tokens,
     )  # fmt: skip
