@@ -28,31 +28,41 @@ _log = logging.getLogger("hotswap.memory")
 
 _HUGE_BYTES = 2 << 20
 _TURN_BYTES = 1 << 20  # a fraction of a millisecond
-_HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+# Linux alone has them.
+_HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+_SMALL_PAGES: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
 
 
-def aligned_buffer(size_bytes: int) -> memoryview:
+def aligned_buffer(size_bytes: int, *, huge: bool = True) -> memoryview:
     """Return writable anonymous memory that begins on a page, on a huge page where it is that long.
 
     Huge pages are worth it three times: their first touch costs a third, a direct read into small pages is
     cut into as many requests as the device's segments ask for, which halved its speed where we measured, and
-    what is read from start to end comes up to a fifth faster. What fills none is in small pages, so that no
-    more is taken than asked for. It is all zeros, and freed with the last view of it.
+    what is read from start to end comes up to a fifth faster. They are asked for where they are filled, so
+    that no more is taken than was asked for. It is all zeros, and freed with the last view of it.
+
+    Args:
+        size_bytes: How much.
+        huge: Whether huge pages are worth it: not where a little is written here and there, for clearing one
+            takes a while.
 
     Raises:
         MemoryError: there is no such room.
     """
+    aligned = huge and size_bytes >= _HUGE_BYTES
     try:
-        if size_bytes < _HUGE_BYTES or _HUGE_PAGES is None:
-            return memoryview(mmap.mmap(-1, max(size_bytes, 1)))[:size_bytes]
         # Private, because shared memory gets huge pages only where the whole machine was set up for it.
-        memory = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, max(size_bytes, 1) + aligned * _HUGE_BYTES, flags=_PRIVATE)
     except (OSError, ValueError, OverflowError) as exc:
         raise MemoryError(f"There is no room for {size_bytes:,} bytes of host memory.") from exc
     whole = memoryview(memory)
-    start = -address_of(whole) % _HUGE_BYTES
+    start = -address_of(whole) % _HUGE_BYTES if aligned else 0
     with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(_HUGE_PAGES, start, size_bytes // _HUGE_BYTES * _HUGE_BYTES)
+        if aligned and _HUGE_PAGES is not None:
+            memory.madvise(_HUGE_PAGES, start, size_bytes // _HUGE_BYTES * _HUGE_BYTES)
+        elif not huge and _SMALL_PAGES is not None:
+            memory.madvise(_SMALL_PAGES)
     return whole[start : start + size_bytes]
 
 

@@ -18,15 +18,15 @@ from hotswap.store import SupportsReadInto, WeightStore
 __all__ = ["FlatBuffers", "check_whole", "fetch", "host_bytes", "in_place"]
 
 
-def host_bytes(size_bytes: int) -> Tensor:
-    """Return uint8 zeros in host memory, in huge pages, which take none until they are written to.
+def host_bytes(size_bytes: int, *, huge: bool = True) -> Tensor:
+    """Return uint8 zeros in host memory, which take none until they are written to; see `aligned_buffer`.
 
     Raises:
         MemoryError: there is no such room.
     """
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(aligned_buffer(size_bytes), dtype=torch.uint8)
+    return torch.frombuffer(aligned_buffer(size_bytes, huge=huge), dtype=torch.uint8)
 
 
 class FlatBuffers:

@@ -95,8 +95,7 @@ class TorchEngine(Engine):
         device: Where weights and KV blocks lie, `"cpu"` or `"cuda:0"`.
         dtype: Serve weights of the model's main dtype in this one, converted while loading, which takes both
             copies' memory for a moment; `None` serves them as they are stored.
-        kv_tokens: How many tokens the KV blocks hold. On a CPU what decodes read of them is kept in one piece
-            from step to step, for at most half as much memory again, where `memory_bytes` has room for it.
+        kv_tokens: How many tokens the KV blocks hold.
         kv_bytes: The same as a size, which then counts instead; `"2 GiB"` or a number.
         kv_block_tokens: Tokens of a KV block, a multiple of 16.
         token_budget: Most tokens of a step, decodes and prefill chunks together; at least `max_requests`.

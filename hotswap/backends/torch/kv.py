@@ -84,12 +84,18 @@ class KVCache:
         self._scratch: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._blocks: BlockTable | None = None
         self._make(first_layer, layers)
-        for stack in self._stacks[1].values():
-            stack[:, 0] = 0
+        if not self._begins_zeroed:
+            for stack in self._stacks[1].values():
+                stack[:, 0] = 0
 
     @property
     def in_place(self) -> bool:
         """Whether attention reads blocks where they lie, and they need not be gathered."""
+        return self.device.type == "cpu"
+
+    @property
+    def _begins_zeroed(self) -> bool:
+        """Whether fresh memory is zeros anyway."""
         return self.device.type == "cpu"
 
     @property
@@ -201,8 +207,9 @@ class KVCache:
         if layer not in self._keys:
             shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
             self._make(layer, [shape])
-            for pools in (self._keys, self._values):
-                pools[layer].zero_()
+            if not self._begins_zeroed:
+                for pools in (self._keys, self._values):
+                    pools[layer].zero_()
         for rows, pool in ((key[0], self._keys[layer]), (value[0], self._values[layer])):
             if self.in_place and pool.dtype in DTYPES:
                 append(rows, pool, blocks, offsets)
@@ -242,7 +249,6 @@ class KVCache:
         return held[:count]
 
     def _make(self, first: int, layers: Sequence[LayerShape]) -> None:
-        """Not zeroed: blocks are cleared when handed out, and gigabytes of zeros would delay a swap."""
         self._blocks = None
         sides = (
             (self._keys, [(layer.kv_heads, layer.key_dim, layer.dtype) for layer in layers]),
@@ -257,6 +263,7 @@ class KVCache:
                 at += shape[0]
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.device.type != "cpu":
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        return host_bytes(prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        """Not written to: blocks are cleared when handed out, and gigabytes of zeros would delay a swap."""
+        if self._begins_zeroed:
+            return host_bytes(prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=self.device)

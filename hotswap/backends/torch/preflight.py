@@ -47,7 +47,7 @@ def preflight(
         theirs = reference(skeleton, device)
         with torch.inference_mode():
             mine = _in_chunks(skeleton, cache, invariant)
-    except (UnsupportedModel, torch.OutOfMemoryError):
+    except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as exc:  # whatever a model that is no causal decoder trips over
         masks = MaskPattern.__name__ in str(exc)

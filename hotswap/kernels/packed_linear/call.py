@@ -58,7 +58,8 @@ def pack(weight: Tensor, out: Tensor | None = None) -> Tensor:
 
     Args:
         weight: `[outputs, inputs]`, of any strides and a supported dtype.
-        out: Where to: `[packed_bytes]`, uint8, contiguous. Memory in huge pages is read up to a fifth faster.
+        out: Where to: `[packed_bytes]`, uint8, contiguous, from a word on. What lies in huge pages is read up
+            to a fifth faster.
 
     Returns:
         `[panels, depth, PANEL]` in float32, whose bits are words of the weight's: one number or two.
@@ -69,10 +70,14 @@ def pack(weight: Tensor, out: Tensor | None = None) -> Tensor:
     outputs, inputs = weight.shape
     depth, size_bytes = _depth(inputs, weight.dtype), packed_bytes(outputs, inputs, weight.dtype)
     if out is None:
-        out = torch.empty(size_bytes, dtype=torch.uint8)
-    elif out.shape != (size_bytes,) or out.dtype is not torch.uint8 or not out.is_contiguous():
-        raise ConfigError(f"Give {size_bytes} contiguous uint8, not {list(out.shape)} of {out.dtype}.")
-    packed = out.view(torch.float32).view(-1, depth, PANEL)
+        out = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+    fits = out.shape == (size_bytes,) and out.dtype is torch.uint8 and out.is_contiguous() and out.is_cpu
+    if not fits or out.storage_offset() % 4:
+        raise ConfigError(
+            f"Give {size_bytes} contiguous uint8 on the CPU that begin at a word, not {list(out.shape)} of "
+            f"{out.dtype}."
+        )
+    packed = out.view(torch.float32).view(-(-outputs // PANEL), depth, PANEL)
     asked = (
         0, packed.data_ptr(), weight.data_ptr(), 0, 0, 0, depth, inputs, outputs, 0, 0, *weight.stride(),
         1, 0,
