@@ -24,7 +24,7 @@ ALIGNMENT: Final = 8
 TOGETHER: Final = 4
 """Rows of one adapter that are multiplied together, if they follow each other."""
 
-_SHARED_NUMBERS: Final = 1 << 18  # of the matrices that are read, worth other threads' work
+_SHARED_NUMBERS: Final = 1 << 18  # of matrices, if each row read eight ranks, worth other threads' work
 
 _compiling = Lock()
 
@@ -38,7 +38,7 @@ def compile_for(dtype: torch.dtype) -> None:
     _kernel(dtype)
 
 
-def add_low_rank(hidden: Tensor, out: Tensor, down: Tensor, up: Tensor, parts: Tensor) -> None:
+def add_low_rank(hidden: Tensor, out: Tensor, down: Tensor, up: Tensor, spans: Tensor) -> None:
     """Add `hidden @ down.T @ up` to some rows of `out`, each by ranks of its own, in place.
 
     Both products are summed in float32, and rounded to the dtype, as is the sum. A row has the same bits
@@ -49,32 +49,34 @@ def add_low_rank(hidden: Tensor, out: Tensor, down: Tensor, up: Tensor, parts: T
         out: `[T, out]`, contiguous, of the same dtype.
         down: `[ranks, in]`, likewise.
         up: `[ranks, out]`, likewise.
-        parts: `[n, 3]`, int32: a row, which is in one of them only, its first rank and the one after its
+        spans: `[n, 3]`, int32: a row, which is in one of them only, its first rank and the one after its
             last; the number of ranks is a positive multiple of `ALIGNMENT`. The numbers are not looked at.
 
     Raises:
         ConfigError: a dtype that is not in `DTYPES`, or tensors that do not fit.
     """
-    (num_rows, width_in), width_out, count = hidden.shape, out.shape[-1], len(parts)
+    (num_rows, width_in), width_out, count = hidden.shape, out.shape[-1], len(spans)
     fits = (
         out.shape == (num_rows, width_out)
         and down.shape[1:] == (width_in,)
         and up.shape == (len(down), width_out)
-        and parts.shape == (count, 3)
-        and parts.dtype is torch.int32
+        and spans.shape == (count, 3)
+        and spans.dtype is torch.int32
         and out.dtype is down.dtype is up.dtype is hidden.dtype
-        and all(tensor.is_contiguous() for tensor in (out, down, up, parts))
+        and all(tensor.is_contiguous() and tensor.is_cpu for tensor in (out, down, up, spans))
     )
     if not fits:
-        shapes = [list(tensor.shape) for tensor in (hidden, out, down, up, parts)]
-        raise ConfigError(f"Tensors {shapes} do not fit together, or are not contiguous or of one dtype.")
+        shapes = [list(tensor.shape) for tensor in (hidden, out, down, up, spans)]
+        raise ConfigError(
+            f"Tensors {shapes} do not fit together, or are not contiguous, of one dtype and on the CPU."
+        )
     kernel = _kernel(hidden.dtype)
     rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     shares = count * (width_in + width_out) * ALIGNMENT >= _SHARED_NUMBERS
-    threads = torch.get_num_threads() if shares else 1
+    threads = min(count, torch.get_num_threads()) if shares else 1
     grain = TOGETHER if count >= 4 * TOGETHER * threads else 1
     asked = (
-        0, grain, parts.data_ptr(), count, rows.data_ptr(), rows.stride(0), width_in, out.data_ptr(),
+        0, grain, spans.data_ptr(), count, rows.data_ptr(), rows.stride(0), width_in, out.data_ptr(),
         width_out, down.data_ptr(), up.data_ptr(),
     )  # fmt: skip
     run_together(kernel, array("q", asked), threads)

@@ -23,7 +23,7 @@ from hotswap.kernels.numbers import rounding
 
 __all__ = ["build"]
 
-_FEW = 4  # ranks of four rows
+_FEW = 4  # ranks that rows together go through at once: sums of all stay in registers
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 
 _integers = address(types.int64)
@@ -35,10 +35,10 @@ class Asked(NamedTuple):
     """What is asked, in the order in which it lies in memory, as int64.
 
     Attributes:
-        claimed: How many parts have been, 0 at first.
+        claimed: How many spans have been, 0 at first.
         grain: How many are claimed at a time, at most `TOGETHER`.
-        parts: Address of the parts, three int32 each: a row, its first rank and the one after its last.
-        num_parts: How many there are.
+        spans: Address of the spans, three int32 each: a row, its first rank and the one after its last.
+        num_spans: How many there are.
         rows: Address of the rows.
         row_stride: How many numbers they lie apart.
         width_in: Numbers of each.
@@ -50,8 +50,8 @@ class Asked(NamedTuple):
 
     claimed: int
     grain: int
-    parts: int
-    num_parts: int
+    spans: int
+    num_spans: int
     rows: int
     row_stride: int
     width_in: int
@@ -75,20 +75,20 @@ def _whole(width):
 
 @njit(**_OPTIONS)
 def _most_ranks(it):
-    parts, most = _ints(it.parts), np.int64(0)
-    for number in range(it.num_parts):
-        most = max(most, np.int64(parts[3 * number + 2]) - np.int64(parts[3 * number + 1]))
+    spans, most = _ints(it.spans), np.int64(0)
+    for number in range(it.num_spans):
+        most = max(most, np.int64(spans[3 * number + 2]) - np.int64(spans[3 * number + 1]))
     return most
 
 
 @njit(**_OPTIONS)
 def _num_together(it, number, end):
-    """How many parts from a number on go together: several only if all have the same ranks."""
-    parts = _ints(it.parts)
+    """How many spans from a number on go together: several only if all have the same ranks."""
+    spans = _ints(it.spans)
     if number + TOGETHER > end:
         return 1
     for other in range(number + 1, number + TOGETHER):
-        if parts[3 * other + 1] != parts[3 * number + 1] or parts[3 * other + 2] != parts[3 * number + 2]:
+        if spans[3 * other + 1] != spans[3 * number + 1] or spans[3 * other + 2] != spans[3 * number + 2]:
             return 1
     return TOGETHER
 
@@ -97,7 +97,7 @@ def _num_together(it, number, end):
 def build(dtype: str) -> Any:
     """Return the kernel for float32, bfloat16 or float16, compiled.
 
-    A function for C, of the address of what is `Asked`, of which it computes as many parts as it can claim.
+    A function for C, of the address of what is `Asked`, of which it computes as many spans as it can claim.
     """
     half = dtype == "float16"
     numbers = address(types.float32 if dtype == "float32" else types.uint16)
@@ -145,24 +145,24 @@ def build(dtype: str) -> Any:
 
     def add(at):
         it = _read(at)
-        parts = _ints(it.parts)
+        spans = _ints(it.spans)
         rows = np.empty((it.grain, _whole(it.width_in)), np.float32)
         inner = np.empty((it.grain, _most_ranks(it)), np.float32)
         sums = np.empty((it.grain, _whole(it.width_out)), np.float32)
         while True:
             number = claim(_integers(at), it.grain)
-            if number >= it.num_parts:
+            if number >= it.num_spans:
                 return
-            end = min(number + it.grain, it.num_parts)
+            end = min(number + it.grain, it.num_spans)
             while number < end:
                 count = _num_together(it, number, end)
                 for beside in range(count):
-                    row = np.int64(parts[3 * (number + beside)])
+                    row = np.int64(spans[3 * (number + beside)])
                     take_row(numbers(it.rows + row * it.row_stride * size), rows[beside], it.width_in)
-                first, last = np.int64(parts[3 * number + 1]), np.int64(parts[3 * number + 2])
+                first, last = np.int64(spans[3 * number + 1]), np.int64(spans[3 * number + 2])
                 multiply(it, count, first, last, rows, inner, sums)
                 for beside in range(count):
-                    row = np.int64(parts[3 * (number + beside)])
+                    row = np.int64(spans[3 * (number + beside)])
                     add_row(numbers(it.out + row * it.width_out * size), sums[beside], it.width_out)
                 number += count
 

@@ -27,33 +27,35 @@ class RangePlan:
 
     Attributes:
         rows_of: Which rows go through which range.
+        device: Where the rows are.
     """
 
     rows_of: Mapping[RankRange, Sequence[int]]
-    _parts: dict[frozenset[RankRange], Tensor | None] = field(
+    device: torch.device
+    _spans: dict[frozenset[RankRange], Tensor | None] = field(
         default_factory=dict[frozenset[RankRange], "Tensor | None"], repr=False
     )
     _tiles: Tiles | None = field(default=None, repr=False)
 
-    def parts(self, changed_by: frozenset[RankRange]) -> Tensor | None:
+    def spans(self, changed_by: frozenset[RankRange]) -> Tensor | None:
         """What of a step changes a layer that some adapters change, or `None` if nothing does.
 
         Returns:
             `[n, 3]`, int32: a row, its first rank and the one after its last. Rows of one adapter follow each
             other; the longest ranges come first, so that several threads end together.
         """
-        if changed_by not in self._parts:
+        if changed_by not in self._spans:
             longest = sorted(
                 self.rows_of.keys() & changed_by, key=lambda ranks: (ranks.first - ranks.last, ranks.first)
             )
-            parts = [(row, ranks.first, ranks.last) for ranks in longest for row in self.rows_of[ranks]]
-            self._parts[changed_by] = torch.tensor(parts, dtype=torch.int32) if parts else None
-        return self._parts[changed_by]
+            spans = [(row, ranks.first, ranks.last) for ranks in longest for row in self.rows_of[ranks]]
+            self._spans[changed_by] = torch.tensor(spans, dtype=torch.int32) if spans else None
+        return self._spans[changed_by]
 
-    def tiles(self, device: torch.device) -> Tiles:
-        """The same in tiles, for a device."""
+    def tiles(self) -> Tiles:
+        """The same in tiles."""
         if self._tiles is None:
-            self._tiles = lay_tiles(self.rows_of, device)
+            self._tiles = lay_tiles(self.rows_of, self.device)
         return self._tiles
 
 
@@ -114,7 +116,8 @@ def _plan(rows_of: dict[Place, list[int]], device: torch.device) -> StepPlan:
     paged = {place: rows for place, rows in rows_of.items() if isinstance(place, RankPages)}
     if paged:
         return _paged_plan(paged, device)
-    return RangePlan({place: rows for place, rows in rows_of.items() if isinstance(place, RankRange)})
+    ranges = {place: rows for place, rows in rows_of.items() if isinstance(place, RankRange)}
+    return RangePlan(ranges, device)
 
 
 def _paged_plan(rows_of: dict[RankPages, list[int]], device: torch.device) -> PagedPlan:

@@ -1,4 +1,4 @@
-"""The adapters of one served model on its device: what pools of tiles and pools of pages have in common."""
+"""The adapters of one served model on its device: what pools of ranges and pools of pages have in common."""
 
 from __future__ import annotations
 

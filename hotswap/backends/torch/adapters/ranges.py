@@ -6,7 +6,6 @@ where these lie. Where there is no kernel for that, `tiles` do with few products
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +18,7 @@ from hotswap.backends.torch.adapters.plan import RangePlan, StepPlan
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.adapters.tiles import Run, Tiles
+from hotswap.backends.torch.buffers import host_bytes
 from hotswap.kernels.low_rank import ALIGNMENT, DTYPES, add_low_rank, compile_for
 
 __all__ = ["RangeLayer", "RangePool", "goes_by_rows"]
@@ -37,7 +37,7 @@ class RangeLayer(AdaptedLayer):
         self._up = _zeros(num_ranks, target.width_out, dtype, device)
         # Replaced, never changed: another thread is reading them.
         self._changed_by: frozenset[RankRange] = frozenset()
-        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor] | None] = {}
+        self._matrices: dict[tuple[int, int], tuple[Tensor, Tensor] | None] = {}
 
     def put(self, ranks: RankRange, weights: LowRank | None) -> None:
         """Write an adapter's part to its range; `None` if it does not change this layer."""
@@ -48,26 +48,26 @@ class RangeLayer(AdaptedLayer):
             self._changed_by |= {ranks}
         self._down[ranks.first + rank : ranks.last] = 0
         self._up[ranks.first + rank : ranks.last] = 0
-        self._parts = {}
+        self._matrices = {}
 
     def drop(self, ranks: RankRange) -> None:
         """Forget an adapter; its numbers stay until the range is given anew."""
         self._changed_by -= {ranks}
-        self._parts = {}
+        self._matrices = {}
 
     def _adapt(self, plan: StepPlan, hidden: Tensor, out: Tensor) -> None:
         assert isinstance(plan, RangePlan), "the places are of this pool"
         if goes_by_rows(self._down.dtype, self._down.device):
-            parts = plan.parts(self._changed_by)
-            if parts is not None:
+            spans = plan.spans(self._changed_by)
+            if spans is not None:
                 rows, sums = hidden.reshape(-1, hidden.shape[-1]), out.view(-1, out.shape[-1])
-                add_low_rank(rows, sums, self._down, self._up, parts)
+                add_low_rank(rows, sums, self._down, self._up, spans)
         else:
-            self._adapt_tiles(plan.tiles(hidden.device), hidden, out)
+            self._adapt_tiles(plan.tiles(), hidden, out)
 
     def _adapt_tiles(self, tiles: Tiles, hidden: Tensor, out: Tensor) -> None:
-        parts = self._parts
-        used = [(run, part) for run in tiles.runs if (part := self._part(run, parts)) is not None]
+        known = self._matrices
+        used = [(run, pair) for run in tiles.runs if (pair := self._matrices_of(run, known)) is not None]
         if not used:
             return
         rows = tiles.rows_of(hidden)
@@ -77,15 +77,15 @@ class RangeLayer(AdaptedLayer):
             _multiply(rows[run.rows], down, up, run, change[run.rows])
         tiles.add(out, change)
 
-    def _part(
-        self, run: Run, parts: dict[tuple[int, int], tuple[Tensor, Tensor] | None]
+    def _matrices_of(
+        self, run: Run, known: dict[tuple[int, int], tuple[Tensor, Tensor] | None]
     ) -> tuple[Tensor, Tensor] | None:
         """`[ranks, in]` and `[ranks, out]` of a run; `None` if nobody in it changes this layer."""
         key = (run.first, run.last)
-        if key not in parts:
+        if key not in known:
             used = any(r.first < run.last and run.first < r.last for r in self._changed_by)
-            parts[key] = (self._down[slice(*key)], self._up[slice(*key)]) if used else None
-        return parts[key]
+            known[key] = (self._down[slice(*key)], self._up[slice(*key)]) if used else None
+        return known[key]
 
 
 def goes_by_rows(dtype: torch.dtype, device: torch.device) -> bool:
@@ -101,10 +101,7 @@ def _zeros(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> T
     """
     if device.type != "cpu":
         return torch.zeros(rows, width, dtype=dtype, device=device)
-    blank = mmap.mmap(-1, max(1, rows * width * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        blank.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(blank, dtype=dtype, count=rows * width).view(rows, width)
+    return host_bytes(rows * width * dtype.itemsize, huge=False).view(dtype).view(rows, width)
 
 
 def _multiply(rows: Tensor, down: Tensor, up: Tensor, run: Run, out: Tensor) -> None:
@@ -149,7 +146,7 @@ class RangePool(AdapterPool[RankRange]):
 
     def _forget(self, place: RankRange) -> None:
         self._taken = [taken for taken in self._taken if taken != place]
-        for layer in self._layers.values():
+        for layer in tuple(self._layers.values()):  # another thread may be adding some
             layer.drop(place)
 
     def _clear(self) -> None:

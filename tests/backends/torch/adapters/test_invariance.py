@@ -22,6 +22,7 @@ from hotswap.backends.torch.attention import Step, running
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import linear_layers
+from hotswap.kernels.low_rank import call as low_rank
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model
 
@@ -73,6 +74,33 @@ def _compare_a_layer(random: Random, dtype: torch.dtype, width_in: int, width_ou
                 )
     pool.give(filler)
     pool.give(other)
+    pool.close()
+
+
+def test_dtypes_without_a_kernel_go_in_tiles() -> None:
+    layer = nn.Linear(40, 24, bias=False, dtype=torch.float64)
+    pool = RangePool({"l": Target(layer, 40, 24)}, num_ranks=400, dtype=torch.float64, device=CPU)
+    generator = torch.Generator().manual_seed(1)
+    pairs = [LowRank(*(_random(generator, torch.float64, rank, w) for w in (40, 24))) for rank in RANKS]
+    places = [_put(pool, AdapterWeights({"l": pair})) for pair in pairs]
+    hidden = _random(generator, torch.float64, 50, 40)
+    owner = {row: row % (len(RANKS) + 1) for row in range(50)}  # the last of them is nobody
+    adapted = {row: places[n] for row, n in owner.items() if n < len(RANKS)}
+    with torch.inference_mode():
+        found, right = _outputs(layer, hidden, adapted), hidden @ layer.weight.T
+        for row in adapted:
+            right[row] += hidden[row] @ pairs[owner[row]].down.T @ pairs[owner[row]].up
+    assert torch.allclose(found, right, rtol=1e-12, atol=1e-12)
+    pool.close()
+
+
+def test_no_step_waits_for_the_compiler() -> None:
+    layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+    pool = RangePool({"l": Target(layer, 8, 8)}, num_ranks=8, dtype=torch.bfloat16, device=CPU)
+    low_rank._kernel.cache_clear()
+    one = torch.ones(1, 8, dtype=torch.bfloat16)
+    _put(pool, AdapterWeights({"l": LowRank(one, one)}))
+    assert low_rank._kernel.cache_info().currsize == 1
     pool.close()
 
 

@@ -62,9 +62,10 @@ def test_what_cannot_be_applied_is_refused_by_name(config: dict[str, Any], tmp_p
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(8, 512)}, UnsupportedAdapter),
         ({f"{Q}.lora_B.weight": torch.full((64, 8), torch.inf)}, UnsupportedAdapter),
         ({f"{Q}.lora_A.weight": torch.ones(7, 64)}, ShardCorrupt),
+        ({f"{Q}.lora_A.weight": torch.ones(8, 0)}, ShardCorrupt),
         ({"base_model.model.lm_head.lora_A.weight": torch.ones(8, 64)}, ShardCorrupt),
     ],
-    ids=["dora", "embedding", "infinite", "ranks", "half"],
+    ids=["dora", "embedding", "infinite", "ranks", "empty", "half"],
 )
 def test_tensors_that_make_no_sense_are_refused(
     tensors: dict[str, Tensor], error: type[HotswapError], tmp_path: Path
