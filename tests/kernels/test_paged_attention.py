@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from random import Random
@@ -210,7 +211,8 @@ def test_rows_beside_and_longer_tables_change_no_bits() -> None:
         assert torch.equal(one[0], whole[at])
 
 
-def test_heads_have_the_bits_of_one_alone() -> None:
+def test_heads_have_the_bits_of_one_alone(threads: Callable[[int], None]) -> None:
+    threads(1)
     for positions in (50, 36_000):  # few enough for all heads together, and more than that
         case = make(Shape(dims=(8, 24), kv_heads=8, group=16, prompts=((positions, 1),), window=None))
         whole = case.result()

@@ -1,11 +1,11 @@
 """Paged attention on a CPU: rows of queries over the blocks of their requests, compiled by numba.
 
-An *item* is the rows of a tile and the query heads that share a KV head, or, of few rows, those of several KV
-heads: their keys lie side by side in a block, and memory gives what is read from start to end twice as fast
-as every eighth page. Queries are copied to a scratch area, their scores are computed block by block, turned
-into weights, and the values are added up block by block. Where heads are computed one by one, a block that is
-needed later is fetched meanwhile. What is asked comes as a list of integers in memory, and whoever works on
-it claims one part of the items after the other.
+An *item* is the rows of a tile and the query heads that share a KV head, or, of a single row, those of
+several KV heads: their keys lie side by side in a block, and memory gives what is read from start to end
+twice as fast as every eighth page. Queries are copied to a scratch area, their scores are computed block by
+block, turned into weights, and the values are added up block by block. Where heads are computed one by one, a
+block that is needed later is fetched meanwhile. What is asked comes as a list of integers in memory, and
+whoever works on it claims one part of the items after the other.
 """
 
 # mypy: ignore-errors
@@ -27,7 +27,6 @@ __all__ = ["build"]
 
 _KEYS = 8  # that are multiplied together
 _CHUNKS = 4  # of values that are weighed together
-_FEW_LINES = 16  # of a head, up to which heads are computed together
 _MOST_SCORES = 1 << 22  # of heads that are computed together
 _AHEAD = 2  # blocks between the one that is used and the one that is fetched
 _LINE_BYTES = 64
@@ -42,7 +41,7 @@ _integers = address(types.int64)
 
 
 class _Step(NamedTuple):
-    """What is asked; the first eight are addresses, and 0 stands for no hidden positions or sinks."""
+    """What is asked; the first nine are addresses, and 0 stands for no hidden positions or sinks."""
 
     queries: int
     out: int
@@ -114,7 +113,10 @@ def _extent(step, tile):
 
 @njit(**_OPTIONS)
 def _start(step, part, parts):
-    """The first item of a part, where all have about equal work; the number of items after the last part."""
+    """Where a part begins, if all have about equal work: at a KV head of a tile, by number.
+
+    For the part after the last it is how many there are.
+    """
     total = np.int64(0)
     for tile in range(step.num_tiles):
         low, high = _extent(step, tile)
@@ -132,15 +134,15 @@ def _start(step, part, parts):
 
 @njit(**_OPTIONS)
 def _item(step, number, end, block_tokens):
-    """What is computed together from a number on: of few lines several heads, whose keys lie side by side."""
+    """What is computed together from a number on: of one row several heads, whose keys lie side by side."""
     tile, head = number // step.kv_heads, number % step.kv_heads
     low, high = _extent(step, tile)
     first_block = low // block_tokens
     num_blocks = (high + block_tokens - 1) // block_tokens - first_block
     request, start = np.int64(_ints(step.tiles)[3 * tile]), np.int64(_ints(step.tiles)[3 * tile + 1])
-    each = np.int64(_ints(step.tiles)[3 * tile + 2]) * step.group
-    heads = np.int64(1)
-    if each <= _FEW_LINES:
+    num_rows = np.int64(_ints(step.tiles)[3 * tile + 2])
+    each, heads = num_rows * step.group, np.int64(1)
+    if num_rows == 1:
         heads = max(heads, _MOST_SCORES // (each * num_blocks * block_tokens))
         heads = min(heads, step.kv_heads - head, end - number)
     return _Item(
@@ -157,7 +159,7 @@ def _item(step, number, end, block_tokens):
 
 @njit(**_OPTIONS)
 def _most(step, keys, values, begin, end):
-    """How many floats of scratch an item needs."""
+    """How many floats of scratch the largest item of some needs."""
     most, number = np.int64(0), begin
     while number < end:
         item = _item(step, number, end, keys.block_tokens)
