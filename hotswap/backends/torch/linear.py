@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from typing import Any, cast
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hotswap.backends.torch import pace
 from hotswap.backends.torch.buffers import host_bytes
 from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.kernels import packed_linear
@@ -152,12 +154,26 @@ class LinearLayer:
         return torch.float32 if self.wide else self.stored.dtype
 
     def pack(self) -> Tensor:
-        """Return the weight in the layout of what computes it; the layer does not use it yet."""
-        weight = self.weight.detach().to(self.dtype)
-        if packed_linear.supported(self.dtype):
-            return packed_linear.pack(weight, host_bytes(self.packed_bytes))
-        _, pack = _operators()
-        return pack(weight, _TYPICAL_ROWS)
+        """Return the weight in the layout of what computes it; the layer does not use it yet.
+
+        Where other engines of the process step meanwhile, it rests between pieces.
+        """
+        weight = self.weight.detach()
+        if not packed_linear.supported(self.dtype):
+            _, pack = _operators()
+            return pack(weight.to(self.dtype), _TYPICAL_ROWS)
+        outputs, inputs = weight.shape
+        out, panel = host_bytes(self.packed_bytes), packed_linear.PANEL
+        at_once = max(1, pace.PIECE_BYTES // (panel * inputs * self.dtype.itemsize)) * panel
+        at = 0
+        for first in range(0, outputs, at_once):
+            began_s = time.perf_counter()
+            piece = weight[first : first + at_once].to(self.dtype)
+            end = at + packed_linear.packed_bytes(len(piece), inputs, self.dtype)
+            packed_linear.pack(piece, out[at:end])
+            at = end
+            pace.rest(time.perf_counter() - began_s)
+        return out.view(torch.float32).view(-(-outputs // panel), -1, panel)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return `hidden @ weight.T + bias` for `[..., in]`."""

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from hotswap.backends.torch import pace
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.runner import Report, Runner
 
@@ -146,7 +147,7 @@ class Worker:
         error: Exception | None = None
         torch.set_num_threads(self._threads)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), pace.engine_thread(lambda: bool(self._commands) or self._stopping):
                 while self._obey():
                     self._turn()
         except Exception as exc:
@@ -175,8 +176,10 @@ class Worker:
         while commands:
             # None is kept: who is told of a `detach` may count on it that earlier ones hold no runner.
             commands.popleft()()
-        if had_commands and self._runner is not None:
-            self._publish(self._runner.report())
+        if had_commands:
+            pace.steps(self._runner is not None and not self._runner.idle)
+            if self._runner is not None:
+                self._publish(self._runner.report())
         return True
 
     def _has_work(self) -> bool:
@@ -192,6 +195,7 @@ class Worker:
             return
         if not runner.idle:
             self._step(runner)
+            pace.steps(not runner.idle)
         self._work(perf_counter() - began if not runner.idle else None)
         if runner.is_timed and not runner.idle:
             return
