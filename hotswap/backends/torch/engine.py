@@ -419,7 +419,8 @@ class TorchEngine(Engine):
     async def _stage(self, model: ModelCard, store: WeightStore) -> LoadedModel:
         loaded = await self._load(model, store)
         try:
-            await loaded.pack()
+            if not self._running_worker.others_step:  # else in pieces, once it serves
+                await loaded.pack()
             self._life.refuse_if_lost()
         except BaseException:
             await loaded.release()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-__all__ = ["PIECE_BYTES", "engine_thread", "rest", "steps"]
+__all__ = ["PIECE_BYTES", "engine_thread", "others_step", "rest", "steps"]
 
 PIECE_BYTES = 1 << 18
 """To be read between two rests."""
@@ -45,16 +45,21 @@ def steps(now: bool) -> None:
         _stepping.discard(me)
 
 
-def rest(worked_s: float) -> None:
-    """Rest after a piece of work of so many seconds, if others step and nobody waits for this thread.
+def others_step(thread: int | None) -> bool:
+    """Whether threads but this one have requests to step for."""
+    return any(other != thread for other in tuple(_stepping))
 
-    A thread that steps itself has no rest: its own requests would wait for it.
+
+def rest(worked_s: float) -> None:
+    """Let an engine's idle thread rest after a piece of work of so many seconds, if others step.
+
+    Not while it is wanted, nor a thread that steps itself or is no engine's: somebody would wait for it.
     """
     me = threading.get_ident()
-    if not _stepping or me in _stepping or _wanted.get(me, _never)():
+    if me in _stepping or not others_step(me) or _wanted.get(me, _always)():
         return
     _sleep(min(_RESTS * worked_s, _LONGEST_S))
 
 
-def _never() -> bool:
-    return False
+def _always() -> bool:
+    return True

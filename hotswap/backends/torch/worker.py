@@ -69,6 +69,11 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def others_step(self) -> bool:
+        """Whether other engines of the process have requests to step for."""
+        return pace.others_step(self._thread.ident)
+
     def attach(self, runner: Runner) -> None:
         """Serve with `runner` from now on."""
 

@@ -43,20 +43,22 @@ def another_steps(now: Callable[[], bool] = lambda: True) -> Iterator[None]:
 
 
 def test_who_works_beside_steps_rests_for_longer_than_it_worked(rests: list[float]) -> None:
-    pace.rest(1e-4)
-    assert rests == []
-    with another_steps():
+    with pace.engine_thread(lambda: False):
         pace.rest(1e-4)
-        pace.rest(1.0)
-    assert rests[0] > 5e-4
-    assert rests[1] < 0.1
-    pace.rest(1e-4)
-    assert len(rests) == 2  # the other has ended
+        assert rests == []
+        with another_steps():
+            pace.rest(1e-4)
+            pace.rest(1.0)
+        assert rests[0] > 5e-4
+        assert rests[1] < 0.1
+        pace.rest(1e-4)
+        assert len(rests) == 2  # the other has ended
 
 
 def test_nobody_rests_for_an_engine_without_requests(rests: list[float]) -> None:
-    with another_steps(lambda: False):
+    with another_steps(lambda: False), pace.engine_thread(lambda: False):
         pace.rest(1e-4)
+        assert not pace.others_step(None)
     assert rests == []
 
 
@@ -74,13 +76,21 @@ def test_who_steps_itself_or_is_waited_for_does_not_rest(rests: list[float]) -> 
         assert len(rests) == 1
 
 
+def test_a_thread_of_no_engine_does_not_rest(rests: list[float]) -> None:
+    with another_steps():
+        pace.rest(1e-4)
+        assert pace.others_step(None)
+    assert rests == []
+    assert not pace.others_step(None)
+
+
 @pytest.mark.skipif(not packed_linear.supported(torch.float32), reason="this CPU packs a layer at once")
 def test_a_layer_is_packed_in_pieces_to_the_bits_of_the_whole(rests: list[float]) -> None:
     model = nn.Sequential(nn.Linear(1000, 333, bias=False))
     layers = linear_layers(model)
     shelf = Shelf(1 << 30)
     packs = shelf.take(None, layers)
-    with another_steps(), torch.inference_mode():
+    with another_steps(), pace.engine_thread(lambda: False), torch.inference_mode():
         assert shelf.pack_next(packs)
     assert len(rests) == -(-333 // (pace.PIECE_BYTES // 128_000 * 32))
     packed = layers[0].packed
