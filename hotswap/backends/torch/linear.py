@@ -153,10 +153,11 @@ class LinearLayer:
         """What it computes in."""
         return torch.float32 if self.wide else self.stored.dtype
 
-    def pack(self) -> Tensor:
+    def pack(self) -> Tensor | None:
         """Return the weight in the layout of what computes it; the layer does not use it yet.
 
-        Where other engines of the process step meanwhile, it rests between pieces.
+        Where other engines of the process step meanwhile, it rests between pieces, and returns `None` if the
+        thread is wanted for something else.
         """
         weight = self.weight.detach()
         if not packed_linear.supported(self.dtype):
@@ -172,7 +173,8 @@ class LinearLayer:
             end = at + packed_linear.packed_bytes(len(piece), inputs, self.dtype)
             packed_linear.pack(piece, out[at:end])
             at = end
-            pace.rest(time.perf_counter() - began_s)
+            if not pace.rest(time.perf_counter() - began_s):
+                return None
         return out.view(torch.float32).view(-(-outputs // panel), -1, panel)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -277,25 +279,29 @@ class Shelf:
                 self._drop(packs)
 
     def pack_next(self, packs: Packs) -> bool:
-        """Pack one more layer; false if none is left or there is no room."""
+        """Pack one more layer, unless the thread is wanted for something else.
+
+        False if none is left or there is no room.
+        """
         index = self._reserve(packs)
         if index is None:
             return False
         layer = packs.layers[index]
         size_bytes = layer.packed_bytes
+        fails = False
         try:
             weight = layer.pack()
         except (RuntimeError, MemoryError) as exc:
             log.warning("A layer stays unpacked and slower, for want of memory or a kernel (%s).", exc)
-            weight = None
+            weight, fails = None, True
         with self._lock:
-            wanted = packs in self._shelf and packs.layers and self._used_bytes <= self._room_bytes
-            if weight is not None and wanted:
+            fits = packs in self._shelf and packs.layers and self._used_bytes <= self._room_bytes
+            if weight is not None and fits:
                 packs.weights[index] = layer.packed = weight
                 return True
             self._used_bytes -= size_bytes
-            packs.complete = True
-        return False
+            packs.complete = fails or not fits
+            return not packs.complete
 
     def fit(self, room_bytes: int) -> None:
         """Take no more than `room_bytes` from now on, whatever has to go for it."""

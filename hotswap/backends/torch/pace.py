@@ -26,7 +26,7 @@ _wanted: dict[int, Callable[[], bool]] = {}
 
 @contextmanager
 def engine_thread(is_wanted: Callable[[], bool]) -> Generator[None]:
-    """The calling thread steps for an engine in the block, and does not rest while it is wanted."""
+    """The calling thread steps for an engine in the block, and is told when it is wanted."""
     me = threading.get_ident()
     _wanted[me] = is_wanted
     try:
@@ -50,16 +50,18 @@ def others_step(thread: int | None) -> bool:
     return any(other != thread for other in tuple(_stepping))
 
 
-def rest(worked_s: float) -> None:
+def rest(worked_s: float) -> bool:
     """Let an engine's idle thread rest after a piece of work of so many seconds, if others step.
 
-    Not while it is wanted, nor a thread that steps itself or is no engine's: somebody would wait for it.
+    A thread that steps itself, or is no engine's, does not rest: somebody waits for its work.
+
+    Returns:
+        Whether to go on; false if the thread is wanted, and should leave its work to a later time.
     """
     me = threading.get_ident()
-    if me in _stepping or not others_step(me) or _wanted.get(me, _always)():
-        return
+    if me in _stepping or me not in _wanted or not others_step(me):
+        return True
+    if _wanted[me]():
+        return False
     _sleep(min(_RESTS * worked_s, _LONGEST_S))
-
-
-def _always() -> bool:
     return True

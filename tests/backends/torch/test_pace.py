@@ -72,13 +72,13 @@ def test_who_steps_itself_or_is_waited_for_does_not_rest(rests: list[float]) -> 
         pace.rest(1e-4)
         assert len(rests) == 1
         wanted = True
-        pace.rest(1e-4)
+        assert not pace.rest(1e-4)
         assert len(rests) == 1
 
 
 def test_a_thread_of_no_engine_does_not_rest(rests: list[float]) -> None:
     with another_steps():
-        pace.rest(1e-4)
+        assert pace.rest(1e-4)
         assert pace.others_step(None)
     assert rests == []
     assert not pace.others_step(None)
@@ -95,5 +95,21 @@ def test_a_layer_is_packed_in_pieces_to_the_bits_of_the_whole(rests: list[float]
     assert len(rests) == -(-333 // (pace.PIECE_BYTES // 128_000 * 32))
     packed = layers[0].packed
     assert packed is not None
+    assert not shelf.pack_next(packs)
     whole = packed_linear.pack(layers[0].weight.detach())
     assert torch.equal(packed.view(torch.int32), whole.view(torch.int32))
+
+
+@pytest.mark.skipif(not packed_linear.supported(torch.float32), reason="this CPU packs a layer at once")
+def test_a_thread_that_is_wanted_leaves_a_layer_to_a_later_time() -> None:
+    layers = linear_layers(nn.Sequential(nn.Linear(1000, 333, bias=False)))
+    shelf = Shelf(1 << 30)
+    packs = shelf.take(None, layers)
+    wanted = True
+    with another_steps(), pace.engine_thread(lambda: wanted), torch.inference_mode():
+        assert shelf.pack_next(packs)
+        assert layers[0].packed is None
+        assert shelf.used_bytes == 0
+    assert shelf.pack_next(packs)
+    assert layers[0].packed is not None
+    assert shelf.used_bytes == layers[0].packed_bytes
