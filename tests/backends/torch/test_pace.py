@@ -108,8 +108,6 @@ def test_a_thread_that_is_wanted_leaves_a_layer_to_a_later_time() -> None:
     wanted = True
     with another_steps(), pace.engine_thread(lambda: wanted), torch.inference_mode():
         assert shelf.pack_next(packs)
-        assert layers[0].packed is None
-        assert shelf.used_bytes == 0
+        assert (packs.size_bytes, shelf.used_bytes) == (0, 0)
     assert shelf.pack_next(packs)
-    assert layers[0].packed is not None
-    assert shelf.used_bytes == layers[0].packed_bytes
+    assert packs.size_bytes == shelf.used_bytes == layers[0].packed_bytes
