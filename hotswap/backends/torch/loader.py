@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,7 +84,7 @@ class LocalModel(LoadedModel):
     def own_bytes(self) -> int:
         return self.weights.own_bytes
 
-    def targets(self) -> dict[str, Target]:
+    def targets(self) -> Mapping[str, Target]:
         return self.loader.targets(self)
 
     async def pack(self) -> None:
@@ -145,7 +145,7 @@ class LocalLoader(Loader):
         check_world_size(manifest, 1)
         skeleton = await anyio.to_thread.run_sync(self._borrow_skeleton, manifest.config)
         try:
-            weights = await self._weights(manifest, store, others_bytes, linear_weights(skeleton.module))
+            weights = await self._weights(manifest, store, others_bytes, skeleton)
         except BaseException:
             self._skeletons.give_back(skeleton, self._device)
             raise
@@ -217,18 +217,20 @@ class LocalLoader(Loader):
         examine(config_text)
         return self._skeletons.borrow(config_text, self._device)
 
-    def targets(self, model: LocalModel) -> dict[str, Target]:
+    def targets(self, model: LocalModel) -> Mapping[str, Target]:
         """The layers of a loaded model that adapters may change, by name."""
-        skeleton = model.skeleton
-        odd = self._skeletons.unadaptable[skeleton.key, f"{self._device} {way_of(skeleton)}"]
-        return targets(skeleton.module, odd)
+        skeleton, way = model.skeleton, f"{self._device} {way_of(model.skeleton)}"
+        if way not in skeleton.targets:
+            odd = self._skeletons.unadaptable[skeleton.key, way]
+            skeleton.targets[way] = targets(skeleton.module, odd)
+        return skeleton.targets[way]
 
     async def _weights(
-        self, manifest: Manifest, store: WeightStore, others_bytes: int, linear: Set[str]
+        self, manifest: Manifest, store: WeightStore, others_bytes: int, skeleton: Skeleton
     ) -> Weights:
         """Borrow or read the weights, and convert what is stored in another way than is wanted."""
         if manifest.quantization:
-            keep = linear if self._keeps_fp8(manifest) else frozenset[str]()
+            keep = linear_weights(skeleton.module) if self._keeps_fp8(manifest) else frozenset[str]()
             packs = runs_triton(self._device)
             dequantizer = Dequantizer(manifest, dtype=self._dtype, keep=keep, packs=packs)
             return await self._dequantized(manifest, store, others_bytes, dequantizer)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention
+from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.coded import Coding, Fp8Linear, attach, detach
 from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
@@ -59,6 +61,9 @@ class Skeleton:
 
     Parameters are on the meta device, buffers (rotary frequencies and the like) are real. Binding puts views
     of a flat buffer in the parameters' places: microseconds for each, whatever their size.
+
+    Attributes:
+        targets: Which of its layers can have adapters, for each way of computing that was asked about.
     """
 
     def __init__(self, config_text: str, device: torch.device) -> None:
@@ -67,6 +72,8 @@ class Skeleton:
         self.module = _build(self.config, device)
         self.dtype = torch.float32
         self._slots = tuple(_slots(self.module))
+        self._multiplying = tuple(_multiplying(self.module))
+        self.targets: dict[str, Mapping[str, Target]] = {}
         self._coded: tuple[Fp8Linear, ...] = ()
         on_cpu = device.type == "cpu"
         self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if on_cpu else ()
@@ -146,15 +153,7 @@ class Skeleton:
         """
         packable = {id(layer.stored) for layer in self.linears if layer.packable}
         packable |= {id(coded.layer.weight) for coded in self._coded if coded.is_invariant}
-        holders = cast("Iterator[nn.Module]", self.module.modules())
-        matrices = (
-            parameter
-            for holder in holders
-            if not isinstance(holder, nn.Embedding)
-            for parameter in holder.parameters(recurse=False)
-            if parameter.ndim > 1
-        )
-        return all(id(matrix) in packable for matrix in matrices)
+        return all(id(table[key]) in packable for table, key in self._multiplying)
 
     @contextmanager
     def eager(self) -> Generator[None]:
@@ -240,6 +239,7 @@ def _special_float(parsed: dict[str, Any]) -> Any:
     return float(parsed["__float__"]) if parsed.keys() == {"__float__"} else parsed
 
 
+@lru_cache(maxsize=256)
 def canonical(config_text: str) -> str:
     """Return the same text for configs that have the same modules, which compute the same.
 
@@ -356,6 +356,16 @@ def _slots(module: Any) -> Iterator[_Slot]:
         for key, buffer in buffers.items():
             if buffer is not None and key not in computed:
                 yield _Slot(lead + key, buffers, key, buffer)
+
+
+def _multiplying(module: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the matrices stand that are not looked up but multiplied by."""
+    holders: Iterator[nn.Module] = module.modules()
+    for holder in holders:
+        parameters, _, _ = _tables(holder)
+        for key, value in parameters.items():
+            if value is not None and value.ndim > 1 and not isinstance(holder, nn.Embedding):
+                yield parameters, key
 
 
 def _without_values(slot: _Slot, dtype: torch.dtype) -> nn.Parameter:

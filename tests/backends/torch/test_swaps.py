@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import transformers
+from torch import nn
 
 from hotswap import InstanceLost, InstanceState, ModelId, Request, RequestEvicted, RequestId, Sampling
 from hotswap.backends.torch import TorchEngine
@@ -77,6 +78,27 @@ async def test_a_hundred_swaps_there_and_back(idle_bytes: int | str) -> None:
             await swap("b")
             await swap("a")
         assert abs(resident_bytes() - start) < 16 << 20
+
+
+async def test_a_swap_to_a_known_architecture_looks_at_tensors_and_not_at_modules_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines of the process that step meanwhile wait for what a swap does in Python."""
+    store, models = DictStore(), {name: make_model("llama", seed=seed) for seed, name in enumerate("ab")}
+    cards = {name: store.add(name, model) for name, model in models.items()}
+    expected = generate(models["b"], PROMPT, NUM_TOKENS)
+    async with TorchEngine("e0", kv_tokens=256, threads=1) as engine:
+        await engine.load(cards["a"], store)
+        await engine.unload()
+
+        def walk(*_: Any, **__: Any) -> Any:
+            raise AssertionError("all modules of a skeleton were looked at")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(nn.Module, "named_modules", walk)
+            patched.setattr(nn.Module, "modules", walk)
+            await engine.load(cards["b"], store)
+        assert await tokens_of(engine, ask("b")) == expected
 
 
 async def test_a_hundred_disturbances_leave_the_books_balanced() -> None:
