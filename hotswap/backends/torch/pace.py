@@ -8,7 +8,6 @@ hundred took 1.6 to 1.8 times as long. In pieces of a fraction of a millisecond,
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -20,20 +19,23 @@ PIECE_BYTES = 1 << 18
 _RESTS = 9  # times as long as was worked
 _LONGEST_S = 0.01
 
-_sleep = time.sleep  # noqa: TID251 - in threads, which have no event loop
 _stepping: set[int] = set()  # threads
-_wanted: dict[int, Callable[[], bool]] = {}
+_waits: dict[int, Callable[[float], bool]] = {}
 
 
 @contextmanager
-def engine_thread(is_wanted: Callable[[], bool]) -> Generator[None]:
-    """The calling thread steps for an engine in the block, and is told when it is wanted."""
+def engine_thread(wait: Callable[[float], bool]) -> Generator[None]:
+    """The calling thread steps for an engine in the block.
+
+    Args:
+        wait: Returns after so many seconds, or at once when the thread is wanted, and says whether it is.
+    """
     me = threading.get_ident()
-    _wanted[me] = is_wanted
+    _waits[me] = wait
     try:
         yield
     finally:
-        del _wanted[me]
+        del _waits[me]
         _stepping.discard(me)
 
 
@@ -60,9 +62,6 @@ def rest(worked_s: float) -> bool:
         Whether to go on; false if the thread is wanted, and should leave its work to a later time.
     """
     me = threading.get_ident()
-    if me in _stepping or me not in _wanted or not others_step(me):
+    if me in _stepping or me not in _waits or not others_step(me):
         return True
-    if _wanted[me]():
-        return False
-    _sleep(min(_RESTS * worked_s, _LONGEST_S))
-    return True
+    return not _waits[me](min(_RESTS * worked_s, _LONGEST_S))

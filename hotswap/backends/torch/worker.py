@@ -152,7 +152,7 @@ class Worker:
         error: Exception | None = None
         torch.set_num_threads(self._threads)
         try:
-            with torch.inference_mode(), pace.engine_thread(lambda: bool(self._commands) or self._stopping):
+            with torch.inference_mode(), pace.engine_thread(self._wanted_within):
                 while self._obey():
                     self._turn()
         except Exception as exc:
@@ -186,6 +186,10 @@ class Worker:
             if self._runner is not None:
                 self._publish(self._runner.report())
         return True
+
+    def _wanted_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._stopping or bool(self._commands), seconds)
 
     def _has_work(self) -> bool:
         return self._runner is not None and not (self._runner.idle and self._runner.tidy and not self._jobs)
