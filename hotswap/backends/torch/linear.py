@@ -19,6 +19,7 @@ PyTorch offers oneDNN's operators to its own compiler. Where they are missing, l
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -156,9 +157,11 @@ class LinearLayer:
     def pack(self) -> Tensor | None:
         """Return the weight in the layout of what computes it; the layer does not use it yet.
 
-        Where other engines of the process step meanwhile, it rests between pieces, and returns `None` if the
-        thread is wanted for something else.
+        Where other engines of the process step meanwhile, it rests before each piece, and returns `None` if
+        the thread is wanted for something else.
         """
+        if not pace.rest(math.inf):  # a swap, which packing follows, has itself taken time from others' steps
+            return None
         weight = self.weight.detach()
         if not packed_linear.supported(self.dtype):
             _, pack = _operators()
@@ -166,15 +169,15 @@ class LinearLayer:
         outputs, inputs = weight.shape
         out, panel = host_bytes(self.packed_bytes), packed_linear.PANEL
         at_once = max(1, pace.PIECE_BYTES // (panel * inputs * self.dtype.itemsize)) * panel
-        at = 0
+        at, worked_s = 0, 0.0
         for first in range(0, outputs, at_once):
+            if first and not pace.rest(worked_s):
+                return None
             began_s = time.perf_counter()
             piece = weight[first : first + at_once].to(self.dtype)
             end = at + packed_linear.packed_bytes(len(piece), inputs, self.dtype)
             packed_linear.pack(piece, out[at:end])
-            at = end
-            if not pace.rest(time.perf_counter() - began_s):
-                return None
+            at, worked_s = end, time.perf_counter() - began_s
         return out.view(torch.float32).view(-(-outputs // panel), -1, panel)
 
     def __call__(self, hidden: Tensor) -> Tensor:
