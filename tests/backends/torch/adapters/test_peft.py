@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,11 @@ def test_an_adapter_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -
     first = cache.get(write(tmp_path, MODEL, seed=1), torch.float32)
     assert cache.get(tmp_path, torch.float32) is first
     assert cache.get(tmp_path, torch.bfloat16) is not first
+    outdated = weakref.ref(next(iter(first.layers.values())).down)
+    del first
     second = cache.get(write(tmp_path, MODEL, seed=2, r=16), torch.float32)
     assert second.rank == 16
+    assert outdated() is None
     assert PeftCache(0).get(tmp_path, torch.float32).rank == 16
 
 
