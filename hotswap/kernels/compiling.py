@@ -27,8 +27,11 @@ from typing import Any
 
 import llvmlite
 import numba
+from numba import types
 from numba.core import caching, registry, sigutils
 from numba.core.ccallback import CFunc
+
+from hotswap.kernels.lanes import address, claim
 
 __all__ = ["compiled", "compiled_for_c", "part"]
 
@@ -69,10 +72,27 @@ def compiled(function: Callable[..., Any], signature: Any, name: str, **options:
     return made
 
 
-def compiled_for_c(function: Callable[..., Any], signature: Any, name: str, **options: Any) -> Any:
-    """Return what `numba.cfunc` does, compiled or found on disk; arguments as those of `compiled`."""
-    _name(function, name)
-    made: Any = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
+def compiled_for_c(function: Callable[[int], None], name: str, **options: Any) -> Any:
+    """Return a kernel for `run_together`, compiled or found on disk.
+
+    C gets no exceptions: numba prints them and returns as if nothing had been. So a kernel counts itself
+    before and after, and one that ended in the middle, for want of memory, is noticed.
+
+    Args:
+        function: Of the address of what is asked, for numba to compile without the interpreter.
+        name: What it is; another name for each function, and for all that it closes over.
+        options: As `numba.njit` takes them.
+    """
+    inner, integers = part(name, **options)(function), address(types.int64)
+
+    def counted(at):
+        claim(integers(at), 1)
+        inner(at + 8)
+        claim(integers(at), -1)
+
+    _name(counted, name)
+    signature = sigutils.normalize_signature(types.void(types.int64))
+    made: Any = CFunc(counted, signature, locals={}, options=options)
     made._cache = _cache_of(function, name)
     made.compile()
     return made

@@ -21,21 +21,27 @@ import torch
 __all__ = ["float_bits", "run_together"]
 
 
-def run_together(kernel: Any, asked: array[int], parts: int) -> None:
+def run_together(kernel: Any, asked: Iterable[int], parts: int) -> None:
     """Run a kernel that claims its work in several threads, this one among them, until none is left.
 
     Args:
-        kernel: numba's `cfunc` of one integer, which is the address of what is asked.
-        asked: What is asked, which the threads share.
+        kernel: What `compiled_for_c` made.
+        asked: What is asked; the kernel gets the address of the first, and threads share it.
         parts: How many threads there are to be.
+
+    Raises:
+        MemoryError: the kernel ended before its end, having found no memory.
     """
-    where, _ = asked.buffer_info()
+    memory = array("q", (0, *asked))  # how many threads have begun and not ended, then what is asked
+    where, _ = memory.buffer_info()
     if parts <= 1:
         kernel.ctypes(where)
     elif (begin := _begin_team()) is not None:
         begin(kernel.address, where, parts, 0)
     else:
         _run_in_threads(kernel.ctypes, where, parts)
+    if memory[0]:
+        raise MemoryError("A kernel found no memory for what it works with, and has not ended.")
 
 
 @cache

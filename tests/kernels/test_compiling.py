@@ -52,6 +52,33 @@ paged_attention.append(rows, pool, torch.tensor([1, 0]), torch.tensor([3, 5]))
 assert torch.equal(pool[1, 0, 3], rows[0, 0]) and torch.equal(pool[0, 0, 5], rows[0, 1])
 """
 
+# Has a kernel ask for more memory than the process may have.
+_STARVE = """
+import resource
+from pathlib import Path
+import torch
+from hotswap.kernels.low_rank import add_low_rank
+
+def ask(width):
+    ones, out = torch.ones(1, width), torch.zeros(1, 8)
+    down, up = torch.zeros(8, width), torch.ones(8, 8)
+    down[:, 0] = 1
+    return lambda: add_low_rank(ones, out, down, up, torch.tensor([[0, 0, 8]], dtype=torch.int32)) or out
+
+torch.set_num_threads(1)
+assert (ask(64)() == 8).all()
+work = ask(1 << 24)
+size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (size_bytes + (32 << 20), hard))
+try:
+    work()
+except MemoryError as exc:
+    print("told", exc)
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert (work() == 8).all()
+"""
+
 
 def run(cache: Path, expectation: str, *dtypes: str, **others: str) -> None:
     done = subprocess.run(
@@ -114,3 +141,10 @@ def test_kernels_of_one_function_are_kept_apart() -> None:
 
     files = {compiling._Cache(function, name)._cache_file._index_path for name in ("a", "b", "a")}
     assert len(files) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory as Linux tells it")
+def test_a_kernel_that_finds_no_memory_is_an_error_and_no_result() -> None:
+    done = subprocess.run([sys.executable, "-c", _STARVE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.startswith("told")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from enum import IntEnum
 from functools import cache
 from threading import Lock
@@ -75,7 +74,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, *, epsilon: float, scaling: Scaling
         0, numbers // width, width, rows.data_ptr(), width, weight.data_ptr(), out.data_ptr(),
         float_bits(epsilon), scaling,
     )  # fmt: skip
-    run_together(kernel, array("q", asked), _parts(numbers))
+    run_together(kernel, asked, _parts(numbers))
     return out
 
 
@@ -121,7 +120,7 @@ def rotate(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tup
         queries.data_ptr(), turned_q.data_ptr(), q_heads, queries.stride(2), queries.stride(1),
         keys.data_ptr(), turned_k.data_ptr(), k_heads, keys.stride(2), keys.stride(1),
     )  # fmt: skip
-    run_together(_kernels(dtype).rotate, array("q", asked), _parts(turned_q.numel()))
+    run_together(_kernels(dtype).rotate, asked, _parts(turned_q.numel()))
     return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
 
 

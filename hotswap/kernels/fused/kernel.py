@@ -124,8 +124,7 @@ def build(dtype: str) -> Compiled:
                             width,
                         )
 
-    signature = types.void(types.int64)
     return Compiled(
-        compiled_for_c(norm, signature, f"norm-{dtype}", error_model="numpy"),
-        compiled_for_c(rotate, signature, f"rotate-{dtype}", error_model="numpy"),
+        compiled_for_c(norm, f"norm-{dtype}", error_model="numpy"),
+        compiled_for_c(rotate, f"rotate-{dtype}", error_model="numpy"),
     )

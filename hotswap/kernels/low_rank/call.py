@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from functools import cache
 from threading import Lock
 from typing import Any, Final
@@ -79,7 +78,7 @@ def add_low_rank(hidden: Tensor, out: Tensor, down: Tensor, up: Tensor, spans: T
         0, grain, spans.data_ptr(), count, rows.data_ptr(), rows.stride(0), width_in, out.data_ptr(),
         width_out, down.data_ptr(), up.data_ptr(),
     )  # fmt: skip
-    run_together(kernel, array("q", asked), threads)
+    run_together(kernel, asked, threads)
 
 
 @cache

@@ -166,4 +166,4 @@ def build(dtype: str) -> Any:
                     add_row(numbers(it.out + row * it.width_out * size), sums[beside], it.width_out)
                 number += count
 
-    return compiled_for_c(add, types.void(types.int64), f"low-rank-{dtype}", error_model="numpy")
+    return compiled_for_c(add, f"low-rank-{dtype}", error_model="numpy")

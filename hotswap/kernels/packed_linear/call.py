@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from functools import cache
 from threading import Lock
@@ -82,7 +81,7 @@ def pack(weight: Tensor, out: Tensor | None = None) -> Tensor:
         0, packed.data_ptr(), weight.data_ptr(), 0, 0, 0, depth, inputs, outputs, 0, 0, *weight.stride(),
         1, 0,
     )  # fmt: skip
-    run_together(_kernel(weight.dtype), array("q", asked), 1)
+    run_together(_kernel(weight.dtype), asked, 1)
     return packed
 
 
@@ -148,7 +147,7 @@ def _multiply(
         rows.data_ptr(), *weights, 0 if bias is None else bias.data_ptr(), out.data_ptr(), num_rows, depth,
         inputs, outputs, depth, outputs, *strides, -(-outputs // PANEL // (4 * parts)), 0,
     )  # fmt: skip
-    run_together(kernel, array("q", asked), parts)
+    run_together(kernel, asked, parts)
     return out if num_rows == count else out[:count].view(shape)
 
 

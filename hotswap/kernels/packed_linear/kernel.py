@@ -194,4 +194,4 @@ def build(dtype: str) -> Any:
                 if count < PANEL:
                     copy_numbers(out, PANEL, it.out + first * size, it.out_stride, it.num_rows, count)
 
-    return compiled_for_c(work, types.void(types.int64), f"packed-linear-{dtype}", error_model="numpy")
+    return compiled_for_c(work, f"packed-linear-{dtype}", error_model="numpy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -166,7 +165,7 @@ def attend(
         0 if hidden is None else hidden.shape[1], kv_heads, heads // kv_heads, float_bits(scale),
         float_bits(softcap or 0.0), keys.data_ptr(), values.data_ptr(), key_dim, value_dim, tokens,
     )  # fmt: skip
-    run_together(kernel, array("q", asked), parts)
+    run_together(kernel, asked, parts)
     return out
 
 

@@ -412,4 +412,4 @@ def build(dtype: str) -> Any:
                 attend_item(step, key_pool, value_pool, item, following, scratch)
 
     options = {name: value for name, value in _OPTIONS.items() if name != "nogil"}  # C has no such lock
-    return compiled_for_c(attend, types.void(types.int64), f"paged-attention-{dtype}", **options)
+    return compiled_for_c(attend, f"paged-attention-{dtype}", **options)
