@@ -13,7 +13,7 @@ among the user's caches. Whatever is wrong with them, a kernel is compiled again
 """
 
 # mypy: ignore-errors
-# pyright: basic, reportIncompatibleMethodOverride=false
+# pyright: basic, reportIncompatibleMethodOverride=false, reportCallIssue=false
 from __future__ import annotations
 
 import logging
