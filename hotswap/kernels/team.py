@@ -30,7 +30,8 @@ def run_together(kernel: Any, asked: Iterable[int], parts: int) -> None:
         parts: How many threads there are to be.
 
     Raises:
-        MemoryError: the kernel ended before its end, having found no memory.
+        MemoryError: a thread has not come to the end of the kernel. Memory that it does not find is all that
+            kernels can fail for; numba has written what it was to stderr.
     """
     memory = array("q", (0, *asked))  # how many threads have begun and not ended, then what is asked
     where, _ = memory.buffer_info()
@@ -41,7 +42,9 @@ def run_together(kernel: Any, asked: Iterable[int], parts: int) -> None:
     else:
         _run_in_threads(kernel.ctypes, where, parts)
     if memory[0]:
-        raise MemoryError("A kernel found no memory for what it works with, and has not ended.")
+        raise MemoryError(
+            "A kernel found no memory for what it works with; free some, or serve smaller batches."
+        )
 
 
 @cache

@@ -157,11 +157,9 @@ class LinearLayer:
     def pack(self) -> Tensor | None:
         """Return the weight in the layout of what computes it; the layer does not use it yet.
 
-        Where other engines of the process step meanwhile, it rests before each piece, and returns `None` if
-        the thread is wanted for something else.
+        Where other engines of the process step meanwhile, it rests between pieces, and returns `None` if the
+        thread is wanted for something else.
         """
-        if not pace.rest(math.inf):  # a swap, which packing follows, has itself taken time from others' steps
-            return None
         weight = self.weight.detach()
         if not packed_linear.supported(self.dtype):
             _, pack = _operators()
@@ -282,10 +280,13 @@ class Shelf:
                 self._drop(packs)
 
     def pack_next(self, packs: Packs) -> bool:
-        """Pack one more layer, unless the thread is wanted for something else.
+        """Pack one more layer, unless the thread is wanted for something else; what it began is lost then.
 
         False if none is left or there is no room.
         """
+        # Before room is made: a swap, which packing follows, has itself taken time from others' steps.
+        if not packs.complete and not pace.rest(math.inf):
+            return True
         index = self._reserve(packs)
         if index is None:
             return False

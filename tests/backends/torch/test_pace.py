@@ -20,13 +20,13 @@ from tests.backends.torch.zoo import make_model
 
 
 class Rests(list[float]):
-    """How an engine's thread waits in these tests: not at all, but it is noted."""
+    """How an engine's thread waits in these tests: not at all, but it is noted. It may be wanted in one."""
 
-    wanted = False
+    wanted_in: int | None = None
 
     def __call__(self, seconds: float) -> bool:
         self.append(seconds)
-        return self.wanted
+        return len(self) - 1 == self.wanted_in
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_who_steps_itself_or_is_waited_for_does_not_rest(rests: Rests) -> None:
         pace.steps(False)
         pace.rest(1e-4)
         assert len(rests) == 1
-        rests.wanted = True
+        rests.wanted_in = 1
         assert not pace.rest(1e-4)
 
 
@@ -111,22 +111,23 @@ def test_a_layer_is_packed_in_pieces_to_the_bits_of_the_whole(rests: Rests) -> N
 
 
 @pytest.mark.skipif(not packed_linear.supported(torch.float32), reason="this CPU packs a layer at once")
-def test_a_thread_that_is_wanted_leaves_a_layer_to_a_later_time() -> None:
+@pytest.mark.parametrize("wanted_in", [0, 1], ids=["before it", "in the middle of it"])
+def test_a_thread_that_is_wanted_leaves_a_layer_to_a_later_time(wanted_in: int) -> None:
     layers = linear_layers(nn.Sequential(nn.Linear(1000, 333, bias=False)))
     shelf, rests = Shelf(1 << 30), Rests()
     packs = shelf.take(None, layers)
-    rests.wanted = True
+    rests.wanted_in = wanted_in
     with another_steps(), pace.engine_thread(rests), torch.inference_mode():
         assert shelf.pack_next(packs)
         assert (packs.size_bytes, shelf.used_bytes) == (0, 0)
+        assert len(rests) == wanted_in + 1
     assert shelf.pack_next(packs)
     assert packs.size_bytes == shelf.used_bytes == layers[0].packed_bytes
 
 
 @pytest.mark.skipif(not packed_linear.supported(torch.float32), reason="this CPU packs a layer at once")
 async def test_an_engine_is_swapped_in_the_middle_of_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_RESTS", 1e9)
-    monkeypatch.setattr(pace, "_LONGEST_S", 1000.0)
+    monkeypatch.setattr(pace, "_LONGEST_S", 90.0)
     store, rested = DictStore(), Event()
     card = store.add("m", make_model("llama"))
     honest = pace.rest

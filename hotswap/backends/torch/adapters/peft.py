@@ -113,8 +113,9 @@ class PeftCache:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-            for outdated in [kept for kept in self._kept if kept[:2] == key[:2]]:
-                del self._kept[outdated]  # before the new one is read, which may lie in the same memory
+            # Nobody will find these again, and the new ones may take the memory that they leave.
+            for outdated in [kept for kept in self._kept if kept[0] == directory and kept[2:] != key[2:]]:
+                del self._kept[outdated]
         weights = read(directory, dtype)
         with self._lock:
             self._kept[key] = weights

@@ -21,7 +21,7 @@ from hotswap import (
     UnsupportedAdapter,
 )
 from hotswap.backends.torch import SkeletonCache, TorchEngine
-from hotswap.backends.torch.adapters.peft import PeftCache, read
+from hotswap.backends.torch.adapters.peft import AdapterWeights, PeftCache, read
 from hotswap.backends.torch.loader import LocalModel
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
@@ -94,16 +94,23 @@ def test_missing_damaged_and_unsafe_files_are_told_apart(tmp_path: Path) -> None
         read(tmp_path, torch.float32)
 
 
-def test_an_adapter_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+def test_an_adapter_is_read_once_and_again_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = PeftCache(1 << 20)
     first = cache.get(write(tmp_path, MODEL, seed=1), torch.float32)
     assert cache.get(tmp_path, torch.float32) is first
     assert cache.get(tmp_path, torch.bfloat16) is not first
     outdated = weakref.ref(next(iter(first.layers.values())).down)
     del first
-    second = cache.get(write(tmp_path, MODEL, seed=2, r=16), torch.float32)
+
+    def read_alone(directory: Path, dtype: torch.dtype) -> AdapterWeights:
+        assert outdated() is None, "the version before takes memory while the next is read"
+        return read(directory, dtype)
+
+    monkeypatch.setattr("hotswap.backends.torch.adapters.peft.read", read_alone)
+    second = cache.get(write(tmp_path, MODEL, seed=2, r=16), torch.bfloat16)
     assert second.rank == 16
-    assert outdated() is None
     assert PeftCache(0).get(tmp_path, torch.float32).rank == 16
 
 
