@@ -2,7 +2,7 @@
 
 What copies gigabytes at full speed beside a step takes the memory's speed from it: the slowest steps in a
 hundred took 1.6 to 1.8 times as long. In pieces of a fraction of a millisecond, with rests between, they take
-1.05 to 1.16 times, and without any packing 1.1 (`python -m benchmarks beside`).
+1.05 to 1.17 times, and without any packing 1.1 (`python -m benchmarks beside`).
 """
 
 from __future__ import annotations
