@@ -32,10 +32,10 @@ from benchmarks.serverlessllm import compute_s
 from benchmarks.table import show
 from hotswap import Fleet, Model, Sampling, Scheduler
 from hotswap.backends.sim import SimEngine
+from hotswap.offline.virtual_time import run
+from hotswap.offline.workloads import log_normal_lengths
 from hotswap.policies import ElasticQuota, KeepAliveSwap, LeastLoadedRouter, Quotas, quotas
 from hotswap.simulation import Cluster, Slo, Trace, TraceRequest, generate
-from hotswap.testing.virtual_time import run
-from hotswap.testing.workloads import log_normal_lengths
 
 __all__ = [
     "CLUSTER",

@@ -33,9 +33,9 @@ from hotswap import Engine, Model, ModelCard, ModelId, WeightStore
 from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
+from hotswap.offline.virtual_time import run
+from hotswap.offline.workloads import Arrival, log_normal_lengths, play, workload
 from hotswap.simulation import Fit, Profile, Shapes, fit_profile, measure_engine
-from hotswap.testing.virtual_time import run
-from hotswap.testing.workloads import Arrival, log_normal_lengths, play, workload
 
 __all__ = ["Settings", "main", "measure"]
 

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.measure import Summary, write_json
 from benchmarks.table import show
 from hotswap import Scheduler
+from hotswap.offline.workloads import log_normal_lengths
 from hotswap.policies import (
     AffinityRouter,
     HorizontalAutoscaler,
@@ -31,7 +32,6 @@ from hotswap.policies import (
 )
 from hotswap.simulation import Cluster, Outcome, Trace, generate, simulate
 from hotswap.simulation.outcome import percentile
-from hotswap.testing.workloads import log_normal_lengths
 
 __all__ = ["Settings", "active_models", "autoscaled", "burst", "main", "measure"]
 

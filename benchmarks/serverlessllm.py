@@ -50,6 +50,7 @@ from hotswap import (
     SwapRecord,
 )
 from hotswap.backends.sim import SimEngine
+from hotswap.offline.workloads import Lengths, gamma_gaps, log_normal_lengths, zipf_mix
 from hotswap.policies import LeastLoadedRouter, StartupCosts, StartupTimePlacement, accepted
 from hotswap.simulation import (
     PROFILES,
@@ -64,7 +65,6 @@ from hotswap.simulation import (
 )
 from hotswap.simulation.events.engine import Counted, EventEngine, Passenger
 from hotswap.simulation.outcome import percentile
-from hotswap.testing.workloads import Lengths, gamma_gaps, log_normal_lengths, zipf_mix
 
 __all__ = [
     "CLUSTER",

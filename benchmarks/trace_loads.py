@@ -16,8 +16,8 @@ from pathlib import Path
 from random import Random
 
 from hotswap.hardware import DeviceProfile
+from hotswap.offline.workloads import zipf_mix
 from hotswap.simulation import Cluster, Served, Trace, TraceRequest
-from hotswap.testing.workloads import zipf_mix
 
 __all__ = ["LOADS", "Load", "Target"]
 

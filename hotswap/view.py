@@ -1,6 +1,6 @@
 """The frozen picture of a fleet that every decision is made from.
 
-A view holds values only and serialises (see `hotswap.testing.replay`), so any decision can be replayed
+A view holds values only and serialises (see `hotswap.offline.replay`), so any decision can be replayed
 offline.
 """
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId
 from hotswap.lookup import CountRank, Lookup
-from hotswap.testing.replay import dump_view, load_view
+from hotswap.offline.replay import dump_view, load_view
 
 MODELS = [ModelId(name) for name in "abc"]
 IDS = [InstanceId(f"e{number}") for number in range(6)]

@@ -66,7 +66,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `hotswap plan`."""
-    parser.add_argument("view", type=Path, help="a view as JSON, from hotswap.testing.dump_view")
+    parser.add_argument("view", type=Path, help="a view as JSON, from hotswap.offline.dump_view")
     parser.add_argument("--scheduler", required=True, metavar="CALL", help="as of `hotswap simulate`")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
 

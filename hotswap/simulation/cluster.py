@@ -16,6 +16,7 @@ from hotswap.backends.sim.batcher import Batching
 from hotswap.backends.sim.load import Reporting
 from hotswap.errors import ConfigError
 from hotswap.migration import Mover
+from hotswap.offline.virtual_time import run
 from hotswap.router import Router
 from hotswap.runtime.move import MigrationLimits
 from hotswap.scheduler import Scheduler
@@ -24,7 +25,6 @@ from hotswap.simulation.outcome import Outcome
 from hotswap.simulation.profiles import PROFILES, Profile
 from hotswap.simulation.trace import Trace
 from hotswap.store import WeightStore
-from hotswap.testing.virtual_time import run
 from hotswap.view import TierView
 
 __all__ = ["Cluster", "simulate"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
+from hotswap.offline.replay import load_view
+from hotswap.offline.workloads import Lengths, zipf_mix
 from hotswap.simulation.by_name import router_named, scheduler_named
 from hotswap.simulation.cluster import Cluster, simulate
 from hotswap.simulation.explanation import Explanation, explain
@@ -17,8 +19,6 @@ from hotswap.simulation.outcome import Outcome, Slo
 from hotswap.simulation.plots import draw
 from hotswap.simulation.profiles import Profile
 from hotswap.simulation.trace import Trace, generate, power_law_lengths
-from hotswap.testing.replay import load_view
-from hotswap.testing.workloads import Lengths, zipf_mix
 
 __all__ = ["plan", "simulate_all", "trace_of"]
 
@@ -150,7 +150,7 @@ _WORDS = frozenset({"cv", "input", "law", "models", "output", "rate", "seconds",
 
 
 def _lengths(tokens: float | None, law: str) -> Lengths | None:
-    from hotswap.testing.workloads import log_normal_lengths
+    from hotswap.offline.workloads import log_normal_lengths
 
     if law not in ("log-normal", "power"):
         raise ConfigError(f"law is {law!r}; give 'log-normal' or 'power'.")

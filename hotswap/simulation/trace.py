@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from hotswap.errors import ConfigError
-from hotswap.testing.workloads import Lengths, gamma_gaps, log_normal_lengths, poisson_gaps
+from hotswap.offline.workloads import Lengths, gamma_gaps, log_normal_lengths, poisson_gaps
 
 __all__ = ["Trace", "TraceRequest", "generate", "power_law_lengths"]
 

@@ -1,8 +1,8 @@
-"""What hotswap is tested with, for whoever writes an engine, a store or a policy of their own.
+"""Test tools for an engine, a store or a policy of your own.
 
-Conformance suites to inherit from, a clock that jumps, cancellation at every point, faults by seed, spans in
-memory, workloads, and views as text. Needs the `testing` extra; names load what they need when they are
-first used. Tests in virtual time take `run` and `virtual_time` from `hotswap.testing.virtual_time`.
+Conformance suites to inherit from, cancellation at every checkpoint, faults by seed, spans in memory, and
+strategies for views. Needs the `testing` extra; names load what they need when they are first used. Virtual
+time, workloads and views as text are in `hotswap.offline`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,9 @@ if TYPE_CHECKING:
         SchedulerConformance,
         WeightStoreConformance,
     )
-    from hotswap.testing.replay import dump_view, load_view
     from hotswap.testing.spans import RecordedSpan, SpanRecorder
-    from hotswap.testing.virtual_time import VirtualTimeDeadlock, VirtualTimeLoop
-    from hotswap.testing.workloads import Arrival, play, workload
 
 __all__ = [
-    "Arrival",
     "ChannelConformance",
     "EngineConformance",
     "EngineFaults",
@@ -35,16 +31,10 @@ __all__ = [
     "SchedulerConformance",
     "SpanRecorder",
     "StoreFaults",
-    "VirtualTimeDeadlock",
-    "VirtualTimeLoop",
     "WeightStoreConformance",
     "cancel_everywhere",
     "chaotic_engine",
     "chaotic_store",
-    "dump_view",
-    "load_view",
-    "play",
-    "workload",
 ]
 
 _HOMES = {
@@ -57,10 +47,7 @@ _HOMES = {
         "SchedulerConformance",
         "WeightStoreConformance",
     ),
-    "replay": ("dump_view", "load_view"),
     "spans": ("RecordedSpan", "SpanRecorder"),
-    "virtual_time": ("VirtualTimeDeadlock", "VirtualTimeLoop"),
-    "workloads": ("Arrival", "play", "workload"),
 }
 
 

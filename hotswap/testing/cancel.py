@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import anyio
 
-from hotswap.testing.virtual_time import VirtualTimeLoop
+from hotswap.offline.virtual_time import VirtualTimeLoop
 
 __all__ = ["cancel_at", "cancel_everywhere"]
 

@@ -34,7 +34,7 @@ from hotswap import (
     WrapperStore,
 )
 from hotswap.backends.sim import SimEngine, SimStore, expected_tokens, sim_manifest
-from hotswap.testing.virtual_time import run, virtual_time
+from hotswap.offline.virtual_time import run, virtual_time
 
 PROFILE = DeviceProfile(
     memory_bytes=1000, floor_s=1.0, base_s=0.5, token_s=0.1, request_s=0.0, context_token_s=0.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hotswap import ConfigError, ModelId, Shard, ShardMissing, StoreView, TierFull, TierView
 from hotswap.backends.sim import SimNodes, SimStore, sim_bytes, sim_manifest
-from hotswap.testing.virtual_time import run, virtual_time
+from hotswap.offline.virtual_time import run, virtual_time
 
 A, B, C = map(ModelId, "abc")
 DISK = TierView(name="disk", bytes_per_s=10.0)

@@ -46,9 +46,9 @@ from hotswap import (
     WaitingView,
 )
 from hotswap.backends.sim import SimEngine, SimStore
+from hotswap.offline.virtual_time import run
 from hotswap.policies import LeastLoadedRouter, RestoreFloors
 from hotswap.testing.conformance import WeightStoreConformance
-from hotswap.testing.virtual_time import run
 
 MODEL = ModelId("smollm-135m")
 SWAP_PHASES = ["hotswap.preflight", "hotswap.evict", "hotswap.unload", "hotswap.load", "hotswap.first_token"]

@@ -27,8 +27,8 @@ from hotswap import (
     ShardMissing,
 )
 from hotswap.backends.sim import SimEngine
+from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import AdapterPool
-from hotswap.testing.virtual_time import run, virtual_time
 from tests.runtime.support import PROFILE, Idle, expected, idle, sim_fleet
 from tests.runtime.test_telemetry import Recorder
 

@@ -19,8 +19,8 @@ from hotswap import (
     ShardMissing,
     UnknownAdapter,
 )
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.cancel import cancel_everywhere
-from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import PROFILE, Idle, expected, idle, sim_fleet, until
 from tests.runtime.test_adapters import Counting
 from tests.runtime.test_telemetry import Recorder

@@ -27,9 +27,9 @@ from hotswap import (
     WrapperEngine,
 )
 from hotswap.backends.sim import SimEngine
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import AffinityRouter, LeastLoadedRouter
 from hotswap.testing.cancel import cancel_everywhere
-from hotswap.testing.virtual_time import virtual_time
 from hotswap.view import InstanceId
 from tests.runtime.support import PROFILE, Idle, engine_of, expected, idle, sim_fleet, until
 from tests.runtime.test_telemetry import Recorder

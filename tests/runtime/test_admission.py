@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import AdapterId, Engine, ModelId, Request, RequestId, WaitingRoomFull
+from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.runtime.admission import WaitingRoom
 from hotswap.runtime.instance import Instance
-from hotswap.testing.virtual_time import run, virtual_time
 from tests.runtime.support import engine_of
 
 A, B = ModelId("a"), ModelId("b")

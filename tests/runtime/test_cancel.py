@@ -6,8 +6,8 @@ import anyio
 import pytest
 
 from hotswap import Engine, Fleet, InstanceState, Sampling, SwapRefused
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.cancel import cancel_everywhere
-from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, idle, read, sim_fleet, store_of
 from tests.runtime.test_swap import NoPreload
 

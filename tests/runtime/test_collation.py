@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hotswap import Sampling, SwapRecord
+from hotswap.offline.virtual_time import run
 from hotswap.policies import WeightedLoadSwap
-from hotswap.testing.virtual_time import run
 from tests.runtime.support import engine_of, idle, sim_fleet
 
 RULE = WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=3.0)

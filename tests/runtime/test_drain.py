@@ -22,7 +22,7 @@ from hotswap import (
 )
 from hotswap.action import MigrationWay
 from hotswap.backends.sim import SimEngine
-from hotswap.testing.virtual_time import virtual_time
+from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import (
     PROFILE,
     Idle,

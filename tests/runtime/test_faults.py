@@ -35,7 +35,7 @@ from hotswap import (
     WrapperEngine,
     WrapperStore,
 )
-from hotswap.testing.virtual_time import virtual_time
+from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, idle, read, sim_fleet, store_of, until
 from tests.runtime.test_telemetry import metrics_of
 

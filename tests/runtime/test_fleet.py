@@ -28,8 +28,8 @@ from hotswap import (
     WaitingRoomFull,
 )
 from hotswap.backends.sim import SimStore
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import LeastLoadedRouter
-from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import (
     Idle,
     engine_of,

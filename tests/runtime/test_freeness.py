@@ -7,6 +7,7 @@ from dataclasses import replace
 import anyio
 
 from hotswap import Fleet, InstanceId, InstanceState, Sampling
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import (
     FreenessAutoscaler,
     FreenessRouter,
@@ -14,7 +15,6 @@ from hotswap.policies import (
     RoundRobinRouter,
     VirtualUsageRescheduler,
 )
-from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import engine_of, idle, read, sim_fleet, until
 
 LONG = Sampling(max_tokens=300, ignore_eos=True)

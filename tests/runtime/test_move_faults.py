@@ -17,8 +17,8 @@ from hotswap import Fleet, InstanceId, Request, RequestId, Sampling, Token
 from hotswap.action import MigrationOutcome, MigrationRecord
 from hotswap.backends.sim import SimEngine
 from hotswap.migration import KVSink, KVSource
+from hotswap.offline.virtual_time import run
 from hotswap.testing.chaos.moves import ChaosSink, ChaosSource
-from hotswap.testing.virtual_time import run
 from tests.runtime.support import PROFILE, expected, idle, sim_fleet, until
 
 _T = TypeVar("_T")

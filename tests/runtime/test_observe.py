@@ -31,10 +31,10 @@ from hotswap import (
 )
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.engine import SupportsWatch, WrapperEngine
+from hotswap.offline.replay import dump_view
+from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 from hotswap.simulation.events import EventEngine, EventFleet
-from hotswap.testing.replay import dump_view
-from hotswap.testing.virtual_time import run, virtual_time
 
 # What the fleet adds to an engine's own view.
 FLEETS_OWN = {

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from hotswap import Fleet, MigrationLimits, Sampling
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import (
     InOrder,
     KeepAliveSwap,
@@ -18,7 +19,6 @@ from hotswap.policies import (
     StaticPinning,
     WeightedLoadSwap,
 )
-from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import engine_of, idle, models, read, sim_fleet, until
 
 LONG = Sampling(max_tokens=400, ignore_eos=True)

@@ -9,6 +9,7 @@ import pytest
 
 from hotswap import DeviceProfile, Fleet, InstanceId, Router, Sampling
 from hotswap.backends.sim import SimEngine
+from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import (
     ConsistentHashRouter,
     ElasticQuota,
@@ -17,7 +18,6 @@ from hotswap.policies import (
     PrefixRouter,
     RestoreFloors,
 )
-from hotswap.testing.virtual_time import run, virtual_time
 from tests.runtime.support import idle, models, read, sim_fleet, store_of
 
 ROUTERS = (ConsistentHashRouter(), PrefixRouter(block_tokens=2), LeastTimeRouter())

@@ -24,9 +24,9 @@ from hotswap import (
     Sampling,
 )
 from hotswap.backends.sim import SimEngine, SimStore, expected_tokens, sim_manifest
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 from hotswap.testing.chaos import ChaosEngine, EngineFaults, StoreFaults, chaotic_engine, chaotic_store
-from hotswap.testing.virtual_time import virtual_time
 
 NUM_REQUESTS = 10_000
 NUM_ENGINES = 20

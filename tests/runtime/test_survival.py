@@ -30,7 +30,7 @@ from hotswap import (
 )
 from hotswap.action import MigrationWay
 from hotswap.backends.sim import SimEngine
-from hotswap.testing.virtual_time import VirtualTimeLoop, virtual_time
+from hotswap.offline.virtual_time import VirtualTimeLoop, virtual_time
 from tests.runtime.support import engine_of, expected, idle, sim_fleet, until
 
 MODELS = ("a", "b", "c", "d")

@@ -36,8 +36,8 @@ from hotswap import (
     WrapperEngine,
     WrapperStore,
 )
+from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import WeightedLoadSwap
-from hotswap.testing.virtual_time import run, virtual_time
 from tests.runtime.support import PROFILE, Idle, engine_of, idle, read, sim_fleet, store_of, until
 
 E0 = InstanceId("e0")

@@ -25,9 +25,9 @@ from hotswap import (
     WaitingRoomFull,
     WrapperEngine,
 )
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.runtime.metrics import LastView
 from hotswap.telemetry import Telemetry
-from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, sim_fleet, store_of
 from tests.runtime.test_swap import NoPreload, Unreadable
 

@@ -9,7 +9,7 @@ import pytest
 from anyio import to_thread
 
 from hotswap import Fleet, FleetStream, ModelId, Sampling, Token, Tokenizer, WrapperStore
-from hotswap.testing.virtual_time import virtual_time
+from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import Idle, expected, idle, sim_fleet, store_of
 
 PROMPT = (70, 71, 72)

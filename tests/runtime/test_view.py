@@ -5,8 +5,8 @@ from __future__ import annotations
 import anyio
 
 from hotswap import Fleet, InstanceId, Sampling
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import LeastLoadedRouter
-from hotswap.testing.virtual_time import virtual_time
 from tests.runtime.support import Idle, idle, sim_fleet, until
 
 LONG = Sampling(max_tokens=300, ignore_eos=True)

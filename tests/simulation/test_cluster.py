@@ -12,6 +12,7 @@ import pytest
 
 from hotswap import ConfigError, Fleet, FleetView, InstanceId, ModelId, Scheduler, Swap
 from hotswap.backends.sim.load import Reporting
+from hotswap.offline.workloads import log_normal_lengths
 from hotswap.policies import (
     AffinityRouter,
     Freeness,
@@ -21,7 +22,6 @@ from hotswap.policies import (
     WeightedLoadSwap,
 )
 from hotswap.simulation import Cluster, Outcome, Slo, Trace, TraceRequest, generate, simulate
-from hotswap.testing.workloads import log_normal_lengths
 from tests.house.tree import ROOT
 
 SWAP = WeightedLoadSwap(t1=2, t2=50, b=1.5)

@@ -23,6 +23,7 @@ from hotswap.backends.sim.load import Reporting
 from hotswap.backends.sim.sequence import Sequence as Seated
 from hotswap.backends.sim.sequence import Step
 from hotswap.hardware import DeviceProfile
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import (
     AdapterPool,
     AffinityRouter,
@@ -45,7 +46,6 @@ from hotswap.simulation.events import EventEngine, EventFleet, Rider
 from hotswap.simulation.events.engine import Counted
 from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
 from hotswap.simulation.trace import power_law_lengths
-from hotswap.testing.virtual_time import virtual_time
 
 # Of seconds: sums of steps and the formula of a stretch of them round differently.
 TOLERANCE = 1e-6

@@ -10,9 +10,9 @@ import pytest
 
 from hotswap import AdapterId, AdapterView, InstanceId, ModelId, RequestId, StoreView
 from hotswap.cli import main
+from hotswap.offline import dump_view, load_view
 from hotswap.policies import AdapterPool, WeightedLoadSwap
 from hotswap.simulation import explain
-from hotswap.testing import dump_view, load_view
 from hotswap.view import FleetView, InstanceState, Residency, RunningView, TierView, WaitingView
 from tests.policies.views import fleet, model, serving
 

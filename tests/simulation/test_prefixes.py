@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hotswap.backends.sim.batcher import Batcher
 from hotswap.backends.sim.prefix import block_names
+from hotswap.offline.workloads import poisson_gaps
 from hotswap.policies import (
     Freeness,
     FreenessRouter,
@@ -24,7 +25,6 @@ from hotswap.policies import (
 from hotswap.request import AdapterId, ModelId, Request, RequestId, Sampling
 from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
 from hotswap.simulation.events.engine import Counted
-from hotswap.testing.workloads import poisson_gaps
 from tests.simulation.test_drivers import Nobody, assert_same
 
 FLOORS = RestoreFloors()

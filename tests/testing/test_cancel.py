@@ -6,8 +6,8 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.cancel import cancel_everywhere
-from hotswap.testing.virtual_time import virtual_time
 
 
 class Account:

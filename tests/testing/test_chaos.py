@@ -42,10 +42,10 @@ from hotswap import (
 )
 from hotswap.backends.sim import SimEngine, SimStore, expected_tokens, sim_manifest
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.testing import EngineFaults, StoreFaults, chaotic_engine, chaotic_store
 from hotswap.testing.chaos import ChaosEngine, ChaosStore
 from hotswap.testing.conformance import EngineConformance, WeightStoreConformance
-from hotswap.testing.virtual_time import run, virtual_time
 
 PROFILE = DeviceProfile(memory_bytes=1 << 20)
 CARD = ModelCard(id=ModelId("a"), weight_bytes=100_000, max_context_tokens=4096)

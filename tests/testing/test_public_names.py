@@ -10,7 +10,6 @@ import hotswap.testing
 from tests.house.tree import ROOT
 
 PUBLIC = [
-    "Arrival",
     "ChannelConformance",
     "EngineConformance",
     "EngineFaults",
@@ -19,16 +18,10 @@ PUBLIC = [
     "SchedulerConformance",
     "SpanRecorder",
     "StoreFaults",
-    "VirtualTimeDeadlock",
-    "VirtualTimeLoop",
     "WeightStoreConformance",
     "cancel_everywhere",
     "chaotic_engine",
     "chaotic_store",
-    "dump_view",
-    "load_view",
-    "play",
-    "workload",
 ]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.telemetry import Telemetry
 from hotswap.testing.spans import SpanRecorder
-from hotswap.testing.virtual_time import virtual_time
 
 
 @virtual_time

@@ -36,16 +36,14 @@ from hotswap import (
     WrapperEngine,
 )
 from hotswap.backends.sim import SimEngine
+from hotswap.offline import Arrival, play, workload
+from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing import (
-    Arrival,
     EngineConformance,
     RouterConformance,
     SchedulerConformance,
     WeightStoreConformance,
-    play,
-    workload,
 )
-from hotswap.testing.virtual_time import virtual_time
 
 WEIGHTS = {ModelId("a"): b"\x01\x02\x03" * 10_000, ModelId("b"): b"\x04\x05" * 10_000}
 PROFILE = DeviceProfile(memory_bytes=1 << 20)

@@ -1,7 +1,7 @@
 """Engines and a store without hardware: true to the interfaces, exact in tokens, modelled in times.
 
 For tests, for trying policies on fleets that nobody owns, and for simulations in virtual time
-(`hotswap.testing.virtual_time`), where an hour of a fleet takes seconds. Times are as good as the
+(`hotswap.offline.virtual_time`), where an hour of a fleet takes seconds. Times are as good as the
 `DeviceProfile`.
 """
 

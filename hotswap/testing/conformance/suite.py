@@ -11,7 +11,7 @@ from typing import ClassVar, TypeGuard, TypeVar
 import anyio
 import anyio.lowlevel
 
-from hotswap.testing import virtual_time
+from hotswap.offline import virtual_time
 
 __all__ = ["Heartbeat", "Suite", "check", "until"]
 

@@ -24,9 +24,9 @@ from hotswap.backends.transports import (
     wire,
 )
 from hotswap.migration import KVPages
+from hotswap.offline.virtual_time import run
 from hotswap.request import ModelId, RequestId
 from hotswap.testing import cancel_everywhere
-from hotswap.testing.virtual_time import run
 from hotswap.transport import Channel
 from tests.backends.transports.links import LINKS
 from tests.backends.transports.recording import LAYOUT, RecordingEngine

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 from hotswap import FleetView
+from hotswap.offline.replay import dump_view, load_view
 from hotswap.policies import WeightedLoadSwap
-from hotswap.testing.replay import dump_view, load_view
 from hotswap.testing.strategies import fleet_views
 
 

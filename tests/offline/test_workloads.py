@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from hotswap import ConfigError, ModelId
-from hotswap.testing.virtual_time import virtual_time
-from hotswap.testing.workloads import Arrival, gamma_gaps, log_normal_lengths, play, workload, zipf_mix
+from hotswap.offline.virtual_time import virtual_time
+from hotswap.offline.workloads import Arrival, gamma_gaps, log_normal_lengths, play, workload, zipf_mix
 
 MIX = {"a": 3.0, "b": 1.0}
 

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap.testing.virtual_time import VirtualTimeDeadlock, VirtualTimeLoop, run, virtual_time
+from hotswap.offline.virtual_time import VirtualTimeDeadlock, VirtualTimeLoop, run, virtual_time
 
 
 async def _sleepers(delays_s: list[float]) -> list[tuple[int, float]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-
-from pydantic import TypeAdapter
+from typing import TYPE_CHECKING
 
 from hotswap.view import FleetView
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 __all__ = ["dump_view", "load_view"]
 
@@ -28,4 +30,6 @@ def load_view(text: str) -> FleetView:
 
 @functools.cache
 def _adapter() -> TypeAdapter[FleetView]:
+    from pydantic import TypeAdapter  # here, so that virtual time and workloads load without it
+
     return TypeAdapter(FleetView)
