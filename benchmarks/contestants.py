@@ -16,19 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
-__all__ = ["CONTESTANTS", "main", "prompts"]
+from benchmarks.prompts import prompts
+
+__all__ = ["CONTESTANTS", "main"]
 
 # Runs a batch, given prompts and the number of tokens to generate for each; returns what was generated.
 Generate = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
-
-
-def prompts(batch: int, length: int, vocabulary: int = 500) -> list[list[int]]:
-    """The same random prompts for everyone."""
-    random = Random(batch)
-    return [[random.randrange(3, vocabulary) for _ in range(length)] for _ in range(batch)]
 
 
 def _hotswap(settings: dict[str, Any]) -> None:
@@ -178,7 +173,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _say(what: dict[str, Any]) -> None:
-    """Answer on the pipe that the parent reads; whatever else libraries print goes to the log."""
+    """Answer on the pipe that the parent reads; what libraries print goes to the log."""
     os.write(_PIPE, (json.dumps(what) + "\n").encode())
 
 

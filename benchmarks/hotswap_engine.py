@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import torch
 
-from benchmarks.contestants import prompts
+from benchmarks.prompts import prompts
 from hotswap import Engine, Model, ModelCard, ModelId, Request, RequestId, Sampling
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
