@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.race import Source, digest_of, raw_bytes
+from benchmarks.timed_run import Source, digest_of, raw_bytes
 from hotswap import Manifest, ModelId, TensorSpec
 from hotswap.backends.stores.writer import write_model
 

@@ -41,7 +41,7 @@ def main(module: str) -> None:
 
 def _run(contestant: Any, request: dict[str, Any], answers: TextIO) -> None:
     """One run, in a process that ends with it."""
-    from benchmarks.race import Race, Source
+    from benchmarks.timed_run import Source, TimedRun
 
     def source(of: dict[str, Any]) -> Source:
         return Source(**{**of, "directory": Path(of["directory"])})
@@ -49,9 +49,9 @@ def _run(contestant: Any, request: dict[str, Any], answers: TextIO) -> None:
     try:
         target = source(request["source"])
         peer = contestant.Contestant(request["options"])
-        race = Race(peer.files(target), request["cache"], check=request["check"], into=peer.into(target))
-        peer.run(source(request["rehearsal"]), target, race)
-        _say(answers, race.result)
+        run = TimedRun(peer.files(target), request["cache"], check=request["check"], into=peer.into(target))
+        peer.run(source(request["warm_up"]), target, run)
+        _say(answers, run.result)
     except Exception as exc:
         traceback.print_exc()
         _say(answers, {"error": _words(exc)})

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks import checkpoints, pagecache
 from benchmarks.measure import Summary, ratios, rounds
-from benchmarks.race import Source
 from benchmarks.table import show
+from benchmarks.timed_run import Source
 from hotswap import Manifest, ModelId, WeightStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch.buffers import fetch

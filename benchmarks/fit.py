@@ -6,10 +6,10 @@
     python -m benchmarks fit --processor           in processor time, on a machine that others use
 
 The torch engine first serves other requests for as long, so that it has met steps of most sizes: those that
-are new to it take longer, and a model does not know which are. Then in every round it is measured through its
-interface, the latency model is fitted to that, and the same requests come to both engines at the same
-moments: to the real one by the clock, to the simulated one in virtual time. Mean TTFT and TPOT of the two are
-compared within the round, in which a slow minute hits both. Wants a quiet machine all the same.
+are new to it take longer, which the latency model does not include. In every round it is then measured
+through its interface, the latency model is fitted to that, and the same requests come to both engines at the
+same moments: to the real one by the clock, to the simulated one in virtual time. Mean TTFT and TPOT of both
+are compared within the round, in which a slow minute hits both. It needs a quiet machine all the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Settings:
         rounds: How often all of it is done.
         threads: CPU threads of a step.
         shapes: Which steps are measured.
-        processor: Whether the torch engine's time is that of the processor, not the clock's; see `paced`.
+        processor: Whether the torch engine is timed by the processor, not by the clock; see `processor_time`.
     """
 
     hidden: int = 256
@@ -86,7 +86,7 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
         _write_model(settings, Path(work))
         place = machine(Path(work))
         root = Path(work) / "store"
-        rounds = _paced(settings, root) if settings.processor else anyio.run(_real, settings, root)
+        rounds = _by_processor(settings, root) if settings.processor else anyio.run(_real, settings, root)
     fits = [fit for fit, _, _ in rounds]
     real = {"ttft_s": [ttft_s for _, ttft_s, _ in rounds], "tpot_s": [tpot_s for _, _, tpot_s in rounds]}
     played = [run(_simulated, settings, fit.profile) for fit in fits]
@@ -149,16 +149,16 @@ async def _real(settings: Settings, root: Path) -> list[tuple[Fit, float, float]
         return await _rounds(engine, card, store, settings)
 
 
-def _paced(settings: Settings, root: Path) -> list[tuple[Fit, float, float]]:
+def _by_processor(settings: Settings, root: Path) -> list[tuple[Fit, float, float]]:
     """The same in virtual time, in which a step takes as long as the processor works on it."""
     import torch
 
-    from benchmarks.paced import PacedEngine
+    from benchmarks.processor_time import ProcessorTimeEngine
 
-    async def paced() -> list[tuple[Fit, float, float]]:
+    async def in_virtual_time() -> list[tuple[Fit, float, float]]:
         manifest = sim_manifest(_MODEL, card.weight_bytes, kv_bytes_per_token=card.kv_bytes_per_token)
-        async with SimStore([manifest]) as sim_store, PacedEngine(engine) as stands_in:
-            return await _rounds(stands_in, card, sim_store, settings)
+        async with SimStore([manifest]) as sim_store, ProcessorTimeEngine(engine) as measured:
+            return await _rounds(measured, card, sim_store, settings)
 
     engine, store = _torch_engine(settings), TieredStore(PinnedStore("1 GiB"), NvmeStore(root))
     torch.set_num_threads(settings.threads)
@@ -170,7 +170,7 @@ def _paced(settings: Settings, root: Path) -> list[tuple[Fit, float, float]]:
         card = ModelCard.of(Model(_MODEL), portal.call(store.manifest, ModelId(_MODEL)))
         portal.call(engine.load, card, store)
         portal.call(anyio.sleep, _PACKING_S)
-        rounds = run(paced)
+        rounds = run(in_virtual_time)
         portal.call(engine.unload)
     return rounds
 

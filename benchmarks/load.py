@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, device, ranks, resident
-from benchmarks.field import Field, Series
 from benchmarks.load_report import show_report
 from benchmarks.measure import machine, ratios, rounds, write_json
 from benchmarks.peers import ABLATED, CONTESTANTS, LIMITS, Memory
-from benchmarks.race import Cache, Source
+from benchmarks.runner import Runner, Series
+from benchmarks.timed_run import Cache, Source
 from hotswap import parse_bytes
 from hotswap.backends.stores import NvmeStore
 
@@ -61,7 +61,7 @@ class Settings:
         repeats: Rounds.
         directory: On the disk that is measured; the checkpoints take several times the largest size.
         peers_python: The interpreter of the environment that has the peers, `None` if there is none.
-        rehearsal_bytes: Size of the checkpoint that every process loads before the clock starts.
+        warm_up_bytes: Size of the checkpoint that every process loads before the clock starts.
         only: Keys of the contestants that run, or what keys begin with; empty for all.
         ablate: Whether to switch off what makes the store fast, one thing at a time, in the main case.
         rank_width: Hidden size of the model that is cut for four ranks.
@@ -75,7 +75,7 @@ class Settings:
     repeats: int = 5
     directory: Path = _WORK
     peers_python: Path | None = _PEERS_PYTHON
-    rehearsal_bytes: int = 32 << 20
+    warm_up_bytes: int = 32 << 20
     only: tuple[str, ...] = ()
     ablate: bool = True
     rank_width: int = 1024
@@ -97,18 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(settings: Settings) -> dict[str, Any]:
     """Carry the benchmark out and return its report, whose keys `README.md` explains."""
     with _workspace(settings.directory) as work:
-        rehearsal = _write(settings, work, "llama", settings.rehearsal_bytes, name="rehearsal")
-        with Field(
+        warm_up = _write(settings, work, "llama", settings.warm_up_bytes, name="warm_up")
+        with Runner(
             [c for c in CONTESTANTS if not settings.only or c.key.startswith(settings.only)],
             python=Path(sys.executable),
             peers_python=_existing(settings.peers_python),
-            rehearsal=rehearsal,
+            warm_up=warm_up,
             timeout_s=settings.timeout_s,
-        ) as field:
-            return _measure(settings, work, field)
+        ) as runner:
+            return _measure(settings, work, runner)
 
 
-def _measure(settings: Settings, work: Path, field: Field) -> dict[str, Any]:
+def _measure(settings: Settings, work: Path, runner: Runner) -> dict[str, Any]:
     main_case = ("llama" if "llama" in settings.shapes else settings.shapes[0], max(settings.sizes))
     cases: list[dict[str, Any]] = []
     ablation: dict[str, Any] = {}
@@ -116,16 +116,16 @@ def _measure(settings: Settings, work: Path, field: Field) -> dict[str, Any]:
     for shape, size in _order(settings, main_case):
         with _case(settings, work, shape, size) as source:
             # The first is the main case: the limit is as high as this disk allows.
-            if not sweep and _runs(field, "raw_direct"):
-                sweep = _find_limits(field, source)
-            cases.append(_measure_case(settings, field, shape, source))
-            if settings.ablate and (shape, size) == main_case and _runs(field, "hotswap_store"):
-                ablation = _ablate(settings, field, source)
+            if not sweep and _runs(runner, "raw_direct"):
+                sweep = _find_limits(runner, source)
+            cases.append(_measure_case(settings, runner, shape, source))
+            if settings.ablate and (shape, size) == main_case and _runs(runner, "hotswap_store"):
+                ablation = _ablate(settings, runner, source)
     first = cases[0]
     return {
-        "machine": {**machine(work), "peers": field.versions},
+        "machine": {**machine(work), "peers": runner.versions},
         "settings": _plain(settings),
-        "raw_direct": {key: {**field.defaults[key], "sweep": tries} for key, tries in sweep.items()},
+        "raw_direct": {key: {**runner.defaults[key], "sweep": tries} for key, tries in sweep.items()},
         "main": {"shape": first["shape"], "bytes": first["bytes"]},
         "cold": first["cold"],
         "warm": first["warm"],
@@ -137,24 +137,24 @@ def _measure(settings: Settings, work: Path, field: Field) -> dict[str, Any]:
         "ranks": ranks.measure(work / "ranks", width=settings.rank_width),
         "swap": resident.measure(work / "swap", settings.swap_bytes, settings.repeats),
         "device": device.measure(work / "device", settings.repeats),
-        "unavailable": field.unavailable,
-        "faults": _faults(cases, field),
+        "unavailable": runner.unavailable,
+        "faults": _faults(cases, runner),
     }
 
 
 # ------------------------------------------------------------------------------------------------ one case
 
 
-def _measure_case(settings: Settings, field: Field, shape: str, source: Source) -> dict[str, Any]:
+def _measure_case(settings: Settings, runner: Runner, shape: str, source: Source) -> dict[str, Any]:
     """Compare the bytes of every contestant once, then let those that were right take turns."""
     _say(f"{checkpoints.SHAPES[shape]}, {source.payload_bytes / 1e9:g} GB: comparing every byte")
-    failed = field.check(field.ready, source)
+    failed = runner.check(runner.ready, source)
     case: dict[str, Any] = {
         "shape": shape,
         "bytes": source.payload_bytes,
         "num_tensors": len(source.places()),
         "digest": source.digest,
-        "checked": [c.key for c in field.ready if c.key not in failed],
+        "checked": [c.key for c in runner.ready if c.key not in failed],
         "failed": failed,
         "cold": {},
         "warm": {},
@@ -168,9 +168,9 @@ def _measure_case(settings: Settings, field: Field, shape: str, source: Source) 
     }
     caches: tuple[Cache, ...] = ("cold", "warm") if shape in settings.warm_shapes else ("cold",)
     for cache in caches:
-        running = [c for c in field.ready if c.key not in failed and cache in c.caches]
+        running = [c for c in runner.ready if c.key not in failed and cache in c.caches]
         _say(f"{checkpoints.SHAPES[shape]}, {source.payload_bytes / 1e9:g} GB: {cache}")
-        results, out = field.race(running, source, cache, settings.repeats)
+        results, out = runner.run_rounds(running, source, cache, settings.repeats)
         failed |= out
         _note(case, cache, results)
     return case
@@ -211,27 +211,27 @@ def _over_hotswap(series: Series) -> dict[str, float]:
     }
 
 
-def _find_limits(field: Field, source: Source) -> dict[str, list[dict[str, Any]]]:
+def _find_limits(runner: Runner, source: Source) -> dict[str, list[dict[str, Any]]]:
     """Try threads and sizes of reads for each raw direct read, and let it use the best for its memory."""
     _say("finding the fastest raw direct reads")
     sweep: dict[str, list[dict[str, Any]]] = {}
-    for limit in (contestant for contestant in field.ready if contestant.kind == "limit"):
+    for limit in (contestant for contestant in runner.ready if contestant.kind == "limit"):
         tries: list[dict[str, Any]] = [{"threads": t, "chunk_bytes": c, "seconds": []} for t, c in _SWEEP]
         sweep[limit.key] = tries
         for options in rounds(tries, 2):
             shape = {name: options[name] for name in ("threads", "chunk_bytes")}
             contestant = replace(limit, options={**limit.options, **shape})
-            options["seconds"].append(field.run(contestant, source, "cold")["seconds"])
+            options["seconds"].append(runner.run(contestant, source, "cold")["seconds"])
         best = min(tries, key=lambda options: min(options["seconds"]))
-        field.defaults[limit.key] = {name: best[name] for name in ("threads", "chunk_bytes")}
+        runner.defaults[limit.key] = {name: best[name] for name in ("threads", "chunk_bytes")}
     return sweep
 
 
-def _runs(field: Field, module: str) -> bool:
-    return any(contestant.module == module for contestant in field.ready)
+def _runs(runner: Runner, module: str) -> bool:
+    return any(contestant.module == module for contestant in runner.ready)
 
 
-def _ablate(settings: Settings, field: Field, source: Source) -> dict[str, Any]:
+def _ablate(settings: Settings, runner: Runner, source: Source) -> dict[str, Any]:
     """Switch one thing off at a time in the store that reads from the disk, cold."""
     whole = ABLATED
     offered = inspect.signature(NvmeStore).parameters
@@ -244,7 +244,7 @@ def _ablate(settings: Settings, field: Field, source: Source) -> dict[str, Any]:
             options = {**whole.options, "store": {name: value}}
             running.append(replace(whole, key=key, options=options))
     _say("ablation")
-    results, failed = field.race(running, source, "cold", settings.repeats)
+    results, failed = runner.run_rounds(running, source, "cold", settings.repeats)
     series = {key: [float(run["seconds"]) for run in runs] for key, runs in results.items()}
     base = series.get("hotswap", [])
     return {
@@ -267,10 +267,10 @@ def _many_over_one(cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return by_size
 
 
-def _faults(cases: list[dict[str, Any]], field: Field) -> list[str]:
+def _faults(cases: list[dict[str, Any]], runner: Runner) -> list[str]:
     """What must not be: one of ours that did not run or took much memory, anyone whose bytes were others."""
     ours = {contestant.key for contestant in CONTESTANTS if contestant.kind != "peer"}
-    faults = [f"{key}: {why}" for key, why in field.unavailable.items() if key in ours]
+    faults = [f"{key}: {why}" for key, why in runner.unavailable.items() if key in ours]
     for case in cases:
         for key, why in case["failed"].items():
             if key in ours or "other bytes" in why:
@@ -370,7 +370,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
         "shapes": settings.shapes,
         "repeats": settings.repeats,
         "only": settings.only,
-        "rehearsal_bytes": settings.rehearsal_bytes,
+        "warm_up_bytes": settings.warm_up_bytes,
         "swap_bytes": settings.swap_bytes,
     }
 

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks import checkpoints, device, ranks, resident
 from benchmarks.measure import Summary
 from benchmarks.peers import CONTESTANTS, LIMITS, Contestant, Memory
-from benchmarks.race import Cache
 from benchmarks.table import show
+from benchmarks.timed_run import Cache
 
 __all__ = ["show_report"]
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.race import Cache, Source
+from benchmarks.timed_run import Cache, Source
 
 __all__ = ["Failed", "Process"]
 
@@ -58,16 +58,16 @@ class Process:
         return versions
 
     def run(
-        self, source: Source, rehearsal: Source, *, cache: Cache, options: Mapping[str, Any], check: bool
+        self, source: Source, warm_up: Source, *, cache: Cache, options: Mapping[str, Any], check: bool
     ) -> dict[str, Any]:
-        """Load `source` once in a fresh process and return what `Race` noted.
+        """Load `source` once in a fresh process and return what `TimedRun` noted.
 
         Raises:
             Failed: the run failed or took too long; after the latter the process is gone.
         """
         request = {
             "source": _plain(source),
-            "rehearsal": _plain(rehearsal),
+            "warm_up": _plain(warm_up),
             "cache": cache,
             "options": dict(options),
             "check": check,

@@ -1,13 +1,13 @@
-"""Four engines under load, moved, drained, swapped, replaced and full of faults: is every stream right?
+"""Four engines under load, with moves, drains, swaps, replacements and faults: is every stream right?
 
     python -m benchmarks soak                          a minute
     python -m benchmarks soak --minutes 5 --json soak.json
 
-Clients ask four engines of one process, a thread each, for three small models from a disk. Engines are lost,
-late and short of memory, shards are missing, damaged and late, all by seed (`hotswap.testing.chaos`);
-meanwhile requests move and instances are drained, swapped and replaced at random, some of it cancelled half
-way. Every stream is compared with that of an engine that nothing disturbs, and in the end everything must
-have been given back and the process be no larger than before.
+Clients send requests for three small models to four engines of one process, a thread each. Engines are lost,
+slow and short of memory, shards are missing, damaged and slow, all by seed (`hotswap.testing.chaos`).
+Meanwhile requests move and instances are drained, swapped and replaced at random, and some of these
+operations are cancelled. Every stream is compared with that of an undisturbed engine. In the end all
+resources must be released, and the process must be no larger than before.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 import anyio
 
 from benchmarks.measure import machine, versions, write_json
-from benchmarks.soak_clients import Ask, Crowd
-from benchmarks.soak_course import FINDINGS, Course, Place, soak
-from benchmarks.soak_hands import Engines, Pace
+from benchmarks.resource_usage import ALLOWED, describe, sampling_usage
+from benchmarks.soak_clients import CheckedRequest, ClientPool
+from benchmarks.soak_operations import Engines, OperationRates
+from benchmarks.soak_scenario import FINDINGS, Scenario, Setup, soak
 from benchmarks.table import show
-from benchmarks.watch import ALLOWED, describe, watching
 from hotswap import Fleet, MigrationLimits, Model, ModelCard, ModelId, Request, RequestId, Sampling
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
@@ -64,18 +64,20 @@ class Settings:
     """What to do.
 
     Attributes:
-        course: How much goes on, and how long.
-        engines: How many.
-        asks: Different requests, each of which is made many times.
+        scenario: The load, the disturbance, and how long they last.
+        engines: Number of engines.
+        distinct_requests: Number of different requests, each of which is sent many times.
         seed: Of everything that is random.
-        sample_s: Seconds between two looks at memory, descriptors and threads.
+        sample_s: Seconds between two samples of memory, descriptors and threads.
     """
 
-    course: Course = field(
-        default_factory=lambda: Course(crowd=Crowd(size=16), pace=Pace(), quiet_s=10.0, seconds=60.0)
+    scenario: Scenario = field(
+        default_factory=lambda: Scenario(
+            clients=ClientPool(size=16), rates=OperationRates(), quiet_s=10.0, seconds=60.0
+        )
     )
     engines: int = 4
-    asks: int = 90
+    distinct_requests: int = 90
     seed: int = 1
     sample_s: float = 1.0
 
@@ -95,10 +97,10 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
 
 async def _soak(root: Path, settings: Settings) -> dict[str, Any]:
     random = Random(settings.seed)
-    asks = await _make_asks(root, random, settings.asks)
-    place = _make_place(root, random, settings.engines, asks)
-    async with watching(settings.sample_s) as samples:
-        report = await soak(place, settings.course, settings.seed)
+    requests = await _make_requests(root, random, settings.distinct_requests)
+    setup = _make_setup(root, random, settings.engines, requests)
+    async with sampling_usage(settings.sample_s) as samples:
+        report = await soak(setup, settings.scenario, settings.seed)
     resources = {name: describe(samples[name], allowance) for name, allowance in ALLOWED.items()}
     return {**report, "resources": resources}
 
@@ -140,30 +142,33 @@ def _write_models(directory: Path) -> Path:
     return directory / "store"
 
 
-async def _make_asks(root: Path, random: Random, count: int) -> list[Ask]:
-    """Return requests with what each generates on an engine that nothing disturbs."""
-    asks: list[Ask] = []
+async def _make_requests(root: Path, random: Random, count: int) -> list[CheckedRequest]:
+    """Return requests with the tokens that an undisturbed engine generates for each."""
+    made: list[CheckedRequest] = []
 
-    async def answer(engine: TorchEngine, ask: Ask, number: int) -> None:
+    async def generate(engine: TorchEngine, asked: CheckedRequest, number: int) -> None:
         request = Request(
-            id=RequestId(f"{number}"), model=ModelId(ask.model), prompt=ask.prompt, sampling=ask.sampling
+            id=RequestId(f"{number}"),
+            model=ModelId(asked.model),
+            prompt=asked.prompt,
+            sampling=asked.sampling,
         )
         async with engine.stream(request) as tokens:
-            asks.append(replace(ask, expected=tuple([token.id async for token in tokens])))
+            made.append(replace(asked, expected=tuple([token.id async for token in tokens])))
 
     async with NvmeStore(root) as store, _make_engine("undisturbed", SkeletonCache()) as engine:
         for name in _MODELS:
             await engine.load(ModelCard.of(Model(name), await store.manifest(ModelId(name))), store)
             async with anyio.create_task_group() as tasks:
                 for number in range(count // len(_MODELS)):
-                    tasks.start_soon(answer, engine, _make_ask(name, random, number), number)
+                    tasks.start_soon(generate, engine, _make_request(name, random, number), number)
             await engine.unload()
-    return asks
+    return made
 
 
-def _make_ask(model: str, random: Random, seed: int) -> Ask:
+def _make_request(model: str, random: Random, seed: int) -> CheckedRequest:
     sampling = random.choice([_GREEDY, _SAMPLED])
-    return Ask(
+    return CheckedRequest(
         model=model,
         prompt=tuple(random.randrange(2, _VOCABULARY) for _ in range(random.choice([1, 7, 31, 32, 60, 130]))),
         sampling=replace(sampling, max_tokens=random.randrange(20, 120), seed=seed),
@@ -176,7 +181,7 @@ def _make_engine(name: str, skeletons: SkeletonCache) -> TorchEngine:
     )
 
 
-def _make_place(root: Path, random: Random, num_engines: int, asks: Sequence[Ask]) -> Place:
+def _make_setup(root: Path, random: Random, num_engines: int, requests: Sequence[CheckedRequest]) -> Setup:
     """A fleet whose host tier has room for two of the three models; one of them keeps two replicas."""
     numbers, skeletons = itertools.count(), SkeletonCache()
 
@@ -195,18 +200,20 @@ def _make_place(root: Path, random: Random, num_engines: int, asks: Sequence[Ask
         router=LeastLoadedRouter(),
         scheduler=WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=0.3),
         interval_s=0.1,
-        max_load_attempts=1_000_000,  # no client shall be told of the store's faults
+        max_load_attempts=1_000_000,  # no client shall receive an error because of the store's faults
         migration_limits=MigrationLimits(per_instance=2),
     )
-    return Place(fleet=fleet, engines=engines, store=store, asks=asks, num_lent=lambda: tiers.num_lent)
+    return Setup(
+        fleet=fleet, engines=engines, store=store, requests=requests, num_lent=lambda: tiers.num_lent
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak, print tables, write the report; 1 if a stream was wrong, something was left over, or it grows."""
+    """Soak, print tables, write the report; 1 if a stream was wrong or a resource was kept or grows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description=__doc__.partition("\n")[0])
     default = Settings()
     parser.add_argument("--minutes", type=float, help="with faults; 1 by default, 5 with --full")
-    parser.add_argument("--clients", type=int, default=default.course.crowd.size, help="at once")
+    parser.add_argument("--clients", type=int, default=default.scenario.clients.size, help="at once")
     parser.add_argument("--seed", type=int, default=default.seed, help="of everything that is random")
     parser.add_argument("--full", action="store_true", help="five minutes")
     parser.add_argument("--json", type=Path, help="where the whole report goes")
@@ -214,9 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # oneDNN keeps what it compiled for the last 1,024 shapes, hundreds of megabytes: no warm-up fills that.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     minutes = options.minutes or (5.0 if options.full else 1.0)
-    crowd = replace(default.course.crowd, size=options.clients)
-    course = replace(default.course, crowd=crowd, seconds=60 * minutes)
-    report = measure(replace(default, course=course, seed=options.seed))
+    clients = replace(default.scenario.clients, size=options.clients)
+    scenario = replace(default.scenario, clients=clients, seconds=60 * minutes)
+    report = measure(replace(default, scenario=scenario, seed=options.seed))
     _print(report)
     if options.json:
         write_json(options.json, report)

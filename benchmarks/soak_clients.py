@@ -1,4 +1,4 @@
-"""The clients of a soak: each asks, reads, perhaps leaves, and compares with an undisturbed run."""
+"""The clients of a soak: each sends requests, perhaps leaves early, and compares with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import anyio
 
 from hotswap import DeadlineExceeded, Fleet, HotswapError, Sampling
 
-__all__ = ["Ask", "Crowd", "Seen"]
+__all__ = ["CheckedRequest", "ClientPool", "ClientResults"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A request that clients make, and the tokens that an undisturbed engine gives for it."""
+class CheckedRequest:
+    """A request, and the tokens that an undisturbed engine generates for it."""
 
     model: str
     prompt: tuple[int, ...]
@@ -30,17 +30,17 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Seen:
-    """What clients saw.
+class ClientResults:
+    """What clients received.
 
     Attributes:
-        ends: How requests ended: `done`; `left` by their client; `late`, at a deadline that the client gave;
+        ends: How requests ended: `done`; `left` by their client; `late`, at a deadline of the client;
             `error`.
-        tokens: How many came.
-        pauses_s: Between two tokens of a client.
-        hops: On how many instances, one after another, requests ran.
-        wrong: Requests with other tokens than those of the undisturbed run.
-        errors: What clients were told that they should not have been.
+        tokens: Number of tokens received.
+        pauses_s: Times between two tokens of a client.
+        hops: Number of instances that a request ran on.
+        wrong: Requests whose tokens differ from those of the undisturbed run.
+        errors: Errors that clients should not have received.
     """
 
     ends: Counter[str] = field(default_factory=Counter[str])
@@ -61,12 +61,12 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crowd:
-    """Clients, each of which makes one request after the other.
+class ClientPool:
+    """Clients, each of which sends one request after the other.
 
     Attributes:
-        size: How many.
-        think_s: Mean of the exponential time that one waits before it asks again.
+        size: Number of clients.
+        think_s: Mean of the exponential time between two requests of a client.
         leaving: Share of the requests whose client leaves before the end: after some tokens, after some time,
             or by a deadline.
         stay_s: Mean of that time.
@@ -80,32 +80,34 @@ class Crowd:
     async def run(
         self,
         fleet: Fleet,
-        asks: Sequence[Ask],
+        requests: Sequence[CheckedRequest],
         random: Random,
-        seen: Seen,
+        results: ClientResults,
         *,
-        requests: int | None = None,
+        num_requests: int | None = None,
         seconds: float = float("inf"),
     ) -> None:
-        """Ask until so many requests were made or so much time has passed, and return when all have ended."""
-        turns = iter(range(sys.maxsize if requests is None else requests))
+        """Send `num_requests` requests, or requests for `seconds`; return when all have ended."""
+        turns = iter(range(sys.maxsize if num_requests is None else num_requests))
         until_s = anyio.current_time() + seconds
 
         async def one_after_the_other(random: Random) -> None:
             while anyio.current_time() < until_s and next(turns, None) is not None:
-                await self._ask(fleet, random.choice(asks), random, seen)
+                await self._send(fleet, random.choice(requests), random, results)
                 await anyio.sleep(random.expovariate(1 / self.think_s))
 
         async with anyio.create_task_group() as tasks:
             for _ in range(self.size):
                 tasks.start_soon(one_after_the_other, Random(random.getrandbits(64)))
 
-    async def _ask(self, fleet: Fleet, ask: Ask, random: Random, seen: Seen) -> None:
-        reader = _Reader(fleet, ask, seen)
+    async def _send(
+        self, fleet: Fleet, request: CheckedRequest, random: Random, results: ClientResults
+    ) -> None:
+        reader = _Reader(fleet, request, results)
         leaving = random.choice(("tokens", "time", "deadline")) if random.random() < self.leaving else ""
         stay_s = random.expovariate(1 / self.stay_s)
         if leaving == "tokens":
-            reader.leaves_after = random.randrange(1, len(ask.expected) + 1)
+            reader.leaves_after = random.randrange(1, len(request.expected) + 1)
         elif leaving == "deadline":
             reader.deadline_s = stay_s
         with anyio.move_on_after(stay_s if leaving == "time" else None):
@@ -113,12 +115,12 @@ class Crowd:
 
 
 class _Reader:
-    """Reads one stream; whatever becomes of it, what was read is the beginning of what was to be expected."""
+    """Reads one stream. However it ends, the tokens read must be a prefix of the expected ones."""
 
-    def __init__(self, fleet: Fleet, ask: Ask, seen: Seen) -> None:
+    def __init__(self, fleet: Fleet, request: CheckedRequest, results: ClientResults) -> None:
         self.leaves_after: int | None = None
         self.deadline_s: float | None = None
-        self._fleet, self._ask, self._seen = fleet, ask, seen
+        self._fleet, self._request, self._results = fleet, request, results
         self._read: list[int] = []
         self._num_hops = 0
 
@@ -127,38 +129,42 @@ class _Reader:
         try:
             end = await self._stream()
         except DeadlineExceeded as exc:
-            end = "late" if self.deadline_s is not None else self._blame(exc)
+            end = "late" if self.deadline_s is not None else self._unexpected(exc)
         except HotswapError as exc:
-            end = self._blame(exc)
+            end = self._unexpected(exc)
         finally:
             self._note(end)
 
     async def _stream(self) -> str:
-        ask, last_s = self._ask, None
+        request, last_s = self._request, None
         async with self._fleet.stream(
-            ask.model, ask.prompt, ask.sampling, adapter=ask.adapter, deadline_s=self.deadline_s
+            request.model,
+            request.prompt,
+            request.sampling,
+            adapter=request.adapter,
+            deadline_s=self.deadline_s,
         ) as tokens:
             async for token in tokens:
                 now_s = anyio.current_time()
                 if last_s is not None:
-                    self._seen.pauses_s.append(now_s - last_s)
+                    self._results.pauses_s.append(now_s - last_s)
                 last_s, self._num_hops = now_s, tokens.num_hops
                 self._read.append(token.id)
                 if len(self._read) == self.leaves_after:
                     return "left"
         return "done"
 
-    def _blame(self, error: HotswapError) -> str:
-        self._seen.errors.append(f"{type(error).__name__}: {error}")
+    def _unexpected(self, error: HotswapError) -> str:
+        self._results.errors.append(f"{type(error).__name__}: {error}")
         return "error"
 
     def _note(self, end: str) -> None:
         read = tuple(self._read)
-        self._seen.ends[end] += 1
-        self._seen.tokens += len(read)
-        self._seen.hops[self._num_hops] += 1
-        if read != self._ask.expected[: None if end == "done" else len(read)]:
-            self._seen.wrong.append(f"{self._ask} gave {read} and was {end}")
+        self._results.ends[end] += 1
+        self._results.tokens += len(read)
+        self._results.hops[self._num_hops] += 1
+        if read != self._request.expected[: None if end == "done" else len(read)]:
+            self._results.wrong.append(f"{self._request} gave {read} and was {end}")
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:

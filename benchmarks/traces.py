@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.least import Estimate, least
 from benchmarks.measure import write_json
+from benchmarks.search import Estimate, smallest
 from benchmarks.table import show
 from benchmarks.trace_loads import LOADS, Load
 from benchmarks.trace_policies import AUTOSCALED, TARGETS, Policy, autoscaler, policies
@@ -92,7 +92,7 @@ def search(case: Case, policy: Policy, guess: int) -> dict[str, Any]:
 
     low = len(case.trace.models) if policy.dedicated else 1
     high = max(2 * low, case.load.most) if policy.dedicated else case.load.most
-    found = least(enough, low, high, guess=guess)
+    found = smallest(enough, low, high, guess=guess)
     return {"engines": found, "trials": trials}
 
 
@@ -107,7 +107,7 @@ def autoscaled(case: Case, guess: int) -> dict[str, Any]:
         trials[target] = case.figures(outcome)
         return trials[target]["attainment"] >= SHARE
 
-    place = least(enough, 1, len(TARGETS), guess=guess)
+    place = smallest(enough, 1, len(TARGETS), guess=guess)
     engines = None if place is None else trials[TARGETS[-place]]["mean_engines"]
     return {"engines": engines, "place": place, "trials": trials}
 

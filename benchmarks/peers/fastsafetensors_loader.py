@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race import Peer, Race, Source
+from benchmarks.timed_run import Peer, Source, TimedRun
 
 DISTRIBUTIONS = ("fastsafetensors", "torch")
 
@@ -19,11 +19,11 @@ class Contestant(Peer):
     def files(self, source: Source) -> list[Path]:
         return [source.safetensors]
 
-    def load(self, source: Source, race: Race) -> None:
-        race.start()
+    def load(self, source: Source, run: TimedRun) -> None:
+        run.start()
         loader = _library.SafeTensorsFileLoader(_library.SingleGroup(), device="cpu", nogds=True)
         loader.add_filenames({0: [str(source.safetensors)]})
         buffers = loader.copy_files_to_device()
-        race.finish({name: buffers.get_tensor(name) for name in loader.get_keys()})
+        run.finish({name: buffers.get_tensor(name) for name in loader.get_keys()})
         buffers.close()
         loader.close()

@@ -22,7 +22,7 @@ import torch
 from anyio import to_thread
 from torch import Tensor
 
-from benchmarks.race import Peer, Race, Rehearsal, Source
+from benchmarks.timed_run import Peer, Source, TimedRun, WarmUp
 from hotswap import HostChunk, ModelId, WeightStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
@@ -37,21 +37,21 @@ class Contestant(Peer):
     def files(self, source: Source) -> list[Path]:
         return sorted((source.store / source.model).iterdir())
 
-    def run(self, rehearsal: Source, source: Source, race: Race) -> None:
+    def run(self, warm_up: Source, source: Source, run: TimedRun) -> None:
         """Load both in one store, whose threads and buffers so exist when the clock starts."""
-        anyio.run(self._run, [(rehearsal, Rehearsal()), (source, race)])
+        anyio.run(self._run, [(warm_up, WarmUp()), (source, run)])
 
-    def load(self, source: Source, race: Race) -> None:
+    def load(self, source: Source, run: TimedRun) -> None:
         """Load one checkpoint in a store of its own."""
-        anyio.run(self._run, [(source, race)])
+        anyio.run(self._run, [(source, run)])
 
-    async def _run(self, races: list[tuple[Source, Race]]) -> None:
+    async def _run(self, runs: list[tuple[Source, TimedRun]]) -> None:
         began_s = time.perf_counter()
-        async with self._store(races[0][0].store) as store:
+        async with self._store(runs[0][0].store) as store:
             entered_s = time.perf_counter() - began_s
-            for source, race in races:
-                await self._load(store, ModelId(source.model), race)
-                race.note(enter_s=entered_s)
+            for source, run in runs:
+                await self._load(store, ModelId(source.model), run)
+                run.note(enter_s=entered_s)
 
     def _store(self, root: Path) -> WeightStore:
         disk = NvmeStore(root, **self.options.get("store", {}))
@@ -59,22 +59,22 @@ class Contestant(Peer):
             return disk
         return TieredStore(PinnedStore("1 TiB"), disk)
 
-    async def _load(self, store: WeightStore, model: ModelId, race: Race) -> None:
+    async def _load(self, store: WeightStore, model: ModelId, run: TimedRun) -> None:
         if isinstance(store, TieredStore):
             await store.prefetch(model)
         sink = self.options["sink"]
         if sink == "fresh":
             # Not entered, so that the index is parsed under the clock; reads in place need nothing of it.
             assert isinstance(store, NvmeStore)
-            await _read(self._store(store.root), model, race, existing=None)
+            await _read(self._store(store.root), model, run, existing=None)
         elif sink == "existing":
-            await _read(store, model, race, existing=await _existing(store, model))
+            await _read(store, model, run, existing=await _existing(store, model))
         elif sink == "copy":
-            await _copy(store, model, race)
+            await _copy(store, model, run)
         elif sink == "view":
-            await _view(store, model, race)
+            await _view(store, model, run)
         else:
-            await _let_go(store, model, race)
+            await _let_go(store, model, run)
 
 
 async def _existing(store: WeightStore, model: ModelId) -> Tensor:
@@ -82,23 +82,23 @@ async def _existing(store: WeightStore, model: ModelId) -> Tensor:
     return _take((await store.manifest(model)).buffer_bytes).fill_(0)
 
 
-async def _read(store: WeightStore, model: ModelId, race: Race, *, existing: Tensor | None) -> None:
+async def _read(store: WeightStore, model: ModelId, run: TimedRun, *, existing: Tensor | None) -> None:
     """What a CPU engine does: the buffer is made as it makes it, the shards are fetched as it does."""
-    race.start()
+    run.start()
     manifest = await store.manifest(model)
     flat = await to_thread.run_sync(_take, manifest.buffer_bytes) if existing is None else existing
     await fetch(store, manifest, flat)
     views = Views(flat)
-    race.finish({spec.name: views.at(spec) for spec in manifest.tensors})
+    run.finish({spec.name: views.at(spec) for spec in manifest.tensors})
 
 
 def _take(size_bytes: int) -> Tensor:
     return FlatBuffers(torch.device("cpu"), 0).take(size_bytes)
 
 
-async def _copy(store: WeightStore, model: ModelId, race: Race) -> None:
+async def _copy(store: WeightStore, model: ModelId, run: TimedRun) -> None:
     flat = await _existing(store, model)
-    race.start()
+    run.start()
     manifest = await store.manifest(model)
     target = flat.numpy()
 
@@ -111,26 +111,26 @@ async def _copy(store: WeightStore, model: ModelId, race: Race) -> None:
             async for chunk in chunks:
                 await to_thread.run_sync(copy, chunk)
     views = Views(flat)
-    race.finish({spec.name: views.at(spec) for spec in manifest.tensors})
+    run.finish({spec.name: views.at(spec) for spec in manifest.tensors})
 
 
-async def _let_go(store: WeightStore, model: ModelId, race: Race) -> None:
-    race.start()
+async def _let_go(store: WeightStore, model: ModelId, run: TimedRun) -> None:
+    run.start()
     manifest = await store.manifest(model)
     size = 0
     for shard in manifest.shards_of(0):
         async with store.open(shard) as chunks:
             async for chunk in chunks:
                 size += len(chunk.data)
-    race.finish({}, size_bytes=size)
+    run.finish({}, size_bytes=size)
 
 
-async def _view(store: WeightStore, model: ModelId, race: Race) -> None:
+async def _view(store: WeightStore, model: ModelId, run: TimedRun) -> None:
     """What a CPU engine does with a model that is on the host tier."""
     assert isinstance(store, TieredStore)
-    race.start()
+    run.start()
     manifest = await store.manifest(model)
     async with store.lend(manifest) as buffer:
         assert buffer is not None, "the model was prefetched"
         views = Views(in_place(buffer.data))
-        race.finish({spec.name: views.at(spec) for spec in manifest.tensors})
+        run.finish({spec.name: views.at(spec) for spec in manifest.tensors})

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.race import Peer, Race, Source, flat_buffer
+from benchmarks.timed_run import Peer, Source, TimedRun, flat_buffer
 
 DISTRIBUTIONS: tuple[str, ...] = ()
 
@@ -44,23 +44,23 @@ class Contestant(Peer):
     def into(self, source: Source) -> None:
         """Reads where it shall, without a copy."""
 
-    def load(self, source: Source, race: Race) -> None:
+    def load(self, source: Source, run: TimedRun) -> None:
         memory = self.options["memory"]
         existing = flat_buffer(source.buffer_bytes).fill_(0) if memory == "existing" else None
-        race.start()
+        run.start()
         fresh = flat_buffer(source.buffer_bytes) if memory == "fresh" else None
         buffer = fresh if existing is None else existing
         flat: _Array | None = None if buffer is None else buffer.numpy()
         size = 0
         for file in source.flat_files:
-            size += self._read_file(file, None if flat is None else flat[size:], race)
-        if buffer is None or not race.checks:
-            return race.finish({}, size_bytes=size)
+            size += self._read_file(file, None if flat is None else flat[size:], run)
+        if buffer is None or not run.checks:
+            return run.finish({}, size_bytes=size)
         places = {name: place.view(buffer) for name, place in source.places().items()}
-        return race.finish(places, size_bytes=size)
+        return run.finish(places, size_bytes=size)
 
-    def _read_file(self, file: Path, flat: _Array | None, race: Race) -> int:
-        fd = _open(file, race)
+    def _read_file(self, file: Path, flat: _Array | None, run: TimedRun) -> int:
+        fd = _open(file, run)
         try:
             size = os.fstat(fd).st_size
             turns = count()  # `next` on it is one step of the interpreter: each thread takes the next piece
@@ -79,14 +79,14 @@ class Contestant(Peer):
             os.close(fd)
 
 
-def _open(file: Path, race: Race) -> int:
+def _open(file: Path, run: TimedRun) -> int:
     """Open for direct reads; where the file system refuses them, buffered, which the result then says."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
-        race.note(direct=False)
+        run.note(direct=False)
         return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    race.note(direct=True)
+    run.note(direct=True)
     return fd
 
 

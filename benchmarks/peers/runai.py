@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race import Peer, Race, Source
+from benchmarks.timed_run import Peer, Source, TimedRun
 
 DISTRIBUTIONS = ("runai-model-streamer", "torch")
 
@@ -19,8 +19,8 @@ class Contestant(Peer):
     def files(self, source: Source) -> list[Path]:
         return [source.safetensors]
 
-    def load(self, source: Source, race: Race) -> None:
-        race.start()
+    def load(self, source: Source, run: TimedRun) -> None:
+        run.start()
         with _library.SafetensorsStreamer() as streamer:
             streamer.stream_file(str(source.safetensors))
-            race.finish(streamer.get_tensors())  # one after the other, as they arrive
+            run.finish(streamer.get_tensors())  # one after the other, as they arrive

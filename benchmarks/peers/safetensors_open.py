@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from benchmarks.race import Peer, Race, Source
+from benchmarks.timed_run import Peer, Source, TimedRun
 
 DISTRIBUTIONS = ("safetensors", "torch")
 
@@ -17,8 +17,8 @@ class Contestant(Peer):
     def files(self, source: Source) -> list[Path]:
         return [source.safetensors]
 
-    def load(self, source: Source, race: Race) -> None:
-        race.start()
+    def load(self, source: Source, run: TimedRun) -> None:
+        run.start()
         with safe_open(source.safetensors, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-            race.finish(tensors, mapped=True)
+            run.finish(tensors, mapped=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from benchmarks.race import Peer, Race, Source
+from benchmarks.timed_run import Peer, Source, TimedRun
 
 DISTRIBUTIONS = ("tensorizer", "torch")
 
@@ -25,10 +25,10 @@ class Contestant(Peer):
             raise RuntimeError(refusal.read_text())
         return [source.tensorizer]
 
-    def load(self, source: Source, race: Race) -> None:
-        race.start()
+    def load(self, source: Source, run: TimedRun) -> None:
+        run.start()
         with _library.TensorDeserializer(str(source.tensorizer), device="cpu") as file:
-            race.finish({name: tensor.data for name, tensor in file.items()})
+            run.finish({name: tensor.data for name, tensor in file.items()})
 
 
 def convert(safetensors: Path, target: Path) -> None:

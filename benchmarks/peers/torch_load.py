@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.race import Peer, Race, Source
+from benchmarks.timed_run import Peer, Source, TimedRun
 
 DISTRIBUTIONS = ("torch",)
 
@@ -17,8 +17,8 @@ class Contestant(Peer):
     def files(self, source: Source) -> list[Path]:
         return [source.pickle]
 
-    def load(self, source: Source, race: Race) -> None:
-        race.start()
+    def load(self, source: Source, run: TimedRun) -> None:
+        run.start()
         mapped = bool(self.options["mmap"])
         tensors = torch.load(source.pickle, map_location="cpu", mmap=mapped, weights_only=True)
-        race.finish(tensors, mapped=mapped)
+        run.finish(tensors, mapped=mapped)

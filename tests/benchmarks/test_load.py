@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks import checkpoints, load, pagecache
-from benchmarks.field import Field
 from benchmarks.measure import ratios, rounds
 from benchmarks.peers import CONTESTANTS, LIMITS
-from benchmarks.race import Source
+from benchmarks.runner import Runner
+from benchmarks.timed_run import Source
 
 HERE = [contestant for contestant in CONTESTANTS if not contestant.apart]
 SIZE = 3_000_000
@@ -30,7 +30,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             repeats=2,
             directory=tmp_path_factory.mktemp("bench"),
             peers_python=None,
-            rehearsal_bytes=1_000_000,
+            warm_up_bytes=1_000_000,
             rank_width=128,
             swap_bytes=(),
         )
@@ -38,14 +38,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
-    rehearsal = _write(tmp_path_factory.mktemp("field"), "rehearsal")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    warm_up = _write(tmp_path_factory.mktemp("runner"), "warm_up")
     defaults = {"threads": 2, "chunk_bytes": 1 << 20}
-    with Field(
-        HERE, python=Path(sys.executable), peers_python=None, rehearsal=rehearsal, timeout_s=120
-    ) as field:
-        field.defaults.update(dict.fromkeys(LIMITS.values(), defaults))
-        yield field
+    with Runner(
+        HERE, python=Path(sys.executable), peers_python=None, warm_up=warm_up, timeout_s=120
+    ) as runner:
+        runner.defaults.update(dict.fromkeys(LIMITS.values(), defaults))
+        yield runner
 
 
 def _write(directory: Path, name: str, shape: str = "llama") -> Source:
@@ -86,12 +86,12 @@ def test_peers_that_are_not_installed_are_named_with_the_reason(report: dict[str
     assert all("make bench-env" in reason for reason in report["unavailable"].values())
 
 
-def test_a_contestant_that_delivers_other_bytes_is_out(field: Field) -> None:
-    source = _write(field.rehearsal.directory.parent, "flipped")
-    assert field.check(field.ready, source) == {}
+def test_a_contestant_that_delivers_other_bytes_is_out(runner: Runner) -> None:
+    source = _write(runner.warm_up.directory.parent, "flipped")
+    assert runner.check(runner.ready, source) == {}
     for file in (source.safetensors, source.flat_files[0]):
         _flip(file, at=file.stat().st_size // 2)
-    out = field.check(field.ready, source)
+    out = runner.check(runner.ready, source)
     assert out["safetensors"] == out["raw_direct"] == "it delivered other bytes than were written"
     assert {key for key in out if key.startswith("hotswap")} == {
         contestant.key for contestant in HERE if contestant.kind == "hotswap"

@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak
-from benchmarks.soak_clients import Crowd
-from benchmarks.soak_course import FINDINGS, Course
-from benchmarks.soak_hands import Pace
-from benchmarks.watch import Allowance, describe
+from benchmarks.resource_usage import Allowance, describe
+from benchmarks.soak_clients import ClientPool
+from benchmarks.soak_operations import OperationRates
+from benchmarks.soak_scenario import FINDINGS, Scenario
 
 NUM_REQUESTS = 200
 
 
 @pytest.mark.slow
 def test_every_stream_is_right_among_faults_and_nothing_is_left(tmp_path: Path) -> None:
-    course = Course(crowd=Crowd(size=12, think_s=0.02), pace=Pace(), requests=NUM_REQUESTS)
-    report = soak.measure(soak.Settings(course=course, asks=30), tmp_path)
+    scenario = Scenario(
+        clients=ClientPool(size=12, think_s=0.02), rates=OperationRates(), num_requests=NUM_REQUESTS
+    )
+    report = soak.measure(soak.Settings(scenario=scenario, distinct_requests=30), tmp_path)
     assert {finding: report[finding] for finding in FINDINGS} == {finding: [] for finding in FINDINGS}
     ends = report["disturbed"]["requests"]
     assert sum(ends.values()) == NUM_REQUESTS

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from benchmarks.soak_clients import Ask, Crowd
-from benchmarks.soak_course import FINDINGS, Course, Place, soak
-from benchmarks.soak_hands import Engines, Pace
+from benchmarks.soak_clients import CheckedRequest, ClientPool
+from benchmarks.soak_operations import Engines, OperationRates
+from benchmarks.soak_scenario import FINDINGS, Scenario, Setup, soak
 from hotswap import (
     Adapter,
     AdapterId,
@@ -52,7 +52,7 @@ STORE_FAULTS = StoreFaults(
 )
 
 
-def make_place(random: Random) -> Place:
+def make_setup(random: Random) -> Setup:
     """Twenty simulated engines that share six models, one of them with adapters."""
     numbers = itertools.count()
 
@@ -81,14 +81,14 @@ def make_place(random: Random) -> Place:
         scheduler=WeightedLoadSwap(t1=2, t2=30, b=1.5, patience_s=1.0),
         interval_s=0.5,
         max_waiting=NUM_REQUESTS,
-        max_load_attempts=1_000_000,  # no client shall be told of the store's faults
+        max_load_attempts=1_000_000,  # no client shall receive an error because of the store's faults
         migration_limits=MigrationLimits(per_instance=3),
     )
-    asks = [make_ask(random) for _ in range(400)]
-    return Place(fleet=fleet, engines=engines, store=store, asks=asks, num_lent=lambda: bare.num_lent)
+    requests = [make_request(random) for _ in range(400)]
+    return Setup(fleet=fleet, engines=engines, store=store, requests=requests, num_lent=lambda: bare.num_lent)
 
 
-def make_ask(random: Random) -> Ask:
+def make_request(random: Random) -> CheckedRequest:
     model = random.choice(MODELS)
     adapter = random.choice(ADAPTERS).id if model == "a" and random.random() < 0.5 else None
     prompt = tuple(random.randrange(1, 999) for _ in range(random.randrange(1, 90)))
@@ -107,14 +107,14 @@ def make_ask(random: Random) -> Ask:
     )
     card = ModelCard(id=ModelId(model), weight_bytes=WEIGHT_BYTES, max_context_tokens=CONTEXT_TOKENS)
     expected = tuple(expected_tokens(request, card))
-    return Ask(model=model, prompt=prompt, sampling=sampling, adapter=adapter, expected=expected)
+    return CheckedRequest(model=model, prompt=prompt, sampling=sampling, adapter=adapter, expected=expected)
 
 
 @pytest.mark.slow
 @virtual_time
 async def test_ten_thousand_requests_among_faults_end_right_and_leave_nothing() -> None:
-    course = Course(crowd=Crowd(), pace=Pace(), requests=NUM_REQUESTS)
-    report = await soak(make_place(Random(1)), course, seed=1)
+    scenario = Scenario(clients=ClientPool(), rates=OperationRates(), num_requests=NUM_REQUESTS)
+    report = await soak(make_setup(Random(1)), scenario, seed=1)
     assert {finding: report[finding] for finding in FINDINGS} == {finding: [] for finding in FINDINGS}
     ends = report["disturbed"]["requests"]
     assert set(ends) == {"done", "left", "late"}

@@ -1,4 +1,4 @@
-"""What this process takes of the machine while something runs: memory, file descriptors, threads."""
+"""Memory, file descriptors and threads of this process, sampled while something runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import anyio
 import psutil
 
-__all__ = ["ALLOWED", "Allowance", "describe", "watching"]
+__all__ = ["ALLOWED", "Allowance", "describe", "sampling_usage"]
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What a figure may rise by and count as flat: a share of what it was, and an amount on top."""
+    """How much a figure may rise and count as flat: a share of its early value, and an amount on top."""
 
     share: float
     amount: int
@@ -31,16 +31,16 @@ ALLOWED = {
 
 
 @asynccontextmanager
-async def watching(every_s: float) -> AsyncGenerator[dict[str, list[int]]]:
-    """Take a sample every so often while the block runs; the lists grow.
+async def sampling_usage(every_s: float) -> AsyncGenerator[dict[str, list[int]]]:
+    """Take a sample every `every_s` seconds while the block runs; the lists grow.
 
-    Memory is what is resident once the C library has given back what it only keeps for later: how much that
-    is depends on which threads came and went.
+    Memory is resident memory after `malloc_trim`: how much the C library keeps for later depends on which
+    threads started and ended.
     """
     process, trim = psutil.Process(), getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
     samples: dict[str, list[int]] = {name: [] for name in ALLOWED}
 
-    async def take_for_ever() -> None:
+    async def take_samples() -> None:
         while True:
             trim(0)
             samples["memory_bytes"].append(process.memory_info().rss)
@@ -49,7 +49,7 @@ async def watching(every_s: float) -> AsyncGenerator[dict[str, list[int]]]:
             await anyio.sleep(every_s)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(take_for_ever)
+        tasks.start_soon(take_samples)
         yield samples
         tasks.cancel_scope.cancel()
 
@@ -63,4 +63,4 @@ def describe(samples: Sequence[int], allowance: Allowance) -> dict[str, Any]:
     early = statistics.median(samples[quarter : 2 * quarter] or samples)
     late = statistics.median(samples[-quarter:])
     limit = early * (1 + allowance.share) + allowance.amount
-    return {"early": early, "late": late, "limit": limit, "flat": late <= limit, "samples": list(samples)}
+    return {"early": early, "late": late, "limit": limit, "flat": late <= limit}

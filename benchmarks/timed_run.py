@@ -27,9 +27,9 @@ __all__ = [
     "Cache",
     "Peer",
     "Place",
-    "Race",
-    "Rehearsal",
     "Source",
+    "TimedRun",
+    "WarmUp",
     "digest_of",
     "flat_buffer",
     "raw_bytes",
@@ -106,7 +106,7 @@ class Source:
         return {name: Place(dtype, tuple(shape), *rest) for name, dtype, shape, *rest in entries}
 
 
-class Race:
+class TimedRun:
     """The clock of a run: a contestant calls `start`, opens its files, and gives its tensors to `finish`.
 
     With `into` the tensors must end in memory that exists, laid out as that source's flat buffer: for a
@@ -173,7 +173,7 @@ class Race:
         return kept
 
 
-class Rehearsal(Race):
+class WarmUp(TimedRun):
     """A run that nobody times: what a process makes once (threads, rings, lazy imports) is there after it."""
 
     def __init__(self, into: Source | None = None) -> None:
@@ -192,13 +192,13 @@ class Peer(ABC):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
 
-    def run(self, rehearsal: Source, source: Source, race: Race) -> None:
+    def run(self, warm_up: Source, source: Source, run: TimedRun) -> None:
         """Load a small checkpoint unseen, then the one that counts."""
-        self.load(rehearsal, Rehearsal(self.into(rehearsal)))
-        self.load(source, race)
+        self.load(warm_up, WarmUp(self.into(warm_up)))
+        self.load(source, run)
 
     def into(self, source: Source) -> Source | None:
-        """The source whose flat buffer the race shall make; `None` for one that reads into memory itself."""
+        """The source whose flat buffer the run shall make; `None` for one that reads into memory itself."""
         return source if self.options.get("memory") == "existing" else None
 
     @abstractmethod
@@ -206,8 +206,8 @@ class Peer(ABC):
         """The files it reads: those that must be cold, or warm, before it starts."""
 
     @abstractmethod
-    def load(self, source: Source, race: Race) -> None:
-        """Load the tensors between `race.start()` and `race.finish(tensors)`."""
+    def load(self, source: Source, run: TimedRun) -> None:
+        """Load the tensors between `run.start()` and `run.finish(tensors)`."""
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""The field: every contestant that can run here, and the reasons why the others cannot."""
+"""Runs the contestants that are available here, and keeps the reasons why others are not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Self
 from benchmarks.measure import rounds
 from benchmarks.peers import Contestant
 from benchmarks.process import Failed, Process
-from benchmarks.race import Cache, Source
+from benchmarks.timed_run import Cache, Source
 
-__all__ = ["Field", "Series"]
+__all__ = ["Runner", "Series"]
 
 Series = dict[str, list[float]]
 
 
-class Field:
+class Runner:
     """Contestants with their processes; one that fails leaves the case, not the benchmark.
 
     Attributes:
@@ -31,13 +31,13 @@ class Field:
         *,
         python: Path,
         peers_python: Path | None,
-        rehearsal: Source,
+        warm_up: Source,
         timeout_s: float,
     ) -> None:
         self.unavailable: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         self.defaults: dict[str, Mapping[str, Any]] = {}
-        self.rehearsal = rehearsal
+        self.warm_up = warm_up
         self._contestants = contestants
         self._python, self._peers_python = python, peers_python
         self._timeout_s = timeout_s
@@ -84,7 +84,7 @@ class Field:
             options |= contestant.check_options
         try:
             result = self._processes[contestant.module].run(
-                source, self.rehearsal, cache=cache, options=options, check=check
+                source, self.warm_up, cache=cache, options=options, check=check
             )
         except Failed:
             if self._processes[contestant.module].ended:
@@ -105,7 +105,7 @@ class Field:
                 out[contestant.key] = str(exc)
         return out
 
-    def race(
+    def run_rounds(
         self, contestants: Sequence[Contestant], source: Source, cache: Cache, repeats: int
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
         """Let them take turns; return what every run noted, and why some did not come to the end."""

@@ -1,4 +1,4 @@
-"""The search for the least number that is enough, and what is said of several of them."""
+"""The search for the smallest number that is enough, and estimates from several of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.least import Estimate, least
+from benchmarks.search import Estimate, smallest
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.integers(-10, 140), st.integers(1, 130))
@@ -22,7 +22,7 @@ def test_it_finds_the_least_of_a_range_or_says_that_none_is_enough(
         asked.append(number)
         return number >= threshold
 
-    found = least(enough, low, high, guess=guess)
+    found = smallest(enough, low, high, guess=guess)
     assert found == (None if threshold > high else max(low, threshold))
     assert all(low <= number <= high for number in asked)
     assert len(asked) == len(set(asked)), "asked twice"
@@ -36,7 +36,7 @@ def test_a_good_guess_takes_four_trials_at_most(threshold: int, off: int) -> Non
         asked.append(number)
         return number >= threshold
 
-    assert least(enough, 1, 2000, guess=threshold + off) == threshold
+    assert smallest(enough, 1, 2000, guess=threshold + off) == threshold
     assert len(asked) <= 4
 
 

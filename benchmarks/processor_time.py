@@ -1,11 +1,11 @@
-"""A torch engine's steps in virtual time, each as long as the processor worked on it, whoever else was there.
+"""A torch engine in virtual time: each step lasts as long as the processor worked on it.
 
-On a machine that others use a step may wait for a processor at any moment, and mean latencies are those of
-the others. Here the steps are the torch engine's own, computed one after the other in this thread, and the
-clock goes on by the processor time of each. Others still slow a processor down, by its caches: so a fixed
-piece of work is done beside each step, and the step counts as it would have where that takes least.
+On a shared machine a step may wait for a processor at any moment. Here the steps of the torch engine are
+computed one after the other in this thread, and virtual time advances by the processor time of each. Other
+processes still slow a step down, through shared caches: so a fixed reference computation runs beside each
+step, and the time of the step is scaled by how much slower the reference was than at its best.
 
-What it does not see is what lies between steps: tokens that cross from the engine's thread to the readers'.
+The time between steps is not measured: tokens that cross from the engine's thread to the readers'.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hotswap.backends.torch.admission import to_sequence
 from hotswap.backends.torch.runner import Runner
 from hotswap.stream import TokenQueue
 
-__all__ = ["PacedEngine"]
+__all__ = ["ProcessorTimeEngine"]
 
 
-class PacedEngine(Engine):
-    """Stands for a loaded torch engine that nobody else asks for anything; to be used in virtual time."""
+class ProcessorTimeEngine(Engine):
+    """Stands for a loaded torch engine that has no other clients; to be used in virtual time."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.id = engine.id
@@ -38,23 +38,23 @@ class PacedEngine(Engine):
         assert runner is not None
         assert model is not None
         self._runner: Runner = runner
-        self._model, self._shown = model, engine.view()
+        self._model, self._view = model, engine.view()
         self._state, self._queues = InstanceState.EMPTY, dict[int, TokenQueue]()
         self._last_ticket = runner.batcher.last_ticket
-        self._work, self._yardstick = anyio.Event(), _Yardstick()
+        self._work, self._reference = anyio.Event(), _ReferenceWork()
 
     @asynccontextmanager
-    async def __asynccontextmanager__(self) -> AsyncGenerator[PacedEngine]:
+    async def __asynccontextmanager__(self) -> AsyncGenerator[ProcessorTimeEngine]:
         async with anyio.create_task_group() as workers:
-            workers.start_soon(self._step_for_ever)
+            workers.start_soon(self._run_steps)
             yield self
             workers.cancel_scope.cancel()
 
     def view(self) -> InstanceView:
-        return replace(self._shown, state=self._state)
+        return replace(self._view, state=self._state)
 
     async def load(self, model: ModelCard, store: WeightStore) -> None:
-        await anyio.sleep(0.001)  # virtual; loads are not what is looked at
+        await anyio.sleep(0.001)  # virtual; loads are not measured
         self._state = InstanceState.SERVING
 
     async def unload(self) -> None:
@@ -76,14 +76,14 @@ class PacedEngine(Engine):
                 self._runner.batcher.remove(sequence)
 
     async def evict(self, *, deadline_s: float) -> int:
-        raise NotImplementedError("nobody swaps it")
+        raise NotImplementedError("this engine is not swapped")
 
-    async def _step_for_ever(self) -> None:
+    async def _run_steps(self) -> None:
         while True:
             if self._runner.idle:
                 self._work = anyio.Event()
                 await self._work.wait()
-            share = self._yardstick.share()
+            share = self._reference.share()
             began_s = time.thread_time()
             with torch.inference_mode():
                 report = self._runner.step()
@@ -97,17 +97,17 @@ class PacedEngine(Engine):
                     del self._queues[sampled.ticket]
 
 
-class _Yardstick:
-    """How much of its speed a processor has now: by the median of the last few pieces of fixed work."""
+class _ReferenceWork:
+    """The current speed of the processor over its best, by the median time of the last reference runs."""
 
     def __init__(self) -> None:
         self._inputs, self._weights = torch.randn(32, 256), torch.randn(256, 768)
         self._times_s = deque[float](maxlen=15)
-        self._least_s = min(median(self._work_s() for _ in range(40)) for _ in range(20))
+        self._best_s = min(median(self._work_s() for _ in range(40)) for _ in range(20))
 
     def share(self) -> float:
         self._times_s.append(self._work_s())
-        return self._least_s / median(self._times_s)
+        return self._best_s / median(self._times_s)
 
     def _work_s(self) -> float:
         """Products, copies and interpreted code, about as a small model's step has them."""

@@ -1,7 +1,6 @@
-"""The course of a soak: calm, then faults and disturbances, then calm again and a look at the books.
+"""The scenario of a soak: a quiet phase, one with faults and operations, and a check of what is left.
 
-What it takes place in is a `Place`, simulated or real: a fleet of chaotic engines on a chaotic store, and the
-requests that clients make of it.
+A `Setup` is what it runs on, simulated or real: a fleet of chaotic engines on a chaotic store, and requests.
 """
 
 from __future__ import annotations
@@ -16,98 +15,103 @@ from typing import Any
 
 import anyio
 
-from benchmarks.soak_clients import Ask, Crowd, Seen
-from benchmarks.soak_hands import Engines, Hands, Pace
+from benchmarks.soak_clients import CheckedRequest, ClientPool, ClientResults
+from benchmarks.soak_operations import Engines, OperationRates, RandomOperations
 from hotswap import Fleet, InstanceState
 from hotswap.testing.chaos import ChaosStore
 
-__all__ = ["FINDINGS", "Course", "Place", "soak"]
+__all__ = ["FINDINGS", "Scenario", "Setup", "soak"]
 
-# Parts of a report that are empty if all is well.
-FINDINGS = ("wrong", "errors", "books", "logged")
+# Parts of a report that are empty in a good run.
+FINDINGS = ("wrong", "errors", "leftovers", "logged")
 _SETTLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """How much goes on, and how long; whichever of seconds and requests comes first.
+class Scenario:
+    """The load and the disturbance, which end after `seconds` or `num_requests`, whichever comes first.
 
     Attributes:
-        crowd: Who asks.
-        pace: How often hands disturb.
-        quiet_s: Seconds before faults and disturbances begin.
+        clients: The clients that send requests.
+        rates: How often operations disturb the fleet.
+        quiet_s: Seconds before faults and operations begin.
         seconds: Seconds with them.
-        requests: Requests with them.
+        num_requests: Requests with them.
     """
 
-    crowd: Crowd
-    pace: Pace
+    clients: ClientPool
+    rates: OperationRates
     quiet_s: float = 0.0
     seconds: float = float("inf")
-    requests: int | None = None
+    num_requests: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a soak takes place.
+class Setup:
+    """The fleet that is soaked, with its parts.
 
     Attributes:
         fleet: Not open yet.
-        engines: Those of the fleet.
-        store: That of the fleet.
-        asks: What clients ask.
-        num_lent: How much the store has lent out and not got back.
+        engines: The engines of the fleet.
+        store: The store of the fleet.
+        requests: The requests that clients choose from.
+        num_lent: Returns the number of chunks that the store has lent and not got back.
     """
 
     fleet: Fleet
     engines: Engines
     store: ChaosStore
-    asks: Sequence[Ask]
+    requests: Sequence[CheckedRequest]
     num_lent: Callable[[], int]
 
     def arm(self, armed: bool) -> None:
-        """Let faults come, or not."""
+        """Switch the injection of faults on or off."""
         self.engines.arm(armed)
         self.store.injector.armed = armed
 
     @property
     def injected(self) -> dict[str, int]:
-        """How many faults came, by kind."""
+        """Number of injected faults, by kind."""
         of_store = {f"store {kind}": count for kind, count in self.store.injected.items()}
         return dict(sorted({**self.engines.injected, **of_store}.items()))
 
 
-async def soak(place: Place, course: Course, seed: int) -> dict[str, Any]:
-    """Run a soak and return its report, in which all of `FINDINGS` are empty if all is well."""
-    random, quiet, disturbed, books = Random(seed), Seen(), Seen(), list[str]()
+async def soak(setup: Setup, scenario: Scenario, seed: int) -> dict[str, Any]:
+    """Run a soak and return its report, in which all of `FINDINGS` are empty in a good run."""
+    random, quiet, disturbed, leftovers = Random(seed), ClientResults(), ClientResults(), list[str]()
     tasks, began_s = set(anyio.get_running_tasks()), anyio.current_time()
-    place.arm(False)
+    setup.arm(False)
     with _listening() as logged:
-        async with place.fleet as fleet:
-            hands = Hands(fleet, place.engines, course.pace, random)
-            if course.quiet_s:
-                await course.crowd.run(fleet, place.asks, random, quiet, seconds=course.quiet_s)
-            place.arm(True)
-            async with hands.busy():
-                await course.crowd.run(
-                    fleet, place.asks, random, disturbed, requests=course.requests, seconds=course.seconds
+        async with setup.fleet as fleet:
+            operations = RandomOperations(fleet, setup.engines, scenario.rates, random)
+            if scenario.quiet_s:
+                await scenario.clients.run(fleet, setup.requests, random, quiet, seconds=scenario.quiet_s)
+            setup.arm(True)
+            async with operations.running():
+                await scenario.clients.run(
+                    fleet,
+                    setup.requests,
+                    random,
+                    disturbed,
+                    num_requests=scenario.num_requests,
+                    seconds=scenario.seconds,
                 )
-            place.arm(False)
-            books += await _settled(fleet)
-        books += [f"a task is left over: {task}" for task in set(anyio.get_running_tasks()) - tasks]
-        if lent := place.num_lent():
-            books.append(f"{lent} chunks of the store are still lent")
+            setup.arm(False)
+            leftovers += await _settled(fleet)
+        leftovers += [f"a task is left over: {task}" for task in set(anyio.get_running_tasks()) - tasks]
+        if lent := setup.num_lent():
+            leftovers.append(f"{lent} chunks of the store are still lent")
     return {
         "seconds": anyio.current_time() - began_s,
         "quiet": quiet.report(),
         "disturbed": disturbed.report(),
-        "faults": place.injected,
+        "faults": setup.injected,
         "moves": _counted(f"{record.way} {record.outcome}" for record in fleet.migrations),
         "swaps": _counted(record.outcome for record in fleet.swaps),
-        "drains": dict(sorted(hands.drains.items())),
+        "drains": dict(sorted(operations.drains.items())),
         "wrong": quiet.wrong + disturbed.wrong,
         "errors": quiet.errors + disturbed.errors,
-        "books": books,
+        "leftovers": leftovers,
         "logged": logged,
     }
 
@@ -116,11 +120,11 @@ def _counted(kinds: Iterator[str]) -> dict[str, int]:
     return dict(sorted(Counter(kinds).items()))
 
 
-# ---------------------------------------------------------------------- books
+# ---------------------------------------------------------------------- leftovers
 
 
 async def _settled(fleet: Fleet) -> list[str]:
-    """Wait until everything was given back, and say what was not."""
+    """Wait until all resources are released, and return what is not."""
     with anyio.move_on_after(_SETTLE_S):
         while list(_left_over(fleet)):  # noqa: ASYNC110 - a view has no event
             await anyio.sleep(0.05)
@@ -141,7 +145,7 @@ def _left_over(fleet: Fleet) -> Iterator[str]:
 
 
 class _Faults(logging.Handler):
-    """Keeps what hotswap logs of failures that it does not know: there should be none."""
+    """Keeps errors that hotswap logs, and warnings with a traceback: there should be none."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

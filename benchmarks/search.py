@@ -1,4 +1,4 @@
-"""The least number that is enough, found with few trials, and what several such numbers say."""
+"""The smallest number that is enough, found with few trials, and an estimate from several such numbers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median, stdev
 
-__all__ = ["Estimate", "least"]
+__all__ = ["Estimate", "smallest"]
 
-# Student's t: what 95 % lie within, by degrees of freedom from 1 on.
+# Student's t for an interval of 95 %, by degrees of freedom from 1 on.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
-def least(enough: Callable[[int], bool], low: int, high: int, *, guess: int) -> int | None:
-    """Return the least number of `low` to `high` that is enough, or `None` if `high` is not.
+def smallest(enough: Callable[[int], bool], low: int, high: int, *, guess: int) -> int | None:
+    """Return the smallest number from `low` to `high` that is enough, or `None` if `high` is not.
 
-    What is more than enough must be enough as well. Trials begin at `guess`, go away from it in steps that
-    double, and halve what is left: a guess that is next to the answer takes four at most.
+    `enough` must be monotonic. The search begins at `guess`, moves away from it in steps that double, and
+    then bisects: a guess next to the answer takes at most four trials.
     """
     below, above = low - 1, high + 1  # not enough, as far as is known; enough, likewise
     at, step = min(max(guess, low), high), 1
@@ -34,7 +34,7 @@ def least(enough: Callable[[int], bool], low: int, high: int, *, guess: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A series in short: its median, its mean, and where the mean lies with 95 % by Student's t."""
+    """The median, the mean, and the 95 % confidence interval of the mean by Student's t."""
 
     median: float
     mean: float
@@ -43,7 +43,7 @@ class Estimate:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Estimate:
-        """Estimate from 2 to 11 independent figures; of one, nothing is known of how far it is off."""
+        """Estimate from 2 to 11 independent figures; the interval of a single figure is infinite."""
         mean = fmean(figures)
         off = float("inf")
         if len(figures) > 1:
