@@ -33,11 +33,11 @@ from benchmarks.llumnix_trace import NUM_REQUESTS, START_S, with_priorities, wor
 from benchmarks.measure import machine, write_json
 from hotswap import Action, FleetView, MigrationLimits, Router, Scheduler, Swap
 from hotswap.policies import (
+    Chain,
     Freeness,
     FreenessAutoscaler,
     FreenessRouter,
-    InOrder,
-    RestoreFloors,
+    RestoreMinReplicas,
     RoundRobinRouter,
     VirtualUsageRescheduler,
     infaas_router,
@@ -100,17 +100,17 @@ class Run:
     def policies(self) -> tuple[Router, Scheduler]:
         """Return its router and scheduler."""
         if self.system == "Round-Robin":
-            return RoundRobinRouter(), RestoreFloors()
+            return RoundRobinRouter(), RestoreMinReplicas()
         freeness = Freeness("artifact", target_tokens=1600 if self.figure == "13" else None)
         if self.system == "Llumnix-base":
             freeness = replace(freeness, target_tokens=None)
         scales = self.figure in ("14", "15")
         scaling = _autoscaler(self.at if self.figure == "15" else 10.0)
         if self.system == "INFaaS++":
-            return infaas_router(), scaling if scales else RestoreFloors()
+            return infaas_router(), scaling if scales else RestoreMinReplicas()
         low = THRESHOLDS.get(self.row, 3.0)
         moves = VirtualUsageRescheduler(freeness, low=low, high=low, guard=False, way="kv")
-        both = InOrder(scaling, moves) if scales else _Later(moves, ENGINES, START_S)
+        both = Chain(scaling, moves) if scales else _Later(moves, ENGINES, START_S)
         return FreenessRouter(freeness), both
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.llumnix_paper import PAPER, Key
 from benchmarks.table import show
 from hotswap import Action, FleetView, InstanceId, Migrate, MigrationLimits, Scheduler
-from hotswap.policies import InOrder, LeastLoadedRouter, RestoreFloors
+from hotswap.policies import Chain, LeastLoadedRouter, RestoreMinReplicas
 from hotswap.simulation import PROFILES, Cluster, Trace, TraceRequest, simulate
 
 __all__ = ["CONTEXTS", "move", "show_moves"]
@@ -40,7 +40,7 @@ def move(context: int) -> dict[str, float]:
         Trace((request,), "one"),
         Cluster(num_engines=2, profile=PROFILE, min_replicas=2, token_budget=12_800),
         router=LeastLoadedRouter(),
-        scheduler=InOrder(RestoreFloors(), _MoveOnce()),
+        scheduler=Chain(RestoreMinReplicas(), _MoveOnce()),
         interval_s=0.5,
         migration_limits=MigrationLimits(chunk_bytes=1 << 40),
         driver="events",

@@ -23,10 +23,10 @@ from hotswap import Scheduler
 from hotswap.offline.workloads import log_normal_lengths
 from hotswap.policies import (
     AffinityRouter,
+    Chain,
     HorizontalAutoscaler,
-    InOrder,
     KeepAliveSwap,
-    RestoreFloors,
+    RestoreMinReplicas,
     StaticPinning,
     WeightedLoadSwap,
 )
@@ -48,7 +48,7 @@ POLICIES: dict[str, Scheduler] = {
 # Horizontal autoscaling may start as many instances again, each of which takes two minutes to be there.
 COLD_START_S = 120.0
 AUTOSCALED = "horizontal autoscaling"
-AUTOSCALER = InOrder(RestoreFloors(), HorizontalAutoscaler(target=2))
+AUTOSCALER = Chain(RestoreMinReplicas(), HorizontalAutoscaler(target=2))
 # Until whose floors are there it takes a cold start, too; so its requests come later.
 FLOORS_S = COLD_START_S + 30.0
 # Whose hour after the burst is simulated whole.

@@ -11,10 +11,10 @@ from hotswap import Router, Scheduler
 from hotswap.policies import (
     AdapterPool,
     AffinityRouter,
+    Chain,
     ConsistentHashRouter,
     FreenessRouter,
     HorizontalAutoscaler,
-    InOrder,
     KeepAliveSwap,
     LeastLoadedRouter,
     LeastTimeRouter,
@@ -157,7 +157,7 @@ def _pins(load: Load, *more: Scheduler) -> Callable[[Trace, int], Scheduler]:
             seconds = request.prompt_tokens * device.token_s + held * request.output_tokens * step_s
             work[request.model] += seconds
         pins = StaticPinning(pins_of(work, num_engines))
-        return InOrder(pins, *more) if more else pins
+        return Chain(pins, *more) if more else pins
 
     return scheduler
 

@@ -16,7 +16,7 @@ from opentelemetry.trace import format_trace_id
 
 from hotswap import DeviceProfile, Fleet, Model, Sampling, SwapRecord
 from hotswap.backends.sim import SimEngine, SimStore
-from hotswap.policies import InOrder, LeastLoadedRouter
+from hotswap.policies import KeepAsIs, LeastLoadedRouter
 
 SMALL = DeviceProfile(memory_bytes=1_200_000_000)  # with more, the next model is loaded beside the old one
 SHOWN = {
@@ -38,7 +38,7 @@ async def main() -> tuple[SwapRecord, Sequence[ReadableSpan]]:
         store=SimStore({"smollm-135m": "270 MB", "qwen-0.5b": "1 GB"}),
         models=[Model("smollm-135m"), Model("qwen-0.5b")],
         router=LeastLoadedRouter(),
-        scheduler=InOrder(),  # no plans: the swaps are made by hand
+        scheduler=KeepAsIs(),  # the swaps are made by hand
         tracer_provider=provider,
     )
     async with fleet:

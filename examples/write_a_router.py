@@ -14,7 +14,7 @@ import anyio
 
 from hotswap import Fleet, FleetView, InstanceId, InstanceView, Model, Request, Router, Sampling
 from hotswap.backends.sim import SimEngine, SimStore
-from hotswap.policies import InOrder
+from hotswap.policies import KeepAsIs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ async def main() -> dict[int, Counter[InstanceId]]:
         store=SimStore({"smollm-135m": "270 MB"}),
         models=[Model("smollm-135m")],
         router=ConversationRouter(),
-        scheduler=InOrder(),  # no plans: the swaps are made by hand
+        scheduler=KeepAsIs(),  # the swaps are made by hand
     )
     went: dict[int, Counter[InstanceId]] = {number: Counter() for number in range(12)}
     async with fleet:

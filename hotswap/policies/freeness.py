@@ -1,4 +1,4 @@
-"""Llumnix's measure of load, by virtual usage; and the routers that follow it."""
+"""Llumnix's measure of load: the freeness of an instance, from the virtual usage of its requests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from math import inf
 from typing import Literal, TypeAlias
 
 from hotswap.errors import ConfigError
-from hotswap.policies.candidates import first
-from hotswap.request import Request
-from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView
+from hotswap.view import InstanceState, InstanceView
 
-__all__ = ["Freeness", "FreenessRouter", "Reading", "VirtualUsage", "infaas_router", "is_terminating"]
+__all__ = ["Freeness", "Reading", "VirtualUsage", "is_terminating"]
 
 Reading: TypeAlias = Literal["paper", "artifact"]
-_Rank: TypeAlias = tuple[bool, float, int, int, InstanceId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,46 +138,3 @@ def is_terminating(instance: InstanceView) -> bool:
     """Whether an instance is being emptied of what it serves: drained, unloaded, or swapped away."""
     leaving = instance.swapping and instance.target != instance.model
     return leaving or instance.draining or instance.state is InstanceState.DRAINING
-
-
-@dataclass(frozen=True, slots=True)
-class FreenessRouter(Router):
-    """Sends a request to the freest open replica of its model; `None` if there is none.
-
-    Source: Llumnix, section 4.4.3: dispatch to the instance of the highest freeness, which `freeness` defines
-    in both readings. That requests of high priority are asked about first, and then the first who came, is
-    the waiting room's doing.
-
-    Ties, as between idle instances, go to the fewest requests, then the most free KV blocks, then the smaller
-    id. An instance about to turn to another model, or too small for the request, is a last resort.
-    """
-
-    freeness: Freeness = Freeness()
-
-    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        high = request.priority > 0 and self.freeness.reading == "artifact"
-        instance = first(request, fleet, self._for_high if high else self._for_normal)
-        return instance.id if instance else None
-
-    def _for_normal(self, instance: InstanceView) -> _Rank | None:
-        return self._rank(instance, high=False)
-
-    def _for_high(self, instance: InstanceView) -> _Rank | None:
-        return self._rank(instance, high=True)
-
-    def _rank(self, instance: InstanceView, *, high: bool) -> _Rank | None:
-        if not instance.open:
-            return None
-        free = self.freeness.of(instance, dispatch=True, high=high)
-        busy, free_blocks = instance.num_requests, instance.num_free_kv_blocks
-        return instance.swapping, -free, busy, -free_blocks, instance.id
-
-
-def infaas_router() -> FreenessRouter:
-    """Return INFaaS++, Llumnix's baseline: its artifact's dispatch by freeness, without any move.
-
-    Nothing more: what the paper calls an optimised INFaaS (Romero et al., ATC 2021), whose load counts what
-    waits in queues, is in the artifact Llumnix with migration turned off. Use no `VirtualUsageRescheduler`
-    with it; its scaling is `FreenessAutoscaler`.
-    """
-    return FreenessRouter(Freeness("artifact"))

@@ -9,18 +9,18 @@ from hotswap import Action, FleetView, Hold, InstanceId, Migrate, Request, Route
 from hotswap.policies import (
     AdapterPool,
     AffinityRouter,
+    Chain,
     ConsistentHashRouter,
     ElasticQuota,
     Freeness,
     FreenessAutoscaler,
     FreenessRouter,
     HorizontalAutoscaler,
-    InOrder,
     KeepAliveSwap,
     LeastLoadedRouter,
     LeastTimeRouter,
     PrefixRouter,
-    RestoreFloors,
+    RestoreMinReplicas,
     RoundRobinRouter,
     ShepherdSwap,
     StartupTimePlacement,
@@ -93,7 +93,7 @@ class TestVirtualUsageReschedulerOfTheArtifactConforms(SchedulerConformance):
 
 class TestFreenessAutoscalerConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
-        return InOrder(FreenessAutoscaler(), VirtualUsageRescheduler())
+        return Chain(FreenessAutoscaler(), VirtualUsageRescheduler())
 
 
 class TestWeightedLoadSwapConforms(SchedulerConformance):
@@ -103,12 +103,12 @@ class TestWeightedLoadSwapConforms(SchedulerConformance):
 
 class TestAdapterPoolConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
-        return InOrder(WeightedLoadSwap(t1=2, t2=1, b=2.0), AdapterPool())
+        return Chain(WeightedLoadSwap(t1=2, t2=1, b=2.0), AdapterPool())
 
 
 class TestRestoreFloorsConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
-        return RestoreFloors()
+        return RestoreMinReplicas()
 
 
 class TestElasticQuotaConforms(SchedulerConformance):

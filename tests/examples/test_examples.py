@@ -47,7 +47,7 @@ from hotswap import (
 )
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.offline.virtual_time import run
-from hotswap.policies import LeastLoadedRouter, RestoreFloors
+from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas
 from hotswap.testing.conformance import WeightStoreConformance
 
 MODEL = ModelId("smollm-135m")
@@ -177,7 +177,7 @@ def _fleet(*, max_waiting: int = 1024, min_replicas: int = 1) -> Fleet:
         store=SimStore({MODEL: "1 MB"}),
         models=[Model(MODEL, min_replicas=min_replicas)],
         router=LeastLoadedRouter(),
-        scheduler=RestoreFloors(),
+        scheduler=RestoreMinReplicas(),
         max_waiting=max_waiting,
     )
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hotswap.policies import (
+    Chain,
     Freeness,
     FreenessAutoscaler,
     FreenessRouter,
-    InOrder,
     VirtualUsageRescheduler,
     infaas_router,
 )
@@ -99,6 +99,6 @@ def test_scaling_down_terminates_the_one_with_the_fewest_and_moves_them() -> Non
         [running(f"r{n}", "e0", 1500) for n in range(5)],
         models=[model("a", 15)],
     )
-    plan = InOrder(FreenessAutoscaler(), VirtualUsageRescheduler()).plan(view)
+    plan = Chain(FreenessAutoscaler(), VirtualUsageRescheduler()).plan(view)
     assert [type(action).__name__ for action in plan] == ["Unload", "Migrate"]
     assert moves(plan) == [("r0", "e1")]

@@ -3,8 +3,8 @@
 import pytest
 
 from hotswap import ModelCard, ModelId
-from hotswap.policies import ModelShape, SharedModel, SharingAdvisor, SharingWay
-from hotswap.policies.sharing import overlapped_switch_s, switch_penalty_usd_per_h
+from hotswap.policies.planning import ModelShape, SharedModel, SharingAdvisor, SharingWay
+from hotswap.policies.planning.sharing import overlapped_switch_s, switch_penalty_usd_per_h
 
 GB = 10**9
 

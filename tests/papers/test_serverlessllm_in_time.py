@@ -25,7 +25,7 @@ from benchmarks.serverlessllm import (
     trace_of,
 )
 from hotswap import Action, FleetView, InstanceId, ModelId, Scheduler, Swap
-from hotswap.policies import LeastLoadedRouter, RestoreFloors, StartupTimePlacement, accepted
+from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas, StartupTimePlacement, accepted
 from hotswap.simulation import PROFILES, Cluster, Outcome, Trace, TraceRequest, simulate
 from hotswap.testing.strategies import fleet_views
 
@@ -56,7 +56,7 @@ def test_a_request_alone_computes_for_as_long_as_the_formula_says(prompt: int, o
     """So what is more than that, of a request that had company, is startup latency."""
     lone = TraceRequest(arrive_s=30.0, model="m", prompt_tokens=prompt, output_tokens=output)
     cluster = replace(CLUSTER, num_engines=1, num_nodes=1, min_replicas=1)
-    (served,) = played(Trace((lone,)), RestoreFloors(), cluster).requests
+    (served,) = played(Trace((lone,)), RestoreMinReplicas(), cluster).requests
     assert served.seconds == pytest.approx(compute_s(A40, prompt, output))
     assert startup_s(served) == pytest.approx(0.0, abs=1e-6)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import ConfigError, ModelCard, ModelId
-from hotswap.policies import SharedModel, SharingAdvisor, SharingWay
-from hotswap.policies.sharing import switching
+from hotswap.policies.planning import SharedModel, SharingAdvisor, SharingWay
+from hotswap.policies.planning.sharing import switching
 
 GB = 10**9
 ADVISOR = SharingAdvisor(memory_bytes=80 * GB, host_bytes=500 * GB)

@@ -308,7 +308,7 @@ def test_an_idle_replica_of_another_model_is_not_taken() -> None:
     assert HPA.plan(view) == ()
 
 
-def test_what_is_not_wanted_goes_when_it_has_been_idle_for_long_but_not_below_floors() -> None:
+def test_what_is_not_wanted_goes_when_it_has_been_idle_for_long_but_not_below_min_replicas() -> None:
     instances = [used(serving(f"e{n}", "a"), last_s=100.0 * n) for n in range(4)]
     view = fleet(instances, [model("a", floor=2)], now_s=600.0)
     assert unloads(HPA.plan(view)) == ["e0", "e1"]

@@ -10,15 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import InstanceId
-from hotswap.policies.knapsack import Offer, Pool, choose
+from hotswap.policies.schedulers.startup_time.knapsack import Offer, Pool, choose
 
 
-def offer(name: str, slots: int = 1, seconds: float = 1.0, *, room: int = 0, harm: int = 0) -> Offer:
-    return Offer(instance=InstanceId(name), slots=slots, seconds=seconds, room=room, harm=harm)
+def offer(
+    name: str, places: int = 1, seconds: float = 1.0, *, capacity: int = 0, disruption: int = 0
+) -> Offer:
+    return Offer(
+        instance=InstanceId(name), places=places, seconds=seconds, capacity=capacity, disruption=disruption
+    )
 
 
-def pool(*offers: Offer, most: int | None = None, room: int = 0) -> Pool:
-    return Pool(offers=offers, most=len(offers) if most is None else most, room=room)
+def pool(*offers: Offer, max_offers: int | None = None, capacity: int = 0) -> Pool:
+    return Pool(
+        offers=offers, max_offers=len(offers) if max_offers is None else max_offers, capacity=capacity
+    )
 
 
 def names(offers: Sequence[Offer]) -> set[str]:
@@ -41,21 +47,21 @@ def test_as_many_as_can_be_are_freed_where_not_all_can() -> None:
 
 
 def test_a_pool_gives_no_more_than_it_can_spare() -> None:
-    two = pool(offer("e0", 1, 5.0), offer("e1", 1, 1.0), most=1)
+    two = pool(offer("e0", 1, 5.0), offer("e1", 1, 1.0), max_offers=1)
     assert names(choose([two, pool(offer("e2", 1, 9.0))], 2)) == {"e1", "e2"}
 
 
 def test_what_moves_out_must_find_room_in_its_pool() -> None:
     # Nine places: four taken and one free on e0, one taken and three free on e1, six free on a third.
-    replicas = [offer("e0", 5, 1.0, room=5), offer("e1", 5, 2.0, room=4)]
-    assert names(choose([pool(*replicas, room=10)], 10)) == {"e0", "e1"}
-    assert names(choose([pool(*replicas, room=8)], 10)) == {"e0"}
-    assert names(choose([pool(*replicas, room=4)], 10)) == {"e1"}
-    assert choose([pool(*replicas, room=3)], 10) == ()
+    replicas = [offer("e0", 5, 1.0, capacity=5), offer("e1", 5, 2.0, capacity=4)]
+    assert names(choose([pool(*replicas, capacity=10)], 10)) == {"e0", "e1"}
+    assert names(choose([pool(*replicas, capacity=8)], 10)) == {"e0"}
+    assert names(choose([pool(*replicas, capacity=4)], 10)) == {"e1"}
+    assert choose([pool(*replicas, capacity=3)], 10) == ()
 
 
 def test_equal_times_go_to_the_lesser_harm_then_to_the_earlier_offer() -> None:
-    offers = [offer("e0", harm=2), offer("e1", harm=1), offer("e2", harm=1)]
+    offers = [offer("e0", disruption=2), offer("e1", disruption=1), offer("e2", disruption=1)]
     assert names(choose([pool(*offers)], 1)) == {"e1"}
     assert names(choose([pool(each) for each in offers], 1)) == {"e1"}
 
@@ -67,7 +73,7 @@ def subsets(offers: Sequence[Offer]) -> Iterator[tuple[Offer, ...]]:
 def allowed(picks: Sequence[Offer], pools: Sequence[Pool]) -> bool:
     for each in pools:
         mine = [o for o in picks if o in each.offers]
-        if mine and (len(mine) > each.most or sum(o.room for o in mine) > each.room):
+        if mine and (len(mine) > each.max_offers or sum(o.capacity for o in mine) > each.capacity):
             return False
     return True
 
@@ -83,21 +89,21 @@ def pools_of_offers(draw: st.DrawFn) -> list[Pool]:
                     f"e{count}",
                     draw(st.integers(0, 4)),
                     draw(st.integers(0, 40)) / 8,  # exact in binary, so that sums in any order are equal
-                    room=draw(st.integers(0, 5)),
-                    harm=draw(st.integers(0, 3)),
+                    capacity=draw(st.integers(0, 5)),
+                    disruption=draw(st.integers(0, 3)),
                 )
             )
             count += 1
-        most, room = draw(st.integers(0, 3)), draw(st.integers(-2, 10))
-        pools.append(Pool(offers=tuple(offers), most=most, room=room))
+        max_offers, capacity = draw(st.integers(0, 3)), draw(st.integers(-2, 10))
+        pools.append(Pool(offers=tuple(offers), max_offers=max_offers, capacity=capacity))
     return pools
 
 
 @given(pools_of_offers(), st.integers(0, 12))
 def test_it_equals_trying_everything(pools: list[Pool], need: int) -> None:
     def worth(picks: Sequence[Offer]) -> tuple[int, float, int]:
-        freed = min(need, sum(o.slots for o in picks))
-        return -freed, sum(o.seconds for o in picks), sum(o.harm for o in picks)
+        freed = min(need, sum(o.places for o in picks))
+        return -freed, sum(o.seconds for o in picks), sum(o.disruption for o in picks)
 
     every = [o for each in pools for o in each.offers]
     chosen = choose(pools, need)
@@ -109,6 +115,6 @@ def test_it_equals_trying_everything(pools: list[Pool], need: int) -> None:
 @pytest.mark.parametrize("num", [64])
 def test_a_large_fleet_of_equal_instances_has_few_states(num: int) -> None:
     """Were every subset looked at, this would never end."""
-    busy = [offer(f"b{n:02}", 8, 1.0 + n / 64, room=8) for n in range(num)]
-    chosen = choose([pool(*busy, most=num - 1, room=8 * num // 2)], 8 * 5)
+    busy = [offer(f"b{n:02}", 8, 1.0 + n / 64, capacity=8) for n in range(num)]
+    chosen = choose([pool(*busy, max_offers=num - 1, capacity=8 * num // 2)], 8 * 5)
     assert names(chosen) == {f"b{n:02}" for n in range(5)}

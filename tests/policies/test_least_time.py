@@ -21,7 +21,7 @@ from hotswap import (
     TierView,
 )
 from hotswap.policies import LeastTimeRouter
-from hotswap.policies.candidates import candidates
+from hotswap.policies.routers.candidates import candidates
 from hotswap.testing.strategies import routings
 from tests.policies.views import empty, fleet, many_hosts, model, request, serving
 

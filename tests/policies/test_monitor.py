@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hotswap import ConfigError, FleetView, InstanceId, InstanceView, ModelId, SwapRecord
-from hotswap.policies import Recommendation, ScalingMonitor, ScalingStep
+from hotswap.policies.planning import Recommendation, ScalingMonitor, ScalingStep
 from tests.policies.views import empty, fleet, model, serving
 
 MONITOR = ScalingMonitor(max_swaps_per_h=30, max_waiting=50, min_use=0.2, window_s=3600, cooldown_s=600)

@@ -9,9 +9,9 @@ import anyio
 from hotswap import Fleet, InstanceId, InstanceState, Sampling
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import (
+    Chain,
     FreenessAutoscaler,
     FreenessRouter,
-    InOrder,
     RoundRobinRouter,
     VirtualUsageRescheduler,
 )
@@ -46,7 +46,7 @@ async def test_requests_leave_an_instance_whose_memory_runs_out() -> None:
 
 @virtual_time
 async def test_a_fleet_grows_under_load_and_shrinks_by_moves() -> None:
-    policy = InOrder(FreenessAutoscaler(interval_s=1.0, drain_s=100.0), VirtualUsageRescheduler())
+    policy = Chain(FreenessAutoscaler(interval_s=1.0, drain_s=100.0), VirtualUsageRescheduler())
     engines = [engine_of(f"e{n}", kv_blocks=256, max_requests=16) for n in range(3)]
     async with sim_fleet(
         "a", engines=engines, router=RoundRobinRouter(), scheduler=policy, interval_s=0.1

@@ -10,9 +10,9 @@ import pytest
 from hotswap import Fleet, MigrationLimits, Sampling
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import (
-    InOrder,
+    Chain,
     KeepAliveSwap,
-    RestoreFloors,
+    RestoreMinReplicas,
     ShepherdSwap,
     StartupCosts,
     StartupTimePlacement,
@@ -36,7 +36,7 @@ async def test_victims_move_to_another_replica_and_the_model_starts_in_their_pla
         "a",
         "b",
         models=[*models("a"), *models("b", min_replicas=1)],
-        scheduler=InOrder(RestoreFloors(), StartupTimePlacement(costs=costs)),
+        scheduler=Chain(RestoreMinReplicas(), StartupTimePlacement(costs=costs)),
         interval_s=0.1,
         on_swap=costs.learn_swap,
         on_migration=costs.learn_move,
@@ -157,7 +157,7 @@ async def test_more_models_than_engines_are_all_served_whatever_comes(seed: int)
     fleet = sim_fleet(
         *names,
         engines=[engine_of(f"e{n}", max_requests=rng.choice([1, 2, 4])) for n in range(3)],
-        scheduler=InOrder(
+        scheduler=Chain(
             StartupTimePlacement(costs=costs), WeightedLoadSwap(t1=2, t2=8, b=1.5, patience_s=1.0)
         ),
         interval_s=0.25,

@@ -16,7 +16,7 @@ from hotswap.policies import (
     LeastLoadedRouter,
     LeastTimeRouter,
     PrefixRouter,
-    RestoreFloors,
+    RestoreMinReplicas,
 )
 from tests.runtime.support import idle, models, read, sim_fleet, store_of
 
@@ -40,7 +40,9 @@ async def test_a_fleet_that_swaps_stays_exact_whoever_routes(router: Router) -> 
 async def test_requests_of_one_beginning_meet(router: Router) -> None:
     where: dict[int, set[InstanceId | None]] = {key: set() for key in range(6)}
     floor = models("a", min_replicas=4)
-    async with sim_fleet("a", engines=4, router=router, models=floor, scheduler=RestoreFloors()) as fleet:
+    async with sim_fleet(
+        "a", engines=4, router=router, models=floor, scheduler=RestoreMinReplicas()
+    ) as fleet:
         await fleet.ready()
         for turn in range(30):
             key = turn % 6
@@ -71,7 +73,7 @@ async def first_tokens_s(router: Router) -> list[float]:
         router=router,
         store=store_of("a", context=20_000),
         models=models("a", min_replicas=4),
-        scheduler=RestoreFloors(),
+        scheduler=RestoreMinReplicas(),
     ) as fleet:
         await fleet.ready()
         async with anyio.create_task_group() as clients:

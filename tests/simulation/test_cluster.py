@@ -18,7 +18,7 @@ from hotswap.policies import (
     Freeness,
     FreenessRouter,
     LeastLoadedRouter,
-    RestoreFloors,
+    RestoreMinReplicas,
     WeightedLoadSwap,
 )
 from hotswap.simulation import Cluster, Outcome, Slo, Trace, TraceRequest, generate, simulate
@@ -171,7 +171,7 @@ def test_requests_that_come_within_a_step_are_spread_only_where_loads_are_live(
         Trace(tuple(TraceRequest(arrive_s=at_s, prompt_tokens=200, output_tokens=400) for at_s in times_s)),
         Cluster(num_engines=2, profile="a10-llama-7b", min_replicas=2, reporting=reporting),
         router=FreenessRouter(Freeness("artifact")),
-        scheduler=RestoreFloors(),
+        scheduler=RestoreMinReplicas(),
         driver="events",
     )
     assert sorted(s.num_requests for s in outcome.samples if s.at_s == 10.5) == held

@@ -27,14 +27,14 @@ from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import (
     AdapterPool,
     AffinityRouter,
+    Chain,
     ConsistentHashRouter,
     Freeness,
     FreenessRouter,
-    InOrder,
     LeastLoadedRouter,
     LeastTimeRouter,
     MoveCosts,
-    RestoreFloors,
+    RestoreMinReplicas,
     RoundRobinRouter,
     StartupTimePlacement,
     VirtualUsageRescheduler,
@@ -135,7 +135,7 @@ TURNING = replace(
     device=replace(PROFILES["a10-llama-7b"].device, chunk_s=0.003, join_s=0.011, leave_s=0.004),
 )
 SWAP = WeightedLoadSwap(4, 50, 2, patience_s=3.0)
-LLUMNIX = InOrder(RestoreFloors(), VirtualUsageRescheduler())
+LLUMNIX = Chain(RestoreMinReplicas(), VirtualUsageRescheduler())
 
 
 @pytest.mark.parametrize("router", [AffinityRouter(), LeastTimeRouter(), LeastLoadedRouter()], ids=repr)
@@ -157,7 +157,9 @@ def test_placement_by_startup_time() -> None:
 
 def test_kv_blocks_that_run_out_and_requests_that_are_preempted() -> None:
     cluster = Cluster(num_engines=2, profile="a10-llama-7b", min_replicas=2, token_budget=512)
-    outcome = assert_same(long_ones(3, 3.0), cluster, router=RoundRobinRouter(), scheduler=RestoreFloors())
+    outcome = assert_same(
+        long_ones(3, 3.0), cluster, router=RoundRobinRouter(), scheduler=RestoreMinReplicas()
+    )
     assert outcome.summary()["num_preempted"] > 0
     assert all(0 <= r.preempted_s < r.seconds for r in outcome.requests)
 
@@ -183,7 +185,7 @@ def test_adapters_that_make_room_for_each_other() -> None:
 
 
 def test_adapters_that_are_held_ahead() -> None:
-    scheduler = InOrder(SWAP, AdapterPool())
+    scheduler = Chain(SWAP, AdapterPool())
     cluster = Cluster(num_engines=3, max_adapters=3)
     assert_same(mixed(6, adapters=9), cluster, router=AffinityRouter(), scheduler=scheduler)
 
@@ -376,7 +378,7 @@ def test_a_step_of_whole_prompts_has_no_decode_and_leaves_blocks_free() -> None:
 
 def test_prompts_that_trickle_in_beside_many_decodes() -> None:
     cluster = Cluster(num_engines=2, profile="a10-llama-7b", min_replicas=2, token_budget=12)
-    assert_same(long_ones(3, 0.8), cluster, router=RoundRobinRouter(), scheduler=RestoreFloors())
+    assert_same(long_ones(3, 0.8), cluster, router=RoundRobinRouter(), scheduler=RestoreMinReplicas())
 
 
 def test_a_fault_in_a_policy_of_ones_own_leaves_the_simulation() -> None:

@@ -105,5 +105,5 @@ def test_a_file_that_is_no_view_is_refused(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "view.json"
     path.write_text("[]")
     for place in (path, tmp_path / "none.json"):
-        assert main(["plan", str(place), "--scheduler", "RestoreFloors()"]) == 2
+        assert main(["plan", str(place), "--scheduler", "RestoreMinReplicas()"]) == 2
         assert str(place) in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hotswap import ConfigError, Scheduler
-from hotswap.policies import AffinityRouter, Cooldown, InOrder, RestoreFloors, WeightedLoadSwap
+from hotswap.policies import AffinityRouter, Chain, Cooldown, RestoreMinReplicas, WeightedLoadSwap
 from hotswap.simulation import router_named, scheduler_named
 
 OURS = """
@@ -29,9 +29,9 @@ class Mine(Scheduler):
     [
         ("WeightedLoadSwap(t1=8, t2=inf, b=2)", WeightedLoadSwap(t1=8, t2=inf, b=2)),
         ("WeightedLoadSwap(8, 16.5, 2, patience_s=None)", WeightedLoadSwap(8, 16.5, 2, patience_s=None)),
-        ("RestoreFloors", RestoreFloors()),
-        ("hotswap.policies:RestoreFloors()", RestoreFloors()),
-        ("hotswap.policies.swap:WeightedLoadSwap(8, 16, 2)", WeightedLoadSwap(8, 16, 2)),
+        ("RestoreMinReplicas", RestoreMinReplicas()),
+        ("hotswap.policies:RestoreMinReplicas()", RestoreMinReplicas()),
+        ("hotswap.policies.schedulers.weighted_load:WeightedLoadSwap(8, 16, 2)", WeightedLoadSwap(8, 16, 2)),
     ],
 )
 def test_a_text_makes_what_python_would(text: str, made: Scheduler) -> None:
@@ -39,8 +39,8 @@ def test_a_text_makes_what_python_would(text: str, made: Scheduler) -> None:
 
 
 def test_policies_nest() -> None:
-    text = "InOrder(RestoreFloors(), Cooldown(WeightedLoadSwap(8, 16, 2), cooldown_s=30))"
-    made = InOrder(RestoreFloors(), Cooldown(WeightedLoadSwap(8, 16, 2), cooldown_s=30))
+    text = "Chain(RestoreMinReplicas(), Cooldown(WeightedLoadSwap(8, 16, 2), cooldown_s=30))"
+    made = Chain(RestoreMinReplicas(), Cooldown(WeightedLoadSwap(8, 16, 2), cooldown_s=30))
     assert repr(scheduler_named(text)) == repr(made)
     assert router_named("AffinityRouter()") == AffinityRouter()
 

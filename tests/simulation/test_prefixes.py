@@ -12,12 +12,12 @@ from hotswap.backends.sim.batcher import Batcher
 from hotswap.backends.sim.prefix import block_names
 from hotswap.offline.workloads import poisson_gaps
 from hotswap.policies import (
+    Chain,
     Freeness,
     FreenessRouter,
-    InOrder,
     LeastLoadedRouter,
     PrefixRouter,
-    RestoreFloors,
+    RestoreMinReplicas,
     RoundRobinRouter,
     VirtualUsageRescheduler,
     WeightedLoadSwap,
@@ -27,7 +27,7 @@ from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
 from hotswap.simulation.events.engine import Counted
 from tests.simulation.test_drivers import Nobody, assert_same
 
-FLOORS = RestoreFloors()
+FLOORS = RestoreMinReplicas()
 
 
 def seated(*prompt: int, output_tokens: int = 4, adapter: str | None = None) -> Counted:
@@ -200,7 +200,7 @@ def test_both_drivers_reuse_the_same() -> None:
 
 def test_both_drivers_reuse_the_same_among_moves_and_swaps() -> None:
     cluster = replace(SMALL, profile="a10-llama-7b", batching="prefill_first", watermark=0.01)
-    moves = InOrder(FLOORS, VirtualUsageRescheduler())
+    moves = Chain(FLOORS, VirtualUsageRescheduler())
     assert_same(conversations(2), cluster, router=FreenessRouter(Freeness("artifact")), scheduler=moves)
     two = Trace.of(
         replace(request, model=f"m{number % 2}") for number, request in enumerate(conversations(3).requests)

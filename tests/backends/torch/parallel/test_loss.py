@@ -16,7 +16,7 @@ from hotswap import Fleet, InstanceLost, InstanceState, Model, Sampling
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch.parallel import processes
 from hotswap.backends.torch.parallel.processes import RemoteTraceback
-from hotswap.policies import LeastLoadedRouter, RestoreFloors
+from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas
 from tests.backends.torch.parallel.support import add, loader_of, make_engine, make_prompts
 from tests.backends.torch.zoo import generate, make_model
 
@@ -45,7 +45,7 @@ async def test_streams_of_a_killed_rank_finish_elsewhere_and_the_instance_comes_
         store=NvmeStore(tmp_path / "store"),
         models=[Model("m", min_replicas=2)],
         router=LeastLoadedRouter(),
-        scheduler=RestoreFloors(),
+        scheduler=RestoreMinReplicas(),
         interval_s=0.05,
     )
 

@@ -1,0 +1,75 @@
+"""What moves cost: how long each way takes a request, by what was seen of moves so far."""
+
+from __future__ import annotations
+
+from hotswap.action import MigrationRecord, MigrationWay
+from hotswap.errors import ConfigError
+from hotswap.migration import MoveChoice, Mover, MoveView
+from hotswap.policies.linear_fit import LinearFit
+
+__all__ = ["MoveCosts"]
+
+
+class MoveCosts(Mover):
+    """Moves a request by the way that is over soonest, or lets it end where it is if that is sooner still.
+
+    As tokens, a move takes `a * (t_in + t_out) + b` seconds (ServerlessLLM: Fu et al., OSDI 2024, section
+    5.2); with KV blocks, their bytes over the link's bandwidth and a constant (Llumnix: Sun et al.,
+    arXiv:2406.03243, section 4.2). Both are fitted to the records of moves, and so are the pauses that they
+    end with, which is what it says it expects.
+
+    Args:
+        token_s: Seconds of a prefill for each token.
+        byte_s: Seconds for each byte of KV blocks.
+        start_s: Seconds that any move takes.
+        pause_s: Seconds that a client waits at the end of it.
+        tpot_s: Seconds for each token that a request decodes.
+    """
+
+    def __init__(
+        self,
+        *,
+        token_s: float = 1e-4,
+        byte_s: float = 1e-9,
+        start_s: float = 0.02,
+        pause_s: float = 0.05,
+        tpot_s: float = 0.03,
+    ) -> None:
+        if not tpot_s >= 0:
+            raise ConfigError(f"tpot_s is {tpot_s!r}; give 0 or more seconds.")
+        self.tpot_s = tpot_s
+        self._seconds = {
+            "tokens": LinearFit(token_s, start_s, span=1024.0),
+            "kv": LinearFit(byte_s, start_s, span=float(1 << 26)),
+        }
+        self._pauses = {
+            "tokens": LinearFit(0.0, pause_s, span=1024.0),
+            "kv": LinearFit(0.0, pause_s, span=1024.0),
+        }
+
+    def choose(self, move: MoveView) -> MoveChoice:
+        seconds = {"tokens": self._seconds["tokens"].at(move.num_tokens)}
+        if move.kv_possible:
+            seconds["kv"] = self._seconds["kv"].at(move.num_tokens * move.kv_bytes_per_token)
+        way: MigrationWay = "kv" if seconds.get("kv", float("inf")) <= seconds["tokens"] else "tokens"
+        if move.num_remaining * self.tpot_s <= seconds[way]:
+            return MoveChoice("wait")
+        return MoveChoice(way, self._pauses[way].at(move.num_tokens))
+
+    def learn(self, record: MigrationRecord) -> None:
+        if record.outcome != "done":
+            return
+        amount = record.copied_bytes if record.way == "kv" else record.num_tokens
+        self._seconds[record.way].learn(amount, record.seconds)
+        self._pauses[record.way].learn(record.num_tokens, record.downtime_s)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """How far off the pauses it expected were of late, relative, by way."""
+        return {way: line.mean_error for way, line in self._pauses.items()}
+
+    def __repr__(self) -> str:
+        ways = ", ".join(
+            f"{way}: {line.intercept:.3g} s + {line.slope:.3g} s each" for way, line in self._seconds.items()
+        )
+        return f"<MoveCosts [{ways}]>"

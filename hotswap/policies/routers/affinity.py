@@ -1,0 +1,64 @@
+"""Routing to where the model, and best also the adapter, already is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotswap.policies.routers.candidates import first
+from hotswap.policies.routers.imbalance import check_thresholds, imbalanced
+from hotswap.policies.routers.least_loaded import by_load
+from hotswap.request import AdapterId, Request
+from hotswap.router import Router
+from hotswap.view import FleetView, InstanceId, InstanceView
+
+__all__ = ["AffinityRouter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AffinityRouter(Router):
+    """Prefers replicas that hold the request's adapter, until they are much busier than those that do not.
+
+    The order is that of the multi-model post: model and adapter resident (no switch), then model resident
+    (an adapter switch, about 15 ms there), then model in a warm tier (2.5 s), then anywhere (23 s cold). The
+    last two are swaps, which a router cannot make: here the answer is `None`, the request waits, and the
+    scheduler is asked at once for an instance. Within a step the least loaded replica wins.
+
+    The guard is that of SGLang's cache-aware router: the adapter's least loaded holder is passed over when
+    it has over `abs_threshold` requests more than the least loaded replica *and* over `rel_threshold` times
+    as many, so that one popular adapter spreads instead of piling up. An infinite threshold never does so.
+    """
+
+    abs_threshold: float = 8
+    rel_threshold: float = 1.5
+
+    def __post_init__(self) -> None:
+        check_thresholds(self.abs_threshold, self.rel_threshold)
+
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        idlest = first(request, fleet, by_load)
+        if idlest is None:
+            return None
+        if request.adapter is None:
+            return idlest.id
+        holder = first(request, fleet, _HoldersOf(request.adapter))
+        if holder is None or (holder.swapping and not idlest.swapping) or self._imbalanced(holder, idlest):
+            return idlest.id
+        return holder.id
+
+    def _imbalanced(self, busy: InstanceView, idle: InstanceView) -> bool:
+        return imbalanced(
+            busy.num_requests,
+            idle.num_requests,
+            abs_threshold=self.abs_threshold,
+            rel_threshold=self.rel_threshold,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _HoldersOf:
+    """Ranks by load those that hold an adapter."""
+
+    adapter: AdapterId
+
+    def __call__(self, instance: InstanceView) -> tuple[bool, int, float, InstanceId] | None:
+        return by_load(instance) if self.adapter in instance.adapters else None

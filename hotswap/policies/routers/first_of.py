@@ -1,0 +1,28 @@
+"""A router made of other routers."""
+
+from __future__ import annotations
+
+from hotswap.request import Request
+from hotswap.router import Router
+from hotswap.view import FleetView, InstanceId
+
+__all__ = ["FirstOfRouters"]
+
+
+class FirstOfRouters(Router):
+    """Sends a request where the first router that has an answer sends it; asks no further.
+
+    An answer that the fleet would take for `None` (an instance that is not open, or serves another model) is
+    no answer.
+    """
+
+    def __init__(self, *routers: Router) -> None:
+        self._routers = routers
+
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        serving = {instance.id for instance in fleet.serving(request.model)}
+        answers = (router.route(request, fleet) for router in self._routers)
+        return next((answer for answer in answers if answer in serving), None)
+
+    def __repr__(self) -> str:
+        return f"FirstOfRouters({', '.join(map(repr, self._routers))})"

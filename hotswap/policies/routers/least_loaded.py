@@ -1,0 +1,42 @@
+"""Routing by load alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotswap.lookup import CountRank
+from hotswap.policies.routers.candidates import first
+from hotswap.request import Request
+from hotswap.router import Router
+from hotswap.view import FleetView, InstanceId, InstanceView
+
+__all__ = ["LeastLoadedRouter", "by_load"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeastLoadedRouter(Router):
+    """Sends a request to the open replica of its model with the fewest requests; `None` if there is none.
+
+    Ties go to the larger share of free KV blocks, then to the smaller id.
+    """
+
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        instance = first(request, fleet, by_load)
+        return instance.id if instance else None
+
+
+@dataclass(frozen=True, slots=True)
+class _ByLoad(CountRank):
+    """Ranks open instances by their number of requests, then by free KV blocks."""
+
+    def __call__(self, instance: InstanceView) -> tuple[bool, int, float, InstanceId] | None:
+        if not instance.open:
+            return None
+        free = instance.num_free_kv_blocks / max(instance.num_kv_blocks, 1)
+        return instance.swapping, instance.num_requests, -free, instance.id
+
+    def count(self, instance: InstanceView) -> tuple[bool, int]:
+        return instance.swapping, instance.num_requests
+
+
+by_load = _ByLoad()

@@ -1,0 +1,185 @@
+"""Routing to where the first token comes soonest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from hotswap.errors import ConfigError
+from hotswap.policies.routers.candidates import candidates, holds
+from hotswap.policies.routers.least_loaded import by_load
+from hotswap.request import AdapterId, Request
+from hotswap.router import Router
+from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView
+
+__all__ = ["LeastTimeRouter"]
+
+# Hosts that are rather looked at one by one than kept in order; and after so many in order all are.
+_FEW = 8
+_MANY = 64
+# Sums of the same seconds may differ by so much, as a share, when they are added up in another order.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastTimeRouter(Router):
+    """Sends a request to the open replica of its model with the least expected time to first token.
+
+    It makes the order of the multi-model post (model and adapter resident, 0; model resident, 15 ms; model in
+    a warm tier, 2.5 s; cold, 23 s) a sum of seconds, which queues count in as well:
+
+        T = tokens / prefill_tokens_per_s          to be computed there first, and those of the request
+          + steps * num_running * request_s        decodes that share these steps
+          + adapter_s                              where the adapter is not held
+          + blocks_s                               where fewer KV blocks are free than the tokens need
+
+    `steps` is `tokens / step_tokens`, rounded up. So an adapter's holder is passed over when the others save
+    more than its load takes, a long prompt counts for what it is, and no threshold is needed. Ties go as in
+    `LeastLoadedRouter`; among more than eight replicas only to one without requests that its engine has not
+    told of, where there is one, and sums that differ by less than a billionth may pass for equal.
+
+    Many replicas are not all looked at: they are kept in the order of what a smaller request would meet
+    there, a larger one needs the time of its tokens beyond that anywhere, and so where a replica is later
+    than the best by that much all behind it are. In a burst between two steps of the engines all are looked
+    at, and for a request with an adapter, whose holders no order tells.
+
+    **Ours:** all of the sum, and its constants, which are rough figures of an 8B model on a recent GPU;
+    measure your own. Requests that the fleet sent there and the engine has not seen yet count with as many
+    tokens as the request itself, so that a burst does not go to one place. What a prefix cache would save is
+    not known to a view. A swap is the scheduler's to ask for: where no replica is open the answer is `None`,
+    however soon one may be.
+
+    Attributes:
+        prefill_tokens_per_s: Prompt tokens that an instance computes in a second.
+        step_tokens: Token budget of a step.
+        request_s: Seconds that one more running request adds to a step.
+        adapter_s: Seconds until an adapter is there.
+        blocks_s: Seconds until KV blocks are free where there are too few.
+        swap_s: Seconds of a swap beside reading the weights; for `expected_s` alone.
+    """
+
+    prefill_tokens_per_s: float = 20_000.0
+    step_tokens: int = 2048
+    request_s: float = 0.0002
+    adapter_s: float = 0.015
+    blocks_s: float = 1.0
+    swap_s: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not self.prefill_tokens_per_s > 0:
+            raise ConfigError(
+                f"prefill_tokens_per_s is {self.prefill_tokens_per_s!r}; give tokens a second over 0."
+            )
+        if self.step_tokens < 1:
+            raise ConfigError(f"step_tokens is {self.step_tokens!r}; give 1 or more tokens.")
+        for name in ("request_s", "adapter_s", "blocks_s", "swap_s"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; give 0 or more seconds, finite.")
+
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        instance = self.soonest(request, fleet)
+        return instance.id if instance else None
+
+    def soonest(self, request: Request, fleet: FleetView) -> InstanceView | None:
+        """Return the instance that `route` names, for routers that compare it with another."""
+        if request.adapter is None and len(fleet.host_ids(request.model)) > _FEW:
+            soonest = self._soonest_of_many(request, fleet)
+            if soonest is not None:
+                return soonest
+        num_tokens, adapter = request.num_tokens, request.adapter
+        seconds = [(_here_s(self, num_tokens, adapter, i), i) for i in candidates(request, fleet)]
+        least_s = min((s for s, _ in seconds), default=inf)
+        return min((i for s, i in seconds if s == least_s), key=_load, default=None)
+
+    def _soonest_of_many(self, request: Request, fleet: FleetView) -> InstanceView | None:
+        """Look at hosts in the order of what a smaller request would meet, until all others must be later.
+
+        `None` where that would be to look at many, and where none is steady and large enough.
+        """
+        num_tokens = request.num_tokens
+        size = _size(num_tokens)
+        more_s = (num_tokens - size) / self.prefill_tokens_per_s
+        best: InstanceView | None = None
+        standing: tuple[float, Any] = (inf, ())
+        num_seen = 0
+        for has_unseen in (False, True):
+            if (1 + has_unseen) * num_tokens / self.prefill_tokens_per_s >= standing[0]:
+                break
+            for instance in fleet.ranked(request.model, _ByTime(self, size, has_unseen)):
+                if best is not None:
+                    at_least_s = _here_s(self, size, None, instance) + (1 + has_unseen) * more_s
+                    if at_least_s >= standing[0] * (1 - _ROUNDING):
+                        break
+                if (num_seen := num_seen + 1) > _MANY:
+                    return None
+                if holds(instance, request):
+                    found = _here_s(self, num_tokens, None, instance), _load(instance)
+                    best, standing = (instance, found) if found < standing else (best, standing)
+        return best
+
+    def expected_s(self, request: Request, instance: InstanceView, fleet: FleetView) -> float:
+        """Return the expected seconds to the first token on any instance, also where it would take a swap.
+
+        A swap takes `swap_s`, and unless the model is preloaded there, what the store needs to read it
+        (`StoreView.load_s`). Infinite for an instance that takes no requests and cannot swap, and for a model
+        that the store does not have.
+        """
+        if instance.state is InstanceState.SERVING and instance.model == request.model:
+            return _here_s(self, request.num_tokens, request.adapter, instance)
+        if not instance.free:
+            return inf
+        store = fleet.store.seen_from(instance.node)
+        load_s = 0.0 if instance.preloaded == request.model else store.load_s(request.model)
+        adapter_s = 0.0 if request.adapter is None else self.adapter_s
+        return self.swap_s + load_s + adapter_s + request.num_tokens / self.prefill_tokens_per_s
+
+
+def _here_s(
+    time: LeastTimeRouter, num_tokens: int, adapter: AdapterId | None, instance: InstanceView
+) -> float:
+    """Seconds to the first token of a request with so many tokens; no fewer for more of them."""
+    queued = instance.num_prefill_tokens + (_num_unseen(instance) + 1) * num_tokens
+    num_steps = -(-queued // time.step_tokens)
+    seconds = queued / time.prefill_tokens_per_s + num_steps * instance.num_running * time.request_s
+    if adapter is not None and adapter not in instance.adapters:
+        seconds += time.adapter_s
+    free_tokens = instance.num_free_kv_blocks * instance.kv_block_tokens
+    if instance.num_kv_blocks and free_tokens < num_tokens:
+        seconds += time.blocks_s
+    return seconds
+
+
+def _load(instance: InstanceView) -> Any:
+    return by_load(instance)
+
+
+def _size(num_tokens: int) -> int:
+    """Return the largest power of 4 that is not above, so that requests of a size share an order."""
+    return 1 << (max(num_tokens, 1).bit_length() - 1 & ~1)
+
+
+def _num_unseen(instance: InstanceView) -> int:
+    """Return how many requests the fleet sent to an instance that its engine has not told of."""
+    return max(instance.num_requests - instance.num_running - instance.num_waiting, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByTime:
+    """Ranks by the expected seconds of a request with so many tokens, then by load, who is open and steady.
+
+    Those with requests that their engines have not told of yet apart from others: each of these is taken to
+    be as large as the request, so for a larger one all of them are later by more.
+    """
+
+    time: LeastTimeRouter
+    num_tokens: int
+    has_unseen: bool
+
+    def __hash__(self) -> int:
+        return hash((self.num_tokens, self.has_unseen))  # asked for at every route
+
+    def __call__(self, instance: InstanceView) -> tuple[float, Any] | None:
+        if not instance.open or instance.swapping or (_num_unseen(instance) > 0) is not self.has_unseen:
+            return None
+        return _here_s(self.time, self.num_tokens, None, instance), by_load(instance)

@@ -1,0 +1,123 @@
+"""Routing requests with the same beginning to the same replica, while the fleet is even."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotswap.errors import ConfigError
+from hotswap.lookup import CountRank
+from hotswap.policies.routers.candidates import first, is_candidate
+from hotswap.policies.routers.hash_ring import clockwise, point_of
+from hotswap.policies.routers.imbalance import check_thresholds, imbalanced
+from hotswap.policies.routers.least_loaded import by_load
+from hotswap.policies.routers.least_time import LeastTimeRouter
+from hotswap.request import Request
+from hotswap.router import Router
+from hotswap.view import FleetView, InstanceId, InstanceView
+
+__all__ = ["PrefixRouter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRouter(Router):
+    """Sends requests that begin alike to one replica, whose KV blocks they reuse, unless it makes them wait.
+
+    Source: the cache-aware router of SGLang. With `max` and `min` over the loads of the open replicas,
+
+        imbalanced   if max - min > abs_threshold  and  max > rel_threshold * min
+        imbalanced:  the replica with the fewest requests
+        else:        the replica that most likely has the prefix
+
+    **Readings.** SGLang keeps a tree of the texts that it sent to each worker. A router here remembers
+    nothing and sees no caches, so *most likely has the prefix* is where an earlier request with it would have
+    been sent: the first whole blocks of the prompt, `num_blocks` at most of `block_tokens` each, choose
+    a replica by consistent hashing, without a bound. A replica that comes or goes takes or leaves its own
+    prefixes alone. The rate of matching is not known either: a prompt with a whole block has
+    a prefix, a shorter one has none and goes to the replica with the fewest requests.
+
+    The guard looks at all open replicas, as there, not at the chosen one alone. Requests that went elsewhere
+    under it leave their prefix there, which is not found again.
+
+    Give `num_blocks` the length of what is shared, a system prompt for example: with more, requests that
+    share that alone do not meet; with fewer, requests that share little meet too. Requests of different
+    models or adapters share nothing.
+
+    **With `time`** the guard counts seconds, not requests, and the thresholds do not matter: eight prompts
+    may take an engine milliseconds or a minute. Source: Qin et al., Mooncake, FAST 2025, Algorithm 1, the
+    instance with the least
+
+        TTFT = queue + prefill of what of the prompt is not found there
+
+    with the two as `time` expects them. Ours is what counts as found: the tokens of the blocks that choose
+    the replica, there alone. Algorithm 1 asks the caches and finds more, and it also copies prefixes from one
+    instance to another; here nothing is copied.
+
+    Attributes:
+        block_tokens: Tokens of a block.
+        num_blocks: Blocks that choose the replica, at most.
+        abs_threshold: Requests between the most and the least loaded that are still even.
+        rel_threshold: The ratio of the two that is still even.
+        time: Expects the time to the first token; its constants are those of the device.
+    """
+
+    block_tokens: int = 16
+    num_blocks: int = 4
+    abs_threshold: float = 8
+    rel_threshold: float = 1.5
+    time: LeastTimeRouter | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ConfigError(f"block_tokens is {self.block_tokens!r}; give 1 or more tokens.")
+        if self.num_blocks < 1:
+            raise ConfigError(f"num_blocks is {self.num_blocks!r}; give 1 or more blocks.")
+        check_thresholds(self.abs_threshold, self.rel_threshold)
+
+    def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+        if self.time is not None:
+            return self._soonest(request, fleet, self.time)
+        idlest = first(request, fleet, by_load)
+        if idlest is None:
+            return None
+        num_tokens = self._num_hashed(request)
+        busiest = first(request, fleet, _by_most_load) or idlest
+        if not num_tokens or self._imbalanced(busiest.num_requests, idlest.num_requests):
+            return idlest.id
+        return self._home(request, num_tokens, fleet, idlest).id
+
+    def _soonest(self, request: Request, fleet: FleetView, time: LeastTimeRouter) -> InstanceId | None:
+        soonest = time.soonest(request, fleet)
+        num_tokens = self._num_hashed(request)
+        if not num_tokens or soonest is None:
+            return soonest.id if soonest else None
+        home = self._home(request, num_tokens, fleet, soonest)
+        home_s = time.expected_s(request, home, fleet) - num_tokens / time.prefill_tokens_per_s
+        return home.id if home_s <= time.expected_s(request, soonest, fleet) else soonest.id
+
+    def _num_hashed(self, request: Request) -> int:
+        """Tokens of the blocks that choose a replica."""
+        return min(len(request.prompt) // self.block_tokens, self.num_blocks) * self.block_tokens
+
+    def _home(self, request: Request, num_tokens: int, fleet: FleetView, other: InstanceView) -> InstanceView:
+        """The candidate that most likely has the prefix; `other` is the best by some rank."""
+        point = point_of(request.model, request.adapter, tokens=request.prompt[:num_tokens])
+        met = clockwise(point, request.model, fleet)
+        instances = (fleet.instance(instance) for instance in met)
+        return next(i for i in instances if is_candidate(i, request, like=other))
+
+    def _imbalanced(self, busiest: int, idlest: int) -> bool:
+        return imbalanced(busiest, idlest, abs_threshold=self.abs_threshold, rel_threshold=self.rel_threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByMostLoad(CountRank):
+    """Ranks open instances by their number of requests, the most first."""
+
+    def __call__(self, instance: InstanceView) -> tuple[bool, int, InstanceId] | None:
+        return (*self.count(instance), instance.id) if instance.open else None
+
+    def count(self, instance: InstanceView) -> tuple[bool, int]:
+        return instance.swapping, -instance.num_requests
+
+
+_by_most_load = _ByMostLoad()

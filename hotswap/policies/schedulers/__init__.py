@@ -1,0 +1,34 @@
+"""The schedulers: each turns one view of a fleet into swaps, unloads, moves and adapter loads."""
+
+from hotswap.policies.schedulers.adapter_pool import AdapterPool
+from hotswap.policies.schedulers.chain import Chain, Cooldown, FirstOf, KeepAsIs
+from hotswap.policies.schedulers.elastic_quota import ElasticQuota, Quotas, quotas
+from hotswap.policies.schedulers.freeness_autoscaler import FreenessAutoscaler
+from hotswap.policies.schedulers.horizontal_autoscaler import HorizontalAutoscaler
+from hotswap.policies.schedulers.keep_alive import KeepAliveSwap
+from hotswap.policies.schedulers.min_replicas import RestoreMinReplicas
+from hotswap.policies.schedulers.rescheduler import VirtualUsageRescheduler
+from hotswap.policies.schedulers.shepherd import ShepherdSwap
+from hotswap.policies.schedulers.startup_time import StartupTimePlacement
+from hotswap.policies.schedulers.static_pinning import StaticPinning
+from hotswap.policies.schedulers.weighted_load import WeightedLoadSwap
+
+__all__ = [
+    "AdapterPool",
+    "Chain",
+    "Cooldown",
+    "ElasticQuota",
+    "FirstOf",
+    "FreenessAutoscaler",
+    "HorizontalAutoscaler",
+    "KeepAliveSwap",
+    "KeepAsIs",
+    "Quotas",
+    "RestoreMinReplicas",
+    "ShepherdSwap",
+    "StartupTimePlacement",
+    "StaticPinning",
+    "VirtualUsageRescheduler",
+    "WeightedLoadSwap",
+    "quotas",
+]

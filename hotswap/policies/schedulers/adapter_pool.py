@@ -1,0 +1,196 @@
+"""Which adapters each instance holds, before requests ask for them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import ceil, isfinite
+
+from hotswap.action import Action, Hold
+from hotswap.errors import ConfigError
+from hotswap.policies.schedulers.instances import is_leaving
+from hotswap.request import AdapterId, ModelId
+from hotswap.scheduler import Scheduler
+from hotswap.view import AdapterView, FleetView, InstanceId, InstanceState, InstanceView
+
+__all__ = ["AdapterPool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPool(Scheduler):
+    """Has instances hold the adapters that are needed now, then the popular, then those that are due.
+
+    Source: the adapter pools of the multi-model post, and prefetching for requests that wait (Sheng et al.,
+    S-LoRA, arXiv:2311.03285, section 5). An instance has `max_adapters` places. They are given, in this
+    order, to
+
+        needed now    what a request runs with or waits for
+        popular       popularity >= least_popularity, the most popular first
+        due           |asked_s + gap_s - now| <= lead_s, the one that is due first
+
+    so what is due never takes the place of what is popular, nor that of what is needed. A needed adapter
+    stays wherever it is held. Each gets one place first; then those that are needed or popular get as many
+    as their share *s* of the requests asks for, `ceil(s r)` of *r* replicas, before anything that is due.
+    Copies go to holders, and else to the replica with the least popularity so far.
+
+    **Ours:** all of the order, and what popular and due mean. Both are read from `AdapterView`, so nothing is
+    remembered between plans. A rhythm is all that is foreseen: an adapter that comes at random is not due at
+    any time, but may be popular. One that is held counts as `stay` times as popular, or two that are nearly
+    alike would take turns. What a request is about to bring by itself, since it was sent to an instance that
+    lacks its adapter, is left to it.
+
+    It plans nothing where everybody holds what it should. It loads no models: put it behind what does,
+    `Chain(WeightedLoadSwap(...), AdapterPool())`.
+
+    Attributes:
+        least_popularity: From which popularity on an adapter is held without being needed.
+        lead_s: How long before it is expected, and after, an adapter is held; over the fleet's interval.
+        stay: How many times as popular an adapter counts that is held, 1 or more.
+    """
+
+    least_popularity: float = 0.5
+    lead_s: float = 5.0
+    stay: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not self.least_popularity > 0:
+            raise ConfigError(f"least_popularity is {self.least_popularity!r}; give requests, over 0.")
+        if not (self.lead_s >= 0 and isfinite(self.lead_s)):
+            raise ConfigError(f"lead_s is {self.lead_s!r}; give 0 (nothing is foreseen) or more seconds.")
+        if not (self.stay >= 1 and isfinite(self.stay)):
+            raise ConfigError(f"stay is {self.stay!r}; give a finite factor of 1 or more.")
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        wanted: dict[ModelId, list[AdapterView]] = defaultdict(list)
+        for adapter in fleet.adapters:
+            wanted[adapter.model].append(adapter)
+        replicas: dict[ModelId, list[InstanceView]] = defaultdict(list)
+        for instance in fleet.instances:
+            if instance.model is not None and instance.model in wanted and _may_hold(instance):
+                replicas[instance.model].append(instance)
+        return tuple(
+            hold
+            for model, instances in replicas.items()
+            for hold in self._holds(model, instances, wanted[model], fleet.now_s)
+        )
+
+    def _holds(
+        self,
+        model: ModelId,
+        instances: Sequence[InstanceView],
+        adapters: Sequence[AdapterView],
+        now_s: float,
+    ) -> Iterator[Hold]:
+        places = _Places(instances)
+        kinds = self._kinds(adapters, places.holders, now_s)
+        reasons = {adapter.id: kind for kind, those in kinds.items() for adapter in those}
+        order = {name: rank for rank, name in enumerate(reasons)}
+        for adapter in kinds["needed now"]:
+            places.keep(adapter)
+        for kind in ("needed now", "popular"):
+            for adapter in kinds[kind]:
+                places.give(adapter, 1)
+        total = sum(adapter.popularity for adapter in adapters)
+        for adapter in (*kinds["needed now"], *kinds["popular"]):
+            places.give(adapter, _num_copies(adapter, total, len(instances)))
+        for adapter in kinds["due"]:
+            places.give(adapter, 1)
+        for instance in instances:
+            given = sorted(places.given[instance.id], key=order.__getitem__)
+            missing = [name for name in given if name not in instance.adapters]
+            if missing:
+                reason = ", ".join(f"{name} is {reasons[name]}" for name in missing)
+                yield Hold(instance=instance.id, model=model, adapters=tuple(given), reason=reason)
+
+    def _kinds(
+        self, adapters: Iterable[AdapterView], holders: Mapping[AdapterId, Sequence[InstanceId]], now_s: float
+    ) -> dict[str, list[AdapterView]]:
+        """What should be held and why, the most urgent first."""
+        kinds: dict[str, list[AdapterView]] = {"needed now": [], "popular": [], "due": []}
+        for adapter in adapters:
+            if adapter.num_requests:
+                if adapter.num_waiting or adapter.id in holders:  # else its request brings it
+                    kinds["needed now"].append(adapter)
+            elif adapter.popularity >= self.least_popularity:
+                kinds["popular"].append(adapter)
+            elif abs(_due_s(adapter) - now_s) <= self.lead_s:
+                kinds["due"].append(adapter)
+
+        def popularity(adapter: AdapterView) -> tuple[float, AdapterId]:
+            factor = self.stay if adapter.id in holders else 1.0
+            return -factor * adapter.popularity, adapter.id
+
+        kinds["needed now"].sort(key=popularity)
+        kinds["popular"].sort(key=popularity)
+        kinds["due"].sort(key=lambda adapter: (_due_s(adapter), adapter.id))
+        return kinds
+
+
+class _Places:
+    """The places of one model's replicas while a plan gives them away.
+
+    Attributes:
+        holders: Who holds what, now.
+        given: What each replica should hold.
+    """
+
+    def __init__(self, instances: Sequence[InstanceView]) -> None:
+        self.holders: dict[AdapterId, list[InstanceId]] = defaultdict(list)
+        self.given: dict[InstanceId, set[AdapterId]] = {i.id: set() for i in instances}
+        self._room = {i.id: i.max_adapters for i in instances}
+        self._popularity = dict.fromkeys(self.given, 0.0)
+        self._copies: dict[AdapterId, set[InstanceId]] = defaultdict(set)
+        self._least = [(0.0, i.id) for i in instances]
+        heapify(self._least)
+        for instance in instances:
+            for name in instance.adapters:
+                self.holders[name].append(instance.id)
+
+    def keep(self, adapter: AdapterView) -> None:
+        """Give an adapter the places that it has."""
+        for instance in self.holders.get(adapter.id, ()):
+            self._enter(adapter, instance)
+
+    def give(self, adapter: AdapterView, num_copies: int) -> None:
+        """Give an adapter so many places, those that it has been given included, as far as there are any."""
+        copies = self._copies[adapter.id]
+        for instance in self.holders.get(adapter.id, ()):
+            if len(copies) < num_copies:
+                self._enter(adapter, instance)
+        passed: list[tuple[float, InstanceId]] = []
+        while len(copies) < num_copies and self._least:
+            popularity, instance = heappop(self._least)
+            if popularity != self._popularity[instance] or not self._room[instance]:
+                continue  # of before, or full for good
+            if instance in copies:
+                passed.append((popularity, instance))
+            else:
+                self._enter(adapter, instance)
+        for entry in passed:
+            heappush(self._least, entry)
+
+    def _enter(self, adapter: AdapterView, instance: InstanceId) -> None:
+        if not self._room[instance] or instance in self._copies[adapter.id]:
+            return
+        self._room[instance] -= 1
+        self.given[instance].add(adapter.id)
+        self._copies[adapter.id].add(instance)
+        self._popularity[instance] += adapter.popularity
+        heappush(self._least, (self._popularity[instance], instance))
+
+
+def _may_hold(instance: InstanceView) -> bool:
+    serving = instance.state is InstanceState.SERVING and not instance.draining
+    return serving and instance.max_adapters > 0 and not is_leaving(instance)
+
+
+def _due_s(adapter: AdapterView) -> float:
+    """When its next request is expected; never, before there were two."""
+    return float("inf") if adapter.gap_s is None else adapter.asked_s + adapter.gap_s
+
+
+def _num_copies(adapter: AdapterView, total: float, num_replicas: int) -> int:
+    share = adapter.popularity / total if total else 0.0
+    return max(1, ceil(share * num_replicas - 1e-9))  # a share of just so many is not one more

@@ -1,0 +1,96 @@
+"""Schedulers made of other schedulers, and the one that plans nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hotswap.action import Action
+from hotswap.errors import ConfigError
+from hotswap.policies.prediction import accepted, assume
+from hotswap.scheduler import Scheduler
+from hotswap.view import FleetView, InstanceView
+
+__all__ = ["Chain", "Cooldown", "FirstOf", "KeepAsIs"]
+
+
+class Chain(Scheduler):
+    """Does what the first scheduler wants, then what the next wants of what is left, and so on.
+
+    Each is shown the fleet as it will be once the actions of those before it have begun, so none counts a
+    replica twice or takes an instance that is spoken for.
+    """
+
+    def __init__(self, *schedulers: Scheduler) -> None:
+        if not schedulers:
+            raise ConfigError("Chain() has no scheduler; give one or more, or KeepAsIs() to plan nothing.")
+        self._schedulers = schedulers
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        plan: list[Action] = []
+        for scheduler in self._schedulers:
+            actions = accepted(fleet, scheduler.plan(fleet))
+            plan += actions
+            fleet = assume(fleet, actions)
+        return tuple(plan)
+
+    def __repr__(self) -> str:
+        return _call(self, self._schedulers)
+
+
+class FirstOf(Scheduler):
+    """Does what the first scheduler wants that wants anything the fleet would begin; asks no further."""
+
+    def __init__(self, *schedulers: Scheduler) -> None:
+        self._schedulers = schedulers
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        plans = (accepted(fleet, scheduler.plan(fleet)) for scheduler in self._schedulers)
+        return next((plan for plan in plans if plan), ())
+
+    def __repr__(self) -> str:
+        return _call(self, self._schedulers)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAsIs(Scheduler):
+    """Plans nothing: every instance keeps the model it has until a swap is made by hand.
+
+    Not even `min_replicas` are kept; use `RestoreMinReplicas` for a fleet that keeps these and no more.
+    """
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cooldown(Scheduler):
+    """Leaves an instance alone for `cooldown_s` seconds after it began to serve its model.
+
+    The wrapped scheduler is shown such an instance as busy turning to the model it has: a replica that counts
+    and cannot be taken, so it plans round it instead of having its plan cut. EMPTY instances never cool down.
+    Floors would wait as well; put them outside: `Chain(RestoreMinReplicas(), Cooldown(...))`.
+    """
+
+    scheduler: Scheduler
+    cooldown_s: float
+
+    def __post_init__(self) -> None:
+        if not self.cooldown_s >= 0:
+            raise ConfigError(f"cooldown_s is {self.cooldown_s!r}; give 0 or more seconds.")
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        instances = tuple(self._held(i) if self._cooling(i, fleet.now_s) else i for i in fleet.instances)
+        held = replace(fleet, instances=instances)
+        return accepted(held, self.scheduler.plan(held))
+
+    def _cooling(self, instance: InstanceView, now_s: float) -> bool:
+        since_s = instance.serving_since_s
+        return instance.free and since_s is not None and now_s - since_s < self.cooldown_s
+
+    def _held(self, instance: InstanceView) -> InstanceView:
+        return replace(instance, swapping=True, target=instance.model)
+
+
+def _call(policy: object, parts: Sequence[object]) -> str:
+    return f"{type(policy).__name__}({', '.join(map(repr, parts))})"

@@ -1,0 +1,82 @@
+"""What desktop servers do: load what is asked for, unload what was not asked for lately."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from hotswap.action import Action, Swap, Unload
+from hotswap.errors import ConfigError
+from hotswap.policies.schedulers.allocation import Allocation
+from hotswap.policies.schedulers.instances import used_s
+from hotswap.scheduler import Scheduler
+from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, ModelView
+
+__all__ = ["KeepAliveSwap"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepAliveSwap(Scheduler):
+    """Loads an absent model when it is asked for, in the place of the idle one used longest ago.
+
+    Source: what Ollama (`OLLAMA_KEEP_ALIVE`, five minutes by default) and llama-swap (`ttl`) do; a baseline.
+
+        absent model with a waiting request    an EMPTY instance, else the idle replica used longest ago
+        idle for keep_alive_s                  unloaded
+
+    Idle is an instance without a request. It was used last when its model was loaded, or a request came or
+    left.
+
+    **Readings.** Both keep one instance of a model, so one that has a replica, or is loading, gets no second
+    however many wait. Nobody is evicted: with no idle instance the request waits, under a steady load for
+    ever. (Ollama then picks one whose requests may end and sends it no more; llama-swap does so at once.)
+    Ollama's order among idle models is the length of their keep-alive; here that is one for all, and the
+    longest unused goes first. Models take their turn by the longest wait, halved for each failed load.
+
+    Ours: `min_replicas` are kept, also from unloading; `RestoreMinReplicas` is what brings them back.
+
+    `keep_alive_s=math.inf` never unloads, which is llama-swap's default.
+    """
+
+    keep_alive_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.keep_alive_s >= 0:
+            raise ConfigError(
+                f"keep_alive_s is {self.keep_alive_s!r}; give 0 or more seconds (inf is never)."
+            )
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        allocation = Allocation(fleet)
+        return (*self._loads(allocation, fleet), *self._unloads(allocation, fleet))
+
+    def _loads(self, allocation: Allocation, fleet: FleetView) -> Iterator[Swap]:
+        absent = [m for m in allocation.models.values() if m.num_waiting and not allocation.num_replicas(m)]
+        idle = sorted((i for i in fleet.instances if absent and not i.num_requests), key=_preference)
+        for model in sorted(absent, key=lambda m: (-allocation.waited_s(m), m.id)):
+            instance = next((i for i in idle if allocation.can_swap(i, model)), None)
+            if instance is not None:
+                whose = "is EMPTY" if instance.model is None else f"has {instance.model}, idle for longest"
+                reason = f"{model.id} is asked for; {instance.id} {whose}"
+                swap = Swap(instance=instance.id, model=model.id, reason=reason)
+                allocation.swap(swap)
+                yield swap
+
+    def _unloads(self, allocation: Allocation, fleet: FleetView) -> Iterator[Unload]:
+        for model in sorted(allocation.models.values(), key=lambda m: m.id):
+            for instance in sorted(allocation.free_replicas(model), key=_preference):
+                idle_s = fleet.now_s - used_s(instance)
+                if self._is_over(model, instance, idle_s) and allocation.num_spare(model) > 0:
+                    allocation.unload(instance)
+                    reason = f"{model.id} was idle for {idle_s:.3g} s"
+                    yield Unload(instance=instance.id, reason=reason)
+
+    def _is_over(self, model: ModelView, instance: InstanceView, idle_s: float) -> bool:
+        unwanted = not instance.num_requests and not model.num_waiting
+        return unwanted and self.keep_alive_s <= idle_s < inf  # unless nobody knows since when
+
+
+def _preference(instance: InstanceView) -> tuple[bool, float, int, InstanceId]:
+    """EMPTY ones first, small ones before large; then those used longest ago."""
+    return instance.state is not InstanceState.EMPTY, used_s(instance), instance.memory_bytes, instance.id

@@ -1,0 +1,94 @@
+"""Preemption by waiting work, as Shepherd does it: a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from hotswap.action import Action, Swap
+from hotswap.errors import ConfigError
+from hotswap.policies.schedulers.allocation import Allocation
+from hotswap.policies.schedulers.instances import is_leaving, used_s
+from hotswap.scheduler import Scheduler
+from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, ModelView
+
+__all__ = ["ShepherdSwap"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShepherdSwap(Scheduler):
+    """Takes the instance with the least work for a model with `lambda_` times as much work waiting.
+
+    Source: the preemption rule of Shepherd's online algorithm (Zhang et al., NSDI 2023), and its use for
+    swaps, the baseline Shepherd* of ServerlessLLM (Fu et al., OSDI 2024): a batch that waits displaces the
+    one that runs if it is larger by a factor of lambda.
+
+    **Readings.** A batch is what requests of one model an instance could take at once: of those that wait no
+    more than `max_requests`, of those that run all. Its size is counted in requests, weighted by the model's
+    `slowness`, since Shepherd's requests are worth the same and its batches are compared by what they are
+    worth. What displaces must be larger by more than the factor, so an idle instance goes to anybody and an
+    equal batch stays at `lambda_=1`. A model with places free or on their way has only the rest waiting.
+    Shepherd's deadlines, its groups of models, and its planner are not here. Those who are evicted go on
+    elsewhere with their tokens, where Shepherd starts a batch again.
+
+    Ours: `min_replicas` are kept; of equal victims the one used longest ago goes. Running requests
+    get `deadline_s` to finish, by default none. What was displaced may displace in turn once it waits:
+    with `lambda_` over 1 only when more has come for it meanwhile.
+    """
+
+    lambda_: float = 3.0
+    deadline_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.lambda_ >= 1 and isfinite(self.lambda_)):
+            raise ConfigError(f"lambda_ is {self.lambda_!r}; give a finite factor of 1 or more.")
+        if not (self.deadline_s >= 0 and isfinite(self.deadline_s)):
+            raise ConfigError(f"deadline_s is {self.deadline_s!r}; give 0 (evict at once) or more seconds.")
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        return tuple(self._swaps(Allocation(fleet), fleet))
+
+    def _swaps(self, allocation: Allocation, fleet: FleetView) -> Iterator[Swap]:
+        waiting = {m.id: m.num_waiting - _num_places(fleet, m) for m in allocation.models.values()}
+        starved = [m for m in allocation.models.values() if waiting[m.id] > 0]
+        while starved:
+
+            def urgency(model: ModelView) -> tuple[float, float, str]:
+                return -waiting[model.id] * model.slowness, -allocation.waited_s(model), model.id
+
+            model = min(starved, key=urgency)
+            swap, slots = self._next(allocation, model, waiting[model.id])
+            if swap is not None:
+                allocation.swap(swap)
+                yield swap
+            waiting[model.id] -= slots
+            if swap is None or waiting[model.id] <= 0:
+                starved.remove(model)
+
+    def _next(self, allocation: Allocation, model: ModelView, num_waiting: int) -> tuple[Swap | None, int]:
+        """The swap that gives a model an instance, if it may have one, and the places that it has."""
+
+        def work(instance: InstanceView) -> float:
+            donor = allocation.models.get(instance.model) if instance.model is not None else None
+            return 0.0 if donor is None else instance.num_requests * donor.slowness
+
+        def preference(instance: InstanceView) -> tuple[float, bool, float, int, InstanceId]:
+            taken = instance.state is not InstanceState.EMPTY
+            return work(instance), taken, used_s(instance), instance.memory_bytes, instance.id
+
+        for instance in sorted(allocation.swappable(model), key=preference):
+            batch = min(num_waiting, instance.max_requests) * model.slowness
+            if batch > self.lambda_ * work(instance):
+                reason = f"{batch:g} of work wait for {model.id}; {instance.id} has {work(instance):g}"
+                deadline_s = self.deadline_s if instance.num_requests else 0.0
+                swap = Swap(instance=instance.id, model=model.id, deadline_s=deadline_s, reason=reason)
+                return swap, instance.max_requests
+        return None, 0
+
+
+def _num_places(fleet: FleetView, model: ModelView) -> int:
+    """How many waiting requests of a model will be taken without a swap."""
+    coming = sum(i.max_requests for i in fleet.instances if is_leaving(i) and i.target == model.id)
+    open_ones = (i for i in fleet.serving(model.id) if not is_leaving(i))
+    return coming + sum(i.max_requests - i.num_requests for i in open_ones)

@@ -1,0 +1,5 @@
+"""ServerlessLLM's scheduler: a model starts on the instance that is ready soonest."""
+
+from hotswap.policies.schedulers.startup_time.placement import StartupTimePlacement
+
+__all__ = ["StartupTimePlacement"]

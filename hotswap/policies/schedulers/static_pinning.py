@@ -1,0 +1,53 @@
+"""Models that stay where they were put."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hotswap.action import Action, Swap
+from hotswap.errors import ConfigError
+from hotswap.policies.schedulers.allocation import Allocation
+from hotswap.request import ModelId
+from hotswap.scheduler import Scheduler
+from hotswap.view import FleetView
+
+__all__ = ["StaticPinning"]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticPinning(Scheduler):
+    """Loads onto each instance the model that it is pinned to, and never anything else.
+
+    This is a fleet of dedicated engines, the baseline that any swapping has to beat:
+    `StaticPinning({"e0": "llama-8b", "e1": "qwen-4b"})`. Models are loaded before anybody asks, and stay
+    without a request. One that is pinned nowhere is never served, however many wait. Instances that are not
+    named are left alone.
+
+    An instance that serves another model than its own, after a swap by hand for instance, is turned back,
+    unless the other would fall below its `min_replicas`. What the fleet does not have is passed over:
+    instances may come and go. `deadline_s` is what those get that run on an instance which is turned back.
+    """
+
+    pins: Mapping[str, str] = field(hash=False)
+    deadline_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.pins:
+            raise ConfigError("pins is empty; give a model for an instance at least, by their ids.")
+        if not self.deadline_s >= 0:
+            raise ConfigError(f"deadline_s is {self.deadline_s!r}; give 0 (evict at once) or more seconds.")
+        object.__setattr__(self, "pins", dict(self.pins))  # which the caller may go on changing
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        allocation = Allocation(fleet)
+        plan: list[Swap] = []
+        for instance in sorted(fleet.instances, key=lambda i: i.id):
+            model = allocation.models.get(ModelId(self.pins.get(instance.id, "")))
+            if model is not None and allocation.can_swap(instance, model):
+                deadline_s = self.deadline_s if instance.num_requests else 0.0
+                reason = f"{model.id} is pinned to {instance.id}"
+                swap = Swap(instance=instance.id, model=model.id, deadline_s=deadline_s, reason=reason)
+                allocation.swap(swap)
+                plan.append(swap)
+        return tuple(plan)

@@ -1,0 +1,198 @@
+"""Snowflake's hot-swap controller: replicas follow the weighted load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import islice
+from math import hypot, inf, isfinite
+from typing import Literal
+
+from hotswap.action import Action, Swap
+from hotswap.errors import ConfigError
+from hotswap.policies.schedulers.allocation import Allocation, Spare
+from hotswap.policies.schedulers.min_replicas import restore_min_replicas
+from hotswap.request import ModelId
+from hotswap.scheduler import Scheduler
+from hotswap.view import FleetView, ModelView
+
+__all__ = ["WeightedLoadSwap"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedLoadSwap(Scheduler):
+    """Gives the most loaded model a replica of the least loaded one.
+
+    Source: Chan, Zhang, Wang, "Model Hotswapping", Snowflake, 2024. For each model *i*, *p* is its number of
+    requests (running and waiting), *w* its `slowness` (twice the value for half the throughput), *r* its
+    replicas, loading ones included. Then
+
+        f(i) = p w / r                      load per replica; r = 0: infinite if p > 0, else 0
+        m1   = argmax f(i)                  subject to f(m1) > t1
+        m2   = argmin f(j)                  over j != m1 with r > min_replicas
+        swap   if f(m1) > b f(m2)           and f(m2) < t2
+
+    Before that, models below `min_replicas` get theirs (as `RestoreMinReplicas`). An EMPTY instance goes to
+    m1 without an m2: nobody loses by it, so neither b nor t2 is asked.
+
+    **Readings.** The post's formulas are images, and its text leaves two things open.
+
+    - *b* is "a scalar value for how big the difference from f(m1) needs to be from f(m2)". `reading="ratio"`
+      takes it as the factor above (b >= 1), which needs no unit; `reading="margin"` as the difference,
+      f(m1) - f(m2) > b (b >= 0), in requests.
+    - *t2* is "a threshold for when models should not perform swaps". It is compared to f(m2) here: when even
+      the least loaded model is that loaded, a swap only moves the pain. `math.inf` switches it off.
+
+    **"A model that does not violate any rules when swapped"** is searched for, as the post says. Passed over
+    for the next least loaded is a model that the guard protects, or that has no instance which is free, large
+    enough for m1 and not resting from a failed load of it. An m1 that finds no m2 gives way to the next most
+    loaded above t1.
+
+    **Ours, not the post's:**
+
+    - `guard` forbids a swap that would call for its own reversal: with the loads predicted for after it,
+      f(m2) may not exceed f(m1). Where m1 has no replica, m2 must only keep one for its work. Each swap then
+      lowers the higher of the two loads and none raises another, so under a steady load no allocation comes
+      back and swapping ends.
+    - `patience_s` keeps a full fleet live. A model without replica whose oldest request has waited this long
+      takes the least loaded replica that has itself served this long, against b, t2 and the guard, never
+      against a floor: more active models than instances so share them in turns. Requests are put together by
+      model: those that come as ABCABC to one instance are served as AABBCC, since a replica stays while
+      there is work for it and nobody has lost patience. On one instance with *M* models, without floors and
+      failed loads, no request waits longer for its model to be served than
+
+          (M - 1) (max(P, R) + I + S) + S
+
+      seconds, with *P* `patience_s`, *R* `min_residency_s`, *I* the fleet's interval and *S* the longest
+      swap: all others have one turn each, however long their queues. `None` is off: then such a model waits
+      until another one has spare replicas or no work.
+    - `sigmas` tells load from chance. Requests that come independently of each other make a count of *p* vary
+      by its root, so f(m1) counts as greater than f(m2) only if it is by so many standard deviations of
+      their difference, `sqrt((w1 sqrt(p1) / r1)^2 + (w2 sqrt(p2) / r2)^2)`. A queue that grows soon is. 0 is
+      off; without it small models swap for chance alone (`docs/simulation.md` shows it), with 3 or 4 rarely.
+    - `min_residency_s` leaves a replica alone for so long after it became ready; floors and EMPTY instances
+      do not ask. What comes slowly is so put together too, at the price of that wait.
+    - A plan repeats the rule on the predicted allocation until it no longer fires, so that a burst is met in
+      one period. It ends because every swap takes one free instance. `max_swaps` bounds the number (floors
+      not counted); 1 is the post's loop.
+
+    Ties of m1 go to the longer wait since its last turn, then the larger p w, then the smaller id; of m2 to
+    the one whose load rises less, then the smaller id. Of m2's replicas the one with m1 preloaded goes, then
+    the one with the fewest requests. Weights lie in the same tiers for every instance, so the tier does not
+    enter. Running requests get `deadline_s` to finish.
+    """
+
+    t1: float
+    t2: float
+    b: float
+    _: KW_ONLY
+    reading: Literal["ratio", "margin"] = "ratio"
+    guard: bool = True
+    patience_s: float | None = 10.0
+    sigmas: float = 0.0
+    min_residency_s: float = 0.0
+    max_swaps: int | None = None
+    deadline_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        least_b = {"ratio": 1.0, "margin": 0.0}.get(self.reading)
+        if least_b is None:
+            raise ConfigError(f"reading is {self.reading!r}; give 'ratio' or 'margin'.")
+        if not (self.t1 >= 0 and isfinite(self.t1)):
+            raise ConfigError(f"t1 is {self.t1!r}; give a finite load per replica of 0 or more.")
+        if not self.t2 > 0:
+            raise ConfigError(f"t2 is {self.t2!r}; give a load per replica over 0 (inf is off).")
+        if not (self.b >= least_b and isfinite(self.b)):
+            raise ConfigError(f"b is {self.b!r}; as a {self.reading} give a finite {least_b:g} or more.")
+        if self.patience_s is not None and not self.patience_s >= 0:
+            raise ConfigError(f"patience_s is {self.patience_s!r}; give 0 or more seconds, or None.")
+        if self.max_swaps is not None and self.max_swaps < 1:
+            raise ConfigError(f"max_swaps is {self.max_swaps!r}; give 1 or more, or None for no bound.")
+        for name, unit in (("sigmas", "standard deviations"), ("min_residency_s", "seconds")):
+            value = getattr(self, name)
+            if not (value >= 0 and isfinite(value)):
+                raise ConfigError(f"{name} is {value!r}; give 0 (off) or more {unit}.")
+        if not self.deadline_s >= 0:
+            raise ConfigError(f"deadline_s is {self.deadline_s!r}; give 0 (evict at once) or more seconds.")
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        allocation = Allocation(fleet)
+        floors = restore_min_replicas(allocation, deadline_s=self.deadline_s)
+        return (*floors, *islice(self._swaps(allocation), self.max_swaps))
+
+    def _swaps(self, allocation: Allocation) -> Iterator[Swap]:
+        # An m1 without an m2 finds one only when its own load rises, or among those that gained a replica.
+        gained: list[ModelId] = []
+        failed: dict[ModelId, int] = {}
+        while swap := self._next(allocation, gained, failed):
+            donor = allocation.swap(swap)
+            if donor is not None:
+                failed.pop(donor, None)
+            gained.append(swap.model)
+            yield swap
+
+    def _next(
+        self, allocation: Allocation, gained: Sequence[ModelId], failed: dict[ModelId, int]
+    ) -> Swap | None:
+        for m1 in allocation.overloaded(self.t1):
+            since = failed.pop(m1.id, None)
+            # The guard protects all who would keep no replica for their work.
+            among = None if since is None else gained[since:]
+            donors = allocation.spare(m1, keeping=self.guard, among=among)
+            swap = (
+                self._fill(allocation, m1)
+                or self._exchange(allocation, m1, donors)
+                or self._relieve(allocation, m1)
+            )
+            if swap:
+                return swap
+            if allocation.load(m1) < inf:
+                failed[m1.id] = len(gained)
+        return None
+
+    def _fill(self, allocation: Allocation, m1: ModelView) -> Swap | None:
+        """Take an EMPTY instance."""
+        instance = allocation.empty(m1)
+        if instance is None:
+            return None
+        reason = f"f({m1.id})={allocation.load(m1):g} > t1={self.t1:g}; {instance.id} is empty"
+        return Swap(instance=instance.id, model=m1.id, reason=reason)
+
+    def _exchange(
+        self, allocation: Allocation, m1: ModelView, donors: Iterable[tuple[Spare, ModelId]]
+    ) -> Swap | None:
+        """Take a replica of m2, if the rules allow one."""
+        f1, deviation = allocation.load(m1), allocation.deviation(m1)
+        most_after = allocation.load(m1, more=1) if f1 < inf else inf
+        for (f2, after, name, its_deviation), _ in donors:
+            if name == m1.id:
+                continue
+            if f2 >= self.t2 or not self._far_apart(f1, f2) or f1 - f2 < self.sigmas * deviation:
+                return None  # those after it are more loaded still
+            if self.guard and after > most_after:
+                if f2 > most_after:
+                    return None
+                continue
+            if f1 - f2 < self.sigmas * hypot(deviation, its_deviation):
+                continue
+            m2 = allocation.models[name]
+            instance = allocation.replica(m2, m1, served_s=self.min_residency_s)
+            if instance is not None:
+                reason = f"f({m1.id})={f1:g} > t1={self.t1:g}; f({m2.id})={f2:g} is least"
+                return Swap(instance=instance.id, model=m1.id, deadline_s=self.deadline_s, reason=reason)
+        return None
+
+    def _far_apart(self, f1: float, f2: float) -> bool:
+        return f1 > self.b * f2 if self.reading == "ratio" else f1 - f2 > self.b
+
+    def _relieve(self, allocation: Allocation, m1: ModelView) -> Swap | None:
+        """Take a replica for a model that has none and has waited too long."""
+        waited_s = allocation.waited_s(m1)
+        if self.patience_s is None or allocation.load(m1) < inf or waited_s < self.patience_s:
+            return None
+        harmed = allocation.best_donor(m1, served_s=max(self.patience_s, self.min_residency_s))
+        if harmed is None:
+            return None
+        m2, instance = harmed
+        reason = f"{m1.id} has waited {waited_s:.3g} s without a replica; f({m2.id})={allocation.load(m2):g}"
+        return Swap(instance=instance.id, model=m1.id, deadline_s=self.deadline_s, reason=reason)

@@ -1,0 +1,205 @@
+"""What it costs to start a model: how long loads take, and the moves that make room for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from math import fsum, isfinite
+from statistics import median
+
+from hotswap.action import MigrationRecord, SwapRecord
+from hotswap.errors import ConfigError
+from hotswap.policies.linear_fit import LinearFit
+from hotswap.request import ModelId
+from hotswap.view import InstanceView, Residency, RunningView, StoreView
+
+__all__ = ["LoadCosts", "QueuedLoads", "StartupCosts"]
+
+# Of how many loads the errors are kept.
+_NUM_ERRORS = 256
+
+
+class LoadCosts:
+    """How long loads take: `q + n / b`, with a bandwidth for each tier that is learned from loads.
+
+    Source: ServerlessLLM (Fu et al., OSDI 2024), section 6: *q* is the time for which what was asked for
+    before keeps the tier busy, *n* the bytes of the model, *b* the bandwidth of the slowest link on the way.
+    Here *b* is that of the whole way from the tier to the device, since this is what a `SwapRecord` tells:
+    bytes over seconds of the load, in which older loads count less and less. Until the first record of a tier
+    it is what the store says of it.
+
+    Args:
+        memory: What share of a load's weight is left when the next comes from the same tier.
+        unknown_s: Seconds for a model of which the store does not say where it lies.
+    """
+
+    def __init__(self, *, memory: float = 0.8, unknown_s: float = 10.0) -> None:
+        if not 0 <= memory < 1:
+            raise ConfigError(f"memory is {memory!r}; give 0 (the last load alone counts) to below 1.")
+        if not (unknown_s >= 0 and isfinite(unknown_s)):
+            raise ConfigError(f"unknown_s is {unknown_s!r}; give 0 or more seconds.")
+        self._memory, self._unknown_s = memory, unknown_s
+        self._seen: dict[str, tuple[float, float]] = {}  # bytes and seconds, by tier
+        self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
+
+    def load_s(self, store: StoreView, model: ModelId) -> float:
+        """Return the seconds that a load from the model's fastest tier would take.
+
+        Give `store.seen_from(instance.node)` for a load on a certain instance.
+        """
+        link, num_bytes = store.source(model), store.load_bytes(model)
+        if link is None or num_bytes is None:
+            return self._unknown_s
+        return num_bytes / (self.bandwidths.get(link.name) or link.bytes_per_s)
+
+    def learn(self, record: SwapRecord) -> None:
+        """See what a swap loaded; one that failed or read nothing teaches nothing."""
+        seconds = record.phase_s("load") + record.phase_s("preload")
+        if record.outcome != "done" or not record.tier or record.loaded_bytes <= 0 or seconds <= 0:
+            return
+        known = self.bandwidths.get(record.tier)
+        if known is not None:
+            self._errors.append(abs(record.loaded_bytes / known - seconds) / seconds)
+        old_bytes, old_s = self._seen.get(record.tier, (0.0, 0.0))
+        self._seen[record.tier] = (
+            self._memory * old_bytes + record.loaded_bytes,
+            self._memory * old_s + seconds,
+        )
+
+    @property
+    def bandwidths(self) -> dict[str, float]:
+        """Bytes a second, by tier, as far as loads have shown it."""
+        return {tier: num_bytes / seconds for tier, (num_bytes, seconds) in self._seen.items()}
+
+    @property
+    def median_error(self) -> float | None:
+        """The median of how far off, relative, it was with the last 256 loads; `None` before it could err.
+
+        Each was foretold from those before it alone. Time that a load spent behind others counts as error:
+        a record does not tell it.
+        """
+        return median(self._errors) if self._errors else None
+
+    def __repr__(self) -> str:
+        tiers = ", ".join(f"{tier}: {rate / 1e9:.3g} GB/s" for tier, rate in self.bandwidths.items())
+        return f"<LoadCosts [{tiers or 'as the store says'}]>"
+
+
+class QueuedLoads:
+    """How long loads take while a plan begins some: bytes that one waits for are queued before the next.
+
+    Args:
+        costs: How long a load takes by itself.
+        store: Where models lie, and what is on its way.
+    """
+
+    def __init__(self, costs: LoadCosts, store: StoreView) -> None:
+        self._costs, self._store = costs, store
+        self._known_s: dict[tuple[ModelId, str], float] = {}
+
+    def at(self, model: ModelId, instance: InstanceView) -> float:
+        """Return the seconds until a model is loaded on an instance that has been emptied."""
+        return 0.0 if instance.preloaded == model else self.load_s(model, instance.node)
+
+    def load_s(self, model: ModelId, node: str) -> float:
+        """Return the seconds of a load on a node."""
+        known_s = self._known_s.get((model, node))
+        if known_s is None:
+            known_s = self._known_s[model, node] = self._costs.load_s(self._store.seen_from(node), model)
+        return known_s
+
+    def ask_for(self, model: ModelId, node: str) -> None:
+        """Count a model's bytes to those that are queued on a node; those of one model count once."""
+        self._store = _asked_for(self._store, model, node)
+        self._known_s.clear()
+
+
+class StartupCosts:
+    """The three times that a placement compares: a load, the move of a request, and the rest of a request.
+
+    A move takes `a * (t_in + t_out) + b` seconds (ServerlessLLM, section 6): the tokens that a request has,
+    prompt and generated, are computed again elsewhere. *a* and *b* are fitted to the records of moves. Moves
+    with KV blocks count as well: their bytes, too, are so many for each token. What is left of a running
+    request takes `tpot_s` for each token it may still get, so it is an upper bound.
+
+    Give its learners to the fleet: `Fleet(on_swap=costs.learn_swap, on_migration=costs.learn_move)`. A policy
+    that holds it only reads it.
+
+    Args:
+        loads: What loads take.
+        token_s: *a* to begin with: seconds for each token of a request that moves.
+        start_s: *b* to begin with: seconds that any move takes.
+        tpot_s: Seconds for each token that a request decodes.
+    """
+
+    def __init__(
+        self,
+        loads: LoadCosts | None = None,
+        *,
+        token_s: float = 1e-4,
+        start_s: float = 0.02,
+        tpot_s: float = 0.03,
+    ) -> None:
+        if not (tpot_s >= 0 and isfinite(tpot_s)):
+            raise ConfigError(f"tpot_s is {tpot_s!r}; give 0 or more seconds.")
+        self.loads = loads or LoadCosts()
+        self.tpot_s = tpot_s
+        self._resume = LinearFit(token_s, start_s, span=1024.0)
+
+    def resume_s(self, num_tokens: int) -> float:
+        """Return the seconds that the move of a request with so many tokens takes."""
+        return self._resume.at(num_tokens)
+
+    def rest_s(self, num_remaining: int) -> float:
+        """Return the seconds after which a request ends by itself that may get so many tokens more."""
+        return num_remaining * self.tpot_s
+
+    def leave_s(self, runs: Iterable[RunningView]) -> float:
+        """Return the seconds until requests are gone: moved one after the other, or sooner at their end."""
+        a, b, tpot_s = self._resume.slope, self._resume.intercept, self.tpot_s  # of thousands, so no calls
+        moves_s: list[float] = []
+        last_s = 0.0
+        for run in runs:
+            move_s, rest_s = a * run.num_tokens + b, run.num_remaining * tpot_s
+            if rest_s > move_s:
+                moves_s.append(move_s)
+            elif rest_s > last_s:
+                last_s = rest_s
+        return max(fsum(moves_s), last_s)
+
+    def learn_swap(self, record: SwapRecord) -> None:
+        """See what became of a swap."""
+        self.loads.learn(record)
+
+    def learn_move(self, record: MigrationRecord) -> None:
+        """See what became of a move; one that came to nothing teaches nothing."""
+        if record.outcome == "done":
+            self._resume.learn(record.num_tokens, record.seconds)
+
+    @property
+    def move_error(self) -> float:
+        """How far off, relative, the times it expected of moves were of late, in the mean."""
+        return self._resume.mean_error
+
+    def __repr__(self) -> str:
+        move = f"{self._resume.slope:.3g} s a token + {self._resume.intercept:.3g} s"
+        return f"<StartupCosts [{self.loads!r}, moves: {move}]>"
+
+
+def _asked_for(store: StoreView, model: ModelId, node: str) -> StoreView:
+    """The store once a model has been asked for on a node: its bytes are queued there, and count once."""
+    seen = store.seen_from(node)
+    link, num_bytes = seen.source(model), seen.load_bytes(model)
+    if link is None or num_bytes is None:
+        return store
+    own_bytes = num_bytes - link.queued_bytes
+    busy = replace(link, queued_bytes=num_bytes)
+    return replace(
+        store,
+        tiers=tuple(busy if (t.name, t.node) == (link.name, link.node) else t for t in store.tiers),
+        rising=(
+            *store.rising,
+            Residency(model=model, tier=link.name, size_bytes=own_bytes, node=link.node),
+        ),
+    )
