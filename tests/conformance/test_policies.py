@@ -106,7 +106,7 @@ class TestAdapterPoolConforms(SchedulerConformance):
         return Chain(WeightedLoadSwap(t1=2, t2=1, b=2.0), AdapterPool())
 
 
-class TestRestoreFloorsConforms(SchedulerConformance):
+class TestRestoreMinReplicasConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return RestoreMinReplicas()
 
