@@ -1,6 +1,7 @@
 """Settings that every test runs under."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,6 +18,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("search", deadline=None, max_examples=2_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
+
+# What makes PyTorch and hotswap, oneDNN, MKL and numba take a CPU for one with AVX2 and no wider vectors.
+_AVX2_ALONE = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "NUMBA_CPU_NAME": "haswell",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let tests run as on a CPU without AVX-512."""
+    parser.addoption(
+        "--hide-avx512",
+        action="store_true",
+        help="run on an x86 CPU as if it had AVX2 and neither AVX-512 nor AMX",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide instructions, of this process and of those that tests start, before a library looks for them."""
+    if config.getoption("--hide-avx512"):
+        if "torch" in sys.modules:
+            raise pytest.UsageError("torch was imported before --hide-avx512 could hide AVX-512 from it")
+        os.environ.update(_AVX2_ALONE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -65,8 +65,7 @@ class Fp8Linear:
     @property
     def is_invariant(self) -> bool:
         """Whether a row's bits do not depend on how many others there are."""
-        on_cpu = self.weight.codes.device.type == "cpu"
-        return on_cpu and (self._is_wide or self.layer.weight.dtype in kernels())
+        return self.weight.codes.device.type == "cpu" and self.layer.weight.dtype in kernels()
 
     @property
     def _is_wide(self) -> bool:

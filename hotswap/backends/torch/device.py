@@ -12,6 +12,7 @@ import anyio
 import torch
 
 from hotswap.errors import MemoryNotReclaimed, OutOfMemory
+from hotswap.kernels.processor import instructions
 
 __all__ = [
     "free_bytes",
@@ -50,8 +51,7 @@ def free_bytes(device: torch.device) -> int:
 @cache
 def multiplies_bf16() -> bool:
     """Whether the CPU has instructions for bf16 products; without them libraries go by way of fp32."""
-    known = torch.cpu.get_capabilities()
-    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+    return not instructions().isdisjoint({"avx512_bf16", "amx_bf16"})
 
 
 def touch(device: torch.device) -> None:

@@ -8,10 +8,15 @@ for either: oneDNN wherever an input has two rows or more, measured for fp32 and
 threads. So a layer may be packed or unpacked at any moment, also in the middle of a stream; only the speed
 changes. Which of the two computes depends on the CPU and the dtype alone.
 
-On an x86 CPU that multiplies no bf16, bf16 products take up to four times as long as fp32 ones. There a bf16
-layer is *widened*: packed as fp32, its input and output converted. The products of bf16 numbers are exact in
-fp32 and were summed in it before, so nothing is less precise. Its bits are others than those of the bf16
-kernel, so whether a model is widened depends on its size and the engine's settings alone.
+On an x86 CPU without bf16 instructions, bf16 products take up to four times as long as fp32 ones. There a
+bf16 layer is *widened*: packed as fp32, its input and output converted. The products of bf16 numbers are
+exact in fp32 and were summed in it before, so nothing is less precise. Its bits differ from those of a bf16
+kernel:
+
+- With AVX-512 oneDNN has a bf16 kernel, and whether a model is widened depends on its size and the engine's
+  settings alone.
+- With AVX2 alone there is none, and bf16 layers are always computed in fp32. A weight that is not packed is
+  converted in each product, with the same bits.
 
 PyTorch offers oneDNN's operators to its own compiler. Where they are missing, layers stay as they were.
 """
@@ -53,6 +58,8 @@ log = logging.getLogger("hotswap")
 LEAST_ROWS = 4
 # Rows that the blocks are laid out for: those of a decode batch. Bits do not depend on it.
 _TYPICAL_ROWS = 32
+# Outputs whose weights are converted together, so that they are still in the cache when they are multiplied.
+_CONVERTED_OUTPUTS = 256
 
 
 def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -62,12 +69,18 @@ def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 @cache
 def kernels() -> frozenset[torch.dtype]:
-    """The dtypes whose linear layers can be packed on this machine; tried out once."""
+    """The dtypes that `product` takes on this machine: fp32 and bf16, where there is a kernel for fp32."""
     return frozenset(
         dtype
         for dtype in (torch.float32, torch.bfloat16)
-        if packed_linear.supported(dtype) or _onednn_works(dtype)
+        if _has_kernel(dtype) or (dtype is torch.bfloat16 and _has_kernel(torch.float32))
     )
+
+
+@cache
+def _has_kernel(dtype: torch.dtype) -> bool:
+    """Whether this CPU has a kernel that computes in the dtype itself; tried out once."""
+    return packed_linear.supported(dtype) or _onednn_works(dtype)
 
 
 def _onednn_works(dtype: torch.dtype) -> bool:
@@ -77,15 +90,30 @@ def _onednn_works(dtype: torch.dtype) -> bool:
         out = _by_onednn(weight, pack(weight, _TYPICAL_ROWS))
         return bool((out == 16).all())
     except (AttributeError, RuntimeError) as exc:
-        log.info("Linear layers in %s stay unpacked and slower: oneDNN has no kernel here (%s).", dtype, exc)
+        log.info("oneDNN has no kernel for linear layers in %s on this CPU (%s).", dtype, exc)
         return False
 
 
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `hidden @ weight.T + bias` as linear layers are computed, for `[..., in]` and `[out, in]`."""
+    """Return `hidden @ weight.T + bias` for `[..., in]` and `[out, in]`, all of one dtype of `kernels()`.
+
+    A row has the same bits for any number of rows from two on.
+    """
     if packed_linear.supported(hidden.dtype):
         return packed_linear.linear(hidden, weight, bias)
-    return _by_onednn(hidden, weight, bias)
+    if _has_kernel(hidden.dtype):
+        return _by_onednn(hidden, weight, bias)
+    return _in_fp32(hidden, weight, bias)
+
+
+def _in_fp32(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, of bf16, with the bits of a widened layer; the weight is converted piece by piece."""
+    out = hidden.new_empty(*hidden.shape[:-1], len(weight))
+    wide = hidden.float()
+    for first in range(0, len(weight), _CONVERTED_OUTPUTS):
+        some = slice(first, first + _CONVERTED_OUTPUTS)
+        out[..., some] = product(wide, weight[some].float(), None if bias is None else bias[some].float())
+    return out
 
 
 def _by_onednn(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -98,7 +126,7 @@ def _by_onednn(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 def _widens() -> bool:
     """Whether this CPU is better off with bf16 layers in fp32."""
     x86 = torch.cpu.get_capabilities().get("architecture") == "x86_64"
-    return x86 and not multiplies_bf16() and torch.float32 in kernels()
+    return x86 and not multiplies_bf16() and _has_kernel(torch.float32)
 
 
 def widened() -> bool:
@@ -138,7 +166,7 @@ class LinearLayer:
     def packable(self) -> bool:
         """Whether there is a kernel for the weight that is bound."""
         weight = self.stored
-        return (weight.dtype in kernels() or self.wide) and weight.device.type == "cpu" and weight.numel() > 0
+        return weight.dtype in kernels() and weight.device.type == "cpu" and weight.numel() > 0
 
     @property
     def packed_bytes(self) -> int:
@@ -183,14 +211,14 @@ class LinearLayer:
         bias = self._parameters["bias"]
         if self.packed is None and not self.packable:
             return nn.functional.linear(hidden, self.weight, bias)
+        if self.packed is None:
+            return (_in_fp32 if self.wide else product)(hidden, self.weight, bias)
         if not self.wide:
-            return self._multiply(hidden, bias)
-        return self._multiply(hidden.float(), None if bias is None else bias.float()).to(hidden.dtype)
+            return self._multiply(hidden, self.packed, bias)
+        wide_bias = None if bias is None else bias.float()
+        return self._multiply(hidden.float(), self.packed, wide_bias).to(hidden.dtype)
 
-    def _multiply(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        packed = self.packed
-        if packed is None:
-            return product(hidden, self.weight.to(hidden.dtype) if self.wide else self.weight, bias)
+    def _multiply(self, hidden: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         if packed_linear.supported(hidden.dtype):
             return packed_linear.linear_packed(hidden, packed, self.weight.shape, bias)
         return _by_onednn(hidden, packed, bias)
@@ -321,7 +349,9 @@ class Shelf:
             self._shrink(0)
 
     def _widens(self, layers: Iterable[LinearLayer]) -> bool:
-        """Whether a model is widened: by its size and the limit, not by what is free, so always alike."""
+        """Whether a model is widened: by the CPU, its size and the limit, not by what is free."""
+        if not _has_kernel(torch.bfloat16):
+            return _has_kernel(torch.float32)
         narrow = [layer.weight for layer in layers if layer.weight.dtype is torch.bfloat16]
         return _widens() and sum(4 * weight.numel() for weight in narrow) <= self.limit_bytes
 

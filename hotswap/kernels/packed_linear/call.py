@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hotswap.errors import ConfigError
+from hotswap.kernels.processor import instructions
 from hotswap.kernels.team import run_together
 
 __all__ = ["PANEL", "compile_for", "linear", "linear_packed", "pack", "packed_bytes", "supported"]
@@ -30,11 +31,11 @@ def supported(dtype: torch.dtype) -> bool:
 
     Vectors of sixteen float32, and for bfloat16 their products, but no matrix unit, which would be faster.
     """
-    known = torch.cpu.get_capabilities()
-    if not known.get("avx512_f") or not _compiles_for_this():
+    known = instructions()
+    if "avx512_f" not in known or not _compiles_for_this():
         return False
     return dtype is torch.float32 or (
-        dtype is torch.bfloat16 and bool(known.get("avx512_bf16")) and not known.get("amx_bf16")
+        dtype is torch.bfloat16 and "avx512_bf16" in known and "amx_bf16" not in known
     )
 
 

@@ -1,0 +1,46 @@
+"""The instructions of a CPU that kernels use can be hidden from them, to test as on another CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hotswap.backends.torch import linear
+from hotswap.backends.torch.device import multiplies_bf16
+from hotswap.kernels import packed_linear
+from hotswap.kernels.processor import instructions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What depends on the instructions of a CPU: how linear layers are computed, and the bits of what they give.
+FILES = (
+    "tests/kernels/test_processor.py",
+    "tests/kernels/test_low_rank.py",
+    "tests/backends/torch/test_linear.py",
+    "tests/backends/torch/test_products.py",
+    "tests/backends/torch/test_invariance.py",
+)
+
+
+def test_on_a_cpu_with_avx2_alone_bf16_is_computed_in_fp32(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--hide-avx512"):
+        pytest.skip("nothing is hidden")
+    assert not any(name.startswith(("avx512", "amx")) for name in instructions())
+    assert not packed_linear.supported(torch.float32)
+    assert not multiplies_bf16()
+    assert linear.kernels() == {torch.float32, torch.bfloat16}
+    assert not linear._has_kernel(torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_a_cpu_with_avx2_alone_keeps_the_same_promises(file: str, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--hide-avx512"):
+        pytest.skip("it is hidden already")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--hide-avx512"]
+    run = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
