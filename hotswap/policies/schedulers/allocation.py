@@ -144,7 +144,7 @@ class Allocation:
     # ------------------------------------------------------------------ models in order
 
     def overloaded(self, t1: float) -> Sequence[ModelView]:
-        """Return the models with a load over `t1`, the most loaded first.
+        """Return the models with a load over `t1` and fewer replicas than requests, the most loaded first.
 
         Of equal loads the one that has waited longer comes first, then the one with more work.
         """
@@ -155,7 +155,7 @@ class Allocation:
 
     def _overload_key(self, t1: float, model: ModelView) -> tuple[float, float, float, ModelId] | None:
         load = self.load(model)
-        if load <= t1:
+        if load <= t1 or self._num_replicas[model.id] >= model.num_requests:
             return None
         return -load, -self.waited_s(model), -model.num_requests * model.slowness, model.id
 

@@ -50,6 +50,8 @@ class WeightedLoadSwap(Scheduler):
 
     **Ours, not the post's:**
 
+    - No model is an m1 that has as many replicas as requests, since a further replica would have no request
+      to run. Without this rule one request of a slow model (*w* > t1) took several idle instances.
     - `guard` forbids a swap that would call for its own reversal: with the loads predicted for after it,
       f(m2) may not exceed f(m1). Where m1 has no replica, m2 must only keep one for its work. Each swap then
       lowers the higher of the two loads and none raises another, so under a steady load no allocation comes
