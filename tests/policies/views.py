@@ -174,6 +174,7 @@ def instance_views(draw: st.DrawFn, name: str, now_s: float) -> InstanceView:
         memory_bytes=draw(st.sampled_from([0, 10, 20])),
         serving_since_s=draw(st.floats(0.0, now_s)) if state is SERVING else None,
         resting=draw(st.sampled_from([(), (), (), MODELS[:1], MODELS[1:3]])),
+        draining=has_model and draw(st.sampled_from([False, False, True])),
     )
 
 

@@ -329,7 +329,7 @@ def _counts_to(instance: InstanceView) -> ModelId | None:
     if instance.swapping:
         return instance.target
     alive = instance.state in (InstanceState.SERVING, InstanceState.LOADING)
-    return instance.model if alive else None
+    return instance.model if alive and not instance.draining else None
 
 
 def _takes(model: ModelView, instance: InstanceView) -> bool:
