@@ -27,10 +27,10 @@ from benchmarks.measure import Summary, machine, rounds, write_json
 from benchmarks.table import show
 from hotswap import (
     Engine,
+    EngineStatus,
     Fleet,
     InstanceId,
     InstanceState,
-    InstanceView,
     Model,
     ModelCard,
     ModelId,
@@ -99,8 +99,8 @@ class StepEngine(Engine):
         self._state = InstanceState.DRAINING
         return 0
 
-    def view(self) -> InstanceView:
-        return InstanceView(
+    def status(self) -> EngineStatus:
+        return EngineStatus(
             id=self.id,
             state=self._state,
             model=self._model or None,

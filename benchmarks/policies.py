@@ -162,18 +162,18 @@ class Kept:
         chosen = router.route(request, view)
         assert chosen is not None
         instance = self.lookup.instance(chosen)
-        self.lookup.put(instance.renewed(num_requests=instance.num_requests + 1))
+        self.lookup.put(instance.updated(num_requests=instance.num_requests + 1))
         self._sent.append(chosen)
 
     def step(self) -> None:
         """Have engines tell of the requests that they were sent, and end those that they were sent before."""
         for name in self._sent:
             instance = self.lookup.instance(name)
-            self.lookup.put(instance.renewed(num_running=instance.num_running + 1))
+            self.lookup.put(instance.updated(num_running=instance.num_running + 1))
         for name in self._running:
             instance = self.lookup.instance(name)
             fewer = instance.num_requests - 1, instance.num_running - 1
-            self.lookup.put(instance.renewed(num_requests=fewer[0], num_running=fewer[1]))
+            self.lookup.put(instance.updated(num_requests=fewer[0], num_running=fewer[1]))
         self._sent, self._running = [], self._sent
 
 

@@ -20,7 +20,7 @@ from statistics import median
 import anyio
 import torch
 
-from hotswap import Engine, InstanceState, InstanceView, ModelCard, Request, Token, TokenStream, WeightStore
+from hotswap import Engine, EngineStatus, InstanceState, ModelCard, Request, Token, TokenStream, WeightStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.admission import to_sequence
 from hotswap.backends.torch.runner import Runner
@@ -38,7 +38,7 @@ class ProcessorTimeEngine(Engine):
         assert runner is not None
         assert model is not None
         self._runner: Runner = runner
-        self._model, self._view = model, engine.view()
+        self._model, self._view = model, engine.status()
         self._state, self._queues = InstanceState.EMPTY, dict[int, TokenQueue]()
         self._last_ticket = runner.batcher.last_ticket
         self._work, self._reference = anyio.Event(), _ReferenceWork()
@@ -50,7 +50,7 @@ class ProcessorTimeEngine(Engine):
             yield self
             workers.cancel_scope.cancel()
 
-    def view(self) -> InstanceView:
+    def status(self) -> EngineStatus:
         return replace(self._view, state=self._state)
 
     async def load(self, model: ModelCard, store: WeightStore) -> None:

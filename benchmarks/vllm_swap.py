@@ -136,7 +136,7 @@ async def _measure(root: Path, settings: Settings, report: dict[str, Any]) -> No
 
 async def _swap(engine: Any, cards: dict[str, Any], store: Any) -> float:
     """Turn the engine to the other model."""
-    other = cards["b" if engine.view().model == "a" else "a"]
+    other = cards["b" if engine.status().model == "a" else "a"]
     began_s = time.perf_counter()
     await engine.evict(deadline_s=0)
     await engine.unload()

@@ -7,16 +7,16 @@ This package holds the values and the interfaces; backends and policies are impo
 from hotswap.action import (
     Action,
     DrainRecord,
-    Hold,
     Migrate,
     MigrationRecord,
     PhaseRecord,
+    PinAdapters,
     Prefetch,
     Swap,
     SwapRecord,
     Unload,
 )
-from hotswap.engine import Engine, SupportsAdapters, SupportsPreload, SupportsWatch, WrapperEngine
+from hotswap.engine import Engine, StatusListener, SupportsAdapters, SupportsPreload, WrapperEngine
 from hotswap.errors import (
     BackendMissing,
     ConfigError,
@@ -79,6 +79,7 @@ from hotswap.text import TextStream, Tokenizer
 from hotswap.transport import Channel, Frame
 from hotswap.view import (
     AdapterView,
+    EngineStatus,
     FleetView,
     InstanceId,
     InstanceState,
@@ -104,13 +105,13 @@ __all__ = [
     "DeviceProfile",
     "DrainRecord",
     "Engine",
+    "EngineStatus",
     "FinishReason",
     "Fleet",
     "FleetClosed",
     "FleetStream",
     "FleetView",
     "Frame",
-    "Hold",
     "Hop",
     "HostBuffer",
     "HostChunk",
@@ -142,6 +143,7 @@ __all__ = [
     "Mover",
     "OutOfMemory",
     "PhaseRecord",
+    "PinAdapters",
     "Prefetch",
     "PromptTooLong",
     "Request",
@@ -156,6 +158,7 @@ __all__ = [
     "Shard",
     "ShardCorrupt",
     "ShardMissing",
+    "StatusListener",
     "Stopped",
     "StoreError",
     "StoreView",
@@ -168,7 +171,6 @@ __all__ = [
     "SupportsPreload",
     "SupportsReadInto",
     "SupportsTokenizer",
-    "SupportsWatch",
     "Swap",
     "SwapFailed",
     "SwapLimits",

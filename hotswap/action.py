@@ -11,12 +11,12 @@ from hotswap.view import InstanceId
 __all__ = [
     "Action",
     "DrainRecord",
-    "Hold",
     "Migrate",
     "MigrationOutcome",
     "MigrationRecord",
     "MigrationWay",
     "PhaseRecord",
+    "PinAdapters",
     "Prefetch",
     "Swap",
     "SwapOutcome",
@@ -73,7 +73,7 @@ class Migrate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
+class PinAdapters:
     """Have an instance that serves `model` hold adapters of it before requests ask for them.
 
     `adapters` are named by version, as in `AdapterView.id`, the most wanted first. Those that are missing are
@@ -89,7 +89,7 @@ class Hold:
     reason: str = ""
 
 
-Action: TypeAlias = Swap | Unload | Prefetch | Hold | Migrate
+Action: TypeAlias = Swap | Unload | Prefetch | PinAdapters | Migrate
 
 SwapOutcome: TypeAlias = Literal["done", "failed", "cancelled"]
 
@@ -108,8 +108,8 @@ class SwapRecord:
     """What a swap did: phases in order, requests evicted, bytes loaded and from which tier.
 
     `model_after` is what the instance serves once the swap ended, whatever its outcome: the new model, the
-    old one, or `None` for EMPTY. `road` is how the engine came by the new model, in its own words, where it
-    has more ways than one. `downtime_s` runs from the moment the instance stopped admitting to the
+    old one, or `None` for EMPTY. `load_path` is how the engine came by the new model, in its own words, where
+    it has more ways than one. `downtime_s` runs from the moment the instance stopped admitting to the
     moment it serves again.
     """
 
@@ -126,7 +126,7 @@ class SwapRecord:
     num_evicted: int = 0
     loaded_bytes: int = 0
     tier: str = ""
-    road: str = ""
+    load_path: str = ""
     error: str = ""
     trace_id: str = ""
 

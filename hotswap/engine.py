@@ -8,7 +8,7 @@ any --> LOST --unload, where the engine can come back--> EMPTY
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol, Self, runtime_checkable
 
@@ -18,16 +18,16 @@ from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, Request
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
-from hotswap.view import InstanceId, InstanceView
+from hotswap.view import EngineStatus, InstanceId
 
-__all__ = ["Engine", "SupportsAdapters", "SupportsPreload", "SupportsWatch", "WrapperEngine"]
+__all__ = ["Engine", "StatusListener", "SupportsAdapters", "SupportsPreload", "WrapperEngine"]
 
 
 class Engine(AsyncContextManagerMixin, ABC):
     """One instance: a fixed slice of devices and the batcher that runs on it.
 
     `async with engine` brackets its life; leaving it stops its workers and frees its memory. The runtime
-    never calls `load`, `unload` or `evict` concurrently on one engine; `stream` and `view` may be called at
+    never calls `load`, `unload` or `evict` concurrently on one engine; `stream` and `status` may be called at
     any time from the event loop. An engine never calls the fleet: it can only end a stream.
     """
 
@@ -91,14 +91,35 @@ class Engine(AsyncContextManagerMixin, ABC):
         """
 
     @abstractmethod
-    def view(self) -> InstanceView:
+    def status(self) -> EngineStatus:
         """Return state, load and memory. Synchronous, cheap and frozen; true at the moment of the call."""
 
+    def watch(self, listener: StatusListener) -> bool:
+        """Have a listener told whenever `status` would return something else; return whether it will be.
+
+        The engine calls the listener on the event loop, in the turn of the change; calls without a change do
+        no harm. There is one listener; a second takes the place of the first. An engine that returns false,
+        which is the default, is polled: its `status` is asked for whenever the fleet makes a view.
+        """
+        return False
+
     def __repr__(self) -> str:
-        view = self.view()
-        model = f" {view.model}" if view.model else ""
-        requests = f"{view.num_running} running, {view.num_waiting} waiting"
-        return f"<{type(self).__name__} {self.id} {view.state}{model} [requests: {requests}]>"
+        status = self.status()
+        model = f" {status.model}" if status.model else ""
+        requests = f"{status.num_running} running, {status.num_waiting} waiting"
+        return f"<{type(self).__name__} {self.id} {status.state}{model} [requests: {requests}]>"
+
+
+class StatusListener(Protocol):
+    """What an engine tells that its status has changed."""
+
+    def load_changed(self) -> None:
+        """The load has changed: `num_running` to `preempted` of `EngineStatus`, and nothing else."""
+        ...
+
+    def state_changed(self) -> None:
+        """Anything else has changed, as the state, the model, the adapters or the memory."""
+        ...
 
 
 @runtime_checkable
@@ -126,7 +147,7 @@ class SupportsPreload(Protocol):
 class SupportsAdapters(Protocol):
     """An engine that can hold low-rank adapters beside the model it serves; requests have one or none.
 
-    `view` says which it holds, by their `Adapter.version`, which requests name too, and how many it may;
+    `status` says which it holds, by their `Adapter.version`, which requests name too, and how many it may;
     versions of one adapter are adapters side by side. It drops none by itself, save all of them on `unload`.
     Serving goes on undisturbed by either verb, and both may be called concurrently.
     """
@@ -155,19 +176,6 @@ class SupportsAdapters(Protocol):
         ...
 
 
-@runtime_checkable
-class SupportsWatch(Protocol):
-    """An engine that says when what it shows has changed, so that a large fleet need not ask every time."""
-
-    def watch(self, tell: Callable[[bool], None]) -> None:
-        """Call `tell(turned)` whenever `view` would return something else, in the same turn of the loop.
-
-        `turned` is whether anything beside its load has changed, as its state or model; too many calls do
-        no harm. There is one listener; another takes its place.
-        """
-        ...
-
-
 class WrapperEngine(Engine):
     """Forwards everything to another engine: subclass it and override what should differ."""
 
@@ -192,5 +200,9 @@ class WrapperEngine(Engine):
     async def evict(self, *, deadline_s: float) -> int:
         return await self.wrapped.evict(deadline_s=deadline_s)
 
-    def view(self) -> InstanceView:
-        return self.wrapped.view()
+    def status(self) -> EngineStatus:
+        return self.wrapped.status()
+
+    def watch(self, listener: StatusListener) -> bool:
+        """Forward to the wrapped engine; a subclass with a `status` of its own is polled."""
+        return type(self).status is WrapperEngine.status and self.wrapped.watch(listener)

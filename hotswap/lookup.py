@@ -124,7 +124,7 @@ class Lookup:
         """Return those that serve the model or are turning to it, likewise."""
         return self._of(self._replicas, model)
 
-    def least(self, model: ModelId, rank: Rank) -> InstanceView | None:
+    def min_by(self, model: ModelId, rank: Rank) -> InstanceView | None:
         """Return the host of the model whose rank is least; `None` if none has any."""
         group = self._hosts.get(model)
         if group is None:
@@ -179,7 +179,7 @@ class Lookup:
         self._views[view.id] = view
         self._all = None
         self._move(self._hosts, before.hosted if before else None, view.hosted, view)
-        self._move(self._replicas, before.becomes if before else None, view.becomes, view)
+        self._move(self._replicas, before.next_model if before else None, view.next_model, view)
 
     def drop(self, instance: InstanceId) -> None:
         """Forget an instance, if it was ever taken in."""
@@ -191,7 +191,7 @@ class Lookup:
         del self._places[instance]
         self._ids = self._all = None
         self._move(self._hosts, view.hosted, None, view)
-        self._move(self._replicas, view.becomes, None, view)
+        self._move(self._replicas, view.next_model, None, view)
 
     def touch(self, instance: InstanceId) -> None:
         """Note that its counts have changed: it is looked at when somebody asks. Other things need `put`."""

@@ -18,14 +18,14 @@ class Model:
 
     `source` is a local Hugging Face directory (or whatever the store understands); `None` when the store
     already holds the model under its id. `min_replicas` is the floor that the shipped schedulers keep and
-    restore. `slowness` is the weight *w* of the swap policy: twice the value for half the throughput.
+    restore. `weight` is the weight *w* of the swap policy: twice the value for half the throughput.
     `max_context_tokens` shortens the model's own context.
     """
 
     id: str
     source: str | Path | None = None
     min_replicas: int = 0
-    slowness: float = 1.0
+    weight: float = 1.0
     max_context_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -35,8 +35,8 @@ class Model:
             )
         if self.min_replicas < 0:
             raise ConfigError(f"min_replicas of {self.id!r} is {self.min_replicas}; it must be 0 or more.")
-        if not self.slowness > 0:
-            raise ConfigError(f"slowness of {self.id!r} is {self.slowness}; it must be over 0.")
+        if not self.weight > 0:
+            raise ConfigError(f"weight of {self.id!r} is {self.weight}; it must be over 0.")
         if self.max_context_tokens is not None and self.max_context_tokens < 1:
             raise ConfigError(
                 f"max_context_tokens of {self.id!r} is {self.max_context_tokens}; give 1 or more."
@@ -170,7 +170,7 @@ class ModelCard:
     eos_token_ids: tuple[int, ...] = ()
     kv_bytes_per_token: int = 0
     min_replicas: int = 0
-    slowness: float = 1.0
+    weight: float = 1.0
 
     @classmethod
     def of(cls, model: Model, manifest: Manifest) -> ModelCard:
@@ -186,7 +186,7 @@ class ModelCard:
             eos_token_ids=manifest.eos_token_ids,
             kv_bytes_per_token=manifest.kv_bytes_per_token,
             min_replicas=model.min_replicas,
-            slowness=model.slowness,
+            weight=model.weight,
         )
 
 

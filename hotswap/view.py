@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NewType, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NewType, Protocol, Self, TypeVar
 
 from hotswap.lookup import Count, Lookup, Rank
 from hotswap.request import AdapterId, ModelId, RequestId
@@ -17,6 +17,7 @@ from hotswap.store_view import Residency, StoreView, TierView
 
 __all__ = [
     "AdapterView",
+    "EngineStatus",
     "FleetView",
     "InstanceId",
     "InstanceState",
@@ -32,6 +33,8 @@ __all__ = [
 
 InstanceId = NewType("InstanceId", str)
 
+_Status = TypeVar("_Status", bound="EngineStatus")
+
 
 class InstanceState(StrEnum):
     """The life of an instance; see the diagram in `hotswap.engine`."""
@@ -43,52 +46,33 @@ class InstanceState(StrEnum):
     LOST = "LOST"
 
 
-class _Renewed(TypedDict, total=False):
-    """What changes of an instance while it serves a model, and what a fleet adds to what its engine says."""
+@dataclass(frozen=True, kw_only=True)  # without slots, so that `updated` is as fast as it is
+class EngineStatus:
+    """What an engine tells of itself at one moment: its state, its load and its memory.
 
-    num_running: int
-    num_waiting: int
-    num_prefill_tokens: int
-    num_free_kv_blocks: int
-    num_next_kv_blocks: int
-    preempted: tuple[RequestId, ...]
-    max_adapters: int
-    num_requests: int
-    swapping: bool
-    target: ModelId | None
-    serving_since_s: float | None
-    resting: tuple[ModelId, ...]
-    draining: bool
-    last_used_s: float | None
-    num_high_priority: int
-    num_moves: int
-    last_assigned: int
-    swapped_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True)  # without slots, so that `renewed` is as fast as it is
-class InstanceView:
-    """One instance at one moment.
-
-    The engine fills in what it knows; the fleet adds the last eleven fields. `num_requests` counts every
-    request the fleet has assigned here, also those the engine has not seen yet, and is what routers balance.
-    `num_prefill_tokens` are what requests here must have computed before their next token, beyond the one
-    that a decode computes; an engine that is not told how far a prompt is counts it whole until its first
-    token. `num_free_kv_blocks` counts every block that a new request could be given, also those that are kept
-    only in case somebody begins with the same tokens. `num_next_kv_blocks` are those that the first of who
-    waits here needs before it can begin; 0 if nobody waits. `preempted` are those who wait again after they
-    had run, as far as the engine knows.
-    `draining` is true while the fleet sends nothing more here and has moved, or moves, what runs elsewhere.
-    `swapping` is true from the moment a swap is accepted until its record is written; `target` is the model
-    it is turning to. `adapters` are those it holds now, of the `max_adapters` that it could; 0 of an engine
-    that can hold none. `serving_since_s` is the loop time at which the present model became ready, `None` if
-    there is none. `road` is how the engine came by it, in the engine's own words, where it has more ways than
-    one. `node` is where it is, for stores whose tiers belong to nodes; "" if that makes no difference.
-    `last_used_s` is the loop time at which a request last came here or left, `None` if none ever did.
-    `num_high_priority` of the requests have a priority over 0. `num_moves` are the moves under way that begin
-    or end here. `last_assigned` is the number, counted over the fleet, of the assignment by which the latest
-    request came here; 0 if none ever did. `swapped_s` is the loop time at which the latest swap here ended,
-    an unload too and however it ended; `None` if there was none.
+    Attributes:
+        id: The engine's id, which is the instance's.
+        state: Where it is in its life.
+        model: The model that it serves, loads or is draining; `None` if there is none.
+        num_running: Requests of its batch.
+        num_waiting: Requests that wait inside the engine.
+        num_prefill_tokens: Tokens that must be computed before the requests here can give their next token,
+            beyond the one that a decode computes. An engine that does not know how far a prompt has been
+            computed counts all of it until its first token.
+        max_requests: The most requests that it takes at once.
+        num_kv_blocks: KV blocks of its pool; 0 while there is none.
+        num_free_kv_blocks: Blocks that a new request could be given, also those that are kept only for reuse
+            as a prefix.
+        num_next_kv_blocks: Blocks that the first waiting request needs before it can begin; 0 if none waits.
+        preempted: Requests that wait again after they had run, as far as the engine knows.
+        kv_block_tokens: Tokens of a KV block.
+        memory_bytes: What weights and KV blocks may take together; 0 if the engine does not know.
+        weight_bytes: What weights take now, preloaded ones included.
+        adapters: The adapters that it holds, by `Adapter.version`.
+        max_adapters: How many it could hold; 0 if it can hold none.
+        preloaded: The model that is staged beside the one that it serves.
+        load_path: How the engine came by its model, in its own words, where it has more ways than one.
+        node: Where it is, for stores whose tiers belong to nodes; "" if that makes no difference.
     """
 
     id: InstanceId
@@ -108,13 +92,49 @@ class InstanceView:
     adapters: tuple[AdapterId, ...] = ()
     max_adapters: int = 0
     preloaded: ModelId | None = None
-    road: str = ""
+    load_path: str = ""
     node: str = ""
+
+    def updated(self, **fields: object) -> Self:
+        """Return it with other values for some fields.
+
+        The same as `dataclasses.replace`, but it runs no `__init__`, which takes five times as long: a large
+        fleet makes thousands of these in a second.
+        """
+        return _made(type(self), self, fields)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest request its KV blocks could ever hold, in tokens; `None` while no pool exists."""
+        return self.num_kv_blocks * self.kv_block_tokens or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceView(EngineStatus):
+    """One instance at one moment: what its engine tells, and what the fleet knows of it beside that.
+
+    Attributes:
+        num_requests: Requests that the fleet has assigned here, also those that the engine has not seen yet;
+            routers balance this number.
+        swapping: Whether a swap has the instance, from its acceptance until its record is written.
+        target: The model of that swap; `None` for an unload.
+        serving_since_s: The loop time at which the present model became ready; `None` if there is none.
+        cooling_down: Models that failed to load here and are not tried again yet.
+        draining: Whether the fleet sends nothing more here, and moves what runs elsewhere.
+        last_used_s: The loop time at which a request last came here or left; `None` if none ever did.
+        num_high_priority: Requests among `num_requests` whose priority is over 0.
+        num_moves: Moves under way that begin or end here.
+        last_assigned: The number, counted over the fleet, of the assignment by which the latest request came
+            here; 0 if none ever did.
+        swapped_s: The loop time at which the latest swap here ended, an unload too and whatever its outcome;
+            `None` if there was none.
+    """
+
     num_requests: int = 0
     swapping: bool = False
     target: ModelId | None = None
     serving_since_s: float | None = None
-    resting: tuple[ModelId, ...] = ()
+    cooling_down: tuple[ModelId, ...] = ()
     draining: bool = False
     last_used_s: float | None = None
     num_high_priority: int = 0
@@ -122,14 +142,10 @@ class InstanceView:
     last_assigned: int = 0
     swapped_s: float | None = None
 
-    def renewed(self, **fields: Unpack[_Renewed]) -> InstanceView:
-        """Return it with some fields as they are now: as `dataclasses.replace`, in a fifth of the time.
-
-        A fleet of thousands of instances makes thousands of views for each second of its traffic.
-        """
-        view = object.__new__(InstanceView)
-        object.__setattr__(view, "__dict__", self.__dict__ | fields)
-        return view
+    @classmethod
+    def of(cls, status: EngineStatus, **fields: object) -> InstanceView:
+        """Return the view of an engine's status and the fleet's own fields."""
+        return _made(cls, status, fields)
 
     @property
     def open(self) -> bool:
@@ -149,17 +165,18 @@ class InstanceView:
         return self.model if self.state is InstanceState.SERVING else None
 
     @property
-    def becomes(self) -> ModelId | None:
+    def next_model(self) -> ModelId | None:
         """The model that it serves, loads or is turning to; `None` while it is emptied by hand, or LOST."""
         if self.swapping:
             return self.target
         alive = self.state in (InstanceState.SERVING, InstanceState.LOADING) and not self.draining
         return self.model if alive else None
 
-    @property
-    def max_tokens(self) -> int | None:
-        """The longest request its KV blocks could ever hold, in tokens; `None` while no pool exists."""
-        return self.num_kv_blocks * self.kv_block_tokens or None
+
+def _made(kind: type[_Status], base: EngineStatus, fields: dict[str, object]) -> _Status:
+    made = object.__new__(kind)
+    object.__setattr__(made, "__dict__", base.__dict__ | fields)
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,17 +185,18 @@ class ModelView:
 
     `num_running` requests are assigned to instances, `num_waiting` sit in the waiting room; their sum is the
     *p* of the swap policy. `num_failed_loads` counts failures since the last load that succeeded.
-    `left_s` is the loop time at which a swap or unload of one of its replicas last ended; `None` if none did.
+    `last_evicted_s` is the loop time at which a swap or unload of one of its replicas last ended; `None` if
+    none did.
     """
 
     id: ModelId
     weight_bytes: int = 0
     min_replicas: int = 0
-    slowness: float = 1.0
+    weight: float = 1.0
     num_running: int = 0
     num_waiting: int = 0
     num_failed_loads: int = 0
-    left_s: float | None = None
+    last_evicted_s: float | None = None
 
     @property
     def num_requests(self) -> int:
@@ -360,13 +378,13 @@ class FleetView(_Lazy):
         """Instances to which a request of the model may be sent now."""
         return tuple(instance for instance in self._lookup.hosts(model) if instance.open)
 
-    def least(self, model: ModelId, rank: Rank) -> InstanceView | None:
+    def min_by(self, model: ModelId, rank: Rank) -> InstanceView | None:
         """The host of the model that `rank` puts first, `None` if it ranks none.
 
         As `min(hosts(model), key=rank)`, but what a fleet has ranked once it ranks again only after a change,
         so the answer does not take longer for more hosts.
         """
-        return self._lookup.least(model, rank)
+        return self._lookup.min_by(model, rank)
 
     def ranked(self, model: ModelId, rank: Rank) -> Iterator[InstanceView]:
         """The hosts of the model that `rank` ranks, the best first; costs what is taken of them.

@@ -81,7 +81,7 @@ def test_it_answers_as_a_walk_over_all_instances_does(
     course: list[tuple[str, InstanceView, bool]], recounts: bool
 ) -> None:
     def recount(view: InstanceView) -> InstanceView:
-        return view.renewed(num_requests=now[view.id].num_requests)
+        return view.updated(num_requests=now[view.id].num_requests)
 
     now: dict[InstanceId, InstanceView] = {}
     lookup = Lookup(pull=lambda instance: now[instance], recount=recount if recounts else None)
@@ -112,7 +112,7 @@ def test_it_answers_as_a_walk_over_all_instances_does(
             ):  # loads not asked for at first
                 ranked = [(rank(instance), instance) for instance in hosts if rank(instance) is not None]
                 best = min(ranked, key=itemgetter(0), default=(None, None))[1]
-                assert lookup.least(model, rank) == best
+                assert lookup.min_by(model, rank) == best
                 assert list(lookup.ranked(model, rank)) == [i for _, i in sorted(ranked, key=itemgetter(0))]
             assert lookup.host_ids(model) == {i.id for i in hosts}
             assert lookup.hosts(model) == hosts
@@ -174,7 +174,7 @@ def test_all_come_in_order_after_many_changes_also_if_the_same_was_put_twice() -
         view = replace(lookup.instance(IDS[turn % len(IDS)]), num_requests=turn * 7 % 200)
         for _ in range(2):
             lookup.put(view)
-            lookup.least(MODELS[0], by_requests)
+            lookup.min_by(MODELS[0], by_requests)
         ranked = [instance.num_requests for instance in lookup.ranked(MODELS[0], by_requests)]
         assert ranked == sorted(i.num_requests for i in lookup.hosts(MODELS[0]))
 
@@ -184,14 +184,14 @@ def test_a_heap_that_many_changes_went_through_still_knows_the_best() -> None:
     for turn in range(500):
         key = IDS[turn % len(IDS)]
         lookup.put(replace(lookup.instance(key), num_requests=turn * 7 % 200))
-        best = lookup.least(MODELS[0], by_requests)
+        best = lookup.min_by(MODELS[0], by_requests)
         assert best is not None
         assert best.num_requests == min(i.num_requests for i in lookup.hosts(MODELS[0]))
 
 
 def test_engines_are_not_looked_at_for_what_the_fleet_itself_counts() -> None:
     def recount(view: InstanceView) -> InstanceView:
-        return view.renewed(num_requests=7)
+        return view.updated(num_requests=7)
 
     def pull(instance: InstanceId) -> InstanceView:
         raise AssertionError(f"{instance} was looked at")
@@ -217,7 +217,7 @@ def test_an_instance_that_could_not_be_looked_at_is_looked_at_again() -> None:
     now = {key: InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS}
     faults: list[Exception] = [RuntimeError("it does not answer")]
     lookup = Lookup(now.values(), pull, lambda view: view)
-    now[IDS[0]] = now[IDS[0]].renewed(num_free_kv_blocks=7)
+    now[IDS[0]] = now[IDS[0]].updated(num_free_kv_blocks=7)
     lookup.stir(IDS[0])
     with pytest.raises(RuntimeError):
         lookup.instances()
@@ -227,7 +227,7 @@ def test_an_instance_that_could_not_be_looked_at_is_looked_at_again() -> None:
 @given(views, views)
 def test_a_renewed_view_is_as_a_replaced_one(view: InstanceView, other: InstanceView) -> None:
     before = repr(view)
-    new = view.renewed(num_requests=other.num_requests, num_free_kv_blocks=other.num_free_kv_blocks)
+    new = view.updated(num_requests=other.num_requests, num_free_kv_blocks=other.num_free_kv_blocks)
     same = replace(view, num_requests=other.num_requests, num_free_kv_blocks=other.num_free_kv_blocks)
     assert (new, hash(new), repr(new)) == (same, hash(same), repr(same))
     assert repr(view) == before
@@ -250,5 +250,5 @@ def test_a_rank_by_counts_looks_at_loads_only_where_counts_are_equal() -> None:
     for key in IDS:
         lookup.stir(key)
     now[IDS[1]] = replace(now[IDS[1]], num_free_kv_blocks=7)
-    assert lookup.least(MODELS[0], BY_COUNTS) == now[IDS[1]]
+    assert lookup.min_by(MODELS[0], BY_COUNTS) == now[IDS[1]]
     assert set(looked) == set(IDS[:2])

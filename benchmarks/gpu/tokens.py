@@ -60,7 +60,7 @@ async def _serve(session: Session, root: Path, name: str) -> list[dict[str, Any]
                 await _generate(engine, batch, output)
                 took_s = time.perf_counter() - began_s
                 found.append({"weights": name, "batch": batch, "tokens_per_s": batch * output / took_s})
-            weight_bytes = engine.view().weight_bytes
+            weight_bytes = engine.status().weight_bytes
     return [{**each, "weight_bytes": weight_bytes} for each in found]
 
 

@@ -101,7 +101,9 @@ class Play:
         lost_s = anyio.current_time()
         engine.lose("its device failed, as the demo told it to")
         self.tell(f"{loss.instance} is lost, with {loss.num_streams} under way.")
-        await self._until(lambda: engine.view().state is InstanceState.SERVING, f"bring {loss.instance} back")
+        await self._until(
+            lambda: engine.status().state is InstanceState.SERVING, f"bring {loss.instance} back"
+        )
         loss.recovered_s = anyio.current_time() - lost_s
         self.tell(f"{loss.instance} serves again, {loss.recovered_s:.2f} s later.")
 

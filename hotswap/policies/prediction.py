@@ -60,4 +60,8 @@ def assume(fleet: FleetView, actions: Iterable[Action]) -> FleetView:
 def _changes(instance: InstanceView, action: Swap | Unload, models: set[ModelId]) -> bool:
     if isinstance(action, Unload):
         return instance.state is not InstanceState.EMPTY
-    return action.model in models and action.model != instance.model and action.model not in instance.resting
+    return (
+        action.model in models
+        and action.model != instance.model
+        and action.model not in instance.cooling_down
+    )

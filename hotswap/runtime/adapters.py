@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from hotswap import telemetry as tm
-from hotswap.action import Hold
+from hotswap.action import PinAdapters
 from hotswap.errors import ConfigError, InstanceLost, RequestEvicted, UnknownAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
@@ -193,7 +193,7 @@ class Adapters:
         """Return a view of each that has been asked for."""
         return tuple(self.demand.views(self._latest, self._num_running, self._num_waiting))
 
-    async def hold(self, action: Hold) -> None:
+    async def hold(self, action: PinAdapters) -> None:
         """Carry out what a plan asks for; what has gone meanwhile, or cannot be had, is left to requests."""
         instance = self._instances.get(action.instance)
         if instance is None or not _may_hold(instance, action.model):

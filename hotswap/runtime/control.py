@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from hotswap.action import Action, Hold, Migrate, Prefetch, Swap, Unload
+from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
 from hotswap.errors import HotswapError
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
@@ -49,7 +49,7 @@ class Control:
         store: WeightStore,
         swapper: Swapper,
         migrate: Callable[[Migrate], None],
-        hold: Callable[[Hold], None],
+        hold: Callable[[PinAdapters], None],
         tasks: TaskGroup,
         telemetry: Telemetry,
         interval_s: float,
@@ -107,12 +107,14 @@ class Control:
                 self._start_swap(action)
             case Prefetch():
                 self._start_prefetch(action)
-            case Hold():
+            case PinAdapters():
                 self._hold(action)
             case Migrate():
                 self._migrate(action)
             case _:
-                raise TypeError(f"{action!r} is no action; plan Swap, Unload, Prefetch, Hold and Migrate.")
+                raise TypeError(
+                    f"{action!r} is no action; plan Swap, Unload, Prefetch, PinAdapters and Migrate."
+                )
 
     def _start_swap(self, action: Swap | Unload) -> None:
         instance = self._instances.get(action.instance)

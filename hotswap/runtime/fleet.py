@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import anyio
 from anyio import AsyncContextManagerMixin
 
-from hotswap.action import DrainRecord, Hold, Migrate, MigrationRecord, MigrationWay, SwapRecord
+from hotswap.action import DrainRecord, Migrate, MigrationRecord, MigrationWay, PinAdapters, SwapRecord
 from hotswap.engine import Engine
 from hotswap.errors import (
     ConfigError,
@@ -178,7 +178,7 @@ class Fleet(AsyncContextManagerMixin):
             store=store,
             num_running=self._dispatcher.num_running,
             num_failed_loads=self._swapper.num_failed_loads,
-            left_s=self._swapper.left_s,
+            last_evicted_s=self._swapper.last_evicted_s,
             adapters=self._adapters.views,
         )
         self._drainer = Drainer(self._migrator, self._flights.values, self._would_route)
@@ -463,7 +463,7 @@ class Fleet(AsyncContextManagerMixin):
             move = partial(self._migrator.run_planned, way=action.way, reason=action.reason)
             self._open_tasks().start_soon(move, flight, destination, name=f"move {action.request}")
 
-    def _hold(self, action: Hold) -> None:
+    def _hold(self, action: PinAdapters) -> None:
         self._open_tasks().start_soon(self._adapters.hold, action, name=f"adapters of {action.instance}")
 
     async def drain(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from hotswap.engine import Engine, SupportsAdapters, SupportsWatch
+from hotswap.engine import Engine, SupportsAdapters
 from hotswap.errors import SwapRefused
 from hotswap.request import ModelId, RequestId
 from hotswap.telemetry import Telemetry
@@ -69,9 +69,7 @@ class Instance:
         self._retries: dict[ModelId | None, Retry] = {}
         self._swapping = False
         self._target: ModelId | None = None
-        self._watched = isinstance(engine, SupportsWatch)
-        if isinstance(engine, SupportsWatch):
-            engine.watch(self._note)
+        self._watched = engine.watch(self)
 
     def __setattr__(self, name: str, value: object) -> None:
         # Whatever is set here shows in the view, and nobody has to remember to say so.
@@ -98,9 +96,15 @@ class Instance:
         if self.on_change is not None:
             self.on_change(self.id, Change.COUNTED)
 
-    def _note(self, turned: bool) -> None:
+    def load_changed(self) -> None:
+        """As the engine tells."""
         if self.on_change is not None:
-            self.on_change(self.id, Change.TURNED if turned else Change.LOAD)
+            self.on_change(self.id, Change.LOAD)
+
+    def state_changed(self) -> None:
+        """As the engine tells."""
+        if self.on_change is not None:
+            self.on_change(self.id, Change.TURNED)
 
     @property
     def restless(self) -> bool:
@@ -114,16 +118,17 @@ class Instance:
 
     def view(self) -> InstanceView:
         """The engine's own view with the fleet's fields filled in."""
-        view = self.engine.view()
+        view = self.engine.status()
         resting = (model for model in self._retries if model is not None and not self.due(model))
-        return view.renewed(
+        return InstanceView.of(
+            view,
             max_adapters=view.max_adapters if self._adapts else 0,
             swapping=self._swapping,
             target=self._target,
             serving_since_s=self.serving_since_s if view.model is not None else None,
             draining=self.draining,
             swapped_s=self.swapped_s,
-            resting=tuple(resting) if self._retries else (),
+            cooling_down=tuple(resting) if self._retries else (),
             num_requests=self.num_requests,
             num_high_priority=self.num_high_priority,
             num_moves=self.num_moves,
@@ -133,7 +138,7 @@ class Instance:
 
     def counted(self, view: InstanceView) -> InstanceView:
         """Return a view of it with the fleet's counts as they are now."""
-        return view.renewed(
+        return view.updated(
             num_requests=self.num_requests,
             num_high_priority=self.num_high_priority,
             num_moves=self.num_moves,
@@ -145,7 +150,7 @@ class Instance:
     def broken(self) -> bool:
         """Whether it is LOST, or left half way by a verb that failed, so that only `unload` may help."""
         settled = (InstanceState.SERVING, InstanceState.EMPTY)
-        return not self._swapping and self.engine.view().state not in settled
+        return not self._swapping and self.engine.status().state not in settled
 
     def claim(self, target: ModelId | None) -> None:
         """Take the instance for a swap to `target`: synchronous, so two swaps can never interleave.

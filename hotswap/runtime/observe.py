@@ -55,12 +55,16 @@ class Observer:
         store: WeightStore,
         num_running: Counter[ModelId],
         num_failed_loads: Counter[ModelId],
-        left_s: Mapping[ModelId, float],
+        last_evicted_s: Mapping[ModelId, float],
         adapters: Callable[[], tuple[AdapterView, ...]],
     ) -> None:
         self.instances, self.cards, self.flights = instances, cards, flights
         self.room, self.store = room, store
-        self.num_running, self.num_failed_loads, self.left_s = num_running, num_failed_loads, left_s
+        self.num_running, self.num_failed_loads, self.last_evicted_s = (
+            num_running,
+            num_failed_loads,
+            last_evicted_s,
+        )
         self.adapters = adapters
         self._lookup = Lookup(pull=self._pull, recount=self._recount)
         self._turned: dict[InstanceId, None] = {}
@@ -207,11 +211,11 @@ class Observer:
             id=card.id,
             weight_bytes=card.weight_bytes,
             min_replicas=card.min_replicas,
-            slowness=card.slowness,
+            weight=card.weight,
             num_running=self.num_running[card.id],
             num_waiting=num_waiting,
             num_failed_loads=self.num_failed_loads[card.id],
-            left_s=self.left_s.get(card.id),
+            last_evicted_s=self.last_evicted_s.get(card.id),
         )
 
 

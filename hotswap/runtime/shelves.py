@@ -303,7 +303,7 @@ class _Shelf:
 
     def _oldest(self) -> list[AdapterId]:
         """What is held, that which was asked for longest ago first."""
-        held = self.instance.engine.view().adapters
+        held = self.instance.engine.status().adapters
         never = [name for name in held if name not in self._asked_for]
         return never + [name for name in self._asked_for if name in held]
 
@@ -314,7 +314,7 @@ class _Shelf:
 
     def _worth(self, adapter: AdapterId) -> tuple[bool, int]:
         """Whether a request has it or waits for it anywhere, then how much a plan wants it: 0 not at all."""
-        model = self.instance.engine.view().model
+        model = self.instance.engine.status().model
         needed = model is not None and self._is_needed(model, adapter)
         wanted = self._wanted.get(adapter)
         if wanted is None or wanted.model != model:
@@ -323,7 +323,7 @@ class _Shelf:
 
     def _is_full(self) -> bool:
         """Whether every place is taken by what may not go ahead of need."""
-        view = self.instance.engine.view()
+        view = self.instance.engine.status()
         return len(view.adapters) >= view.max_adapters and not self._unused(view.adapters, ahead=True)
 
     async def _drop(self, engine: SupportsAdapters, adapter: AdapterId) -> None:
@@ -341,19 +341,19 @@ class _Shelf:
             self._leaving = None
 
     def _holds(self, adapter: AdapterId) -> bool:
-        return adapter in self.instance.engine.view().adapters
+        return adapter in self.instance.engine.status().adapters
 
     def _require_held(self, adapter: Adapter) -> None:
         """Raise `InstanceError` if an engine says that it holds what it was given under another name."""
         if not self._holds(adapter.version):
             raise InstanceError(
                 f"Instance {self.instance.id!r} took adapter {adapter.version!r} and holds "
-                f"{', '.join(self.instance.engine.view().adapters) or 'none'}; engines are to hold adapters "
-                "by their version."
+                f"{', '.join(self.instance.engine.status().adapters) or 'none'}; engines are to hold "
+                "adapters by their version."
             )
 
     def _refuse_if_gone(self, adapter: Adapter) -> None:
-        view = self.instance.engine.view()
+        view = self.instance.engine.status()
         if view.state is not InstanceState.SERVING or view.model != adapter.model:
             raise RequestEvicted(
                 f"Instance {self.instance.id!r} is {view.state} with model {view.model!r} and takes no "
@@ -362,4 +362,4 @@ class _Shelf:
 
     def __repr__(self) -> str:
         used = sum(1 for users in self._users.values() if users)
-        return f"{self.instance.id}: {used} of {len(self.instance.engine.view().adapters)} in use"
+        return f"{self.instance.id}: {used} of {len(self.instance.engine.status().adapters)} in use"

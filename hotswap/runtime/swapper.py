@@ -51,7 +51,7 @@ class Swapper:
             raise ConfigError(f"max_load_attempts is {max_load_attempts!r}; give 1 or more.")
         self.records: deque[SwapRecord] = deque(maxlen=MAX_RECORDS)
         self.num_failed_loads: Counter[ModelId] = Counter()
-        self.left_s: dict[ModelId, float] = {}
+        self.last_evicted_s: dict[ModelId, float] = {}
         self._cards = cards
         self._store = store
         self._instances = instances
@@ -111,7 +111,7 @@ class Swapper:
     def _keep(self, record: SwapRecord) -> None:
         self.records.append(record)
         if record.model_before is not None and record.model_after != record.model_before:
-            self.left_s[record.model_before] = anyio.current_time()
+            self.last_evicted_s[record.model_before] = anyio.current_time()
         if self._on_record is None:
             return
         try:

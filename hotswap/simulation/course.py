@@ -236,7 +236,7 @@ def _sampling(output_tokens: int) -> Sampling:
 
 
 def _sample(engine: SimEngine) -> Sample:
-    view = engine.view()
+    view = engine.status()
     held = view.num_kv_blocks - view.num_free_kv_blocks
     return Sample(
         at_s=anyio.current_time(),

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
-from hotswap.action import Action, Hold, Migrate, Prefetch, Swap, Unload
+from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
 from hotswap.request import ModelId
 from hotswap.scheduler import Scheduler
 from hotswap.view import FleetView, InstanceView, ModelView
@@ -16,7 +16,7 @@ __all__ = ["Candidate", "Demand", "Explanation", "explain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a model asks for: `load` is its requests times its slowness for each replica."""
+    """What a model asks for: `load` is its requests times its weight for each replica."""
 
     model: ModelId
     num_requests: int
@@ -94,7 +94,7 @@ def explain(view: FleetView, scheduler: Scheduler) -> Explanation:
 
 def _demand(view: FleetView, model: ModelView, waited_s: float) -> Demand:
     num_replicas = len(view.replicas(model.id))
-    work = model.num_requests * model.slowness
+    work = model.num_requests * model.weight
     return Demand(
         model=model.id,
         num_requests=model.num_requests,
@@ -136,7 +136,7 @@ def _impossible(model: ModelView, instance: InstanceView) -> str:
         )
     if instance.memory_bytes and model.weight_bytes > instance.memory_bytes:
         return "is too small"
-    return "failed to load it a moment ago" if model.id in instance.resting else ""
+    return "failed to load it a moment ago" if model.id in instance.cooling_down else ""
 
 
 def _told(action: Action) -> str:
@@ -147,7 +147,7 @@ def _told(action: Action) -> str:
             told = f"unload {instance}"
         case Prefetch(model=model, reason=reason):
             told = f"prefetch {model}"
-        case Hold(instance=instance, adapters=adapters, reason=reason):
+        case PinAdapters(instance=instance, adapters=adapters, reason=reason):
             told = f"have {instance} hold {', '.join(adapters)}"
         case Migrate(request=request, destination=destination, reason=reason):
             told = f"move request {request} to {destination}"

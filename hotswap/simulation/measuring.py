@@ -88,13 +88,13 @@ async def measure_engine(
         ConfigError: the engine is not EMPTY, or no kind of step fits.
         HotswapError: whatever the engine or the store raises.
     """
-    if engine.view().state is not InstanceState.EMPTY:
-        raise ConfigError(f"Engine {engine.id!r} is {engine.view().state}; give one that is EMPTY.")
+    if engine.status().state is not InstanceState.EMPTY:
+        raise ConfigError(f"Engine {engine.id!r} is {engine.status().state}; give one that is EMPTY.")
     bench = _Bench(engine, card, shapes or Shapes())
     load_s, read_s, unload_s = await _loads(engine, card, store, bench.shapes.loads)
     await engine.load(card, store)
     try:
-        view = engine.view()
+        view = engine.status()
         kinds = list(bench.kinds())
         if not kinds:
             raise ConfigError(f"Engine {engine.id!r} has no room for any of the steps; ask for smaller ones.")
@@ -187,7 +187,7 @@ class _Bench:
 
     def kinds(self) -> Iterator[Callable[[], Awaitable[list[StepSample]]]]:
         """Yield what makes steps of some kinds, wherever the engine has room for them."""
-        shapes, view = self.shapes, self._engine.view()
+        shapes, view = self.shapes, self._engine.status()
         prompts = [tokens for tokens in shapes.prompts if tokens <= shapes.token_budget]
         prompts = [tokens for tokens in prompts if self._fits(view.max_tokens, [tokens], 1)]
         for tokens in prompts:

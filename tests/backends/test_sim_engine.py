@@ -145,7 +145,7 @@ async def test_a_request_that_outgrows_the_pool_ends_by_an_error_after_its_token
         assert isinstance(reading.error, PromptTooLong)
         # The last token is generated from the twelfth and needs no place of its own.
         assert reading.ids == expected_tokens(ask(8, 5), await card(weights))
-        assert engine.view().num_free_kv_blocks == 3
+        assert engine.status().num_free_kv_blocks == 3
 
 
 @virtual_time
@@ -155,21 +155,21 @@ async def test_weights_staged_weights_and_kv_pool_share_the_memory() -> None:
         a, b = await card(weights), await card(weights, B)
         with pytest.raises(OutOfMemory, match="'a' needs 1050 bytes"):
             await engine.load(replace(a, kv_bytes_per_token=13), weights)
-        assert engine.view().state is InstanceState.EMPTY
+        assert engine.status().state is InstanceState.EMPTY
         await engine.load(replace(a, kv_bytes_per_token=2), weights)
         assert engine.can_preload(b)
         await engine.preload(b, weights)
-        assert engine.view().weight_bytes == 900
+        assert engine.status().weight_bytes == 900
         await engine.unload()
-        assert engine.view().weight_bytes == 500
+        assert engine.status().weight_bytes == 500
         await engine.load(a, weights)
-        assert engine.view().weight_bytes == 400, "loading another drops what was staged"
+        assert engine.status().weight_bytes == 400, "loading another drops what was staged"
         await engine.unload()
         await engine.load(replace(a, kv_bytes_per_token=3), weights)
         assert not engine.can_preload(b)
         with pytest.raises(OutOfMemory, match="'b'"):
             await engine.preload(b, weights)
-        assert engine.view().preloaded is None
+        assert engine.status().preloaded is None
 
 
 @virtual_time
@@ -180,7 +180,7 @@ async def test_an_engine_lost_for_good_stays_lost() -> None:
         engine.lose("its host burnt down", for_good=True)
         with pytest.raises(InstanceLost, match="its host burnt down"):
             await engine.unload()
-        assert engine.view().state is InstanceState.LOST
+        assert engine.status().state is InstanceState.LOST
 
 
 @virtual_time
@@ -262,8 +262,8 @@ def test_every_stream_is_whole_or_a_prefix_and_every_block_comes_back(
                 if evict_s is not None:
                     await anyio.sleep(evict_s)
                     await engine.evict(deadline_s=1.0)
-            assert engine.view().num_free_kv_blocks == kv_blocks
-            assert engine.view().num_running == engine.view().num_waiting == 0
+            assert engine.status().num_free_kv_blocks == kv_blocks
+            assert engine.status().num_running == engine.status().num_waiting == 0
         for number, (prompt, max_tokens, _) in enumerate(requests):
             whole = expected_tokens(ask(prompt, max_tokens, number), model)
             reading = readings[number]
@@ -285,10 +285,10 @@ async def test_the_view_tells_what_the_first_who_waits_needs() -> None:
             for number, (reading, length) in enumerate(zip(readings, (20, 30, 2), strict=True)):
                 tasks.start_soon(reading.read, engine, ask(length, 6, number), 0.01 * number)
             await anyio.sleep(4.0)  # in the first one's prefill, or after it
-            view = engine.view()
+            view = engine.status()
             assert (view.num_running, view.num_waiting) == (1, 2)
             assert view.num_next_kv_blocks == 8  # 30 tokens in blocks of 4; who is behind counts with nothing
-        assert engine.view().num_next_kv_blocks == 0
+        assert engine.status().num_next_kv_blocks == 0
 
 
 @virtual_time
@@ -302,7 +302,7 @@ async def test_the_view_names_who_was_preempted() -> None:
                 tasks.start_soon(reading.read, engine, ask(6, 12, number), 0.01 * number)
             while any(len(reading.ids) < 12 for reading in readings):
                 await anyio.sleep(0.1)
-                seen.add(engine.view().preempted)
+                seen.add(engine.status().preempted)
         assert seen == {(), (RequestId("r1"),)}
 
 
@@ -323,10 +323,10 @@ async def test_an_engine_that_reports_by_step_is_seen_one_step_late() -> None:
                 tasks.start_soon(Reading().read, engine, ask(4, 8, number), at_s)
             for second in range(9):
                 await anyio.sleep_until(began_s + second + 0.3)
-                view = engine.view()
+                view = engine.status()
                 views.append((view.num_running, view.num_waiting, view.num_free_kv_blocks))
     live, late = seen
     assert len(set(live)) == 3
     assert late[1:] == live[:-1]
     assert late[0][:2] == (0, 0)
-    assert [engine.view().num_running for engine in engines] == [0, 0]
+    assert [engine.status().num_running for engine in engines] == [0, 0]

@@ -15,10 +15,10 @@ from anyio.lowlevel import checkpoint
 from hotswap import (
     Adapter,
     AdapterId,
+    EngineStatus,
     HostChunk,
     InstanceError,
     InstanceState,
-    InstanceView,
     KVSink,
     KVSource,
     Manifest,
@@ -160,7 +160,7 @@ class MixesItsBatch(EditingEngine):
 @engine_caught_by("test_a_request_for_another_model_is_given_back")
 class ServesWhatIsThere(EditingEngine):
     def rewrite(self, request: Request) -> Request:
-        return replace(request, model=self.view().model or request.model)
+        return replace(request, model=self.status().model or request.model)
 
 
 @engine_caught_by("test_a_prompt_that_fills_the_context_is_too_long")
@@ -227,29 +227,29 @@ class EndsAllStreamsTogether(SimEngine):
 
 @engine_caught_by("test_the_view_is_true_while_requests_come_and_go")
 class HidesUsedBlocks(SimEngine):
-    def view(self) -> InstanceView:
-        view = super().view()
+    def status(self) -> EngineStatus:
+        view = super().status()
         return replace(view, num_free_kv_blocks=view.num_kv_blocks)
 
 
 @engine_caught_by("test_the_view_counts_every_request")
 class HidesRequests(SimEngine):
-    def view(self) -> InstanceView:
-        return replace(super().view(), num_running=min(1, super().view().num_running))
+    def status(self) -> EngineStatus:
+        return replace(super().status(), num_running=min(1, super().status().num_running))
 
 
 @engine_caught_by("test_it_is_loading_until_it_serves")
 class HidesItsLoading(SimEngine):
-    def view(self) -> InstanceView:
-        view = super().view()
+    def status(self) -> EngineStatus:
+        view = super().status()
         loading = view.state is InstanceState.LOADING
         return replace(view, state=InstanceState.EMPTY if loading else view.state)
 
 
 @engine_caught_by("test_a_draining_engine_admits_none")
 class HidesItsDraining(SimEngine):
-    def view(self) -> InstanceView:
-        view = super().view()
+    def status(self) -> EngineStatus:
+        view = super().status()
         draining = view.state is InstanceState.DRAINING
         return replace(view, state=InstanceState.SERVING if draining else view.state)
 
@@ -294,7 +294,7 @@ class LoadsOverWhatIsLoaded(SimEngine):
 @engine_caught_by("test_unload_is_idempotent")
 class UnloadsOnce(SimEngine):
     async def unload(self) -> None:
-        if self.view().state is InstanceState.EMPTY:
+        if self.status().state is InstanceState.EMPTY:
             raise InstanceError("It is unloaded already.")
         await super().unload()
 
@@ -341,7 +341,7 @@ class ForgetsUnreadTokens(SimEngine):
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
         async with super().stream(request) as tokens:
-            yield Edited(tokens, lambda token: [token] if self.view().model else [])
+            yield Edited(tokens, lambda token: [token] if self.status().model else [])
 
 
 @engine_caught_by("test_a_draining_engine_admits_none")
@@ -436,7 +436,7 @@ class MakesRoomByItself(SimEngine):
 @engine_caught_by("test_an_adapter_needs_its_model")
 class TakesAdaptersOfOtherModels(SimEngine):
     async def load_adapter(self, adapter: Adapter) -> None:
-        await super().load_adapter(replace(adapter, model=self.view().model or adapter.model))
+        await super().load_adapter(replace(adapter, model=self.status().model or adapter.model))
 
 
 @engine_caught_by("test_loading_an_adapter_lets_the_event_loop_go_on")

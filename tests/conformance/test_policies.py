@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, settings
 
-from hotswap import Action, FleetView, Hold, InstanceId, Migrate, Request, Router, Scheduler, Swap, Unload
+from hotswap import (
+    Action,
+    FleetView,
+    InstanceId,
+    Migrate,
+    PinAdapters,
+    Request,
+    Router,
+    Scheduler,
+    Swap,
+    Unload,
+)
 from hotswap.policies import (
     AdapterPool,
     AffinityRouter,
@@ -213,7 +224,7 @@ class _TooMuch(Scheduler):
 
     def plan(self, fleet: FleetView) -> list[Action]:
         return [
-            Hold(instance=i.id, model=i.model, adapters=tuple(a.id for a in fleet.adapters))
+            PinAdapters(instance=i.id, model=i.model, adapters=tuple(a.id for a in fleet.adapters))
             for i in fleet.instances
             if i.model is not None
         ]

@@ -99,7 +99,7 @@ def test_what_a_lost_engine_recited_goes_on_elsewhere(performance: Performance) 
 
 def test_the_fleet_is_idle_again(performance: Performance) -> None:
     for engine in performance[0].engines:
-        view = engine.view()
+        view = engine.status()
         assert (view.state, view.num_running, view.num_waiting) == (InstanceState.EMPTY, 0, 0)
 
 

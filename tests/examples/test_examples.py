@@ -146,7 +146,7 @@ async def test_a_damaged_archive_is_refused_by_name(tmp_path: Path) -> None:
     async with store, SimEngine("e0") as engine:
         with pytest.raises(ShardCorrupt, match=re.escape(str(path))):
             await engine.load(card, store)
-        assert engine.view().state is InstanceState.EMPTY
+        assert engine.status().state is InstanceState.EMPTY
         path.write_bytes(whole[:-100])
         with pytest.raises(ShardCorrupt, match=re.escape(str(path))):
             await engine.load(card, store)

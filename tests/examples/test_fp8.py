@@ -50,7 +50,7 @@ async def perplexity(
         await e.load(ModelCard.of(Model(M), await store.manifest(M)), store)
         async with e.stream(request) as stream:
             assert [token.id async for token in stream] == ids[given:]
-        weight_bytes = e.view().weight_bytes
+        weight_bytes = e.status().weight_bytes
     assert seen[0].dtype is torch.bfloat16
     return math.exp(
         float(torch.nn.functional.cross_entropy(torch.stack(seen).float(), torch.tensor(ids[given:])))

@@ -15,10 +15,10 @@ from hotswap import (
     AdapterView,
     ConfigError,
     FleetView,
-    Hold,
     InstanceState,
     InstanceView,
     ModelId,
+    PinAdapters,
 )
 from hotswap.policies import AdapterPool
 from hotswap.testing.strategies import fleet_views
@@ -58,12 +58,12 @@ def view(instances: Iterable[InstanceView], adapters: Iterable[AdapterView]) -> 
 
 
 def held(actions: Iterable[Action]) -> dict[str, tuple[str, ...]]:
-    return {action.instance: action.adapters for action in actions if isinstance(action, Hold)}
+    return {action.instance: action.adapters for action in actions if isinstance(action, PinAdapters)}
 
 
 def carried_out(before: FleetView, actions: Iterable[Action]) -> FleetView:
     """The fleet once everything that was asked for is held; what was not goes where there are no places."""
-    plans = {action.instance: action.adapters for action in actions if isinstance(action, Hold)}
+    plans = {action.instance: action.adapters for action in actions if isinstance(action, PinAdapters)}
 
     def after(instance: InstanceView) -> InstanceView:
         wanted = plans.get(instance.id, ())
@@ -156,7 +156,7 @@ def test_adapters_of_one_name_are_each_their_own_models() -> None:
 
 @given(fleet_views())
 def test_what_is_needed_is_never_displaced_by_what_is_not(before: FleetView) -> None:
-    plan = [action for action in POOL.plan(before) if isinstance(action, Hold)]
+    plan = [action for action in POOL.plan(before) if isinstance(action, PinAdapters)]
     after = carried_out(before, plan)
     needed = {(a.model, a.id) for a in before.adapters if a.num_requests}
     for hold in plan:
@@ -169,7 +169,7 @@ def test_what_is_needed_is_never_displaced_by_what_is_not(before: FleetView) -> 
 
 @given(fleet_views())
 def test_nobody_gets_a_place_while_one_that_is_waited_for_has_none(before: FleetView) -> None:
-    plan = [action for action in POOL.plan(before) if isinstance(action, Hold)]
+    plan = [action for action in POOL.plan(before) if isinstance(action, PinAdapters)]
     after = carried_out(before, plan)
     there = {(i.model, name) for i in after.instances for name in i.adapters}
     for hold in plan:

@@ -248,7 +248,7 @@ def test_every_action_would_be_begun_whatever_the_order_of_the_view(rule: Schedu
         assert accepted(view, plan) == tuple(plan)
         for swap in (action for action in plan if isinstance(action, Swap)):
             instance = view.instance(swap.instance)
-            assert swap.model not in instance.resting
+            assert swap.model not in instance.cooling_down
             fits = view.model(swap.model).weight_bytes <= instance.memory_bytes
             assert fits or not instance.memory_bytes
         other = replace(

@@ -197,7 +197,7 @@ def test_reprs_read_like_the_calls() -> None:
 
 
 def test_what_the_fleet_would_not_begin_is_dropped() -> None:
-    rests = replace(empty("e3"), resting=(ModelId("b"),))
+    rests = replace(empty("e3"), cooling_down=(ModelId("b"),))
     view = fleet([serving("e0", "a"), empty("e1"), turning("e2", "a"), rests], [model("a"), model("b")])
     unload, prefetch = Unload(instance=InstanceId("e0")), Prefetch(model=ModelId("b"))
     assert accepted(view, [to("e0", "a"), to("e0", "z"), to("gone", "b"), to("e2", "b"), to("e3", "b")]) == ()

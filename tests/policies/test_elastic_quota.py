@@ -110,14 +110,14 @@ def test_who_is_furthest_beyond_its_quota_gives_way() -> None:
 @pytest.mark.parametrize(("first_weight", "first"), [(0.0, "b"), (1.0, "b"), (2.0, "c")])
 def test_the_wait_for_a_first_token_counts_more(first_weight: float, first: str) -> None:
     """b had a turn up to 94 s, six seconds ago; the request for c came four seconds ago."""
-    had_a_turn = replace(model("b", 1, waiting=1), left_s=94.0)
+    had_a_turn = replace(model("b", 1, waiting=1), last_evicted_s=94.0)
     view = fleet([empty("e0")], [model("a", 1), had_a_turn, model("c", 1, waiting=1)])
     view = replace(view, waiting=(replace(waiting("b", 90.0), num_generated=160), waiting("c", 96.0)))
     assert swaps(replace(RULE, first_weight=first_weight).plan(view)) == [("e0", first)]
 
 
 def test_a_turn_that_left_a_request_without_its_first_token_does_not_end_its_wait() -> None:
-    had_a_turn = replace(model("b", 1, waiting=2), left_s=99.0)
+    had_a_turn = replace(model("b", 1, waiting=2), last_evicted_s=99.0)
     view = fleet([empty("e0")], [had_a_turn, model("c", 1, waiting=1)])
     view = replace(view, waiting=(waiting("b", 95.0), replace(waiting("c", 92.0), num_generated=9)))
     assert swaps(RULE.plan(view)) == [("e0", "b")]

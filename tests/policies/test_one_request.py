@@ -61,9 +61,9 @@ every_scheduler = pytest.mark.parametrize("name", SCHEDULERS)
 @given(
     st.lists(st.sampled_from(["", "b", "c"]), min_size=2, max_size=6), st.sampled_from([0.1, 1.0, 10.0, 1e3])
 )
-def test_one_plan_gives_an_absent_model_one_instance(name: str, held: list[str], slowness: float) -> None:
+def test_one_plan_gives_an_absent_model_one_instance(name: str, held: list[str], weight: float) -> None:
     instances = [serving(f"e{n}", of) if of else empty(f"e{n}") for n, of in enumerate(held)]
-    models = [model("a", 1, waiting=1, w=slowness), model("b"), model("c")]
+    models = [model("a", 1, waiting=1, w=weight), model("b"), model("c")]
     view = fleet(instances, models, waiting=[waiting("a", 0.0)])
     plan = SCHEDULERS[name]().plan(view)
     loads = [action.instance for action in plan if isinstance(action, Swap) and action.model == "a"]
@@ -71,16 +71,16 @@ def test_one_plan_gives_an_absent_model_one_instance(name: str, held: list[str],
 
 
 @every_scheduler
-@pytest.mark.parametrize("slowness", [1.0, 10.0])
+@pytest.mark.parametrize("weight", [1.0, 10.0])
 @pytest.mark.parametrize("loaded", [False, True], ids=["EMPTY", "idle"])
 @pytest.mark.parametrize("max_tokens", [4, 400], ids=["short", "long"])
 def test_a_fleet_swaps_one_instance_for_one_request(
-    name: str, slowness: float, loaded: bool, max_tokens: int
+    name: str, weight: float, loaded: bool, max_tokens: int
 ) -> None:
     """From the first plan to half a minute after the last token, one plan after another."""
 
     async def serve() -> list[str | None]:
-        models = [Model("a", slowness=slowness), Model("b"), Model("c")]
+        models = [Model("a", weight=weight), Model("b"), Model("c")]
         async with sim_fleet("a", "b", "c", engines=3, models=models, scheduler=SCHEDULERS[name]()) as fleet:
             if loaded and name not in ONLY_EMPTY:
                 for engine, other in (("e0", "b"), ("e1", "c"), ("e2", "b")):

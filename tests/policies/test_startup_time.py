@@ -195,7 +195,7 @@ def test_room_is_counted_in_kv_blocks_too() -> None:
 
 def test_a_pool_that_could_never_hold_a_request_is_no_room() -> None:
     def plan(num_kv_blocks: int) -> dict[str, str]:
-        there = replace(serving("e1", "b"), resting=(ModelId("a"),), kv_block_tokens=16)
+        there = replace(serving("e1", "b"), cooling_down=(ModelId("a"),), kv_block_tokens=16)
         there = replace(there, num_kv_blocks=num_kv_blocks, num_free_kv_blocks=num_kv_blocks)
         runs = [run("r0", E0, 100, left=100)]  # 200 tokens in the end
         return moves(RULE.plan(seen([E0, there], [model("a", 1, waiting=1), model("b", 1)], runs)))
@@ -237,7 +237,7 @@ def test_models_take_turns_by_the_longest_wait_and_queue_behind_one_another() ->
     models = [model("a", 1, waiting=1), model("b", 1, waiting=1)]
     view = replace(seen([empty("e0")], models), waiting=(waiting("a", 99.0), waiting("b", 98.0)))
     assert swaps(RULE.plan(view)) == [("e0", "b")]
-    gave_one_up = (models[0], replace(models[1], left_s=99.5))
+    gave_one_up = (models[0], replace(models[1], last_evicted_s=99.5))
     assert swaps(RULE.plan(replace(view, models=gave_one_up))) == [("e0", "b")], "its request waits as long"
     both = replace(view, instances=(empty("e0"), empty("e1")))
     assert [action.reason for action in RULE.plan(both) if isinstance(action, Swap)] == [
@@ -536,7 +536,7 @@ def test_every_action_would_be_begun(view: FleetView) -> None:
     for action in plan:
         assert isinstance(action, Swap)
         instance = view.instance(action.instance)
-        assert action.model not in instance.resting
+        assert action.model not in instance.cooling_down
         assert not instance.memory_bytes or view.model(action.model).weight_bytes <= instance.memory_bytes
 
 

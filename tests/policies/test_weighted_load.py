@@ -299,14 +299,14 @@ def test_a_plan_says_why() -> None:
 
 def test_a_model_goes_elsewhere_than_where_it_has_just_failed() -> None:
     models = [model("a", 5, failed=1), model("b"), model("c")]
-    rests = replace(empty("e0"), resting=(models[0].id,))
+    rests = replace(empty("e0"), cooling_down=(models[0].id,))
     assert swaps(RULE.plan(fleet([rests, serving("e1", "b"), serving("e2", "c")], models))) == [("e1", "a")]
     assert swaps(RULE.plan(fleet([rests, serving("e1", "b"), empty("e2")], models))) == [("e2", "a")]
 
 
 def test_a_model_that_fails_again_evicts_nobody_until_it_has_rested() -> None:
     models = [model("a", 5, failed=2, floor=1), model("b"), model("c")]
-    rests = replace(serving("e0", "b"), resting=(models[0].id,))
+    rests = replace(serving("e0", "b"), cooling_down=(models[0].id,))
     assert swaps(RULE.plan(fleet([rests, serving("e1", "b"), serving("e2", "c")], models))) == []
     assert swaps(RULE.plan(fleet([rests, serving("e1", "b"), empty("e2")], models))) == [("e2", "a")]
     rested = fleet([serving("e0", "b"), serving("e1", "b"), serving("e2", "c")], models)
@@ -517,7 +517,7 @@ def test_every_action_would_be_begun(rule: WeightedLoadSwap, view: FleetView) ->
     for swap in plan:
         assert isinstance(swap, Swap)
         instance = view.instance(swap.instance)
-        assert swap.model not in instance.resting
+        assert swap.model not in instance.cooling_down
         assert not instance.memory_bytes or view.model(swap.model).weight_bytes <= instance.memory_bytes
 
 

@@ -46,7 +46,7 @@ def model(
         id=ModelId(name),
         num_running=p - waiting,
         num_waiting=waiting,
-        slowness=w,
+        weight=w,
         min_replicas=floor,
         num_failed_loads=failed,
         weight_bytes=weight,
@@ -173,7 +173,7 @@ def instance_views(draw: st.DrawFn, name: str, now_s: float) -> InstanceView:
         preloaded=draw(st.none() | _model_ids),
         memory_bytes=draw(st.sampled_from([0, 10, 20])),
         serving_since_s=draw(st.floats(0.0, now_s)) if state is SERVING else None,
-        resting=draw(st.sampled_from([(), (), (), MODELS[:1], MODELS[1:3]])),
+        cooling_down=draw(st.sampled_from([(), (), (), MODELS[:1], MODELS[1:3]])),
         draining=has_model and draw(st.sampled_from([False, False, True])),
     )
 
@@ -184,7 +184,7 @@ def model_views(draw: st.DrawFn, name: ModelId, *, max_floor: int = 2) -> ModelV
         id=name,
         num_running=draw(st.integers(0, 20)),
         num_waiting=draw(st.integers(0, 20)),
-        slowness=draw(st.sampled_from([0.5, 1.0, 3.0])),
+        weight=draw(st.sampled_from([0.5, 1.0, 3.0])),
         min_replicas=draw(st.integers(0, max_floor)),
         num_failed_loads=draw(st.sampled_from([0, 0, 0, 1, 5000])),
         weight_bytes=draw(st.sampled_from([0, 5, 15])),

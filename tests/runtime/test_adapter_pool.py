@@ -18,10 +18,10 @@ from hotswap import (
     AdapterId,
     Fleet,
     FleetView,
-    Hold,
     InstanceId,
     ModelId,
     OutOfMemory,
+    PinAdapters,
     Sampling,
     Scheduler,
     ShardMissing,
@@ -65,7 +65,7 @@ class Wants(Scheduler):
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
         names = tuple(map(AdapterId, self.adapters))
-        return [Hold(instance=InstanceId(self.instance), model=ModelId(self.model), adapters=names)]
+        return [PinAdapters(instance=InstanceId(self.instance), model=ModelId(self.model), adapters=names)]
 
 
 def fleet_of(*engines: SimEngine, scheduler: Scheduler, **options: Any) -> Fleet:

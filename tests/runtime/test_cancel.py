@@ -88,7 +88,7 @@ async def test_a_fleet_cancelled_at_every_turn_gives_everything_back() -> None:
 
     async def check() -> None:
         for engine in engines:
-            view = engine.view()
+            view = engine.status()
             assert view.state is InstanceState.EMPTY
             assert view.weight_bytes == view.num_running == view.num_waiting == 0
         assert store.num_lent == 0

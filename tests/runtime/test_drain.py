@@ -250,7 +250,7 @@ async def test_an_engine_that_came_can_go_again_and_come_back() -> None:
             await fleet.swap("more", to="a")
             await fleet.remove("more")
             assert [i.id for i in fleet.view().instances] == ["e0"]
-            assert engine.view().state is InstanceState.EMPTY
+            assert engine.status().state is InstanceState.EMPTY
 
 
 @virtual_time

@@ -14,10 +14,10 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from hotswap import (
     Action,
     Engine,
+    EngineStatus,
     FleetView,
     InstanceId,
     InstanceState,
-    InstanceView,
     MemoryNotReclaimed,
     Migrate,
     ModelCard,
@@ -192,11 +192,11 @@ class Shy(WrapperEngine):
 
     num_secrets = 0
 
-    def view(self) -> InstanceView:
+    def status(self) -> EngineStatus:
         if self.num_secrets:
             self.num_secrets -= 1
             raise ZeroDivisionError("an engine's own fault")
-        return super().view()
+        return super().status()
 
 
 @virtual_time
@@ -286,5 +286,5 @@ async def test_losing_an_instance_in_every_load_turns_no_client_away() -> None:
     async with sim_fleet("a", engines=[engine]) as fleet, anyio.create_task_group() as clients:
         clients.start_soon(read, fleet, "a", (1,), SOME)
         for _ in range(5):
-            await until(lambda: engine.view().state is InstanceState.LOADING)
+            await until(lambda: engine.status().state is InstanceState.LOADING)
             engine.lose("it has a bad day")

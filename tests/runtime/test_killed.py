@@ -51,7 +51,7 @@ async def test_a_hundred_streams_outlive_the_process_that_half_of_them_ran_in(tm
         async with fleet.stream("m", prompts[at], SAMPLING) as tokens:
             async for token in tokens:
                 received[at].append(token.id)
-                if not killed and ranked.view().num_running >= STREAMS // 2 and all(received):
+                if not killed and ranked.status().num_running >= STREAMS // 2 and all(received):
                     killed.append(loader_of(ranked).pids[1])
                     os.kill(killed[0], signal.SIGKILL)
             hops[at] = tokens.num_hops
@@ -64,7 +64,7 @@ async def test_a_hundred_streams_outlive_the_process_that_half_of_them_ran_in(tm
                 for at in range(STREAMS):
                     tasks.start_soon(read, fleet, at)
             assert killed
-            assert ranked.view().state is not InstanceState.SERVING
+            assert ranked.status().state is not InstanceState.SERVING
             # Each went straight to the other instance, once: one prefill.
             assert sorted(set(hops)) == [1, 2]
             assert hops.count(2) >= STREAMS // 2 - 1

@@ -15,12 +15,12 @@ from hotswap import (
     Adapter,
     ConfigError,
     Engine,
+    EngineStatus,
     Fleet,
     FleetView,
     HotswapError,
     InstanceId,
     InstanceState,
-    InstanceView,
     Migrate,
     Model,
     Request,
@@ -30,7 +30,7 @@ from hotswap import (
     Scheduler,
 )
 from hotswap.backends.sim import SimEngine, SimStore
-from hotswap.engine import SupportsWatch, WrapperEngine
+from hotswap.engine import StatusListener, WrapperEngine
 from hotswap.offline.replay import dump_view
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
@@ -43,7 +43,7 @@ FLEETS_OWN = {
     "swapping",
     "target",
     "serving_since_s",
-    "resting",
+    "cooling_down",
     "draining",
     "last_used_s",
     "num_high_priority",
@@ -51,7 +51,7 @@ FLEETS_OWN = {
     "last_assigned",
     "swapped_s",
 }
-ENGINES_OWN = [field.name for field in fields(InstanceView) if field.name not in FLEETS_OWN]
+ENGINES_OWN = [field.name for field in fields(EngineStatus) if field.name not in FLEETS_OWN]
 
 
 class Witness(Router, Scheduler):
@@ -68,7 +68,7 @@ class Witness(Router, Scheduler):
     def look(self, fleet: FleetView) -> None:
         self.num_questions += 1
         for shown in fleet.instances:
-            now = self.engines[shown.id].view()
+            now = self.engines[shown.id].status()
             for name in ENGINES_OWN:
                 if getattr(shown, name) != getattr(now, name):
                     self.wrong.append(f"{name} of {shown.id} at {fleet.now_s}")
@@ -96,6 +96,9 @@ class Witness(Router, Scheduler):
 
 class Plain(WrapperEngine):
     """Says nothing of its changes."""
+
+    def watch(self, listener: StatusListener) -> bool:
+        return False
 
 
 async def ridden(fleet: EventFleet, model: str, adapter: str | None, num_tokens: int) -> None:
@@ -147,8 +150,6 @@ def test_what_is_shown_is_what_there_is(asked: list[tuple[str, bool, int]], kind
     make = EventEngine if kind == "events" else SimEngine
     sims: list[Engine] = [make(f"e{n}", kv_blocks=40) for n in range(3)]
     engines: list[Engine] = [sims[0], Plain(sims[1]), sims[2]] if plain else sims
-    assert isinstance(sims[0], SupportsWatch)
-    assert not isinstance(Plain(sims[1]), SupportsWatch)
     witness = Witness(engines)
     # The one replica of a model may be the engine that holds no adapters.
     run(course, witness, engines, [(m, adapted and not plain, n) for m, adapted, n in asked])
@@ -170,10 +171,10 @@ class Blinking(WrapperEngine):
 
     blinks = False
 
-    def view(self) -> InstanceView:
+    def status(self) -> EngineStatus:
         if self.blinks:
             raise RuntimeError("It blinks.")
-        return super().view()
+        return super().status()
 
 
 @virtual_time

@@ -119,7 +119,7 @@ async def disturb(
         await anyio.sleep(random.expovariate(8))
         engine = random.choice(engines)
         if random.random() < 0.25:
-            if engine.view().state is not InstanceState.LOST:
+            if engine.status().state is not InstanceState.LOST:
                 engine.lose("chaos")
         elif random.random() < 0.25:
             with anyio.move_on_after(random.random() * 0.3):

@@ -360,9 +360,9 @@ async def test_a_fleet_closes_only_once_swaps_by_hand_have_ended(preload: bool, 
             await fleet.swap("e0", to="a")
             operators.start_soon(by_hand, fleet)
             await anyio.sleep(pause_s)
-        view = engine.view()
+        view = engine.status()
         assert view.state is InstanceState.EMPTY
         assert view.weight_bytes == 0
         assert fleet.swaps[-1].outcome == "cancelled"
     assert len(outcome) == 1
-    assert engine.view().state is InstanceState.EMPTY
+    assert engine.status().state is InstanceState.EMPTY

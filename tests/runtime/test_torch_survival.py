@@ -99,7 +99,7 @@ async def disturb(
                 await anyio.sleep(0.001)
         engine = random.choice(engines)
         if random.random() < 0.2:
-            if engine.view().state is not InstanceState.LOST:
+            if engine.status().state is not InstanceState.LOST:
                 engine.lose("chaos")
             continue
         with anyio.move_on_after(random.choice([0.005, 0.02, 30])):
@@ -132,7 +132,7 @@ async def test_a_hundred_random_swaps_cancellations_and_losses(store: DictStore)
                 for client in clients:
                     tasks.start_soon(client.run, fleet, turns)
         for engine in engines:
-            view = engine.view()
+            view = engine.status()
             assert view.num_running == view.num_waiting == 0
             assert view.num_free_kv_blocks == view.num_kv_blocks
         assert all(instance.num_requests == 0 for instance in fleet.view().instances)

@@ -218,7 +218,7 @@ def seen_of(
         store = SimStore([MANIFEST])
         async with store, engine:
             seen = await measure_engine(engine, CARD, store, shapes, progress=told.append_pair)
-            assert engine.view().state is InstanceState.EMPTY
+            assert engine.status().state is InstanceState.EMPTY
         return seen
 
     told = Told()
@@ -288,7 +288,7 @@ def test_an_engine_is_left_empty_also_where_measuring_breaks_off() -> None:
             with anyio.move_on_after(2.0) as scope:
                 await measure_engine(engine, CARD, store, SMALL)
             assert scope.cancelled_caught
-            assert engine.view().state is InstanceState.EMPTY
+            assert engine.status().state is InstanceState.EMPTY
             await engine.load(CARD, store)
             with pytest.raises(ConfigError, match="EMPTY"):
                 await measure_engine(engine, CARD, store, SMALL)

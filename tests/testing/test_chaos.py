@@ -154,7 +154,7 @@ async def test_losses_come_as_often_as_they_should() -> None:
         num_stuck = 0
         for _ in range(1000):
             await anyio.sleep(1)
-            if engine.view().state is InstanceState.LOST:
+            if engine.status().state is InstanceState.LOST:
                 try:
                     await engine.unload()
                 except InstanceLost:
@@ -183,7 +183,7 @@ async def test_a_load_without_memory_leaves_the_engine_empty() -> None:
     async with make_store() as store, engine:
         with pytest.raises(OutOfMemory, match="by chance"):
             await engine.load(CARD, store)
-        assert engine.view().state is InstanceState.EMPTY
+        assert engine.status().state is InstanceState.EMPTY
         engine.injector.armed = False
         await engine.load(CARD, store)
         engine.injector.armed = True

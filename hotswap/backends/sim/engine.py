@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from typing import Self, TypeVar
 
 import anyio
@@ -17,7 +16,7 @@ from hotswap.backends.sim.migration import Desk, aborted
 from hotswap.backends.sim.sequence import Sequence
 from hotswap.backends.sim.shown import Shown
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
-from hotswap.engine import Engine
+from hotswap.engine import Engine, StatusListener
 from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted, UnknownAdapter
 from hotswap.hardware import DeviceProfile
 from hotswap.migration import KVSink, KVSource
@@ -25,7 +24,7 @@ from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
-from hotswap.view import InstanceId, InstanceState, InstanceView
+from hotswap.view import EngineStatus, InstanceId, InstanceState
 
 __all__ = ["SimEngine"]
 
@@ -59,13 +58,13 @@ class SimEngine(Engine):
         reporting: whether views have the load as it is, or as of the last step that has ended.
     """
 
-    _tell: Callable[[bool], None] | None = None
-    _outline: InstanceView | None = None  # what it shows, but for the load
+    _listener: StatusListener | None = None
+    _outline: EngineStatus | None = None  # what it shows, but for the load
 
     def _turned(self) -> None:
         self._outline = None
-        if self._tell is not None:
-            self._tell(True)
+        if self._listener is not None:
+            self._listener.state_changed()
 
     _state = Shown[InstanceState](_turned)
     _serving = Shown[Weights | None](_turned)
@@ -304,9 +303,9 @@ class SimEngine(Engine):
 
     # ------------------------------------------------------------------ view
 
-    def view(self) -> InstanceView:
+    def status(self) -> EngineStatus:
         if self._outline is None:
-            self._outline = InstanceView(
+            self._outline = EngineStatus(
                 id=self.id,
                 state=self._state,
                 model=self._model,
@@ -325,9 +324,10 @@ class SimEngine(Engine):
     def _load(self) -> Load:
         return self._reports.told or Load.of(self._batcher)
 
-    def watch(self, tell: Callable[[bool], None]) -> None:
-        self._tell = tell
-        self._batcher.on_change = partial(tell, False)
+    def watch(self, listener: StatusListener) -> bool:
+        self._listener = listener
+        self._batcher.on_change = listener.load_changed
+        return True
 
     def watch_recoveries(self, tell: Callable[[RequestId, float], None]) -> None:
         """Tell which request has computed again what a preemption took, after how many seconds."""

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from hotswap.backends.sim.batcher import Batcher
 from hotswap.request import RequestId
-from hotswap.view import InstanceView
+from hotswap.view import EngineStatus
 
 __all__ = ["Load", "Reporting", "Reports"]
 
@@ -14,7 +14,7 @@ Reporting: TypeAlias = Literal["live", "by_step"]
 
 
 class Load(NamedTuple):
-    """What of an `InstanceView` changes from step to step."""
+    """What of an `EngineStatus` changes from step to step."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -35,9 +35,9 @@ class Load(NamedTuple):
             batcher.preempted,
         )
 
-    def shown(self, view: InstanceView) -> InstanceView:
+    def shown(self, view: EngineStatus) -> EngineStatus:
         """Return a view with this load; without a pool there are no free blocks."""
-        return view.renewed(
+        return view.updated(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_prefill_tokens=self.num_prefill_tokens,

@@ -49,7 +49,7 @@ from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenQueue, TokenStream
-from hotswap.view import InstanceId, InstanceState, InstanceView
+from hotswap.view import EngineStatus, InstanceId, InstanceState
 
 __all__ = ["TorchEngine"]
 
@@ -332,10 +332,10 @@ class TorchEngine(Engine):
 
     # ------------------------------------------------------------------ view
 
-    def view(self) -> InstanceView:
+    def status(self) -> EngineStatus:
         running = min(self._books.num_running, len(self._streams))
         num_blocks = 0 if self._life.is_lost else self._models.num_blocks
-        return InstanceView(
+        return EngineStatus(
             id=self.id,
             state=self._life.state,
             model=self._model,
@@ -388,7 +388,7 @@ class TorchEngine(Engine):
         return self._books.token_budget or self._settings.most_tokens
 
     def __repr__(self) -> str:
-        blocks = f"{self.view().num_free_kv_blocks} free, {self._books.num_cached_blocks} of them cached"
+        blocks = f"{self.status().num_free_kv_blocks} free, {self._books.num_cached_blocks} of them cached"
         return f"{super().__repr__()[:-2]} | KV blocks: {blocks} | budget: {self.token_budget} tokens]>"
 
     # ------------------------------------------------------------------ loading

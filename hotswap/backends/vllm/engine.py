@@ -34,7 +34,7 @@ from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
-from hotswap.view import InstanceId, InstanceState, InstanceView
+from hotswap.view import EngineStatus, InstanceId, InstanceState
 
 __all__ = ["VllmEngine"]
 
@@ -256,7 +256,7 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------------ view
 
-    def view(self) -> InstanceView:
+    def status(self) -> EngineStatus:
         core = None if self._life.is_lost else self._core
         begun = self._streams.num_begun
         running = max(begun, min(core.stats.num_running, len(self._streams))) if core else 0
@@ -264,7 +264,7 @@ class VllmEngine(Engine):
         num_blocks = core.num_blocks if core else 0
         block_tokens = core.block_tokens if core else 16
         taken = self._streams.num_blocks(block_tokens) + sum(sink.num_blocks for sink in self._sinks)
-        return InstanceView(
+        return EngineStatus(
             id=self.id,
             state=self._life.state,
             model=self._card.id if core and self._card else None,
@@ -281,7 +281,7 @@ class VllmEngine(Engine):
             adapters=() if self._life.is_lost else self._adapters.names,
             max_adapters=self._settings.max_adapters,
             preloaded=self._loader.staged.card.id if self._loader.staged else None,
-            road=self._loader.road if core else "",
+            load_path=self._loader.load_path if core else "",
         )
 
     @property

@@ -32,12 +32,12 @@ class Loader:
 
     Attributes:
         staged: A model's weights that were preloaded.
-        road: How the last core came by its model.
+        load_path: How the last core came by its model.
     """
 
     def __init__(self, engine: InstanceId, settings: Settings, life: Life, cores: CorePool | None) -> None:
         self.staged: Staged | None = None
-        self.road = ""
+        self.load_path = ""
         self._engine, self._settings, self._life = engine, settings, life
         self._cores = cores if cores is not None else CorePool()
         self._owns_cores = cores is None
@@ -122,13 +122,16 @@ class Loader:
         if core is None:
             if self._owns_cores:
                 await self._cores.make_room()
-            self.road, done = "new core", "vLLM's core was tried out"
+            self.load_path, done = "new core", "vLLM's core was tried out"
             core = await start(self._settings, staged)
             get_current_span().add_event("vLLM's core was started")
             prepared = try_core(core, staged.card, weights)
         else:
             kept = "woken" if core.is_asleep else "kept"
-            self.road, done = kept if core.weights == weights else "in place", "vLLM's core took the weights"
+            self.load_path, done = (
+                kept if core.weights == weights else "in place",
+                "vLLM's core took the weights",
+            )
             prepared = core.reload(staged, weights)
         try:
             await prepared

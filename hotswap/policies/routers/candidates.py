@@ -30,7 +30,7 @@ def first(request: Request, fleet: FleetView, rank: Rank) -> InstanceView | None
     The rank puts those that are about to turn to another model last, as `by_load` does. It is asked about
     who has changed, not about all, unless the best is too small for the request.
     """
-    best = fleet.least(request.model, rank)
+    best = fleet.min_by(request.model, rank)
     if best is None or holds(best, request):
         return best
     ranked = (instance for instance in candidates(request, fleet) if rank(instance) is not None)

@@ -77,7 +77,7 @@ class ConsistentHashRouter(Router):
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
         walk = clockwise(self._point(request), request.model, fleet, virtual_nodes=self.virtual_nodes)
         num_steady, num_requests = fleet.total(request.model, _steady_requests)
-        smallest = fleet.least(request.model, _by_size)
+        smallest = fleet.min_by(request.model, _by_size)
         if num_steady and smallest is not None and holds(smallest, request):
             capacity = self._capacity(num_requests, num_steady)
             for name in walk:

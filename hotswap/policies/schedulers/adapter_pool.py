@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import ceil, isfinite
 
-from hotswap.action import Action, Hold
+from hotswap.action import Action, PinAdapters
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.instances import is_leaving
 from hotswap.request import AdapterId, ModelId
@@ -82,7 +82,7 @@ class AdapterPool(Scheduler):
         instances: Sequence[InstanceView],
         adapters: Sequence[AdapterView],
         now_s: float,
-    ) -> Iterator[Hold]:
+    ) -> Iterator[PinAdapters]:
         places = _Places(instances)
         kinds = self._kinds(adapters, places.holders, now_s)
         reasons = {adapter.id: kind for kind, those in kinds.items() for adapter in those}
@@ -102,7 +102,7 @@ class AdapterPool(Scheduler):
             missing = [name for name in given if name not in instance.adapters]
             if missing:
                 reason = ", ".join(f"{name} is {reasons[name]}" for name in missing)
-                yield Hold(instance=instance.id, model=model, adapters=tuple(given), reason=reason)
+                yield PinAdapters(instance=instance.id, model=model, adapters=tuple(given), reason=reason)
 
     def _kinds(
         self, adapters: Iterable[AdapterView], holders: Mapping[AdapterId, Sequence[InstanceId]], now_s: float

@@ -53,8 +53,8 @@ class Allocation:
                 if settled and state is InstanceState.EMPTY:
                     free.setdefault(None, {})[instance.id] = instance
                     model_of[instance.id] = None
-            if instance.resting:
-                self._cooling_down.update(instance.resting)
+            if instance.cooling_down:
+                self._cooling_down.update(instance.cooling_down)
         self._oldest_s: dict[ModelId, float] = {}
         for request in fleet.waiting:
             since_s = min(request.waiting_since_s, self._oldest_s.get(request.model, inf))
@@ -117,7 +117,7 @@ class Allocation:
 
         Without a replica it is infinite while the model has requests, else 0.
         """
-        work = model.num_requests * model.slowness
+        work = model.num_requests * model.weight
         replicas = self._num_replicas[model.id] + more
         if replicas > 0:
             return work / replicas
@@ -126,7 +126,7 @@ class Allocation:
     def deviation(self, model: ModelView) -> float:
         """Return the standard deviation of the load: a count of independent arrivals varies by its root."""
         replicas = self._num_replicas[model.id]
-        return model.slowness * sqrt(model.num_requests) / replicas if replicas else 0.0
+        return model.weight * sqrt(model.num_requests) / replicas if replicas else 0.0
 
     def waited_s(self, model: ModelView, *, since_turn: bool = True) -> float:
         """Return how long its oldest request has waited since its last turn, halved for each failed load.
@@ -137,8 +137,8 @@ class Allocation:
         count since the last load that succeeded.
         """
         since_s = self._oldest_s.get(model.id, self._now_s)
-        if since_turn and model.left_s is not None:
-            since_s = max(since_s, model.left_s)
+        if since_turn and model.last_evicted_s is not None:
+            since_s = max(since_s, model.last_evicted_s)
         return ldexp(max(self._now_s - since_s, 0.0), -model.num_failed_loads)
 
     # ------------------------------------------------------------------ models in order
@@ -157,7 +157,7 @@ class Allocation:
         load = self.load(model)
         if load <= t1 or self._num_replicas[model.id] >= model.num_requests:
             return None
-        return -load, -self.waited_s(model), -model.num_requests * model.slowness, model.id
+        return -load, -self.waited_s(model), -model.num_requests * model.weight, model.id
 
     def below_min_replicas(self) -> Sequence[ModelView]:
         """Return the models that lack replicas, in the order in which they are to get one.
@@ -173,7 +173,7 @@ class Allocation:
         replicas = self.num_replicas(model)
         if replicas >= model.min_replicas:
             return None
-        work = model.num_requests * model.slowness
+        work = model.num_requests * model.weight
         return model.num_failed_loads, replicas / model.min_replicas, -work, model.id
 
     def donors(
@@ -335,4 +335,4 @@ def _counts_to(instance: InstanceView) -> ModelId | None:
 def _takes(model: ModelView, instance: InstanceView) -> bool:
     """Whether the weights fit, as far as is known, and did not fail to load here a moment ago."""
     fits = not instance.memory_bytes or model.weight_bytes <= instance.memory_bytes
-    return fits and model.id not in instance.resting
+    return fits and model.id not in instance.cooling_down

@@ -81,7 +81,7 @@ class ElasticQuota(Scheduler):
     - The paper gives each engine a list of models and goes round it. Here all instances go round all active
       models: *E* instances generate *E* times as much, so `n_k` is taken times *E*, which gives the paper's
       formula for one. Who is next follows from how long it has waited, so a plan needs no list.
-    - *t_k* is `step_s * slowness`, since a view knows speeds as `slowness` alone. A switch takes `switch_s`
+    - *t_k* is `step_s * weight`, since a view knows speeds as `weight` alone. A switch takes `switch_s`
       and what the store needs to read the model (`StoreView.load_s`).
     - Prefill has engines of its own in the paper, and KV blocks outlive a turn. Here the instances do both,
       and a turn begins with computing what its requests have, prompts and all they got in earlier turns. That
@@ -96,7 +96,7 @@ class ElasticQuota(Scheduler):
 
     Attributes:
         tbt_s: Target between two tokens of a request (*TBT*).
-        step_s: A decode step of a model whose `slowness` is 1.
+        step_s: A decode step of a model whose `weight` is 1.
         max_quota_s: *Qmax*.
         switch_s: Seconds of a switch beside reading the weights.
         prefill_token_s: Seconds for each token that a model's requests have when its turn begins; 0 where
@@ -134,7 +134,7 @@ class ElasticQuota(Scheduler):
         num_instances = sum(i.state is not InstanceState.LOST for i in fleet.instances)
         if not num_instances:
             return {}
-        n = [num_instances * self.tbt_s / (self.step_s * m.slowness) for m in active]
+        n = [num_instances * self.tbt_s / (self.step_s * m.weight) for m in active]
         prefill_s = self._prefill_s(fleet)
         c = sum(self._switch_s(fleet, m) + prefill_s[m.id] for m in active)
         lengths_s = quotas(n, c, max_quota_s=self.max_quota_s).quotas_s

@@ -26,7 +26,7 @@ class ShepherdSwap(Scheduler):
 
     **Readings.** A batch is what requests of one model an instance could take at once: of those that wait no
     more than `max_requests`, of those that run all. Its size is counted in requests, weighted by the model's
-    `slowness`, since Shepherd's requests are worth the same and its batches are compared by what they are
+    `weight`, since Shepherd's requests are worth the same and its batches are compared by what they are
     worth. What displaces must be larger by more than the factor, so an idle instance goes to anybody and an
     equal batch stays at `lambda_=1`. A model with places free or on their way has only the rest waiting.
     Shepherd's deadlines, its groups of models, and its planner are not here. Those who are evicted go on
@@ -55,7 +55,7 @@ class ShepherdSwap(Scheduler):
         while starved:
 
             def urgency(model: ModelView) -> tuple[float, float, str]:
-                return -waiting[model.id] * model.slowness, -allocation.waited_s(model), model.id
+                return -waiting[model.id] * model.weight, -allocation.waited_s(model), model.id
 
             model = min(starved, key=urgency)
             swap, slots = self._next(allocation, model, waiting[model.id])
@@ -71,14 +71,14 @@ class ShepherdSwap(Scheduler):
 
         def work(instance: InstanceView) -> float:
             donor = allocation.models.get(instance.model) if instance.model is not None else None
-            return 0.0 if donor is None else instance.num_requests * donor.slowness
+            return 0.0 if donor is None else instance.num_requests * donor.weight
 
         def preference(instance: InstanceView) -> tuple[float, bool, float, int, InstanceId]:
             taken = instance.state is not InstanceState.EMPTY
             return work(instance), taken, used_s(instance), instance.memory_bytes, instance.id
 
         for instance in sorted(allocation.swappable(model), key=preference):
-            batch = min(num_waiting, instance.max_requests) * model.slowness
+            batch = min(num_waiting, instance.max_requests) * model.weight
             if batch > self.lambda_ * work(instance):
                 reason = f"{batch:g} of work wait for {model.id}; {instance.id} has {work(instance):g}"
                 deadline_s = self.deadline_s if instance.num_requests else 0.0

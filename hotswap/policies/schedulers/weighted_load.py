@@ -24,7 +24,7 @@ class WeightedLoadSwap(Scheduler):
     """Gives the most loaded model a replica of the least loaded one.
 
     Source: Chan, Zhang, Wang, "Model Hotswapping", Snowflake, 2024. For each model *i*, *p* is its number of
-    requests (running and waiting), *w* its `slowness` (twice the value for half the throughput), *r* its
+    requests (running and waiting), *w* its `weight` (twice the value for half the throughput), *r* its
     replicas, loading ones included. Then
 
         f(i) = p w / r                      load per replica; r = 0: infinite if p > 0, else 0

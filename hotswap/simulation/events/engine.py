@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -11,10 +11,11 @@ from typing import Protocol, Self
 from hotswap.backends.sim import SimEngine
 from hotswap.backends.sim.load import Load
 from hotswap.backends.sim.sequence import Sequence, Step
+from hotswap.engine import StatusListener
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
-from hotswap.view import InstanceView
+from hotswap.view import EngineStatus
 
 __all__ = ["Counted", "EventEngine", "Passenger"]
 
@@ -77,7 +78,6 @@ class EventEngine(SimEngine):
     _step: Step | None = None
     _stretch: Stretch | None = None
     _timer: asyncio.TimerHandle | None = None
-    _listener: Callable[[bool], None] | None = None
     _roused = _in_step = False
     _told = False  # whether the listener knows of a change that nobody has looked at yet
 
@@ -116,14 +116,14 @@ class EventEngine(SimEngine):
             return sequence.position
         return sequence.position + self._stretch.num_ended(_now_s())
 
-    def watch(self, tell: Callable[[bool], None]) -> None:
-        super().watch(tell)
-        self._listener = tell
+    def watch(self, listener: StatusListener) -> bool:
+        super().watch(listener)
         self._batcher.on_change = self._before_change
+        return True
 
-    def view(self) -> InstanceView:
+    def status(self) -> EngineStatus:
         self._told = False
-        return super().view()
+        return super().status()
 
     def _load(self) -> Load:
         stretch = self._stretch
@@ -224,7 +224,7 @@ class EventEngine(SimEngine):
     def _tell_load(self) -> None:
         if self._listener is not None and not self._told:
             self._told = True
-            self._listener(False)
+            self._listener.load_changed()
 
 
 def _least_left(step: Step) -> int:

@@ -22,7 +22,7 @@ from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
 from hotswap.testing.chaos.injector import EngineFaults, Injector
 from hotswap.testing.chaos.moves import ChaosSink, ChaosSource
-from hotswap.view import InstanceState, InstanceView
+from hotswap.view import EngineStatus, InstanceState
 
 __all__ = ["ChaosEngine", "chaotic_engine"]
 
@@ -97,7 +97,7 @@ class ChaosEngine(WrapperEngine):
     async def unload(self) -> None:
         with anyio.CancelScope(shield=True):
             await self.late()
-            lost = self.view().state is InstanceState.LOST
+            lost = self.status().state is InstanceState.LOST
             if lost and self.injector.hits("stuck", self.faults.stuck):
                 raise InstanceLost(f"Engine {self.id!r} does not come back for now; try again.")
             await self.wrapped.unload()
@@ -115,11 +115,11 @@ class ChaosEngine(WrapperEngine):
         await self.late()
         return await self.unless_lost(partial(self.wrapped.evict, deadline_s=deadline_s))
 
-    def view(self) -> InstanceView:
-        view = self.wrapped.view()
+    def status(self) -> EngineStatus:
+        view = self.wrapped.status()
         if not self._lost_because:
             return view
-        return InstanceView(
+        return EngineStatus(
             id=view.id,
             state=InstanceState.LOST,
             max_requests=view.max_requests,
@@ -183,7 +183,7 @@ class ChaosEngine(WrapperEngine):
     async def _lose_now_and_then(self) -> None:
         while True:
             await anyio.sleep(self._losses.expovariate(1 / self.faults.loss_every_s))
-            if self.injector.armed and self.view().state is not InstanceState.LOST:
+            if self.injector.armed and self.status().state is not InstanceState.LOST:
                 self.lose()
 
 
@@ -207,7 +207,7 @@ class _Preloading(ChaosEngine):
     def can_preload(self, model: ModelCard) -> bool:
         """See `SupportsPreload`."""
         assert isinstance(self.wrapped, SupportsPreload)
-        return self.view().state is not InstanceState.LOST and self.wrapped.can_preload(model)
+        return self.status().state is not InstanceState.LOST and self.wrapped.can_preload(model)
 
     async def preload(self, model: ModelCard, store: WeightStore) -> None:
         """See `SupportsPreload`."""
@@ -235,7 +235,7 @@ class _Adapting(ChaosEngine):
         assert isinstance(self.wrapped, SupportsAdapters)
         await self.late()
         self.refuse_if_lost()
-        if set(self.view().adapters) - {adapter.version}:  # the only one always finds room
+        if set(self.status().adapters) - {adapter.version}:  # the only one always finds room
             self.find_no_memory(f"Adapter {adapter.version!r}")
         await self.unless_lost(partial(self.wrapped.load_adapter, adapter))
 

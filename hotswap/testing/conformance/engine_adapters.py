@@ -42,7 +42,7 @@ class AdapterChecks(EngineSuite):
     async def test_the_view_says_which_adapters_are_held(self) -> None:
         async with self.adaptable() as bench:
             one, two = self.adapters[:2]
-            assert bench.engine.view().adapters == ()
+            assert bench.engine.status().adapters == ()
             await bench.able.load_adapter(one)
             assert held(bench.engine) == {one.id}
             await bench.able.load_adapter(two)
@@ -144,9 +144,9 @@ class AdapterChecks(EngineSuite):
             request = self.with_adapter(bench, 0)
             await bench.engine.evict(deadline_s=0)
             await bench.engine.unload()
-            assert bench.engine.view().adapters == ()
+            assert bench.engine.status().adapters == ()
             await bench.engine.load(bench.card, bench.store)
-            assert bench.engine.view().adapters == ()
+            assert bench.engine.status().adapters == ()
             with pytest.raises(UnknownAdapter):
                 await collect(bench.engine, request)
             await bench.able.load_adapter(self.adapters[0])
@@ -163,7 +163,7 @@ class AdapterChecks(EngineSuite):
             await bench.engine.unload()
             with pytest.raises(InstanceError):
                 await bench.able.load_adapter(self.adapters[0])
-            assert bench.engine.view().adapters == ()
+            assert bench.engine.status().adapters == ()
 
     @check
     async def test_what_does_not_fit_is_refused_and_disturbs_nobody(self) -> None:
@@ -179,7 +179,7 @@ class AdapterChecks(EngineSuite):
             with pytest.raises(OutOfMemory):
                 await fill()
             assert held(bench.engine) == {adapter.id for adapter in loaded}
-            assert len(loaded) <= bench.engine.view().max_adapters
+            assert len(loaded) <= bench.engine.status().max_adapters
             await bench.able.drop_adapter(AdapterId(loaded[0].id))
             await bench.able.load_adapter(self.adapters[0])
             reader = Reader(self.with_adapter(bench, 0))
@@ -228,8 +228,8 @@ class AdapterChecks(EngineSuite):
             pytest.skip("write lose(engine) and set can_lose")
         async with self.adaptable(*self.adapters) as bench:
             self.lose(bench.engine)
-            await until(lambda: bench.engine.view().state is InstanceState.LOST)
-            assert bench.engine.view().adapters == ()
+            await until(lambda: bench.engine.status().state is InstanceState.LOST)
+            assert bench.engine.status().adapters == ()
             with pytest.raises(InstanceLost):
                 await bench.able.load_adapter(self.adapters[0])
 
@@ -256,7 +256,7 @@ class AdapterChecks(EngineSuite):
             async with anyio.create_task_group() as tasks:
                 for _ in range(4):
                     tasks.start_soon(bench.able.load_adapter, self.adapters[0])
-            assert bench.engine.view().adapters == (self.adapters[0].id,)
+            assert bench.engine.status().adapters == (self.adapters[0].id,)
 
     # ------------------------------------------------------------------ for the checks
 
@@ -267,7 +267,7 @@ class AdapterChecks(EngineSuite):
             pytest.skip("there are no adapters to check with")
         async with self.serving() as bench:
             engine = bench.engine
-            if not isinstance(engine, SupportsAdapters) or not engine.view().max_adapters:
+            if not isinstance(engine, SupportsAdapters) or not engine.status().max_adapters:
                 pytest.skip("the engine does not support adapters")
             for adapter in adapters:
                 await engine.load_adapter(adapter)
@@ -280,6 +280,6 @@ class AdapterChecks(EngineSuite):
 
 def held(engine: Engine) -> set[str]:
     """The ids of the adapters that an engine says it holds, each once."""
-    adapters: Sequence[str] = engine.view().adapters
+    adapters: Sequence[str] = engine.status().adapters
     assert len(adapters) == len(set(adapters)), f"an adapter is held twice: {adapters}"
     return set(adapters)

@@ -27,8 +27,8 @@ class EvictionChecks(EngineSuite):
                 began_s = anyio.current_time()
                 assert await bench.engine.evict(deadline_s=0) == 3
                 assert anyio.current_time() - began_s <= self.step_s, "at once means at once"
-                assert bench.engine.view().state is InstanceState.DRAINING
-                assert bench.engine.view().num_running == 0
+                assert bench.engine.status().state is InstanceState.DRAINING
+                assert bench.engine.status().num_running == 0
             for reader in readers:
                 assert isinstance(reader.error, RequestEvicted)
                 await self.assert_part(reader, bench.card)
@@ -89,9 +89,8 @@ class EvictionChecks(EngineSuite):
                 anyio.create_task_group() as tasks,
             ):
                 tasks.start_soon(_evict, bench, SOON_S)
-                await until(lambda: bench.engine.view().state is not InstanceState.SERVING)
-                assert bench.engine.view().state is InstanceState.DRAINING
-                assert not bench.engine.view().open
+                await until(lambda: bench.engine.status().state is not InstanceState.SERVING)
+                assert bench.engine.status().state is InstanceState.DRAINING
                 with pytest.raises(RequestEvicted):
                     await collect(bench.engine, self.request(bench.card))
             assert all(isinstance(reader.error, RequestEvicted) for reader in readers)
@@ -104,14 +103,14 @@ class EvictionChecks(EngineSuite):
             began_s = anyio.current_time()
             assert await bench.engine.evict(deadline_s=LATE_S) == 0
             assert anyio.current_time() - began_s < LATE_S
-            assert bench.engine.view().state is InstanceState.DRAINING
+            assert bench.engine.status().state is InstanceState.DRAINING
 
     @check
     async def test_an_empty_engine_cannot_be_drained(self) -> None:
         async with self.idle() as bench:
             with pytest.raises(InstanceError):
                 await bench.engine.evict(deadline_s=0)
-            assert bench.engine.view().state is InstanceState.EMPTY
+            assert bench.engine.status().state is InstanceState.EMPTY
 
     @check
     async def test_an_eviction_called_off_loses_nothing(self) -> None:
@@ -120,9 +119,9 @@ class EvictionChecks(EngineSuite):
                 with anyio.CancelScope() as scope:
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(_evict, bench, LATE_S)
-                        await until(lambda: bench.engine.view().state is InstanceState.DRAINING)
+                        await until(lambda: bench.engine.status().state is InstanceState.DRAINING)
                         scope.cancel()
-                assert bench.engine.view().state is InstanceState.SERVING
+                assert bench.engine.status().state is InstanceState.SERVING
                 late = Reader(self.request(bench.card, salt=9))
                 await late.read(bench.engine)
             for reader in (*readers, late):
@@ -134,14 +133,14 @@ class EvictionChecks(EngineSuite):
 
             async def evict_one() -> None:
                 with anyio.CancelScope(shield=True):
-                    if bench.engine.view().state is InstanceState.EMPTY:
+                    if bench.engine.status().state is InstanceState.EMPTY:
                         await bench.engine.load(bench.card, bench.store)
                 async with self.streaming(bench.engine, self.long_requests(bench.card, 1)):
                     await bench.engine.evict(deadline_s=0)
 
             async def look() -> None:
                 await until(lambda: no_requests(bench.engine))
-                state = bench.engine.view().state
+                state = bench.engine.status().state
                 assert state in (InstanceState.SERVING, InstanceState.DRAINING), f"it is {state}"
                 await bench.engine.unload()
 

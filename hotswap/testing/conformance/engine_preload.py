@@ -24,8 +24,8 @@ class PreloadChecks(EngineSuite):
             engine = able(bench)
             async with self.streaming(bench.engine, self.long_requests(bench.card)) as readers:
                 await engine.preload(bench.cards[1], bench.store)
-                assert bench.engine.view().preloaded == bench.cards[1].id
-                assert bench.engine.view().model == bench.card.id
+                assert bench.engine.status().preloaded == bench.cards[1].id
+                assert bench.engine.status().model == bench.card.id
             for reader in readers:
                 await self.assert_whole(reader, bench.card)
 
@@ -36,10 +36,10 @@ class PreloadChecks(EngineSuite):
             await engine.preload(bench.cards[1], bench.store)
             await bench.engine.evict(deadline_s=0)
             await bench.engine.unload()
-            assert bench.engine.view().preloaded == bench.cards[1].id
+            assert bench.engine.status().preloaded == bench.cards[1].id
             # A store that fails shows that nothing more is read.
             await bench.engine.load(bench.cards[1], FailingStore(bench.store, 0))
-            view = bench.engine.view()
+            view = bench.engine.status()
             assert (view.state, view.model) == (InstanceState.SERVING, bench.cards[1].id)
             assert view.preloaded is None
             reader = Reader(self.request(bench.cards[1]))
@@ -50,32 +50,32 @@ class PreloadChecks(EngineSuite):
     async def test_what_is_staged_can_be_dropped(self) -> None:
         async with self.serving() as bench:
             engine = able(bench)
-            before = bench.engine.view()
+            before = bench.engine.status()
             await engine.drop_preload()
             await engine.preload(bench.cards[1], bench.store)
             await engine.drop_preload()
-            assert bench.engine.view() == before
+            assert bench.engine.status() == before
 
     @check
     async def test_a_staging_that_fails_leaves_nothing_staged(self) -> None:
         async with self.serving() as bench:
             engine = able(bench)
-            before = bench.engine.view()
+            before = bench.engine.status()
             for num_chunks in (0, 1):
                 with pytest.raises(StoreError, match="planted"):
                     await engine.preload(bench.cards[1], FailingStore(bench.store, num_chunks))
-                assert bench.engine.view() == before
+                assert bench.engine.status() == before
 
     @check
     async def test_a_staging_cancelled_anywhere_leaves_nothing_staged(self) -> None:
         async with self.serving() as bench:
             engine = able(bench)
-            before = bench.engine.view()
+            before = bench.engine.status()
 
             async def look() -> None:
-                if bench.engine.view().preloaded is not None:  # the cancellation came too late
+                if bench.engine.status().preloaded is not None:  # the cancellation came too late
                     await engine.drop_preload()
-                assert bench.engine.view() == before
+                assert bench.engine.status() == before
 
             await cancel_everywhere(lambda: engine.preload(bench.cards[1], bench.store), look)
             reader = Reader(self.request(bench.card))

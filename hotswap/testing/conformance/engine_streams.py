@@ -115,7 +115,7 @@ class StreamChecks(EngineSuite):
     @check
     async def test_more_requests_than_the_engine_can_hold_all_come_to_their_end(self) -> None:
         async with self.serving() as bench:
-            view = bench.engine.view()
+            view = bench.engine.status()
             each = min(self.long_tokens, 64)
             count = 1 + min(view.max_requests, view.num_kv_blocks * view.kv_block_tokens // each)
             if count > 80:
@@ -137,7 +137,7 @@ class StreamChecks(EngineSuite):
     @check
     async def test_a_prompt_beyond_all_kv_blocks_is_too_long(self) -> None:
         async with self.serving() as bench:
-            most = bench.engine.view().max_tokens
+            most = bench.engine.status().max_tokens
             assert most is not None
             if most >= bench.card.max_context_tokens:
                 pytest.skip("the engine's KV blocks hold a whole context")
@@ -221,10 +221,10 @@ class StreamChecks(EngineSuite):
             engine = bench.engine
             for count, request in enumerate(self.long_requests(bench.card), start=1):
                 async with engine.stream(request) as tokens:
-                    view = engine.view()
+                    view = engine.status()
                     assert view.num_running + view.num_waiting == 1, f"request {count} is not seen: {view}"
                     await anext(tokens)
-                    view = engine.view()
+                    view = engine.status()
                     assert view.num_running == 1, f"request {count} runs, unseen: {view}"
                     used = view.num_kv_blocks - view.num_free_kv_blocks
                     least = -(-len(request.prompt) // view.kv_block_tokens)
@@ -236,20 +236,20 @@ class StreamChecks(EngineSuite):
     async def test_the_view_tells_how_much_is_to_be_computed(self) -> None:
         async with self.serving() as bench, AsyncExitStack() as opened:
             engine, requests = bench.engine, self.long_requests(bench.card)
-            assert engine.view().num_prefill_tokens == 0
+            assert engine.status().num_prefill_tokens == 0
             streams = [await opened.enter_async_context(engine.stream(request)) for request in requests]
-            left, most = engine.view().num_prefill_tokens, sum(r.num_tokens for r in requests)
-            assert 0 < left <= most, f"of {most} tokens nearly all are to be computed: {engine.view()}"
+            left, most = engine.status().num_prefill_tokens, sum(r.num_tokens for r in requests)
+            assert 0 < left <= most, f"of {most} tokens nearly all are to be computed: {engine.status()}"
             for tokens in streams:
                 await anext(tokens)
-            await until(lambda: engine.view().num_prefill_tokens == 0)
-            assert engine.view().num_running > 0
+            await until(lambda: engine.status().num_prefill_tokens == 0)
+            assert engine.status().num_running > 0
 
     @check
     async def test_the_view_counts_every_request(self) -> None:
         async with self.serving() as bench:
             async with self.streaming(bench.engine, self.long_requests(bench.card)):
-                view = bench.engine.view()
+                view = bench.engine.status()
                 assert view.num_running + view.num_waiting == 3, f"three requests run: {view}"
             assert (view.state, view.model) == (InstanceState.SERVING, bench.card.id)
             assert no_requests(bench.engine)
@@ -257,7 +257,7 @@ class StreamChecks(EngineSuite):
     @check
     async def test_the_view_is_frozen(self) -> None:
         async with self.serving() as bench:
-            before = bench.engine.view()
+            before = bench.engine.status()
             copy = replace(before)
             async with bench.engine.stream(self.request(bench.card)) as tokens:
                 await anext(tokens)

@@ -110,7 +110,7 @@ class EngineSuite(Suite):
 
     def assert_books(self, engine: Engine) -> None:
         """Raise if an engine without requests holds something of them; extend it by what else it counts."""
-        view = engine.view()
+        view = engine.status()
         assert (view.num_running, view.num_waiting) == (0, 0), f"requests are left over: {view}"
         assert view.num_prefill_tokens == 0, f"nobody is there to be computed: {view}"
         assert (view.num_next_kv_blocks, view.preempted) == (0, ()), f"nobody is there to wait: {view}"
@@ -186,5 +186,5 @@ async def collect(engine: Engine, request: Request) -> list[Token]:
 
 def no_requests(engine: Engine) -> bool:
     """Whether nothing of a request is left in the engine."""
-    view = engine.view()
+    view = engine.status()
     return view.num_running == view.num_waiting == 0 and view.num_free_kv_blocks == view.num_kv_blocks

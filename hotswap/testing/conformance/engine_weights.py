@@ -33,7 +33,7 @@ class WeightChecks(EngineSuite):
     @check
     async def test_a_loaded_engine_serves(self) -> None:
         async with self.serving() as bench:
-            view = bench.engine.view()
+            view = bench.engine.status()
             assert view.id == bench.engine.id
             assert (view.state, view.model) == (InstanceState.SERVING, bench.card.id)
             assert view.weight_bytes > 0
@@ -45,7 +45,7 @@ class WeightChecks(EngineSuite):
             store = GatedStore(bench.store)
             tasks.start_soon(bench.engine.load, bench.card, store)
             await store.reached.wait()
-            assert bench.engine.view().state is InstanceState.LOADING
+            assert bench.engine.status().state is InstanceState.LOADING
             with pytest.raises(RequestEvicted):
                 await collect(bench.engine, self.request(bench.card))
             store.gate.set()
@@ -101,7 +101,7 @@ class WeightChecks(EngineSuite):
         async with self.idle() as bench:
 
             async def look() -> None:
-                if bench.engine.view().state is InstanceState.SERVING:  # the cancellation came too late
+                if bench.engine.status().state is InstanceState.SERVING:  # the cancellation came too late
                     await bench.engine.unload()
                 assert_empty(bench.engine)
 
@@ -164,7 +164,7 @@ class WeightChecks(EngineSuite):
                 readers.append(Reader(self.long_requests(card)[0]))
                 tasks.start_soon(readers[0].read, engine)
                 await readers[0].began.wait()
-            assert engine.view().weight_bytes == 0
+            assert engine.status().weight_bytes == 0
             with anyio.fail_after(self.step_s):
                 await readers[0].ended.wait()
             assert isinstance(readers[0].error, (RequestEvicted, InstanceLost))
@@ -179,7 +179,7 @@ class WeightChecks(EngineSuite):
 
 def assert_empty(engine: Engine) -> None:
     """Raise unless an engine is EMPTY and holds nothing."""
-    view = engine.view()
+    view = engine.status()
     assert (view.state, view.model) == (InstanceState.EMPTY, None), f"it is to be EMPTY: {view}"
     assert view.weight_bytes == 0, f"weights are left over: {view}"
     assert view.num_kv_blocks == view.num_free_kv_blocks, f"KV blocks are left over: {view}"

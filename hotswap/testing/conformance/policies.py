@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hypothesis import HealthCheck, given, settings
 
-from hotswap.action import Action, Hold, Migrate, Prefetch, Swap, Unload
+from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
 from hotswap.request import ModelId, Request, RequestId
 from hotswap.router import Router
 from hotswap.scheduler import Scheduler
@@ -138,7 +138,7 @@ class SchedulerConformance:
                     case Migrate():
                         assert action.request in requests, f"unknown: {action}"
                         assert action.destination in known, f"unknown: {action}"
-                    case Hold():
+                    case PinAdapters():
                         assert action.instance in known, f"unknown: {action}"
                         adapters = {a.id for a in fleet.adapters if a.model == action.model}
                         adapters |= set(fleet.instance(action.instance).adapters)
@@ -182,7 +182,9 @@ class SchedulerConformance:
 
     def test_it_gives_adapters_to_instances_that_serve_their_model_and_have_the_places(self) -> None:
         def look(fleet: FleetView) -> None:
-            holds = [action for action in self.make_scheduler().plan(fleet) if isinstance(action, Hold)]
+            holds = [
+                action for action in self.make_scheduler().plan(fleet) if isinstance(action, PinAdapters)
+            ]
             for hold in holds:
                 instance = fleet.instance(hold.instance)
                 assert instance.state is InstanceState.SERVING, f"{instance} holds nothing: {hold}"

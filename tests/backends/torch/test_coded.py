@@ -282,7 +282,7 @@ async def test_codes_that_a_store_lends_take_nothing_and_those_that_are_read_the
         for keep in (True, False):
             async with store_of(tmp_path, lends=lends) as store, make_engine(keep_fp8=keep) as engine:
                 await engine.load(await card_of(store, A), store)
-                taken[lends, keep] = engine.view().weight_bytes
+                taken[lends, keep] = engine.status().weight_bytes
     assert taken[True, True] == 0
     assert manifest.weight_bytes <= taken[False, True] <= manifest.buffer_bytes < taken[False, False]
 
@@ -299,7 +299,7 @@ async def test_what_fits_as_codes_is_preloaded_beside_the_one_that_serves(tmp_pa
             await engine.load(cards[0], store)
             assert engine.can_preload(cards[1])
             await engine.preload(cards[1], store)
-            assert engine.view().preloaded == B
+            assert engine.status().preloaded == B
             await engine.evict(deadline_s=0)
             await engine.unload()
             await engine.load(cards[1], store)
@@ -429,7 +429,7 @@ async def test_the_default_goes_by_the_dtype_that_is_computed_in(
     put(tmp_path, A, make_model("llama", dtype=torch.bfloat16))
     async with store_of(tmp_path, lends=True) as store, make_engine(dtype=dtype, keep_fp8=None) as engine:
         await engine.load(await card_of(store, A), store)
-        assert (engine.view().weight_bytes == 0) == (dtype is None), "what is lent takes nothing"
+        assert (engine.status().weight_bytes == 0) == (dtype is None), "what is lent takes nothing"
         await engine.unload()
     assert asked == [dtype or torch.bfloat16]
 

@@ -205,11 +205,11 @@ async def test_bfloat16_tokens_and_bytes_are_those_of_an_ordinary_model(tmp_path
     received: list[list[int]] = []
     async with NvmeStore(tmp_path) as store, TorchEngine("e0", kv_tokens=256, threads=1) as engine:
         await engine.load(await card_of(store), store)
-        assert manifest.weight_bytes < engine.view().weight_bytes
+        assert manifest.weight_bytes < engine.status().weight_bytes
         received.append(await tokens(engine, M))
         await engine.evict(deadline_s=0)
         await engine.unload()
-        assert engine.view().weight_bytes == 0
+        assert engine.status().weight_bytes == 0
         await engine.load(card, plain)
         received.append(await tokens(engine, "plain"))
     assert received[0] == received[1]
@@ -232,7 +232,7 @@ async def test_the_budget_counts_what_the_weights_become(tmp_path: Path) -> None
         async with TorchEngine("e0", memory_bytes=needed - 1, threads=1) as engine:
             with pytest.raises(OutOfMemory, match=f"{needed:,} bytes"):
                 await engine.load(card, store)
-            assert engine.view().weight_bytes == 0
+            assert engine.status().weight_bytes == 0
 
 
 @pytest.mark.parametrize("fault", [StoreError("EIO"), None])
@@ -262,7 +262,7 @@ async def test_a_load_that_breaks_off_gives_everything_back(fault: StoreError | 
             store.on_chunk = disturb
             with pytest.raises(StoreError) if fault else anyio.CancelScope():
                 await engine.load(card, store)
-        assert (engine.view().weight_bytes, store.num_lent) == (0, 0)
+        assert (engine.status().weight_bytes, store.num_lent) == (0, 0)
         store.on_chunk = lambda model, index: None
         await engine.load(card, store)
         assert len(await tokens(engine, M)) == 20

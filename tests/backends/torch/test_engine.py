@@ -98,7 +98,7 @@ async def test_a_generation_ends_with_the_context() -> None:
 
 async def test_what_would_outgrow_the_blocks_is_refused_at_once() -> None:
     async with serving(make_model("llama"), kv_tokens=64) as engine:
-        assert engine.view().max_tokens == 64
+        assert engine.status().max_tokens == 64
         with pytest.raises(PromptTooLong, match="max_tokens"):
             await collect(engine, ask([1] * 60, max_tokens=6))
         assert len(await collect(engine, ask([1] * 60, max_tokens=5))) == 5
@@ -111,7 +111,7 @@ async def test_requests_that_make_no_sense_are_refused_and_harm_nobody() -> None
                 await collect(engine, ask(prompt))
         with pytest.raises(InvalidRequest):
             await collect(engine, ask([1], max_tokens=1).continued([2]))
-        assert engine.view().state is InstanceState.SERVING
+        assert engine.status().state is InstanceState.SERVING
 
 
 async def test_sampled_requests_go_on_as_they_would_have() -> None:
@@ -156,7 +156,7 @@ async def test_a_step_that_fails_loses_the_instance_and_unload_brings_it_back(
             with pytest.raises(InstanceLost, match="the device fell off") as caught:
                 await collect(engine, ask([1, 2, 3]))
         assert isinstance(caught.value.__cause__, RuntimeError)
-        assert engine.view().state is InstanceState.LOST
+        assert engine.status().state is InstanceState.LOST
         await engine.unload()
         await engine.load(card, store)
         assert [t.id for t in await collect(engine, ask([1, 2, 3], max_tokens=5))] == generate(
@@ -211,11 +211,11 @@ async def test_kv_blocks_take_no_more_than_the_memory_has() -> None:
         "e0", kv_block_tokens=16, memory_bytes=room, threads=1, skeletons=SKELETONS
     ) as engine:
         await engine.load(card, store)
-        assert engine.view().num_kv_blocks == 9, "one block is for padding"
+        assert engine.status().num_kv_blocks == 9, "one block is for padding"
     async with TorchEngine("e0", memory_bytes=card.weight_bytes, threads=1, skeletons=SKELETONS) as engine:
         with pytest.raises(OutOfMemory, match="KV blocks"):
             await engine.load(card, store)
-        assert engine.view().weight_bytes == 0
+        assert engine.status().weight_bytes == 0
 
 
 async def test_memory_is_not_freed_by_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

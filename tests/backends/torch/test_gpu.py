@@ -36,4 +36,4 @@ async def test_tokens_equal_generate_and_memory_comes_back(architecture: str) ->
             await engine.load(card, store)
             assert await fulfil(engine, wishes) == expected
             await engine.unload()  # raises when the device does not give the memory back
-            assert engine.view().state is InstanceState.EMPTY
+            assert engine.status().state is InstanceState.EMPTY

@@ -109,7 +109,7 @@ async def test_parameters_lie_in_the_stores_memory(root: Path) -> None:
         assert len(places(one)) > 20
         assert all(place in memory for place in places(one))
         assert places(one) == places(other)
-        assert one.view().weight_bytes == 0
+        assert one.status().weight_bytes == 0
 
 
 async def test_nobody_writes_to_what_is_lent(root: Path) -> None:
@@ -148,14 +148,14 @@ async def test_a_load_that_fails_ends_its_loan(root: Path) -> None:
         with pytest.raises(ShardCorrupt, match="missing"):
             await engine_.load(await card_of(store, LLAMA), store)
         assert store.num_lent == 0
-        assert engine_.view().state is InstanceState.EMPTY
+        assert engine_.status().state is InstanceState.EMPTY
 
 
 async def test_another_dtype_is_converted_from_the_loan(root: Path) -> None:
     async with store_of(root) as store, engine(dtype=torch.bfloat16) as engine_:
         await engine_.load(await card_of(store, LLAMA), store)
         assert store.num_lent == 0
-        assert engine_.view().weight_bytes > 0
+        assert engine_.status().weight_bytes > 0
 
 
 async def test_a_swap_says_what_was_made_available_and_from_where(root: Path) -> None:

@@ -173,7 +173,7 @@ async def test_an_engine_packs_by_and_by_and_keeps_it_across_swaps() -> None:
             assert await tokens(name) == expected[name]
             assert engine.packed_bytes == both
         await engine.unload()
-        assert engine.view().weight_bytes == 0
+        assert engine.status().weight_bytes == 0
     assert engine.packed_bytes == 0
 
 

@@ -83,7 +83,7 @@ async def test_what_was_announced_of_a_request_is_believed_of_that_very_one_alon
         front, request = engine._desk(), ask(prompt_tokens=100)
         async with engine.import_kv(request):
             root = root_key(front.epoch)
-            assert len(front.keys_of(request, root)) == 100 // engine.view().kv_block_tokens
+            assert len(front.keys_of(request, root)) == 100 // engine.status().kv_block_tokens
             assert front.keys_of(request.continued([7]), root) == front.keys_of(request, root)
             assert front.keys_of(replace(request, prompt=(9, *request.prompt[1:])), root) == ()
             assert front.keys_of(replace(request, id=RequestId("another")), root) == ()
@@ -107,7 +107,7 @@ async def test_blocks_are_kept_while_they_are_written_although_the_move_is_cance
         for _ in range(3):
             async with engine.import_kv(ask("another")):
                 pass
-        return engine.view().num_free_kv_blocks
+        return engine.status().num_free_kv_blocks
 
     request = ask(prompt_tokens=100)
     async with (
@@ -127,7 +127,7 @@ async def test_blocks_are_kept_while_they_are_written_although_the_move_is_cance
         task = asyncio.get_running_loop().create_task(move())
         await anyio.to_thread.run_sync(began.wait)
         task.cancel()  # as `asyncio.timeout` does, which no shield holds back
-        num_blocks = other.view().num_kv_blocks
+        num_blocks = other.status().num_kv_blocks
         assert await look(other) == num_blocks - 3
         go_on.set()
         with suppress(asyncio.CancelledError):

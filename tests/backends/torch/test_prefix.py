@@ -29,7 +29,7 @@ async def test_a_prompt_is_computed_from_where_it_differs_and_gives_the_same_tok
         following = [*PROMPT, *answer, 9, 9]
         # What was sampled last was never computed.
         assert await read(engine, following) == (generate(model, following, 12), len(PROMPT) + 11)
-        view = engine.view()
+        view = engine.status()
         assert view.num_free_kv_blocks == view.num_kv_blocks, "what is only kept is free"
         assert engine.num_reused_tokens == 89 + 75 + len(PROMPT) + 11
         assert "0 of them cached" not in repr(engine)

@@ -61,10 +61,10 @@ async def _load(store: DictStore, name: str = "m", skeletons: SkeletonCache | No
     async with TorchEngine("e0", kv_tokens=256, threads=1, skeletons=skeletons) as engine:
         try:
             await engine.load(store.card(name), store)
-            assert engine.view().state is InstanceState.SERVING
+            assert engine.status().state is InstanceState.SERVING
         except BaseException:
-            assert engine.view().state is InstanceState.EMPTY
-            assert engine.view().weight_bytes == 0
+            assert engine.status().state is InstanceState.EMPTY
+            assert engine.status().weight_bytes == 0
             raise
 
 

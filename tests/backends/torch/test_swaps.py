@@ -130,28 +130,28 @@ async def test_a_hundred_disturbances_leave_the_books_balanced() -> None:
     ) as engine:
         await engine.load(cards["llama"], store)
         for _ in range(100):
-            name = engine.view().model
+            name = engine.status().model
             assert name is not None
             following = random.choice(names)
             async with anyio.create_task_group() as clients:
                 for _ in range(random.randrange(1, 6)):
                     clients.start_soon(client, engine, name, random.randrange(3), random.choice([1, 7, 99]))
                 await _disturb(engine, random)
-                if random.random() < 0.5 and engine.view().state is InstanceState.SERVING:
+                if random.random() < 0.5 and engine.status().state is InstanceState.SERVING:
                     await _maybe_cancelled(random, engine.preload(cards[following], store))
-                if engine.view().state is InstanceState.SERVING:
+                if engine.status().state is InstanceState.SERVING:
                     await engine.evict(deadline_s=random.choice([0.0, 50.0]))
             await engine.unload()
-            view = engine.view()
+            view = engine.status()
             assert (view.state, view.num_running, view.num_waiting) == (InstanceState.EMPTY, 0, 0)
             assert (view.weight_bytes > 0) == (view.preloaded is not None)
             assert view.num_kv_blocks == view.num_free_kv_blocks == store.num_lent == 0
-            while engine.view().state is not InstanceState.SERVING:
+            while engine.status().state is not InstanceState.SERVING:
                 await _maybe_cancelled(random, engine.load(cards[following], store))
-            assert engine.view().num_free_kv_blocks == engine.view().num_kv_blocks == 20
+            assert engine.status().num_free_kv_blocks == engine.status().num_kv_blocks == 20
         await engine.unload()
         await engine.drop_preload()
-        assert engine.view().weight_bytes == 0
+        assert engine.status().weight_bytes == 0
 
 
 async def _disturb(engine: TorchEngine, random: Random) -> None:

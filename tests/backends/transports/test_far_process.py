@@ -23,11 +23,11 @@ from anyio.lowlevel import checkpoint
 from hotswap import (
     Channel,
     Engine,
+    EngineStatus,
     Fleet,
     InstanceId,
     InstanceLost,
     InstanceState,
-    InstanceView,
     KVSink,
     KVSource,
     MigrationAborted,
@@ -76,11 +76,11 @@ class FarEngine(Engine):
         await checkpoint()
         return 0
 
-    def view(self) -> InstanceView:
+    def status(self) -> EngineStatus:
         if self._card is None:
-            return InstanceView(id=self.id, state=InstanceState.EMPTY)
+            return EngineStatus(id=self.id, state=InstanceState.EMPTY)
         state = InstanceState.LOST if self._is_lost else InstanceState.SERVING
-        return InstanceView(id=self.id, state=state, model=self._card.id)
+        return EngineStatus(id=self.id, state=state, model=self._card.id)
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:

@@ -96,7 +96,7 @@ async def test_a_request_goes_on_from_the_blocks_that_came(
                     read += [token.id for token in await rest.collect()]
                     assert rest.num_reused_tokens == stopped.num_computed
         await near.aclose()
-        await until(lambda: destination.view().num_free_kv_blocks == destination.view().num_kv_blocks)
+        await until(lambda: destination.status().num_free_kv_blocks == destination.status().num_kv_blocks)
     assert read == await undisturbed(store, skeletons)
 
 

@@ -91,15 +91,15 @@ async def test_the_record_of_a_swap_tells_how_the_model_came_in() -> None:
         router=LeastLoadedRouter(),
         scheduler=Idle(),
     ) as fleet:
-        roads = [(await fleet.swap("one", to=name)).road for name in ("a", "b", "deep")]
-        assert roads == ["new core", "in place", "new core"]
+        load_paths = [(await fleet.swap("one", to=name)).load_path for name in ("a", "b", "deep")]
+        assert load_paths == ["new core", "in place", "new core"]
         first, second, _ = recorder.spans("hotswap.load")
         assert [event.name.split()[-1] for event in first.events] == ["them", "started", "out"]
         assert [event.name.split()[-1] for event in second.events] == ["weights"]
         staged = recorder.spans("hotswap.preload")[0]
         assert [event.name.split()[-1] for event in staged.events] == ["them"]
-        assert (await fleet.unload("one")).road == ""
-        assert (await fleet.swap("one", to="deep")).road == "kept"
+        assert (await fleet.unload("one")).load_path == ""
+        assert (await fleet.swap("one", to="deep")).load_path == "kept"
 
 
 async def test_cores_that_can_sleep_wait_asleep_and_outlive_other_architectures() -> None:
@@ -128,11 +128,11 @@ async def test_cores_that_can_sleep_wait_asleep_and_outlive_other_architectures(
         await cores.make_room()
         assert len(cores) == 1, "one that is awake is stopped"
         await engine.load(store.card("a"), store)
-        assert (engine._core, engine.view().road, said) == (core, "woken", ["sleep 1", "wake up"])
+        assert (engine._core, engine.status().load_path, said) == (core, "woken", ["sleep 1", "wake up"])
         assert await generate(engine, ask()) == expected
         await engine.unload()
         await engine.load(store.card("b"), store)
-        assert (engine._core, engine.view().road) == (core, "in place")
+        assert (engine._core, engine.status().load_path) == (core, "in place")
         await engine.unload()
     await cores.close()
 
@@ -167,7 +167,7 @@ async def test_a_request_of_higher_priority_goes_first() -> None:
             order.append(name)
 
         tasks.start_soon(run, "first", 0)
-        await until(lambda: engine.view().num_running == 1)
+        await until(lambda: engine.status().num_running == 1)
         for name, priority in (("low", -1), ("middle", 0), ("high", 5)):
             tasks.start_soon(run, name, priority)
     assert order == ["first", "high", "middle", "low"]
@@ -243,7 +243,7 @@ async def test_twenty_streams_outlive_the_core_that_they_ran_in() -> None:
                 tasks.start_soon(read, fleet, at)
         assert killed
         assert not psutil.pid_exists(killed[0]) or psutil.Process(killed[0]).status() == "zombie"
-        assert one.view().state is not InstanceState.SERVING
+        assert one.status().state is not InstanceState.SERVING
         for prompt, tokens in zip(prompts, received, strict=True):
             async with fleet.stream("a", prompt, sampling) as stream:
                 assert [token.id for token in await stream.collect()] == tokens
@@ -267,7 +267,7 @@ async def test_a_core_that_ends_while_nothing_runs_is_noticed_at_once() -> None:
         await engine.load(store.card("a"), store)
         os.kill(process_of(engine), signal.SIGKILL)
         with anyio.fail_after(30):
-            await until(lambda: engine.view().state is InstanceState.LOST)
+            await until(lambda: engine.status().state is InstanceState.LOST)
         with pytest.raises(InstanceLost):
             await generate(engine, ask())
         await engine.unload()

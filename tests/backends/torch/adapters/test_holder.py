@@ -91,9 +91,9 @@ async def test_an_adapter_read_for_a_model_that_went_and_came_back_is_not_held(
             gate.opened.set()
         assert errors
         assert "ask again" in errors[0]
-        assert engine.view().adapters == ()
+        assert engine.status().adapters == ()
         await engine.load_adapter(adapter)
-        assert engine.view().adapters == ("x",)
+        assert engine.status().adapters == ("x",)
 
 
 async def test_no_adapter_goes_while_another_is_being_put(
@@ -126,7 +126,7 @@ async def test_no_adapter_goes_while_another_is_being_put(
                 await checkpoint()
             gate.opened.set()
         assert given == [True]
-        assert engine.view().adapters == ("yy",)
+        assert engine.status().adapters == ("yy",)
 
 
 async def test_an_adapter_too_large_for_an_empty_engine_is_refused_for_good(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ async def test_an_adapter_too_large_for_an_empty_engine_is_refused_for_good(tmp_
             await engine.load_adapter(Adapter("y", "m", write(tmp_path / "y", MODEL, r=8)))
         with pytest.raises(UnsupportedAdapter, match="rank 64"):
             await engine.load_adapter(Adapter("z", "m", write(tmp_path / "z", MODEL, r=64)))
-        assert engine.view().adapters == ("x",)
+        assert engine.status().adapters == ("x",)
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
@@ -158,7 +158,7 @@ async def test_want_of_memory_is_told_as_such(
             with pytest.raises(OutOfMemory, match="adapter 'x'"):
                 await engine.load_adapter(adapter)
         await engine.load_adapter(adapter)
-        assert engine.view().adapters == ("x",)
+        assert engine.status().adapters == ("x",)
 
 
 def test_a_layer_of_another_dtype_than_the_others_takes_no_adapter() -> None:

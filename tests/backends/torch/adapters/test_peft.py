@@ -152,7 +152,7 @@ async def test_an_adapter_must_fit_the_model_that_is_served(tmp_path: Path) -> N
                 await engine.load_adapter(Adapter("x", "m", directory))
         with pytest.raises(ShardMissing, match="source"):
             await engine.load_adapter(Adapter("x", "m"))
-        assert engine.view().adapters == ()
+        assert engine.status().adapters == ()
 
 
 async def test_layers_are_left_as_they_were(tmp_path: Path) -> None:

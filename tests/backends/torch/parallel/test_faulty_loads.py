@@ -62,14 +62,14 @@ async def test_a_refused_model_leaves_ranks_for_the_next(monkeypatch: pytest.Mon
         monkeypatch.setattr(processes, "_PROGRAM", program)
         with pytest.raises(UnsupportedModel, match="wrong kind"):
             await engine.load(card, store)
-        assert engine.view().state is EMPTY
+        assert engine.status().state is EMPTY
         assert not set(before) & set(loader_of(engine).pids)
         await engine.load(card, store)
         assert await tokens_of(engine, ask("llama", prompt, 5)) == generate(make_model("llama"), prompt, 5)
         await engine.unload()
         os.kill(loader_of(engine).pids[0], signal.SIGKILL)
         with anyio.fail_after(30):
-            while engine.view().state is not LOST:  # noqa: ASYNC110 - another process ends
+            while engine.status().state is not LOST:  # noqa: ASYNC110 - another process ends
                 await anyio.sleep(0.01)
 
 
@@ -80,10 +80,10 @@ async def test_an_engine_whose_ranks_do_not_start_anew_is_lost(monkeypatch: pyte
         monkeypatch.setattr(processes, "_PROGRAM", BROKEN)
         with pytest.raises(InstanceLost, match="exit code 1"):
             await engine.load(card, store)
-        assert engine.view().state is LOST
+        assert engine.status().state is LOST
         with pytest.raises(InstanceLost, match="cannot start"):
             await engine.unload()
-        assert engine.view().state is LOST
+        assert engine.status().state is LOST
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "falls silent"])
@@ -97,8 +97,8 @@ async def test_a_rank_that_fails_during_a_load_is_the_loss_of_the_instance(
         store.on_chunk = once(lambda: os.kill(pids[1], number))
         with pytest.raises(InstanceLost):
             await engine.load(card, store)
-        assert engine.view().state is LOST
-        assert engine.view().weight_bytes == 0
+        assert engine.status().state is LOST
+        assert engine.status().weight_bytes == 0
     assert not any(map(is_alive, pids))
 
 
@@ -114,7 +114,7 @@ async def test_a_silent_rank_is_replaced_when_its_model_goes_and_not_waited_for_
             be_impatient(engine, monkeypatch)
             os.kill(before[1], signal.SIGSTOP)
             await engine.unload()
-            assert engine.view().state is EMPTY
+            assert engine.status().state is EMPTY
             after = loader_of(engine).pids
             assert not set(before) & set(after)
             await engine.load(card, store)

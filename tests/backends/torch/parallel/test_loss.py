@@ -53,7 +53,7 @@ async def test_streams_of_a_killed_rank_finish_elsewhere_and_the_instance_comes_
         async with fleet.stream("m", tuple(prompts[at]), Sampling(max_tokens=NUM_TOKENS)) as tokens:
             async for token in tokens:
                 received[at].append(token.id)
-                if not killed and ranked.view().num_running and sum(map(len, received)) > 30:
+                if not killed and ranked.status().num_running and sum(map(len, received)) > 30:
                     killed.append(loader_of(ranked).pids[1])
                     os.kill(killed[0], signal.SIGKILL)
             hops[at] = tokens.num_hops
@@ -67,7 +67,7 @@ async def test_streams_of_a_killed_rank_finish_elsewhere_and_the_instance_comes_
                     tasks.start_soon(read, at)
             assert received == expected
             assert max(hops) == 2, "some were on the instance that was lost"
-            while ranked.view().state is not InstanceState.SERVING:  # noqa: ASYNC110 - another process starts
+            while ranked.status().state is not InstanceState.SERVING:  # noqa: ASYNC110 - another process starts
                 await anyio.sleep(0.05)
             last_pids = loader_of(ranked).pids
             assert not set(first_pids) & set(last_pids)

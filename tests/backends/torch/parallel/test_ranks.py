@@ -102,10 +102,10 @@ def is_alive(pid: int) -> bool:
 async def serving(engine: TorchEngine, store: WeightStore, name: str) -> AsyncIterator[None]:
     await engine.load(await card_of(store, name), store)
     yield
-    view = engine.view()
+    view = engine.status()
     assert (view.state, view.num_free_kv_blocks) == (InstanceState.SERVING, view.num_kv_blocks)
     await engine.unload()
-    assert engine.view().weight_bytes == 0
+    assert engine.status().weight_bytes == 0
 
 
 async def check_tokens(engine: TorchEngine, name: str, *, sampled: bool = False) -> None:
@@ -154,7 +154,7 @@ async def test_each_rank_holds_its_part_alone(
 ) -> None:
     whole = (await whole_store.manifest(ModelId("llama"))).weight_bytes
     async with serving(grid_engine, cut_store, "llama"):
-        assert grid_engine.view().weight_bytes < 1.05 * whole
+        assert grid_engine.status().weight_bytes < 1.05 * whole
 
 
 async def test_bits_do_not_depend_on_the_batch(tensor_engine: TorchEngine, cut_store: NvmeStore) -> None:
@@ -173,7 +173,7 @@ async def test_a_model_that_is_cut_for_another_number_of_ranks_is_refused(
     card = await card_of(whole_store, "llama")
     with pytest.raises(UnsupportedModel, match="--world-size 2"):
         await tensor_engine.load(card, whole_store)
-    assert tensor_engine.view().state is InstanceState.EMPTY
+    assert tensor_engine.status().state is InstanceState.EMPTY
 
 
 async def test_a_model_without_a_plan_is_refused(tensor_engine: TorchEngine, whole_store: NvmeStore) -> None:
@@ -184,7 +184,7 @@ async def test_a_model_without_a_plan_is_refused(tensor_engine: TorchEngine, who
     store = Cut(whole_store)
     with pytest.raises(UnsupportedModel, match="no tensor-parallel plan"):
         await tensor_engine.load(await card_of(store, "gpt2"), store)
-    assert tensor_engine.view().state is InstanceState.EMPTY
+    assert tensor_engine.status().state is InstanceState.EMPTY
 
 
 async def test_all_ranks_load_or_none(tensor_engine: TorchEngine, cut_store: NvmeStore) -> None:
@@ -204,8 +204,8 @@ async def test_all_ranks_load_or_none(tensor_engine: TorchEngine, cut_store: Nvm
         await tensor_engine.load(card, OneRankCorrupt(cut_store))
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert "skeleton" in str(caught.value.__cause__), "the rank's own traceback"
-    assert tensor_engine.view().state is InstanceState.EMPTY
-    assert tensor_engine.view().weight_bytes == 0
+    assert tensor_engine.status().state is InstanceState.EMPTY
+    assert tensor_engine.status().weight_bytes == 0
     async with serving(tensor_engine, cut_store, "llama"):
         await check_tokens(tensor_engine, "llama")
 
@@ -220,10 +220,10 @@ async def test_a_cancelled_load_leaves_no_rank_with_anything(
             for _ in range(turns):
                 await anyio.sleep(0.001)
             tasks.cancel_scope.cancel()
-        if tensor_engine.view().state is InstanceState.SERVING:
+        if tensor_engine.status().state is InstanceState.SERVING:
             await tensor_engine.unload()
-        assert tensor_engine.view().state is InstanceState.EMPTY
-        assert tensor_engine.view().weight_bytes == 0
+        assert tensor_engine.status().state is InstanceState.EMPTY
+        assert tensor_engine.status().weight_bytes == 0
     async with serving(tensor_engine, cut_store, "llama"):
         await check_tokens(tensor_engine, "llama")
 
@@ -281,9 +281,9 @@ async def test_a_killed_rank_is_the_loss_of_the_instance(
     with pytest.raises(InstanceLost):
         await read()
     assert received == expected[: len(received)]
-    assert grid_engine.view().state is InstanceState.LOST
+    assert grid_engine.status().state is InstanceState.LOST
     await grid_engine.unload()
-    assert grid_engine.view().state is InstanceState.EMPTY
+    assert grid_engine.status().state is InstanceState.EMPTY
     assert not set(before) & set(loader_of(grid_engine).pids)
     assert not any(is_alive(pid) for pid in before)
     async with serving(grid_engine, cut_store, "llama"):
