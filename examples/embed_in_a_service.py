@@ -17,7 +17,7 @@ from anyio import TASK_STATUS_IGNORED, to_thread
 from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from hotswap import Fleet, HotswapError, Model, Sampling, WaitingRoomFull
+from hotswap import Fleet, HotswapError, Model, QueueFull, Sampling
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 
@@ -59,7 +59,7 @@ async def read_body(client: SocketStream) -> bytes:
 
 def refusal(error: Exception) -> bytes:
     status = "400 Bad Request"
-    if isinstance(error, WaitingRoomFull):
+    if isinstance(error, QueueFull):
         status = f"503 Service Unavailable\r\nRetry-After: {math.ceil(error.retry_after_s)}"
     return f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n{error}\n".encode()
 

@@ -32,6 +32,7 @@ from hotswap.errors import (
     ModelTooLarge,
     OutOfMemory,
     PromptTooLong,
+    QueueFull,
     RequestError,
     RequestEvicted,
     ShardCorrupt,
@@ -45,7 +46,7 @@ from hotswap.errors import (
     UnsafeFile,
     UnsupportedAdapter,
     UnsupportedModel,
-    WaitingRoomFull,
+    WrongLoop,
 )
 from hotswap.hardware import DeviceProfile, parse_bytes
 from hotswap.migration import (
@@ -146,6 +147,7 @@ __all__ = [
     "PinAdapters",
     "Prefetch",
     "PromptTooLong",
+    "QueueFull",
     "Request",
     "RequestError",
     "RequestEvicted",
@@ -190,10 +192,10 @@ __all__ = [
     "UnsafeFile",
     "UnsupportedAdapter",
     "UnsupportedModel",
-    "WaitingRoomFull",
     "WaitingView",
     "WeightStore",
     "WrapperEngine",
     "WrapperStore",
+    "WrongLoop",
     "parse_bytes",
 ]

@@ -1,13 +1,16 @@
 """Every error hotswap raises, arranged by what the caller does next.
 
 HotswapError
-  ConfigError(ValueError)      fix the set-up: UnknownModel, UnsupportedModel, and the same of adapters
+  ConfigError(ValueError)      fix the set-up
+    UnknownModel, UnknownAdapter           never registered
+    UnsupportedModel, UnsupportedAdapter   the engine cannot run it exactly
+    WrongLoop                              the fleet belongs to another event loop
   FleetClosed                  the fleet has ended or has not begun
   RequestError                 give up on this request
     InvalidRequest(ValueError)   a field of the request or its sampling is out of range
     PromptTooLong                prompt and generated tokens exceed the model's context
     ModelTooLarge                no engine of the fleet could ever hold the model
-    WaitingRoomFull              try again after `retry_after_s`
+    QueueFull                    as many requests wait as may; try again after `retry_after_s`
     DeadlineExceeded             the request's own deadline passed
     LoadsExhausted               its model failed to load too often
   InstanceError                try elsewhere
@@ -24,9 +27,15 @@ HotswapError
     TierFull                     the tier has no room left
   BackendMissing(ImportError)  install an extra
   RequestEvicted               raised by engines, caught by the fleet; a client never sees it
+
+Every error survives `pickle` and `copy` with its message, its attributes and its cause, and so can cross a
+process boundary.
 """
 
 from __future__ import annotations
+
+import pickle
+from typing import Any, cast
 
 __all__ = [
     "BackendMissing",
@@ -43,6 +52,7 @@ __all__ = [
     "ModelTooLarge",
     "OutOfMemory",
     "PromptTooLong",
+    "QueueFull",
     "RequestError",
     "RequestEvicted",
     "ShardCorrupt",
@@ -56,12 +66,20 @@ __all__ = [
     "UnsafeFile",
     "UnsupportedAdapter",
     "UnsupportedModel",
-    "WaitingRoomFull",
+    "WrongLoop",
 ]
 
 
 class HotswapError(Exception):
     """The root: `except HotswapError` catches whatever hotswap raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException would call __init__ with the message alone, and leave the cause behind.
+        reduced = cast("tuple[Any, ...]", super().__reduce__())
+        attributes: dict[str, Any] = dict(reduced[2]) if len(reduced) > 2 else {}
+        if self.__cause__ is not None:
+            attributes["__cause__"] = _picklable(self.__cause__)
+        return _without_init, (type(self), self.args), attributes
 
 
 class ConfigError(HotswapError, ValueError):
@@ -84,6 +102,10 @@ class UnsupportedAdapter(ConfigError):
     """An adapter that does not fit its model, or that the engine cannot apply exactly."""
 
 
+class WrongLoop(ConfigError):
+    """A fleet was used from another event loop than the one that opened it."""
+
+
 class FleetClosed(HotswapError):
     """The fleet was used before `async with` began or after it ended."""
 
@@ -104,8 +126,8 @@ class ModelTooLarge(RequestError):
     """No engine of the fleet could ever hold the model."""
 
 
-class WaitingRoomFull(RequestError):
-    """The waiting room refused the request; `retry_after_s` is its guess of when to come back."""
+class QueueFull(RequestError):
+    """As many requests wait as may; `retry_after_s` estimates when the queue has room again."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -182,3 +204,17 @@ class BackendMissing(HotswapError, ImportError):
 
 class RequestEvicted(HotswapError):
     """The engine gave the request back so that it can go on elsewhere; private to engines and the fleet."""
+
+
+def _without_init(kind: type[HotswapError], args: tuple[Any, ...]) -> HotswapError:
+    return kind.__new__(kind, *args)
+
+
+def _picklable(cause: BaseException) -> BaseException:
+    """The cause, or its type and message where it is another library's and does not survive pickle."""
+    if not isinstance(cause, HotswapError):
+        try:
+            pickle.loads(pickle.dumps(cause))
+        except Exception:
+            return HotswapError(f"{type(cause).__qualname__}: {cause}")
+    return cause

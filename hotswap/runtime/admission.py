@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 import anyio
 
-from hotswap.errors import ConfigError, WaitingRoomFull
+from hotswap.errors import ConfigError, QueueFull
 from hotswap.request import AdapterId, ModelId, Request
 from hotswap.runtime.instance import Instance
 from hotswap.view import WaitingView
@@ -93,7 +93,7 @@ class WaitingRoom:
         Whoever enters goes on to `answer`, which is what gives the seat back.
 
         Raises:
-            WaitingRoomFull: it is refusable and would have to wait, and as many as may wait do; with the time
+            QueueFull: it is refusable and would have to wait, and as many as may wait do; with the time
                 a request has usually waited of late as `retry_after_s`.
         """
         seat = self._sit(request, anyio.Event() if bell is None else bell)
@@ -103,7 +103,7 @@ class WaitingRoom:
             return seat
         if refusable and len(self._seats) > self._max_waiting:
             self._rise(seat)
-            raise WaitingRoomFull(
+            raise QueueFull(
                 f"{len(self._seats)} requests wait already, the most this fleet lets wait; try again later.",
                 retry_after_s=self._usual_wait_s,
             )

@@ -81,7 +81,7 @@ class Fleet(AsyncContextManagerMixin):
             model.
         interval_s: seconds between plans.
         max_waiting: how many requests may wait at once before new ones that would have to are refused by
-            `WaitingRoomFull`.
+            `QueueFull`.
         max_load_attempts: failed loads in a row after which a model's waiting requests are told so.
         limits: seconds that each phase of a swap may take.
         on_swap: called with every `SwapRecord`, synchronously.
@@ -265,7 +265,7 @@ class Fleet(AsyncContextManagerMixin):
             InvalidRequest: the prompt is empty, or text without a tokenizer.
             PromptTooLong: the prompt leaves no room in the model's context.
             ModelTooLarge: no engine could ever hold the model.
-            WaitingRoomFull: it would have to wait and too many do; it says when to come back.
+            QueueFull: it would have to wait and too many do; it says when to come back.
             FleetClosed: the fleet is not open.
         """
         self._open_tasks()

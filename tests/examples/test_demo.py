@@ -142,8 +142,8 @@ def test_a_truncated_or_refused_recitation_is_wrong(checkpoints: tuple[Checkpoin
     assert right.fault == ""
     right.pieces[0] = right.pieces[0][:-1]
     assert f"after {len(right.text)} characters it said ''" in right.fault
-    refused = Recital(checkpoint, checkpoint.opening, error="WaitingRoomFull: 3 wait", ended=True)
-    assert refused.fault == "WaitingRoomFull: 3 wait"
+    refused = Recital(checkpoint, checkpoint.opening, error="QueueFull: 3 wait", ended=True)
+    assert refused.fault == "QueueFull: 3 wait"
 
 
 def test_a_seam_lies_where_the_first_token_elsewhere_was_due(checkpoints: tuple[Checkpoint, ...]) -> None:

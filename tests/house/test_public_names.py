@@ -58,6 +58,7 @@ PUBLIC = [
     "PhaseRecord",
     "Prefetch",
     "PromptTooLong",
+    "QueueFull",
     "Request",
     "RequestError",
     "RequestEvicted",
@@ -102,11 +103,11 @@ PUBLIC = [
     "UnsafeFile",
     "UnsupportedAdapter",
     "UnsupportedModel",
-    "WaitingRoomFull",
     "WaitingView",
     "WeightStore",
     "WrapperEngine",
     "WrapperStore",
+    "WrongLoop",
     "parse_bytes",
 ]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import AdapterId, Engine, ModelId, Request, RequestId, WaitingRoomFull
+from hotswap import AdapterId, Engine, ModelId, QueueFull, Request, RequestId
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.runtime.admission import WaitingRoom
 from hotswap.runtime.instance import Instance
@@ -180,7 +180,7 @@ async def test_retry_after_grows_with_the_time_people_have_waited() -> None:
             office.places[A] = 20
             office.room.wake()
         office.places[A], office.room._max_waiting = 0, 0
-        with pytest.raises(WaitingRoomFull) as full:
+        with pytest.raises(QueueFull) as full:
             office.room.enter(request("one too many"), refusable=True)
         return full.value.retry_after_s
 

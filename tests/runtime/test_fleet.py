@@ -19,13 +19,13 @@ from hotswap import (
     Model,
     ModelTooLarge,
     PromptTooLong,
+    QueueFull,
     Request,
     Router,
     Sampling,
     ShardMissing,
     SwapLimits,
     UnknownModel,
-    WaitingRoomFull,
 )
 from hotswap.backends.sim import SimStore
 from hotswap.offline.virtual_time import virtual_time
@@ -115,7 +115,7 @@ async def test_a_full_waiting_room_says_when_to_come_back() -> None:
         for _ in range(2):
             clients.start_soon(fleet.generate, "a", PROMPT)
         await until(lambda: len(fleet.view().waiting) == 2)
-        with pytest.raises(WaitingRoomFull) as refused:
+        with pytest.raises(QueueFull) as refused:
             await fleet.generate("a", PROMPT)
         assert refused.value.retry_after_s > 0
         clients.cancel_scope.cancel()
@@ -335,12 +335,12 @@ async def test_ready_waits_for_the_floors_and_for_nothing_else() -> None:
 
 @virtual_time
 async def test_the_waiting_room_takes_no_more_than_it_may_of_those_who_come_at_once() -> None:
-    refused: list[WaitingRoomFull] = []
+    refused: list[QueueFull] = []
 
     async def client(fleet: Fleet) -> None:
         try:
             await fleet.generate("a", PROMPT)
-        except WaitingRoomFull as exc:
+        except QueueFull as exc:
             refused.append(exc)
 
     async with sim_fleet("a", scheduler=Idle(), max_waiting=2) as fleet, anyio.create_task_group() as clients:

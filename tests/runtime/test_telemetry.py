@@ -18,11 +18,11 @@ from opentelemetry.trace import StatusCode
 from hotswap import (
     DeadlineExceeded,
     FleetView,
+    QueueFull,
     Request,
     Sampling,
     SwapFailed,
     TokenStream,
-    WaitingRoomFull,
     WrapperEngine,
 )
 from hotswap.offline.virtual_time import virtual_time
@@ -238,10 +238,10 @@ def test_only_for_a_meter_that_measures_is_a_view_kept(
 async def test_the_span_of_a_request_says_why_it_ended_early() -> None:
     recorder = Recorder()
     async with sim_fleet("a", scheduler=Idle(), max_waiting=0, tracer_provider=recorder.provider) as fleet:
-        with pytest.raises(WaitingRoomFull):
+        with pytest.raises(QueueFull):
             await fleet.generate("a", (1,))
         await fleet.swap("e0", to="a")
         with pytest.raises(DeadlineExceeded):
             await fleet.generate("a", (1,), Sampling(max_tokens=4000, ignore_eos=True), deadline_s=1.0)
     said = [span.status.description for span in recorder.spans("hotswap.request")]
-    assert [text.partition(":")[0] for text in said if text] == ["WaitingRoomFull", "DeadlineExceeded"]
+    assert [text.partition(":")[0] for text in said if text] == ["QueueFull", "DeadlineExceeded"]
