@@ -1,8 +1,7 @@
 """What adapters cost: steps with 0 to 20 of them, loading and dropping one, memory in the long run.
 
 python -m benchmarks adapters --json adapters.json      a small model, seconds
-python -m benchmarks adapters --full                    hidden 1024, 12 layers
-python -m benchmarks adapters --dtype bfloat16          instead of float32
+python -m benchmarks adapters --full                    also hidden 1024, 12 layers, in float32 and bfloat16
 
 A step decodes one token of each of 20 requests, or does so for 19 and prefills a part of a prompt beside,
 with weights packed, as an engine computes it.
@@ -15,7 +14,6 @@ changed, into memory that is there; and again from what is kept in host memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -27,21 +25,22 @@ from typing import Any
 import anyio
 import psutil
 import torch
-import transformers
 from safetensors.torch import save_file
 
-from benchmarks.measure import Summary, machine, ratios, rounds, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, brief, machine, ratios, rounds, versions
+from benchmarks.models import llama_in_engine
 from benchmarks.table import show
 from hotswap import Adapter, AdapterId, InstanceId, ModelId
-from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.holder import AdapterHolder
 from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.adapters.targets import targets
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
-from hotswap.backends.torch.fused import fuse
 from hotswap.backends.torch.kv import KVCache
-from hotswap.backends.torch.linear import Shelf, linear_layers
 
+# Hidden size, layers and dtype of the models.
+QUICK = ((256, 4, "float32"),)
+FULL = (*QUICK, (1024, 12, "float32"), (1024, 12, "bfloat16"))
 CPU = torch.device("cpu")
 NUM_REQUESTS = 20
 COUNTS = (0, 1, 4, 20)
@@ -55,40 +54,37 @@ CONTEXT, BLOCK_TOKENS, BUDGET, NUM_CYCLES = 128, 32, 256, 1000
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and perhaps write the report."""
-    parser = argparse.ArgumentParser("adapters")
-    parser.add_argument("--full", action="store_true", help="hidden 1024, 12 layers, instead of 256 and 4")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser = parser_of("adapters", __doc__, full="also hidden 1024, 12 layers, in float32 and bfloat16")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", nargs="+", choices=("decode", "mixed"), default=["decode", "mixed"])
-    parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    dtype: torch.dtype = getattr(torch, chosen.dtype)
-    model = llama(*((1024, 12) if chosen.full else (256, 4)), dtype)
     report: dict[str, Any] = {
         "machine": machine(Path(tempfile.gettempdir())),
         "versions": versions("torch", "transformers"),
-        "model": {"hidden": model.config.hidden_size, "layers": model.config.num_hidden_layers},
-        "settings": {
-            "requests": NUM_REQUESTS,
-            "context": CONTEXT,
-            "ranks": RANKS,
-            "threads": 1,
-            "dtype": chosen.dtype,
-        },
+        "settings": {"requests": NUM_REQUESTS, "context": CONTEXT, "ranks": RANKS, "threads": 1},
+        "models": {},
     }
+    for hidden, layers, dtype in FULL if options.full else QUICK:
+        name = f"{hidden}x{layers} {dtype}"
+        model = llama_in_engine(hidden, layers, getattr(torch, dtype))
+        report["models"][name] = _measure_model(model, options.steps, options.repeats)
+        for what, found in report["models"][name].items():
+            _show(f"{what}, {name}", found)
+    save(brief(report), options.json)
+    return 0
+
+
+def _measure_model(model: Any, kinds: Sequence[str], repeats: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as root:
         for name, layers in TARGETS.items():
             adapters = [
                 _write(Path(root) / f"{name}-{n}", model, layers, RANKS[n % len(RANKS)])
                 for n in range(max(COUNTS))
             ]
-            report[name] = anyio.run(_measure, model, adapters, chosen.steps, chosen.repeats)
-    for name in TARGETS:
-        _show(name, report[name])
-    if chosen.json:
-        write_json(chosen.json, report)
-    return 0
+            found[name] = anyio.run(_measure, model, adapters, kinds, repeats)
+    return found
 
 
 async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -115,7 +111,8 @@ async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], re
     await holder.forget()
     return {
         "size_bytes": [_size_bytes(adapter) for adapter in adapters],
-        "first_load_s": first_s,
+        "very_first_load_s": first_s[0],  # which waits for the compiler
+        "first_load_s": first_s[1:],
         "load_from_files_s": files_s,
         "load_s": again_s,
         "drop_s": drop_s,
@@ -169,29 +166,6 @@ async def _timed(act: Callable[[], Any]) -> float:
     began_s = time.perf_counter()
     await act()
     return time.perf_counter() - began_s
-
-
-def llama(hidden: int, layers: int, dtype: torch.dtype = torch.float32) -> Any:
-    """A Llama with random weights, packed and fused, whose layers attend as in an engine."""
-    config: Any = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=1024,
-    )
-    attention.register()
-    models: Any = transformers.AutoModelForCausalLM
-    model = models.from_config(config, attn_implementation=attention.IMPLEMENTATION)
-    model.to(dtype).eval().requires_grad_(False)
-    shelf = Shelf(1 << 32)
-    fuse(model)
-    packs = shelf.take(None, linear_layers(model))
-    while shelf.pack_next(packs):  # as an engine does between its steps
-        pass
-    return model
 
 
 def _write(directory: Path, model: Any, layers: tuple[str, ...], rank: int) -> Adapter:

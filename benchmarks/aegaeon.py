@@ -16,7 +16,6 @@ are as well.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from typing import Any
 
 import anyio
 
-from benchmarks.measure import Summary, machine, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, columns, machine
 from benchmarks.serverlessllm import compute_s
 from benchmarks.table import show
 from hotswap import Fleet, Model, Sampling, Scheduler
@@ -106,11 +106,10 @@ class Tally:
     num_swaps: int = 0
 
     def figures(self) -> dict[str, float]:
-        """Return shares and counts."""
+        """Return the shares on time, and the number of swaps."""
         return {
             "tokens_on_time": self.num_on_time / max(1, self.num_tokens),
             "first_tokens_on_time": self.num_first_on_time / max(1, self.num_requests),
-            "num_tokens": self.num_tokens,
             "num_swaps": self.num_swaps,
         }
 
@@ -195,7 +194,7 @@ async def _ask(fleet: Fleet, number: int, request: TraceRequest, tally: Tally) -
 
 
 def measure(setting: Setting, seeds: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Simulate every number of models and return what came of it."""
+    """Simulate every number of models and return the figures."""
     points: dict[str, dict[str, Any]] = {}
     for count in setting.counts:
         systems: dict[str, list[dict[str, float]]] = {name: [] for name in SYSTEMS}
@@ -208,7 +207,11 @@ def measure(setting: Setting, seeds: Sequence[int], seconds: float) -> dict[str,
                 systems[name].append(tally.figures())
                 print(f"{count} models an engine, {name}, seed {seed}: {tally}", file=sys.stderr)
         turns = promised(count)
-        points[str(count)] = {"alpha": turns.alpha, "promised": turns.attainment, "systems": systems}
+        points[str(count)] = {
+            "alpha": turns.alpha,
+            "promised": turns.attainment,
+            "systems": {name: columns(found) for name, found in systems.items()},
+        }
     most = {name: {figure: held(points, name, figure) for figure in HELD} for name in SYSTEMS}
     return {
         "answers": setting.longer,
@@ -226,7 +229,7 @@ def held(points: Mapping[str, Mapping[str, Any]], system: str, figure: str) -> i
     """The largest number of models an engine up to which the median of a share is what it should be."""
     most = 0
     for count, point in sorted(points.items(), key=lambda item: int(item[0])):
-        if Summary.of([found[figure] for found in point["systems"][system]]).median < GOAL:
+        if Summary.of(point["systems"][system][figure]).median < GOAL:
             break
         most = int(count)
     return most
@@ -234,10 +237,7 @@ def held(points: Mapping[str, Mapping[str, Any]], system: str, figure: str) -> i
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate, print a table, write the report."""
-    summary = __doc__.partition("\n")[0] if __doc__ else ""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks aegaeon", description=summary)
-    parser.add_argument("--full", action="store_true", help="more models, longer answers, five seeds")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser = parser_of("aegaeon", __doc__, full="more models, longer answers, five seeds")
     options = parser.parse_args(arguments)
     seeds = (1, 2, 3, 4, 5) if options.full else (1,)
     if options.full:
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for count, point in found["points"].items():
             row = [count, f"{point['alpha']:.2f}", f"{point['promised']:.3f}"]
             for name, figure in product(SYSTEMS, HELD):
-                row.append(Summary.of([one[figure] for one in point["systems"][name]]).format(3))
+                row.append(Summary.of(point["systems"][name][figure]).format(3))
             rows.append(row)
         head = ["models an engine", "alpha", "min(1, 1/alpha)"]
         columns = [f"{name}, {what}" for name, what in product(SYSTEMS, ("tokens", "first tokens"))]
@@ -263,9 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "qmax_s": QMAX_S,
         "lengths": runs,
     }
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
+    save(report, options.json)
     return 0
 
 

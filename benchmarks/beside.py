@@ -3,14 +3,13 @@
     python -m benchmarks.beside                      16 streams, models of 500 MB
     python -m benchmarks.beside --json report.json
 
-One engine streams 16 requests, the other is swapped to and fro between two models that are resident in host
-memory, each engine on a thread of its own. Phases with swaps and without take turns; what counts is the
+One engine streams 16 requests, the other is swapped back and forth between two models that are resident in
+host memory, each engine on a thread of its own. Phases with swaps and without take turns; the figure is the
 inter-token latency of the streams.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -24,7 +23,8 @@ from typing import Any
 import anyio
 
 from benchmarks.by_hand import ByHand
-from benchmarks.measure import Summary, machine, ratios, rounds, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, brief, machine, ratios, rounds
 from benchmarks.resident import Spec, write_pair
 from benchmarks.table import show
 from hotswap import Fleet, Model, ModelId, Sampling, parse_bytes
@@ -165,15 +165,11 @@ async def _swap_on(fleet: Fleet, turns: Iterator[ModelId], pause_s: float, secon
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the report; 1 if the latency rises by more than the limit."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks beside", description=__doc__.partition("\n")[0]
-    )
+    parser = parser_of("beside", __doc__)
     default = Settings()
     parser.add_argument("--streams", type=int, default=default.streams)
     parser.add_argument("--size", type=parse_bytes, default=default.size_bytes, help="of a swapped model")
     parser.add_argument("--repeats", type=int, default=default.repeats, help="phases of each kind")
-    parser.add_argument("--full", action="store_true", help="the default; said to all benchmarks at once")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
     options = parser.parse_args(arguments)
     report = measure(Settings(streams=options.streams, size_bytes=options.size, repeats=options.repeats))
     rows = [
@@ -184,9 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows.append(["rise, in turns", rise.format(3)])
     rows.append([f"a swap, ms ({len(report['swap_s'])} of them)", f"{1e3 * swaps.median:.1f}"])
     show(f"inter-token latency P99, ms, {options.streams} streams", ["", "median [min-max]"], rows)
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
+    save(brief(report), options.json)
     return 0 if rise.median <= LIMIT else 1
 
 

@@ -16,7 +16,6 @@ ends the run with status 1.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -36,7 +35,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.measure import write_json
+from benchmarks.command import parser_of, save
 from benchmarks.table import show
 from hotswap import HotswapError, Model, ModelCard, ModelId, Request, RequestId, Sampling, UnsupportedModel
 from hotswap.backends.stores import NvmeStore
@@ -374,11 +373,9 @@ def _quiet() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the architectures, print what became of them, and return 1 if any gave wrong tokens."""
-    parser = argparse.ArgumentParser(description="Serve a miniature of every architecture.")
-    parser.add_argument("--full", action="store_true", help="all architectures")
+    parser = parser_of("coverage", __doc__, full="all architectures")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     chosen = options.only or (None if options.full else SLICE)
     rows: list[Row] = []
@@ -391,9 +388,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(f"architectures, transformers {transformers.__version__}", ("", "count"), counts)
     if options.write and options.full:
         PAGE.write_text(render(rows), encoding="utf-8")
-    if options.json:
-        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-        write_json(options.json, {"versions": versions, "rows": [asdict(row) for row in rows]})
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    save({"versions": versions, "rows": [asdict(row) for row in rows]}, options.json)
     return 1 if any(row.outcome is Outcome.WRONG for row in rows) else 0
 
 

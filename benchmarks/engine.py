@@ -5,7 +5,7 @@
     python -m benchmarks.engine --json report.json
 
 Every contestant serves the same random Llama (hidden 1024, 12 layers) and the same prompts in a process of
-its own; they take turns. Figures are tokens per second of processor time. `README.md` beside this file
+its own; they take turns. Figures are tokens per second of processor time. `README.md` in this folder
 explains the report.
 """
 
@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import select
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from benchmarks.measure import Summary, machine, ratios, rounds, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, machine, ratios, rounds
+from benchmarks.process import Failed, Process
 from benchmarks.table import show
 
 __all__ = ["Settings", "main", "measure"]
 
-_ROOT = Path(__file__).parent.parent
 _VLLM_PYTHON = Path(".cache/vllm-env/bin/python")
 _WORK = Path(".cache/benchmarks/engine")
 _NAMES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -41,7 +38,7 @@ class Settings:
     """What to measure, how often, and where.
 
     Attributes:
-        contestants: Who runs; names of `contestants.CONTESTANTS`.
+        contestants: Names of `contestants.CONTESTANTS`.
         batches: Requests at once.
         prompt: Tokens of each prompt.
         output: Tokens generated for each.
@@ -74,80 +71,25 @@ MIXED = {"streams": 8, "prompt": 32, "output": 400, "long_prompts": 6, "long_pro
 QUICK = Settings(output=32, repeats=2, mixed={**MIXED, "long_prompts": 3})
 
 
-class Failed(Exception):
-    """A contestant that could not be started or did not finish a run; the message is the reason."""
-
-
-class Contestant:
+class Contestant(Process):
     """The process of one contestant; see `benchmarks.contestants`."""
 
     def __init__(self, name: str, dtype: str, model: Path, settings: Settings) -> None:
-        self.name, self._timeout_s = name, settings.timeout_s
-        self._buffer = b""
+        self.name = name
+        python = settings.vllm_python if name.startswith("vllm") else Path(sys.executable)
+        if not python.exists():
+            raise Failed(f"there is no {python}; `make vllm-env` makes it")
         given = {
             "model": str((model / "checkpoint").resolve()),
             "store": str((model / "store").resolve()),
             "dtype": _NAMES[dtype],
             "threads": settings.threads,
         }
-        python = settings.vllm_python if name.startswith("vllm") else Path(sys.executable)
-        if not python.exists():
-            raise Failed(f"there is no {python}; `make vllm-env` makes it")
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
-        self._process = subprocess.Popen(
+        super().__init__(
             [str(python.absolute()), "-m", "benchmarks.contestants", name, json.dumps(given)],
-            cwd=_ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(settings.threads), "PYTHONWARNINGS": "ignore"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
+            environment={"OMP_NUM_THREADS": str(settings.threads)},
+            timeout_s=settings.timeout_s,
         )
-        try:
-            self.versions: dict[str, str] = self._read()["versions"]
-        except Failed:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def run(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Have it run once, and return its answer."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write((json.dumps(dict(asked)) + "\n").encode())
-            self._process.stdin.flush()
-        except BrokenPipeError as exc:
-            raise Failed(self._last_words()) from exc
-        return self._read()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        with self._process:  # closes the pipes and waits
-            self._log.close()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._process.stdout], [], [], self._timeout_s)
-            if not ready:
-                raise Failed(f"it took more than {self._timeout_s:g} s")
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not piece:
-                raise Failed(self._last_words())
-            self._buffer += piece
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _last_words(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else "it ended without a word"
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -159,15 +101,15 @@ def measure(settings: Settings) -> dict[str, Any]:
         "unavailable": {},
         "versions": {},
         "digests": {},
+        "tokens_per_cpu_s": {},
+        "tokens_per_wall_s": {},
     }
     for dtype in settings.dtypes:
         tokens, wall = _measure_dtype(settings, dtype, model, report)
         _choose_vllm(tokens)
-        report["tokens_per_cpu_s" if dtype == "bf16" else "fp32"] = tokens
-        report[f"{dtype}_tokens_per_wall_s"] = wall
-    report["ratios"] = {
-        dtype: _ratios(report["tokens_per_cpu_s" if dtype == "bf16" else "fp32"]) for dtype in settings.dtypes
-    }
+        report["tokens_per_cpu_s"][dtype] = tokens
+        report["tokens_per_wall_s"][dtype] = wall
+    report["ratios"] = {dtype: _ratios(tokens) for dtype, tokens in report["tokens_per_cpu_s"].items()}
     if settings.mixed:
         report |= _measure_mixed(settings, settings.mixed, model)
     return report
@@ -182,20 +124,21 @@ def _measure_dtype(
     tokens: Series = {}
     wall: Series = {}
     with ExitStack() as stack:
-        field: list[Contestant] = []
+        running: list[Contestant] = []
         for name in settings.contestants:
             try:
-                field.append(stack.enter_context(Contestant(name, dtype, model, settings)))
-                report["versions"][name] = field[-1].versions
+                contestant = stack.enter_context(Contestant(name, dtype, model, settings))
+                report["versions"][name] = contestant.versions()
+                running.append(contestant)
             except Failed as exc:
                 report["unavailable"][f"{name} {dtype}"] = str(exc)
         for batch in settings.batches:
-            for contestant in rounds(tuple(field), settings.repeats):
+            for contestant in rounds(running, settings.repeats):
                 if f"{contestant.name} {dtype}" in report["unavailable"]:
                     continue
                 asked = {"batch": batch, "prompt": settings.prompt, "output": settings.output}
                 try:
-                    answer = contestant.run(asked)
+                    answer = contestant.ask(asked)
                 except Failed as exc:
                     report["unavailable"][f"{contestant.name} {dtype}"] = str(exc)
                     continue
@@ -236,8 +179,9 @@ def _measure_mixed(settings: Settings, mixed: Mapping[str, int], model: Path) ->
     wall: dict[str, list[float]] = {policy: [] for policy in policies}
     cpu: dict[str, list[float]] = {policy: [] for policy in policies}
     with Contestant("hotswap", settings.dtypes[-1], model, settings) as contestant:
+        contestant.versions()
         for policy in rounds(policies, settings.repeats):
-            answer = contestant.run({"policy": policy, **mixed})
+            answer = contestant.ask({"policy": policy, **mixed})
             wall[policy].append(answer["itl_p99_s"])
             cpu[policy].append(answer["itl_p99_cpu_s"])
             print(f"mixed load: {policy} P99 {cpu[policy][-1]:.4f} s of processor time", file=sys.stderr)
@@ -279,15 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = _settings(options)
     report = measure(settings)
     _print(settings, report)
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
+    save(report, options.json)
     return 1 if any(name.startswith("hotswap") for name in report["unavailable"]) else 0
 
 
 def _print(settings: Settings, report: Mapping[str, Any]) -> None:
     for dtype in settings.dtypes:
-        tokens = report["tokens_per_cpu_s" if dtype == "bf16" else "fp32"]
+        tokens = report["tokens_per_cpu_s"][dtype]
         rows = []
         for name, series in tokens.items():
             ratio = report["ratios"][dtype].get(name, {})
@@ -312,10 +254,7 @@ def _print(settings: Settings, report: Mapping[str, Any]) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks engine", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--full", action="store_true", help="128 tokens and five rounds")
+    parser = parser_of("engine", __doc__, full="128 tokens and five rounds")
     parser.add_argument("--batches", type=int, nargs="+", help="requests at once")
     parser.add_argument("--output", type=int, help="tokens to generate")
     parser.add_argument("--repeats", type=int, help="rounds")
@@ -325,7 +264,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-mixed", action="store_true", help="leave the load with long prompts out")
     parser.add_argument("--vllm-python", type=Path, help="the interpreter that has vLLM")
     parser.add_argument("--dir", type=Path, help="where the model is made")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
     return parser.parse_args(arguments)
 
 

@@ -4,6 +4,7 @@
     python -m benchmarks fit --json fit.json
     python -m benchmarks fit --hidden 512 --layers 8 --rate 3     a larger one, whose steps take longer
     python -m benchmarks fit --processor           in processor time, on a machine that others use
+    python -m benchmarks fit --full                all three; the two by the clock for a minute, five times
 
 The torch engine first serves other requests for as long, so that it has met steps of most sizes: those that
 are new to it take longer, which the latency model does not include. In every round it is then measured
@@ -14,8 +15,6 @@ are compared within the round, in which a slow minute hits both. It needs a quie
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +26,9 @@ from typing import Any
 import anyio
 from anyio.from_thread import start_blocking_portal
 
-from benchmarks.measure import Summary, machine, ratios, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, machine, ratios, versions
+from benchmarks.models import write_llama
 from benchmarks.table import show
 from hotswap import Engine, Model, ModelCard, ModelId, WeightStore
 from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
@@ -47,7 +48,7 @@ _MODEL = "m"
 _PLAYED, _WARMED = 1, 2
 # In so many seconds an idle engine has packed the weights of so small a model.
 _PACKING_S = 3.0
-_WHO = ("real", "simulated")
+_ENGINES = ("real", "simulated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +79,24 @@ class Settings:
     shapes: Shapes = field(default_factory=lambda: Shapes(contexts=(32, 128, 384)))
     processor: bool = False
 
+    @property
+    def name(self) -> str:
+        """Of the run in the report."""
+        return f"{self.hidden}x{self.layers} by {'processor' if self.processor else 'clock'}"
+
+
+FULL = (
+    Settings(processor=True),
+    Settings(seconds=60.0, rounds=5),
+    Settings(hidden=512, layers=8, rate_per_s=3.0, seconds=60.0, rounds=5),
+)
+
 
 def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
-    """Carry the benchmark out and return its report, times in seconds."""
+    """Measure, fit and compare, and return the figures of every round, times in seconds."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fit-", dir=directory) as work:
-        _write_model(settings, Path(work))
-        place = machine(Path(work))
+        write_llama(Path(work), hidden=settings.hidden, layers=settings.layers)
         root = Path(work) / "store"
         rounds = _by_processor(settings, root) if settings.processor else anyio.run(_real, settings, root)
     fits = [fit for fit, _, _ in rounds]
@@ -92,12 +104,8 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
     played = [run(_simulated, settings, fit.profile) for fit in fits]
     simulated = {"ttft_s": [ttft_s for ttft_s, _ in played], "tpot_s": [tpot_s for _, tpot_s in played]}
     return {
-        "machine": place,
-        "versions": versions("torch", "transformers"),
         "settings": asdict(settings),
-        "limit": LIMIT,
         "num_requests": len(_arrivals(settings, _PLAYED)),
-        "profiles": [json.loads(fit.profile.as_json()) for fit in fits],
         "num_steps": fits[0].num_steps,
         "mean_error": [fit.mean_error for fit in fits],
         "max_error": [fit.max_error for fit in fits],
@@ -105,28 +113,6 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
         "simulated": simulated,
         "over_real": {name: ratios(simulated[name], real[name]) for name in real},
     }
-
-
-def _write_model(settings: Settings, directory: Path) -> None:
-    import torch
-    import transformers
-
-    from hotswap.backends.stores.convert import convert
-
-    config: Any = transformers.LlamaConfig(
-        vocab_size=2048,
-        hidden_size=settings.hidden,
-        intermediate_size=3 * settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=max(2, settings.hidden // 64),
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    models: Any = transformers.AutoModelForCausalLM
-    models.from_config(config).save_pretrained(directory / "checkpoint")
-    convert(directory / "checkpoint", directory / "store", model_id=_MODEL)
 
 
 def _arrivals(settings: Settings, seed: int) -> list[Arrival]:
@@ -243,40 +229,48 @@ async def _played(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a table, write the report; 1 if a mean is further off than the limit."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks fit", description=__doc__.partition("\n")[0])
+    """Measure, print a table for each run, write the report; 1 if a mean is further off than the limit."""
+    parser = parser_of(
+        "fit", __doc__, full="two models by the clock for a minute, five times; one by processor"
+    )
     parser.add_argument("--rate", type=float, default=Settings().rate_per_s, help="requests a second")
     parser.add_argument("--hidden", type=int, default=Settings().hidden, help="width of the model")
     parser.add_argument("--layers", type=int, default=Settings().layers, help="depth of the model")
-    parser.add_argument("--full", action="store_true", help="play for a minute, five times")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
     parser.add_argument("--processor", action="store_true", help="in processor time, not by the clock")
     options = parser.parse_args(arguments)
-    settings = Settings(
+    one = Settings(
         hidden=options.hidden,
         layers=options.layers,
         rate_per_s=options.rate,
         processor=options.processor,
     )
-    report = measure(replace(settings, seconds=60.0, rounds=5) if options.full else settings)
+    runs = {settings.name: measure(settings) for settings in (FULL if options.full else (one,))}
+    for name, found in runs.items():
+        _show(name, found)
+    place, of = machine(Path.cwd()), versions("torch", "transformers")
+    save({"machine": place, "versions": of, "limit": LIMIT, "runs": runs}, options.json)
+    over = [median(series) for found in runs.values() for series in found["over_real"].values()]
+    return 0 if all(abs(ratio - 1) <= LIMIT for ratio in over) else 1
+
+
+def _show(name: str, found: dict[str, Any]) -> None:
     rows = [
         [
-            name.removesuffix("_s").upper(),
-            *(Summary.of([1e3 * seconds for seconds in report[who][name]]).format(2) for who in _WHO),
-            Summary.of(report["over_real"][name]).format(2),
+            what.removesuffix("_s").upper(),
+            *(
+                Summary.of([1e3 * seconds for seconds in found[engine][what]]).format(2)
+                for engine in _ENGINES
+            ),
+            Summary.of(found["over_real"][what]).format(2),
         ]
-        for name in ("ttft_s", "tpot_s")
+        for what in ("ttft_s", "tpot_s")
     ]
-    title = f"means over {report['num_requests']} requests, in ms"
+    title = f"{name}: means over {found['num_requests']} requests, in ms"
     show(title, ["", "torch engine", "simulated engine", "simulated over real"], rows)
     print(
-        f"On kinds of steps that they have not seen, of {report['num_steps']}, fits are "
-        f"{median(report['mean_error']):.1%} off in the mean, {max(report['max_error']):.1%} at most."
+        f"On kinds of steps that they have not seen, of {found['num_steps']}, fits are "
+        f"{median(found['mean_error']):.1%} off in the mean, {max(found['max_error']):.1%} at most."
     )
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
-    return 0 if all(abs(median(of) - 1) <= LIMIT for of in report["over_real"].values()) else 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ alone. A case that takes too long ends the process with the stacks of all thread
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import os
@@ -29,7 +28,7 @@ from typing import Any
 
 import anyio
 
-from benchmarks.measure import write_json
+from benchmarks.command import parser_of, save
 from benchmarks.table import show
 from hotswap import Manifest, ModelId, Shard, StoreError, TensorSpec
 from hotswap.backends.memory import aligned_buffer
@@ -63,12 +62,10 @@ class Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fuzz, print what came of it, and return 1 if any case failed."""
-    parser = argparse.ArgumentParser(description="Load mutated models.")
+    parser = parser_of("fuzz", __doc__, full="a million cases")
     parser.add_argument("--cases", type=int, default=100_000)
-    parser.add_argument("--full", action="store_true", help="a million cases")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="the number of one case")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     num_cases = 1_000_000 if options.full else options.cases
     cases = range(num_cases) if options.only is None else [options.only]
@@ -79,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for failure in report.failures[:10]:
         print(failure)
     print(f"{len(report.failures)} failures")
-    if options.json:
-        facts = {"seed": report.seed, "cases": report.num_cases, "outcomes": dict(report.outcomes)}
-        write_json(options.json, {**facts, "failures": report.failures})
+    facts = {"seed": report.seed, "cases": report.num_cases, "outcomes": dict(report.outcomes)}
+    save({**facts, "failures": report.failures}, options.json)
     return 1 if report.failures else 0
 
 

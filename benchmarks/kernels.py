@@ -1,26 +1,24 @@
-"""One-byte weights on a CPU: a linear layer from codes beside the same from bfloat16 weights, in one run.
+"""FP8 weights on a CPU: a linear layer that dequantizes them beside the same with bfloat16 weights.
 
     python -m benchmarks kernels --json kernels.json     2048 x 2048, seconds
     python -m benchmarks kernels --full                  and 8192 x 4096
 
-A figure is the median time of a product, whose weights lie as they are stored, and beside it how
-many times as long the product from codes takes, by round. Contestants take turns; one thread, or as many as
+A figure is the median time of a product with bfloat16 weights as stored, and beside it how many times as long
+the product with FP8 weights takes, by round. Contestants take turns; one thread, or as many as
 `--threads` says. On a GPU nothing is measured here.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.measure import Summary, machine, ratios, rounds, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, machine, ratios, timed_rounds, versions
 from benchmarks.table import show
 from hotswap.backends.torch.linear import product
 from hotswap.kernels.fp8_gemm import Fp8Weight, Workspace, decode_rows, fp8_linear
@@ -32,11 +30,9 @@ TARGET_ROWS, TARGET = 128, 1.6
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and perhaps write the report."""
-    parser = argparse.ArgumentParser("kernels")
-    parser.add_argument("--full", action="store_true", help="measure 8192 x 4096 too")
+    parser = parser_of("kernels", __doc__, full="measure 8192 x 4096 too")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     report: dict[str, Any] = {
@@ -48,59 +44,49 @@ def main(arguments: Sequence[str]) -> int:
         name = f"{shape[0]}x{shape[1]}"
         report[name] = {scheme: _measure(shape, group, chosen.repeats) for scheme, group in GROUPS.items()}
         _show(name, report[name])
-    if chosen.json:
-        write_json(chosen.json, report)
+    save(report, chosen.json)
     return 0
 
 
 def _measure(shape: tuple[int, int], group: int | None, repeats: int) -> dict[str, Any]:
     weight = _weight(shape, group)
-    whole, space = decode_rows(weight, slice(None), torch.bfloat16), Workspace(torch.device("cpu"))
+    dequantized, space = decode_rows(weight, slice(None), torch.bfloat16), Workspace(torch.device("cpu"))
     found: dict[str, Any] = {}
     for num_rows in ROWS:
         x = torch.randn(num_rows, shape[1]).bfloat16()
-        seconds = _race(
+        seconds = timed_rounds(
             {
-                "bfloat16": lambda x=x: product(x, whole),  # type: ignore[misc]
-                "codes": lambda x=x: fp8_linear(  # type: ignore[misc]
+                "bfloat16": lambda x=x: product(x, dequantized),  # type: ignore[misc]
+                "fp8": lambda x=x: fp8_linear(  # type: ignore[misc]
                     x, weight, workspace=space, multiply=product
                 ),
             },
             repeats,
         )
         found[str(num_rows)] = {
-            "seconds": seconds,
-            "times_as_long": ratios(seconds["codes"], seconds["bfloat16"]),
+            "bfloat16_ms": Summary.of([1e3 * s for s in seconds["bfloat16"]]).figures(),
+            "times_as_long": Summary.of(ratios(seconds["fp8"], seconds["bfloat16"])).figures(),
         }
     return found
 
 
-def _race(contestants: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn, name in enumerate(rounds(list(contestants), repeats + 1)):
-        began_s = time.perf_counter()
-        contestants[name]()
-        if turn >= len(contestants):  # the first round warms up
-            seconds[name].append(time.perf_counter() - began_s)
-    return seconds
-
-
 def _weight(shape: tuple[int, int], group: int | None) -> Fp8Weight:
-    codes = torch.randint(0, 127, shape, dtype=torch.uint8) + 128 * torch.randint(0, 2, shape).to(torch.uint8)
+    quantized = torch.randint(0, 127, shape, dtype=torch.uint8) + 128 * torch.randint(0, 2, shape).to(
+        torch.uint8
+    )
     scales = torch.rand(shape[0], 1 if group is None else shape[1] // group) + 0.5
-    return Fp8Weight(codes.view(torch.float8_e4m3fn), scales, shape[1], group, torch.bfloat16)
+    return Fp8Weight(quantized.view(torch.float8_e4m3fn), scales, shape[1], group, torch.bfloat16)
 
 
 def _show(name: str, found: dict[str, Any]) -> None:
     rows: list[list[str]] = []
     for scheme, by_rows in found.items():
         for num_rows, figures in by_rows.items():
-            plain = Summary.of([1e3 * s for s in figures["seconds"]["bfloat16"]])
-            times = Summary.of(figures["times_as_long"])
+            plain, times = Summary(*figures["bfloat16_ms"]), Summary(*figures["times_as_long"])
             is_target = int(num_rows) == TARGET_ROWS
             limit = f"{'met' if times.median <= TARGET else 'missed'}: {TARGET}" if is_target else ""
             rows.append([f"{scheme}, M = {num_rows}", plain.format(), times.format(2), limit])
-    show(f"{name}: a linear layer", ("", "bfloat16, ms", "codes, times as long", "target"), rows)
+    show(f"{name}: a linear layer", ("", "bfloat16, ms", "fp8, times as long", "target"), rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ prefill of the same tokens, all of them at once, on the engine that is left.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,9 @@ import anyio
 import psutil
 
 from benchmarks.by_hand import ByHand
-from benchmarks.measure import Summary, machine, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, brief, machine, versions
+from benchmarks.models import write_llama
 from benchmarks.table import show
 from hotswap import Fleet, Model, Sampling
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
@@ -61,7 +62,7 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
     """Carry the benchmark out and return its report, in seconds."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="killed-", dir=directory) as work:
-        _write_model(settings, Path(work))
+        write_llama(Path(work), hidden=settings.hidden, layers=settings.layers)
         report: dict[str, Any] = {
             "machine": machine(Path(work)),
             "versions": versions("torch", "transformers"),
@@ -80,28 +81,6 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
     return report
 
 
-def _write_model(settings: Settings, directory: Path) -> None:
-    import torch
-    import transformers
-
-    from hotswap.backends.stores.convert import convert
-
-    config: Any = transformers.LlamaConfig(
-        vocab_size=2048,
-        hidden_size=settings.hidden,
-        intermediate_size=3 * settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=max(2, settings.hidden // 64),
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    models: Any = transformers.AutoModelForCausalLM
-    models.from_config(config).save_pretrained(directory / "checkpoint")
-    convert(directory / "checkpoint", directory / "store", model_id=_MODEL)
-
-
 async def _measure(root: Path, settings: Settings) -> tuple[list[float], list[float]]:
     """Kill once: what each stream waited that moved, and how long the same tokens take elsewhere."""
     common: dict[str, Any] = {"threads": 1, "kv_tokens": 65_536, "max_requests": settings.streams}
@@ -112,7 +91,7 @@ async def _measure(root: Path, settings: Settings) -> tuple[list[float], list[fl
     ]
     times: list[list[float]] = [[] for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
-    seams: dict[int, int] = {}
+    resumed: dict[int, int] = {}
     killed: list[int] = []
 
     async def read(fleet: Fleet, stream: int) -> None:
@@ -124,7 +103,7 @@ async def _measure(root: Path, settings: Settings) -> tuple[list[float], list[fl
                 if not killed and all(len(seen) >= 8 for seen in tokens):
                     killed.append(_kill_one())
             if arriving.num_hops > 1:
-                seams[stream] = arriving.hops[-1].first_index
+                resumed[stream] = arriving.hops[-1].first_index
 
     async with Fleet(
         engines=[ranked, single],
@@ -139,9 +118,9 @@ async def _measure(root: Path, settings: Settings) -> tuple[list[float], list[fl
         async with anyio.create_task_group() as tasks:
             for stream in range(settings.streams):
                 tasks.start_soon(read, fleet, stream)
-        gaps = [times[stream][seam] - times[stream][seam - 1] for stream, seam in seams.items()]
-        moved = [(*prompts[stream], *tokens[stream][:seam]) for stream, seam in seams.items()]
-        others = [prompts[stream] for stream in range(settings.streams) if stream not in seams]
+        gaps = [times[stream][at] - times[stream][at - 1] for stream, at in resumed.items()]
+        moved = [(*prompts[stream], *tokens[stream][:at]) for stream, at in resumed.items()]
+        others = [prompts[stream] for stream in range(settings.streams) if stream not in resumed]
         return gaps, await _prefills(fleet, moved, others)
 
 
@@ -194,11 +173,7 @@ async def _prefills(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the report; the exit status is 1 if a client waited longer than it may."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks killed", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--full", action="store_true", help="what it does anyway")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser = parser_of("killed", __doc__)
     options = parser.parse_args(arguments)
     report = measure(Settings())
     rows: list[list[str]] = []
@@ -213,8 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows,
     )
     print(f"median of the longest: {statistics.median(max(gaps) for gaps in report['gap_s']):.3f} s")
-    if options.json:
-        write_json(options.json, report)
+    save(brief(report), options.json)
     return int(max(report["longest_over_bound"]) > 1)
 
 

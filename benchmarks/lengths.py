@@ -12,7 +12,6 @@ round. Caches are filled with zeros, which cost what others do.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,8 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.adapters import llama
-from benchmarks.measure import Summary, machine, ratios, rounds, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, machine, ratios, rounds, versions
+from benchmarks.models import llama_in_engine
 from benchmarks.table import show
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache, blocks_for
@@ -49,7 +49,7 @@ class Batch:
     fresh: list[int] = field(default_factory=list[int])
 
     def begin(self) -> None:
-        """Begin with requests that nobody has seen; the same ones in every round."""
+        """Begin with new requests, the same ones in every round."""
         self.random, self.requests, self.fresh = Random(0), [], []
         self.free = list(range(1, self.forward.cache.num_blocks + 1))
         lengths = [self._length() for _ in range(NUM_REQUESTS)]
@@ -89,11 +89,9 @@ class Batch:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and perhaps write the report."""
-    parser = argparse.ArgumentParser("lengths")
-    parser.add_argument("--full", action="store_true", help="hidden 1024, 12 layers, instead of 256 and 4")
+    parser = parser_of("lengths", __doc__, full="hidden 1024, 12 layers, instead of 256 and 4")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=list(DTYPES))
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     size = (1024, 12) if chosen.full else (256, 4)
@@ -112,14 +110,13 @@ def main(arguments: Sequence[str]) -> int:
     }
     for name, seconds in report["step_s"].items():
         _show(name, seconds)
-    if chosen.json:
-        write_json(chosen.json, report)
+    save(report, chosen.json)
     return 0
 
 
 def _measure(size: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[str, list[float]]:
     """Mean seconds of a step, by contestant and round."""
-    model = llama(*size, dtype)
+    model = llama_in_engine(*size, dtype)
     batches = {name: Batch(name, _forward(model)) for name in CONTESTANTS}
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     with torch.inference_mode():

@@ -3,18 +3,16 @@
     python -m benchmarks linear --json linear.json     1024 x 1024 and the layers of an MLP of 3072, a minute
     python -m benchmarks linear --threads 2
 
-A figure is the median time of one product, from weights that are packed and from weights as they lie, and
-beside it how many times as long oneDNN takes, by round. Contestants take turns, and go through copies of the
-weight that no cache holds, as a model's layers do. Packing is timed too.
+A figure is the median time of one product, from packed weights and from weights as stored, and beside it
+how many times as long oneDNN takes, by round. Contestants take turns, and go through copies of the weight
+that no cache holds, as a model's layers do. Packing is timed too.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Summary, machine, ratios, rounds, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, machine, ratios, timed_rounds, versions
 from benchmarks.table import show
 from hotswap.backends.torch.buffers import host_bytes
 from hotswap.kernels import packed_linear
@@ -36,10 +35,9 @@ FEW = 64  # rows up to which all copies are gone through in a round; a few will 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and perhaps write the report."""
-    parser = argparse.ArgumentParser("linear")
+    parser = parser_of("linear", __doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     report: dict[str, Any] = {
@@ -51,8 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         if packed_linear.supported(dtype):
             report[name] = {f"{o}x{i}": _measure((o, i), dtype, chosen.repeats) for o, i in SHAPES}
             _show(name, report[name])
-    if chosen.json:
-        write_json(chosen.json, report)
+    save(report, chosen.json)
     return 0
 
 
@@ -64,7 +61,7 @@ def _measure(shape: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[s
     found: dict[str, Any] = {}
     ours, theirs = list[Tensor](), list[Tensor]()
     found["pack"] = _compared(
-        _race(
+        timed_rounds(
             {
                 "ours": lambda: ours.append(_packed(weights[len(ours) % count])),
                 "onednn": lambda: theirs.append(
@@ -72,7 +69,6 @@ def _measure(shape: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[s
                 ),
             },
             max(repeats, count),
-            1,
         )
     )
     for num_rows in ROWS:
@@ -88,8 +84,8 @@ def _measure(shape: tuple[int, int], dtype: torch.dtype, repeats: int) -> dict[s
         }
         products = len(weights[some])
         found[str(num_rows)] = {
-            "packed": _compared(_race(packed, repeats, products)),
-            "as they lie": _compared(_race(stored, repeats, products)),
+            "packed": _compared(timed_rounds(packed, repeats, per=products)),
+            "not packed": _compared(timed_rounds(stored, repeats, per=products)),
         }
     return found
 
@@ -114,21 +110,10 @@ def _through(weights: Sequence[Tensor], multiply: Callable[[Tensor], object]) ->
         multiply(weight)
 
 
-def _race(
-    contestants: Mapping[str, Callable[[], object]], repeats: int, products: int
-) -> dict[str, list[float]]:
-    """Seconds of one product, for each round of so many."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn, name in enumerate(rounds(list(contestants), repeats + 1)):
-        began_s = time.perf_counter()
-        contestants[name]()
-        if turn >= len(contestants):  # the first round warms up
-            seconds[name].append((time.perf_counter() - began_s) / products)
-    return seconds
-
-
-def _compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    return {"seconds": seconds, "onednn_times_as_long": ratios(seconds["onednn"], seconds["ours"])}
+def _compared(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Median, least and most of our time and of oneDNN's over it."""
+    ours = Summary.of([1e6 * s for s in seconds["ours"]])
+    return {"us": ours.figures(), "onednn": Summary.of(ratios(seconds["onednn"], seconds["ours"])).figures()}
 
 
 def _show(name: str, found: dict[str, Any]) -> None:
@@ -137,8 +122,7 @@ def _show(name: str, found: dict[str, Any]) -> None:
         for kind, measured in figures.items():
             parts = {"": measured} if kind == "pack" else measured
             for how, part in parts.items():
-                ours = Summary.of([1e6 * s for s in part["seconds"]["ours"]])
-                times = Summary.of(part["onednn_times_as_long"])
+                ours, times = Summary(*part["us"]), Summary(*part["onednn"])
                 what = "packing" if kind == "pack" else f"{kind} rows, {how}"
                 rows.append([f"{shape}, {what}", ours.format(), times.format(2)])
     show(f"{name}: a linear layer", ("", "ours, us", "oneDNN, times as long"), rows)

@@ -3,19 +3,20 @@
     python -m benchmarks llumnix                        figure 11 at one point, one seed
     python -m benchmarks llumnix --full --json FILE     all of them, five seeds; two hours
     python -m benchmarks llumnix --figures 13 --seeds 5 --json FILE
-    python -m benchmarks llumnix --json FILE --show     what is in a file, without a simulation
+    python -m benchmarks llumnix --show FILE            the tables of a report, without a simulation
 
-What `--json FILE` has already is not simulated again, so a long run may be cut off and go on.
+Results are kept in a file beside FILE, and the same command goes on after an interruption. FILE has medians
+over the seeds, the least and the most, and the values of seed 0, which has the arrivals of the artifact.
 
 Sixteen A10s with LLaMA-7B as vLLM 0.1.7 batched: whole prompts first, 12,800 tokens of them in a step, one KV
 block in a hundred kept free, 785 blocks (for figures 13 to 15 12,000 tokens and 792 blocks). Requests,
-thresholds and pace are those of the artifact (`llumnix_trace`). A decode's time is the mean of a request's
+thresholds and rates are those of the artifact (`llumnix_trace`). A decode's time is the mean of a request's
 tokens after the first, as there, and requests come when the instances are there.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import parser_of, save
 from benchmarks.llumnix_moves import CONTEXTS, move, show_moves
-from benchmarks.llumnix_paper import PAPER, Key
-from benchmarks.llumnix_report import report
+from benchmarks.llumnix_paper import PAPER, TOLERANCES, Key
+from benchmarks.llumnix_report import SCALING, from_json, series_of, show_series, to_json
 from benchmarks.llumnix_trace import NUM_REQUESTS, START_S, with_priorities, workload
-from benchmarks.measure import machine, write_json
+from benchmarks.measure import machine
+from benchmarks.partial import PartialResults
 from hotswap import Action, FleetView, MigrationLimits, Router, Scheduler, Swap
 from hotswap.policies import (
     Chain,
@@ -44,7 +47,7 @@ from hotswap.policies import (
 )
 from hotswap.simulation import PROFILES, Cluster, Outcome, Served, Trace, simulate
 
-__all__ = ["Run", "chosen", "cluster_of", "figures", "main", "play"]
+__all__ = ["Run", "chosen", "cluster_of", "figures", "main", "measure", "play"]
 
 ENGINES = 16
 # The artifact looks for pairs after every 64 reports of a step; with steps of some 50 ms that is as often.
@@ -104,7 +107,7 @@ class Run:
         freeness = Freeness("artifact", target_tokens=1600 if self.figure == "13" else None)
         if self.system == "Llumnix-base":
             freeness = replace(freeness, target_tokens=None)
-        scales = self.figure in ("14", "15")
+        scales = self.figure in SCALING
         scaling = _autoscaler(self.at if self.figure == "15" else 10.0)
         if self.system == "INFaaS++":
             return infaas_router(), scaling if scales else RestoreMinReplicas()
@@ -219,7 +222,7 @@ def _average_instances(outcome: Outcome) -> float:
 
 
 def chosen(wanted: Sequence[str], num_seeds: int) -> Iterator[Run]:
-    """Yield the runs of figures, the seeds one after another, so that what is cut off has all points."""
+    """Yield the runs of figures, all points of a seed before the next seed."""
     points = list(dict.fromkeys((key.figure, _played(key), key.at) for key in PAPER if key.figure in wanted))
     for seed in range(num_seeds):
         for figure, row, at in points:
@@ -232,49 +235,45 @@ def _played(key: Key) -> str:
     return "S-S" if key.figure == "13" else key.row
 
 
-def _kept(place: Path | None) -> dict[str, Any]:
-    """What a file has already."""
-    if place is None or not place.is_file():
-        return {}
-    return dict(json.loads(place.read_text()))
-
-
-def _write(kept: Mapping[str, Any], place: Path | None) -> None:
-    if place is not None:
-        write_json(place, {**kept, "machine": machine(Path.cwd())})
-
-
-def _simulate(runs: Sequence[Run], kept: dict[str, Any], place: Path | None) -> None:
-    """Add figures of runs to what is kept, one after the other."""
+def measure(runs: Sequence[Run], with_moves: bool, partial: PartialResults) -> dict[str, Any]:
+    """Simulate runs, and moves for figure 10, and return the report."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for run in runs:
-        kept["runs"][run.name] = play(run)
-        print(f"{run.name}: {kept['runs'][run.name]}", file=sys.stderr, flush=True)
-        _write(kept, place)
+        found[run.name] = partial.get(run.name, functools.partial(play, run))
+        print(f"{run.name}: {found[run.name]}", file=sys.stderr, flush=True)
+    return {
+        "machine": machine(Path.cwd()),
+        "num_seeds": 1 + max((run.seed for run in runs), default=0),
+        "metrics": list(TOLERANCES),
+        "points": to_json(series_of(found)),
+        **({"moves": {str(context): move(context) for context in CONTEXTS}} if with_moves else {}),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate what is missing, print tables, write the report."""
-    summary = __doc__.partition("\n")[0] if __doc__ else ""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks llumnix", description=summary)
-    parser.add_argument("--full", action="store_true", help="all figures")
+    """Simulate, or read a report, print tables, write the report."""
+    parser = parser_of("llumnix", __doc__, full="all figures")
     parser.add_argument("--figures", nargs="+", choices=sorted(SYSTEMS), help="these figures")
     parser.add_argument("--seeds", type=int, default=5, help="how many of each")
-    parser.add_argument("--json", type=Path, help="where the whole report goes, and what is there already")
-    parser.add_argument("--show", action="store_true", help="simulate nothing")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print a report, and simulate nothing")
     options = parser.parse_args(arguments)
-    runs = list(chosen(options.figures or sorted(SYSTEMS), options.seeds))
-    if not (options.full or options.figures):
-        runs = [Run(figure="11", row="M-M", at=7.8, system=system, seed=0) for system in SYSTEMS["11"]]
-    kept = _kept(options.json)
-    known = kept.setdefault("runs", {})
-    if not options.show:
-        _simulate([run for run in runs if run.name not in known], kept, options.json)
-        if options.full or "10" in (options.figures or ()):
-            kept["moves"] = {str(context): move(context) for context in CONTEXTS}
-            _write(kept, options.json)
-    if "moves" in kept:
-        show_moves(kept["moves"])
-    report(known, PAPER)
+    if options.show:
+        return _show(json.loads(options.show.read_text()))
+    runs = [Run(figure="11", row="M-M", at=7.8, system=system, seed=0) for system in SYSTEMS["11"]]
+    if options.full or options.figures:
+        runs = list(chosen(options.figures or sorted(SYSTEMS), options.seeds))
+    partial = PartialResults.of(options.json)
+    report = measure(runs, options.full or "10" in (options.figures or ()), partial)
+    _show(report)
+    save(report, options.json)
+    partial.clear()
+    return 0
+
+
+def _show(report: Mapping[str, Any]) -> int:
+    if "moves" in report:
+        show_moves(report["moves"])
+    show_series(from_json(report["points"]), PAPER)
     return 0
 
 

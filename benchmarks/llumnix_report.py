@@ -1,38 +1,83 @@
-"""What Llumnix's figures came out as: tables by metric, and the claims that are of many points."""
+"""Simulated values of Llumnix's figures: the report, tables by metric, and claims over many points."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, median
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 from benchmarks.llumnix_paper import TOLERANCES, Key, geometric_mean, verdict
 from benchmarks.measure import Summary
 from benchmarks.table import show
 
-__all__ = ["Series", "claims", "report", "series_of"]
+__all__ = ["Series", "Values", "claims", "from_json", "series_of", "show_series", "to_json"]
 
-# The figures of every seed, by point and metric.
-Series = Mapping[Key, Mapping[str, Sequence[float]]]
+# Values over the seeds, by point and metric.
+Series = Mapping[Key, Mapping[str, "Values"]]
 Paper = Mapping[Key, Mapping[str, float]]
 
 _GAIN_ROWS = ("M-M", "L-L")
+# Figures in which the number of instances scales.
+SCALING = ("14", "15")
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A metric at a point, over seeds; `first` is seed 0, which has the arrivals of the artifact."""
+
+    median: float
+    least: float
+    most: float
+    first: float
 
 
 def series_of(runs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Series:
-    """Return the figures of runs, kept by name, as series over their seeds."""
+    """Return the judged metrics of runs, kept by name, over their seeds; seed 0 comes first.
+
+    The number of instances, the last of `TOLERANCES`, is a result where they scale alone.
+    """
     found: dict[Key, dict[str, list[float]]] = {}
     for name, rows in runs.items():
         figure, _, at, system, _ = name.split("/")
         for row, figures in rows.items():
             series = found.setdefault(Key(figure, row, system, float(at)), {})
             for metric, value in figures.items():
-                series.setdefault(metric, []).append(value)
+                if metric in TOLERANCES and (metric != "avg_instances" or figure in SCALING):
+                    series.setdefault(metric, []).append(value)
+    return {key: {metric: _values(each) for metric, each in of.items()} for key, of in found.items()}
+
+
+def _values(figures: Sequence[float]) -> Values:
+    summary = Summary.of(figures)
+    return Values(summary.median, summary.least, summary.most, figures[0])
+
+
+def to_json(series: Series) -> dict[str, dict[str, Any]]:
+    """Return series as the report has them: for each point lists in the order of `TOLERANCES`."""
+    return {
+        f"{key.figure}/{key.row}/{key.at:g}/{key.system}": {
+            name: [getattr(of_it[metric], name) for metric in TOLERANCES if metric in of_it]
+            for name in Values.__slots__
+        }
+        for key, of_it in sorted(series.items(), key=lambda item: _order(item[0]))
+    }
+
+
+def from_json(points: Mapping[str, Mapping[str, Any]]) -> Series:
+    """Return the series of a report."""
+    found: dict[Key, dict[str, Values]] = {}
+    for name, point in points.items():
+        figure, row, at, system = name.split("/")
+        lists = [point[name] for name in Values.__slots__]
+        each = zip(*lists, strict=True)
+        values = {metric: Values(*of_it) for metric, of_it in zip(TOLERANCES, each, strict=False)}
+        found[Key(figure, row, system, float(at))] = values
     return found
 
 
-def report(runs: Mapping[str, Mapping[str, Mapping[str, float]]], paper: Paper) -> None:
+def show_series(series: Series, paper: Paper) -> None:
     """Print everything."""
-    series = series_of(runs)
     for figure in sorted({key.figure for key in series}):
         of_it = {key: series[key] for key in sorted(series, key=_order) if key.figure == figure}
         for metric in TOLERANCES:
@@ -40,16 +85,18 @@ def report(runs: Mapping[str, Mapping[str, Mapping[str, float]]], paper: Paper) 
         _show_rows(figure, of_it, paper)
         for line in claims(figure, of_it, paper):
             print(line)
-        own = series_of({name: rows for name, rows in runs.items() if name.endswith("/0")})
-        of_own = {key: own[key] for key in sorted(own, key=_order) if key.figure == figure}
-        for line in claims(figure, of_own, paper):
+        own = {
+            key: {metric: replace(values, median=values.first) for metric, values in metrics.items()}
+            for key, metrics in of_it.items()
+        }
+        for line in claims(figure, own, paper):
             print(f"with the artifact's arrivals alone, {line}")
 
 
 def claims(figure: str, series: Series, paper: Paper) -> Iterator[str]:
-    """Yield what is claimed of all points of a figure together."""
+    """Yield the claims over all points of a figure."""
     judged = [
-        verdict(metric, median(values), paper[key][metric]) == "within"
+        verdict(metric, values.median, paper[key][metric]) == "within"
         for key, of_it in series.items()
         for metric, values in of_it.items()
         if metric in paper.get(key, {})
@@ -62,13 +109,13 @@ def claims(figure: str, series: Series, paper: Paper) -> Iterator[str]:
         yield from _less(figure, "preemption_loss_s", series, paper)
     if figure == "13":
         yield from _priorities(series, paper)
-    if figure in ("14", "15"):
+    if figure in SCALING:
         yield from _less(figure, "avg_instances", series, paper)
         yield from _less(figure, "prefill_p99_s", series, paper)
 
 
 def _orderings(series: Series) -> Iterator[str]:
-    """Whose prefills end later, at points where both systems were played."""
+    """At how many points the prefills of one system end later than those of another."""
     for later, sooner in (("Round-Robin", "INFaaS++"), ("INFaaS++", "Llumnix")):
         pairs = list(_pairs("prefill_p99_s", series, later, sooner))
         if pairs:
@@ -124,24 +171,29 @@ def _moved(key: Key) -> Key:
 def _pairs(
     metric: str, series: Series, one: str = "INFaaS++", other: str = "Llumnix"
 ) -> Iterator[tuple[Key, float, float]]:
-    """Medians of two systems at the points that both were played at."""
+    """Medians of two systems at the points of both."""
     for key, figures in series.items():
         beside = series.get(Key(key.figure, key.row, other, key.at))
         if key.system == one and beside is not None and metric in figures:
-            yield key, median(figures[metric]), median(beside[metric])
+            yield key, figures[metric].median, beside[metric].median
 
 
 def _show_metric(figure: str, metric: str, series: Series, paper: Paper) -> None:
     rows: list[list[str]] = []
     for key, figures in series.items():
-        if metric not in figures or (metric == "avg_instances" and figure not in ("14", "15")):
+        if metric not in figures:
             continue
         theirs = paper.get(key, {}).get(metric)
-        judged = "-" if theirs is None else verdict(metric, median(figures[metric]), theirs)
-        row = [f"{key.row} {key.at:g}, {key.system}", Summary.of(figures[metric]).format(3)]
-        rows.append([*row, "-" if theirs is None else f"{theirs:.3f}", judged, str(len(figures[metric]))])
+        ours = figures[metric]
+        judged = "-" if theirs is None else verdict(metric, ours.median, theirs)
+        row = [
+            f"{key.row} {key.at:g}, {key.system}",
+            Summary(ours.median, ours.least, ours.most).format(3),
+            f"{ours.first:.3f}",
+        ]
+        rows.append([*row, "-" if theirs is None else f"{theirs:.3f}", judged])
     if rows:
-        show(f"figure {figure}, {metric}", ["", "ours", "the paper's", "judged", "seeds"], rows)
+        show(f"figure {figure}, {metric}", ["", "ours", "seed 0", "the paper's", "judged"], rows)
 
 
 def _show_rows(figure: str, series: Series, paper: Paper) -> None:
@@ -151,9 +203,11 @@ def _show_rows(figure: str, series: Series, paper: Paper) -> None:
         cells: list[str] = []
         for metric, tolerance in TOLERANCES.items():
             ratios = [
-                median(figures[metric]) / paper[key][metric]
+                figures[metric].median / paper[key][metric]
                 for key, figures in series.items()
-                if (key.row, key.system) == (row, system) and paper.get(key, {}).get(metric)
+                if (key.row, key.system) == (row, system)
+                and metric in figures
+                and paper.get(key, {}).get(metric)
             ]
             mean = geometric_mean(ratios)
             near = 1 / tolerance.row_factor <= mean <= tolerance.row_factor

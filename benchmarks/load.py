@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import os
 import shutil
 import statistics
 import sys
@@ -23,9 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoints, device, ranks, resident
+from benchmarks import checkpoints, ranks, resident
+from benchmarks.command import parser_of, save
 from benchmarks.load_report import show_report
-from benchmarks.measure import machine, ratios, rounds, write_json
+from benchmarks.measure import Summary, machine, ratios, rounds
 from benchmarks.peers import ABLATED, CONTESTANTS, LIMITS, Memory
 from benchmarks.runner import Runner, Series
 from benchmarks.timed_run import Cache, Source
@@ -88,9 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     report = measure(_settings(options))
     show_report(report)
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
+    save(report, options.json)
     return 1 if report["faults"] else 0
 
 
@@ -121,22 +119,15 @@ def _measure(settings: Settings, work: Path, runner: Runner) -> dict[str, Any]:
             cases.append(_measure_case(settings, runner, shape, source))
             if settings.ablate and (shape, size) == main_case and _runs(runner, "hotswap_store"):
                 ablation = _ablate(settings, runner, source)
-    first = cases[0]
     return {
         "machine": {**machine(work), "peers": runner.versions},
         "settings": _plain(settings),
-        "raw_direct": {key: {**runner.defaults[key], "sweep": tries} for key, tries in sweep.items()},
-        "main": {"shape": first["shape"], "bytes": first["bytes"]},
-        "cold": first["cold"],
-        "warm": first["warm"],
-        "ablation": ablation,
-        "ratios": first["ratios"],
+        "limits": {key: {**runner.defaults[key], "sweep": tries} for key, tries in sweep.items()},
         "cases": cases,
+        "ablation": ablation,
         "many_over_one": _many_over_one(cases),
-        "peak_extra_bytes": first["peak_extra_bytes"],
         "ranks": ranks.measure(work / "ranks", width=settings.rank_width),
         "swap": resident.measure(work / "swap", settings.swap_bytes, settings.repeats),
-        "device": device.measure(work / "device", settings.repeats),
         "unavailable": runner.unavailable,
         "faults": _faults(cases, runner),
     }
@@ -153,18 +144,11 @@ def _measure_case(settings: Settings, runner: Runner, shape: str, source: Source
         "shape": shape,
         "bytes": source.payload_bytes,
         "num_tensors": len(source.places()),
-        "digest": source.digest,
         "checked": [c.key for c in runner.ready if c.key not in failed],
         "failed": failed,
+        "cached_share": {},
         "cold": {},
         "warm": {},
-        "ratios": {"cold": {}, "warm": {}},
-        "over_hotswap": {"cold": {}, "warm": {}},
-        "cpu_s": {},
-        "load_average": {},
-        "cached_share": {},
-        "enter_s": {},
-        "peak_extra_bytes": {},
     }
     caches: tuple[Cache, ...] = ("cold", "warm") if shape in settings.warm_shapes else ("cold",)
     for cache in caches:
@@ -172,32 +156,38 @@ def _measure_case(settings: Settings, runner: Runner, shape: str, source: Source
         _say(f"{checkpoints.SHAPES[shape]}, {source.payload_bytes / 1e9:g} GB: {cache}")
         results, out = runner.run_rounds(running, source, cache, settings.repeats)
         failed |= out
-        _note(case, cache, results)
+        # Cold is cold, and warm is warm, only where this says 0, and 1.
+        shares = [run["cached_share"] for runs in results.values() for run in runs]
+        case["cached_share"][cache] = {"least": min(shares), "most": max(shares)} if shares else {}
+        case[cache] = _figures(results)
     return case
 
 
-def _note(case: dict[str, Any], cache: Cache, results: dict[str, list[dict[str, Any]]]) -> None:
+def _figures(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """For each contestant seconds by round, ratios within rounds, processor time and memory."""
     series = {key: [float(run["seconds"]) for run in runs] for key, runs in results.items()}
-    case[cache] = {f"{key}_s": seconds for key, seconds in series.items()}
-    case["ratios"][cache] = _ratios(series)
-    case["over_hotswap"][cache] = _over_hotswap(series)
-    case["load_average"][cache] = list(os.getloadavg())
-    case["cpu_s"][cache] = {key: [run["cpu_s"] for run in runs] for key, runs in results.items()}
-    for key, runs in results.items():
-        case["peak_extra_bytes"].setdefault(cache, {})[key] = [run["peak_extra_bytes"] for run in runs]
-        if any("enter_s" in run for run in runs):
-            case["enter_s"].setdefault(cache, {})[key] = [run["enter_s"] for run in runs]
-    shares = [run["cached_share"] for runs in results.values() for run in runs]
-    # Cold is cold, and warm is warm, only where this says 0, and 1.
-    case["cached_share"][cache] = {"least": min(shares), "most": max(shares)} if shares else {}
-
-
-def _ratios(series: Series) -> dict[str, dict[str, float]]:
-    """The median paired ratio of every contestant to the limits that were run beside it."""
-    limits = [key for key in LIMITS.values() if key in series]
+    to_limit, over = _to_limit(series), _over_hotswap(series)
     return {
-        key: {limit: statistics.median(ratios(series[limit], seconds)) for limit in limits}
-        for key, seconds in series.items()
+        key: {
+            "seconds": series[key],
+            **({"ratio": to_limit[key]} if key in to_limit else {}),
+            **({"over_hotswap": over[key]} if key in over else {}),
+            "cpu_s": statistics.median(run["cpu_s"] for run in runs),
+            "peak_extra_bytes": Summary.of([run["peak_extra_bytes"] for run in runs]).figures(),
+            **(
+                {"enter_s": statistics.median(run["enter_s"] for run in runs)} if "enter_s" in runs[0] else {}
+            ),
+        }
+        for key, runs in results.items()
+    }
+
+
+def _to_limit(series: Series) -> dict[str, float]:
+    """The median paired ratio of every contestant to the limit of its kind of memory; 1 is as fast."""
+    return {
+        c.key: statistics.median(ratios(series[LIMITS[c.memory]], series[c.key]))
+        for c in CONTESTANTS
+        if c.key in series and LIMITS[c.memory] in series
     }
 
 
@@ -248,7 +238,7 @@ def _ablate(settings: Settings, runner: Runner, source: Source) -> dict[str, Any
     series = {key: [float(run["seconds"]) for run in runs] for key, runs in results.items()}
     base = series.get("hotswap", [])
     return {
-        **{f"{key}_s": seconds for key, seconds in series.items()},
+        "seconds": series,
         "ratios": {key: statistics.median(ratios(base, seconds)) for key, seconds in series.items()},
         "not_offered": {**absent, **failed},
     }
@@ -260,15 +250,15 @@ def _many_over_one(cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for many in (case for case in cases if case["shape"] == "many"):
         for one in (case for case in cases if case["shape"] == "one" and case["bytes"] == many["bytes"]):
             by_size[str(many["bytes"])] = {
-                key: statistics.median(seconds) / statistics.median(one["cold"][key])
-                for key, seconds in many["cold"].items()
+                key: statistics.median(of["seconds"]) / statistics.median(one["cold"][key]["seconds"])
+                for key, of in many["cold"].items()
                 if key in one["cold"]
             }
     return by_size
 
 
 def _faults(cases: list[dict[str, Any]], runner: Runner) -> list[str]:
-    """What must not be: one of ours that did not run or took much memory, anyone whose bytes were others."""
+    """Faults: a contestant of ours that did not run or took much memory, one that delivered wrong bytes."""
     ours = {contestant.key for contestant in CONTESTANTS if contestant.kind != "peer"}
     faults = [f"{key}: {why}" for key, why in runner.unavailable.items() if key in ours]
     for case in cases:
@@ -276,7 +266,7 @@ def _faults(cases: list[dict[str, Any]], runner: Runner) -> list[str]:
             if key in ours or "other bytes" in why:
                 faults.append(f"{key}, {case['shape']}, {case['bytes']} bytes: {why}")
         for key in ("hotswap", "hotswap_gone"):
-            most = max(case["peak_extra_bytes"].get("cold", {}).get(key, [0]))
+            most = case["cold"][key]["peak_extra_bytes"][-1] if key in case["cold"] else 0
             if most > _EXTRA_BYTES:
                 faults.append(f"{key}, {case['shape']}: {most} bytes of host memory beside the payload")
     return faults
@@ -329,11 +319,10 @@ def _say(what: str) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__.splitlines()[0])
+    parser = parser_of("load", __doc__, full="0.5, 1, 2 and 4 GB, every shape cold and warm")
     default = Settings()
     parser.add_argument("--sizes", nargs="+", metavar="SIZE", help="for instance 500MB 2GB 4GB")
     parser.add_argument("--shapes", nargs="+", choices=checkpoints.SHAPES, default=list(default.shapes))
-    parser.add_argument("--full", action="store_true", help="0.5, 1, 2 and 4 GB, every shape cold and warm")
     parser.add_argument("--repeats", type=int, default=default.repeats)
     parser.add_argument("--dir", type=Path, default=default.directory, help="on the disk to measure")
     parser.add_argument("--peers-python", type=Path, default=default.peers_python)
@@ -341,7 +330,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-warm", action="store_true", help="leave the warm page cache out")
     parser.add_argument("--no-ablation", action="store_true", help="leave the ablation out")
     parser.add_argument("--no-swap", action="store_true", help="leave the swaps on an engine out")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(arguments)
 
 

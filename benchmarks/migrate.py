@@ -11,15 +11,13 @@ what the move costs others. After each move the engine that was left is unloaded
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -28,7 +26,10 @@ from typing import Any
 import anyio
 
 from benchmarks.by_hand import ByHand
-from benchmarks.measure import Summary, machine, rounds, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, brief, machine, rounds, versions
+from benchmarks.models import write_llama
+from benchmarks.partial import PartialResults
 from benchmarks.table import show
 from hotswap import (
     Fleet,
@@ -81,30 +82,23 @@ class Settings:
 FULL = Settings(contexts=(256, 512, 1024, 2048, 4096, 8192), repeats=5)
 
 
-def _keep_nothing(report: dict[str, Any]) -> None:
-    """What is kept of reports that are not done."""
-
-
 def measure(
-    settings: Settings,
-    directory: Path = _WORK,
-    *,
-    keep: Callable[[dict[str, Any]], None] = _keep_nothing,
-    begun: dict[str, Any] | None = None,
+    settings: Settings, directory: Path = _WORK, partial: PartialResults | None = None
 ) -> dict[str, Any]:
     """Carry the benchmark out and return its report, seconds of each move.
 
     Args:
         settings: What to measure.
         directory: Where the model is written, and deleted in the end.
-        keep: Is given the report so far whenever a way was measured at a context: some take minutes.
-        begun: A report that broke off: what it has is left out, and the rest is added to it.
+        partial: What was measured before an interruption; some contexts take minutes.
     """
+    results = partial or PartialResults()
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="migrate-", dir=directory) as work:
-        _write_model(settings, Path(work))
-        report: dict[str, Any] = begun or {
-            "machine": machine(Path(work)),
+        root = Path(work)
+        write_llama(root, hidden=settings.hidden, layers=settings.layers, max_tokens=16_384, dtype="bfloat16")
+        report: dict[str, Any] = {
+            "machine": machine(root),
             "versions": versions("torch", "transformers"),
             "settings": asdict(settings),
             "gap_s": {way: {} for way in settings.ways},
@@ -116,16 +110,29 @@ def measure(
         }
         for context in settings.contexts:
             for way in rounds(settings.ways, 1):
-                if report["gap_s"].setdefault(way, {}).get(str(context)):
-                    continue
-                anyio.run(_measure, Path(work), settings, context, way, report)
-                report["ratios"] = _ratios(report)
-                keep(report)
+                found = results.get(
+                    f"{way} {context}", functools.partial(anyio.run, _measure, root, settings, context, way)
+                )
+                _add(report, str(context), way, found)
+    report["ratios"] = _ratios(report)
     return report
 
 
+def _add(report: dict[str, Any], context: str, way: str, found: dict[str, Any]) -> None:
+    """Add the moves of one way at one context."""
+    report["gap_s"][way][context] = found["gap_s"]
+    if way == "kv":
+        for name in ("own_step_s", "later_step_s"):
+            report[name][context] = found[name]
+        for name, steps in found["step_s"].items():
+            report["step_s"][name] += steps
+        report["step_ratio"] += found["step_ratio"]
+    if found["copied_bytes"]:
+        report["copied_bytes"][context] = found["copied_bytes"]
+
+
 def _ratios(report: dict[str, Any]) -> dict[str, float]:
-    """What the gaps that were seen say together, of medians."""
+    """Return ratios of medians of the gaps and steps."""
     gap_s = {
         way: {context: statistics.median(seen) for context, seen in gaps.items() if seen}
         for way, gaps in report["gap_s"].items()
@@ -133,7 +140,7 @@ def _ratios(report: dict[str, Any]) -> dict[str, float]:
     contexts = sorted({int(context) for gaps in gap_s.values() for context in gaps})
     shortest, longest = str(contexts[0]), str(contexts[-1])
     for name, key in (("own step", "own_step_s"), ("later step", "later_step_s")):
-        gap_s[name] = {context: statistics.median(seen) for context, seen in report.get(key, {}).items()}
+        gap_s[name] = {context: statistics.median(seen) for context, seen in report[key].items()}
     asked = {
         "kv_longest_over_shortest": (("kv", longest), ("kv", shortest)),
         "recompute_over_kv_at_longest": (("recompute", longest), ("kv", longest)),
@@ -150,29 +157,6 @@ def _ratios(report: dict[str, Any]) -> dict[str, float]:
     if report["step_ratio"]:
         ratios["step_beside_a_move"] = statistics.median(report["step_ratio"])
     return ratios
-
-
-def _write_model(settings: Settings, directory: Path) -> None:
-    import torch
-    import transformers
-
-    from hotswap.backends.stores.convert import convert
-
-    config: Any = transformers.LlamaConfig(
-        vocab_size=2048,
-        hidden_size=settings.hidden,
-        intermediate_size=3 * settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=max(2, settings.hidden // 64),
-        num_key_value_heads=2,
-        max_position_embeddings=16_384,
-        eos_token_id=None,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(0)
-    models: Any = transformers.AutoModelForCausalLM
-    models.from_config(config).save_pretrained(directory / "checkpoint")
-    convert(directory / "checkpoint", directory / "store", model_id=_MODEL)
 
 
 @dataclass(slots=True, eq=False)
@@ -217,8 +201,8 @@ class _Stream:
     @property
     def gap_s(self) -> float:
         """Between the last token of one engine and the first of the next."""
-        seam = self.hop.first_index
-        return self.times_s[seam] - self.times_s[seam - 1]
+        resumed = self.hop.first_index
+        return self.times_s[resumed] - self.times_s[resumed - 1]
 
     @property
     def later_steps_s(self) -> list[float]:
@@ -245,10 +229,17 @@ def _fleet(root: Path, settings: Settings, context: int, limits: MigrationLimits
     )
 
 
-async def _measure(root: Path, settings: Settings, context: int, way: str, report: dict[str, Any]) -> None:
-    """Move one request to and fro between two engines, and another beside it before each move."""
+async def _measure(root: Path, settings: Settings, context: int, way: str) -> dict[str, Any]:
+    """Move one request back and forth between two engines, while another decodes on the source."""
     random = Random(context)
-    gaps = report["gap_s"][way].setdefault(str(context), [])
+    found: dict[str, Any] = {
+        "gap_s": [],
+        "own_step_s": [],
+        "later_step_s": [],
+        "step_s": {"normal": [], "migrating": []},
+        "step_ratio": [],
+        "copied_bytes": 0,
+    }
     async with _fleet(root, settings, context, _LIMITS[way]) as fleet:
         await fleet.swap("e0", to=_MODEL)
         prompt = tuple(random.randrange(2048) for _ in range(context))
@@ -278,36 +269,34 @@ async def _measure(root: Path, settings: Settings, context: int, way: str, repor
                     record = await fleet.migrate(moving.request, to=destination, way=kind)
                     if record.outcome != "done":
                         raise RuntimeError(f"a move failed: {record}")
-                    report["copied_bytes"][str(context)] = record.copied_bytes or report["copied_bytes"].get(
-                        str(context), 0
-                    )
+                    found["copied_bytes"] = record.copied_bytes or found["copied_bytes"]
                 done_s = time.perf_counter()
                 await moving.has(moving.hop.first_index + 8)
                 if turn:
-                    gaps.append(moving.gap_s)
-                    if way == "kv":
-                        steps_s = moving.steps_s(began_s, moved_s)
-                        report["own_step_s"].setdefault(str(context), []).extend(steps_s)
-                        report["later_step_s"].setdefault(str(context), []).extend(moving.later_steps_s)
-                        _note_steps(report, beside, (began_s, moved_s), (moved_s, done_s))
+                    found["gap_s"].append(moving.gap_s)
+                    found["own_step_s"] += moving.steps_s(began_s, moved_s)
+                    found["later_step_s"] += moving.later_steps_s
+                    _add_steps(found, beside, (began_s, moved_s), (moved_s, done_s))
                 tasks.cancel_scope.cancel()
             await fleet.unload(source)
-    print(f"{way} at {context}: {Summary.of([1e3 * gap for gap in gaps]).format(1)} ms", file=sys.stderr)
+    gaps = Summary.of([1e3 * gap for gap in found["gap_s"]])
+    print(f"{way} at {context}: {gaps.format(1)} ms", file=sys.stderr)
+    return found
 
 
-def _note_steps(
-    report: dict[str, Any], beside: _Stream, before: tuple[float, float], during: tuple[float, float]
+def _add_steps(
+    found: dict[str, Any], beside: _Stream, before: tuple[float, float], during: tuple[float, float]
 ) -> None:
     """The steps of the other stream, before the move and while it went on; a pair needs a few of each."""
     normal, migrating = beside.steps_s(*before), beside.steps_s(*during)
-    report["step_s"]["normal"] += normal
-    report["step_s"]["migrating"] += migrating
+    found["step_s"]["normal"] += normal
+    found["step_s"]["migrating"] += migrating
     if len(migrating) >= 3:
-        report["step_ratio"].append(statistics.median(migrating) / statistics.median(normal))
+        found["step_ratio"].append(statistics.median(migrating) / statistics.median(normal))
 
 
 async def _evict(fleet: Fleet, source: str, stream: _Stream, destination: str) -> None:
-    """Have everything on an instance go elsewhere as it is, to be computed anew."""
+    """Evict all requests of an instance, to be recomputed on another."""
     await fleet.drain(source, deadline_s=0.0)
     while stream.hop.instance != destination or len(stream.tokens) <= stream.hop.first_index:
         await stream.has(len(stream.tokens) + 1)
@@ -315,15 +304,10 @@ async def _evict(fleet: Fleet, source: str, stream: _Stream, destination: str) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print tables, write the report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks migrate", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--full", action="store_true", help="contexts up to 8,192 tokens, five repeats")
+    parser = parser_of("migrate", __doc__, full="contexts up to 8,192 tokens, five repeats")
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
     parser.add_argument("--ways", nargs="+", choices=_LIMITS, help="how requests move; all ways by default")
     parser.add_argument("--repeats", type=int, help="moves of each kind")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
-    parser.add_argument("--add", action="store_true", help="to the report that is there, what it lacks")
     options = parser.parse_args(arguments)
     settings = FULL if options.full else Settings()
     if options.contexts:
@@ -332,9 +316,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = replace(settings, ways=tuple(options.ways))
     if options.repeats:
         settings = replace(settings, repeats=options.repeats)
-    keep = partial(write_json, options.json) if options.json else _keep_nothing
-    begun = json.loads(options.json.read_text()) if options.add else None
-    _print(measure(settings, keep=keep, begun=begun))
+    partial = PartialResults.of(options.json)
+    report = measure(settings, partial=partial)
+    _print(report)
+    save(brief(report), options.json)
+    partial.clear()
     return 0
 
 
@@ -342,7 +328,7 @@ def _print(report: dict[str, Any]) -> None:
     series = {
         **report["gap_s"],
         "its step before": report["own_step_s"],
-        "its step after": report.get("later_step_s", {}),
+        "its step after": report["later_step_s"],
     }
     contexts = sorted({int(context) for seen in series.values() for context in seen})
 

@@ -9,15 +9,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp
-from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Summary, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary
 from benchmarks.table import show
 from hotswap import Scheduler
 from hotswap.offline.workloads import log_normal_lengths
@@ -153,7 +152,7 @@ def _played(trace: Trace, scheduler: Scheduler) -> Outcome:
 
 
 def _after_the_burst(outcome: Outcome, seconds: float, burst_s: float = BURST_S) -> dict[str, float]:
-    """Figures of the bursting model's requests in the same span for everyone, and of swaps to the end."""
+    """Figures of the bursting model's requests in a span of the same length, and of swaps to the end."""
     swaps = sorted(swap.started_s for swap in outcome.swaps if swap.started_s >= burst_s)
     first = [at_s for at_s in swaps if at_s < burst_s + 30]
     asked = [
@@ -169,11 +168,7 @@ def _after_the_burst(outcome: Outcome, seconds: float, burst_s: float = BURST_S)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks papers", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--full", action="store_true", help="five seeds, and an hour after the burst")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser = parser_of("papers", __doc__, full="five seeds, and an hour after the burst")
     options = parser.parse_args(arguments)
     report = measure(FULL if options.full else Settings())
     rows = [
@@ -186,9 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"active models: {Summary.of(active['simulated']).format(2)}, by the formula {active['formula']:.2f}"
     )
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
+    save(report, options.json)
     return 0
 
 

@@ -8,12 +8,11 @@ a single model on all. A route is measured as a fleet makes it: a new view of wh
 the load of the chosen instance put up, which the next question finds. After every 16 routes the engines have
 taken a step, told of what they were sent, and ended what they were sent before. A plan is for a view that was
 made, for the same with ten models more that have requests waiting and no replica, and for such a fleet
-without an idle instance, where a place can only be had from somebody who uses it.
+without an idle instance, where every instance has requests.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -22,7 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.measure import Summary, machine, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, machine
 from benchmarks.table import show
 from hotswap import (
     FleetView,
@@ -75,11 +75,11 @@ SIZES = (10, 100, 1000)
 
 
 def view_of(
-    num_instances: int, *, num_models: int | None = None, everyone_busy: bool = False, seed: int = 0
+    num_instances: int, *, num_models: int | None = None, all_busy: bool = False, seed: int = 0
 ) -> FleetView:
     """A fleet that serves, some of it busier than the rest, with all its requests.
 
-    One in sixteen instances has none, unless everyone is to be busy.
+    One in sixteen instances has none, unless all are to be busy.
     """
     random = Random(seed)
     count = num_models or max(1, num_instances // INSTANCES_A_MODEL)
@@ -89,7 +89,7 @@ def view_of(
     for number in range(num_instances):
         instance, model = InstanceId(f"e{number}"), names[number % len(names)]
         requests = random.randrange(2 * REQUESTS_EACH)
-        if everyone_busy:
+        if all_busy:
             requests = max(requests, 1)
         running += (
             RunningView(
@@ -196,9 +196,9 @@ def measure(sizes: Sequence[int], directory: Path) -> dict[str, Any]:
         type(scheduler).__name__: {str(size): plan_s(scheduler, starved(view_of(size))) for size in sizes}
         for scheduler in SCHEDULERS
     }
-    report["schedulers_with_nobody_idle_either"] = {
+    report["schedulers_without_idle_instances"] = {
         type(scheduler).__name__: {
-            str(size): plan_s(scheduler, starved(view_of(size, everyone_busy=True))) for size in sizes
+            str(size): plan_s(scheduler, starved(view_of(size, all_busy=True))) for size in sizes
         }
         for scheduler in SCHEDULERS
     }
@@ -239,10 +239,7 @@ def plan_s(scheduler: Scheduler, view: FleetView) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print tables, write the report."""
-    summary = __doc__.partition("\n")[0] if __doc__ else ""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks policies", description=summary)
-    parser.add_argument("--full", action="store_true", help="up to ten thousand instances")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser = parser_of("policies", __doc__, full="up to ten thousand instances")
     options = parser.parse_args(arguments)
     sizes = (*SIZES, 10_000) if options.full else SIZES
     report = measure(sizes, Path.cwd())
@@ -251,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("routers_of_one_model", "us", 1e6),
         ("schedulers", "ms", 1e3),
         ("schedulers_with_ten_models_waiting", "ms", 1e3),
-        ("schedulers_with_nobody_idle_either", "ms", 1e3),
+        ("schedulers_without_idle_instances", "ms", 1e3),
     ):
         rows = [
             [name, *(Summary.of([s * factor for s in series[str(size)]]).format(1) for size in sizes)]
@@ -259,9 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         title = f"a decision of {what.replace('_', ' ')}, {unit} of processor time"
         show(title, ["", *map(str, sizes)], rows)
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
+    save(report, options.json)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The other end of `benchmarks.child`: starts a contestant's process and asks it for runs."""
+"""A contestant in a process of its own, which is sent lines of JSON and answers with lines of JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
-
-from benchmarks.timed_run import Cache, Source
 
 __all__ = ["Failed", "Process"]
 
@@ -26,16 +23,22 @@ class Failed(Exception):
 
 
 class Process:
-    """A contestant's process and its forks, from the moment it was made to `close`."""
+    """A process and its forks, from the moment it was made to `close`.
 
-    def __init__(self, python: Path, module: str, *, timeout_s: float) -> None:
+    Args:
+        command: What to run, in the project's folder; an answer is a line of JSON on standard output.
+        environment: Variables that are added to those of this process.
+        timeout_s: The longest that an answer may take; then the process is closed.
+    """
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._buffer = b""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         self._process = subprocess.Popen(
-            [str(python), "-m", "benchmarks.child", module],
+            command,
             cwd=_ROOT,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            env={**os.environ, **environment, "PYTHONWARNINGS": "ignore"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -48,8 +51,8 @@ class Process:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ready(self) -> dict[str, str]:
-        """Wait until its imports are done, and return the versions it measures.
+    def versions(self) -> dict[str, str]:
+        """Wait for the first answer, which comes when its imports are done, and return the versions in it.
 
         Raises:
             Failed: they cannot be imported.
@@ -57,32 +60,23 @@ class Process:
         versions: dict[str, str] = self._answer()["versions"]
         return versions
 
-    def run(
-        self, source: Source, warm_up: Source, *, cache: Cache, options: Mapping[str, Any], check: bool
-    ) -> dict[str, Any]:
-        """Load `source` once in a fresh process and return what `TimedRun` noted.
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return the answer.
 
         Raises:
-            Failed: the run failed or took too long; after the latter the process is gone.
+            Failed: the run failed or took too long; after the latter the process is closed.
         """
-        request = {
-            "source": _plain(source),
-            "warm_up": _plain(warm_up),
-            "cache": cache,
-            "options": dict(options),
-            "check": check,
-        }
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(json.dumps(dict(request)).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as exc:
-            raise Failed("its process is gone") from exc
+            raise Failed(f"its process ended: {self._last_line()}") from exc
         return self._answer()
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone, and its forks with it."""
+        """Whether the process has ended, and its forks with it."""
         return self._process.poll() is not None
 
     def close(self) -> None:
@@ -110,16 +104,15 @@ class Process:
                 raise Failed(f"no answer within {self._timeout_s:g} s")
             piece = os.read(fd, 1 << 16)
             if not piece:
-                raise Failed(f"its process ended: {self._last_words()}")
+                raise Failed(f"its process ended: {self._last_line()}")
             self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
+        """The last line that it wrote to standard error."""
+        if self._log.closed:
+            return "it was closed"
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else "it said nothing"
-
-
-def _plain(source: Source) -> dict[str, Any]:
-    return {**asdict(source), "directory": str(source.directory)}
+        return lines[-1].strip()[:300] if lines else "it said nothing"

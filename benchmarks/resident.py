@@ -130,7 +130,7 @@ def write_pair(spec: Spec, directory: Path) -> Path:
 
 
 async def _swap(root: Path, repeats: int) -> dict[str, Any]:
-    """Swap to and fro; the first swap to each model makes its modules, and does not count."""
+    """Swap back and forth; the first swap to each model builds its modules, and is not counted."""
     from benchmarks.by_hand import ByHand
     from hotswap import Fleet, Model, ModelId
     from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore

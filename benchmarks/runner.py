@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ Series = dict[str, list[float]]
 
 
 class Runner:
-    """Contestants with their processes; one that fails leaves the case, not the benchmark.
+    """Contestants with their processes; one that fails is left out of its case, and the benchmark goes on.
 
     Attributes:
         unavailable: Why a contestant cannot run on this machine, by key.
@@ -57,7 +58,7 @@ class Runner:
                 self._start(module, python)
         for module, process in list(self._processes.items()):
             try:
-                self.versions |= process.ready()
+                self.versions |= process.versions()
             except Failed as exc:
                 failed[module] = str(exc)
         self.unavailable = {c.key: failed[c.module] for c in self._contestants if c.module in failed}
@@ -83,13 +84,19 @@ class Runner:
         if check:
             options |= contestant.check_options
         try:
-            result = self._processes[contestant.module].run(
-                source, self.warm_up, cache=cache, options=options, check=check
+            result = self._processes[contestant.module].ask(
+                {
+                    "source": _plain(source),
+                    "warm_up": _plain(self.warm_up),
+                    "cache": cache,
+                    "options": options,
+                    "check": check,
+                }
             )
         except Failed:
             if self._processes[contestant.module].ended:
                 self._start(contestant.module, self._python_of(contestant))
-                self._processes[contestant.module].ready()
+                self._processes[contestant.module].versions()
             raise
         if result["bytes"] < source.payload_bytes or (check and result["digest"] != source.digest):
             raise Failed("it delivered other bytes than were written")
@@ -108,7 +115,7 @@ class Runner:
     def run_rounds(
         self, contestants: Sequence[Contestant], source: Source, cache: Cache, repeats: int
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-        """Let them take turns; return what every run noted, and why some did not come to the end."""
+        """Let them take turns; return the results of every run, and why some did not finish."""
         results: dict[str, list[dict[str, Any]]] = {contestant.key: [] for contestant in contestants}
         out: dict[str, str] = {}
         for contestant in rounds(contestants, repeats):
@@ -125,5 +132,13 @@ class Runner:
         return python
 
     def _start(self, module: str, python: Path) -> None:
-        process = Process(python, f"benchmarks.peers.{module}", timeout_s=self._timeout_s)
+        process = Process(
+            [str(python), "-m", "benchmarks.child", f"benchmarks.peers.{module}"],
+            environment={"OPENBLAS_NUM_THREADS": "1"},
+            timeout_s=self._timeout_s,
+        )
         self._processes[module] = self._stack.enter_context(process)
+
+
+def _plain(source: Source) -> dict[str, Any]:
+    return {**asdict(source), "directory": str(source.directory)}

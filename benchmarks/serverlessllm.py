@@ -1,28 +1,26 @@
 """ServerlessLLM's schedulers: how long requests wait for models on nodes that hold a few of them in memory.
 
     python -m benchmarks serverlessllm                      GSM8K at 0.8 requests a second, one seed
-    python -m benchmarks serverlessllm --full --json FILE   three rates, five seeds
+    python -m benchmarks serverlessllm --full --json FILE   three rates, and 1.4 with joint bursts; five seeds
     python -m benchmarks serverlessllm --full --data ShareGPT --json FILE
-    python -m benchmarks serverlessllm --full --bursts together --rates 1.4 --json FILE
 
 Four nodes of four A40s, 32 models of 7B parameters, each a function of its own, with Zipf popularity. A GPU
 serves one request at a time. Weights lie on the disk of every node; its host memory keeps those that were
 loaded last. Engines that load at once share what the disk gives, and one read of a model serves all that
 want it meanwhile. Each model's arrivals are a process of their own, Gamma-distributed with a coefficient of
-variation of 8 (after AlpaServe, whose recipe the paper names), and the whole is scaled to a rate; with
-`--bursts together` one such process is for all models, and chance says for which each request is.
+variation of 8 (after AlpaServe, whose recipe the paper names), and the whole is scaled to a rate. With joint
+bursts one such process is for all models, and the model of each request is drawn.
 
 A request's startup latency is all the time that it does not compute: until its first token, and when it is
-moved or evicted; what Shepherd* makes it compute again counts as well. 300 s count as 300 s, however much
-longer they were: the paper's clients leave then.
+moved or evicted; tokens that Shepherd* makes it compute again count as well. Longer latencies count as 300 s:
+the paper's clients leave then.
 
-Beside it stands what is left without loads: the waits of the same requests in one queue before as many GPUs
-that have every model.
+For comparison, latencies without loads: the waits of the same requests in one queue before as many GPUs that
+have every model.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +28,10 @@ from heapq import heapreplace
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
-from benchmarks.measure import Summary, machine, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, columns, machine
 from benchmarks.table import show
 from hotswap import (
     Action,
@@ -71,7 +70,7 @@ __all__ = [
     "DATA",
     "RESTARTING",
     "SYSTEMS",
-    "least_waits_s",
+    "ideal_waits_s",
     "main",
     "measure",
     "play",
@@ -102,6 +101,14 @@ CLUSTER = Cluster(
     max_context_tokens=2048,
 )
 TPOT_S = 0.0263
+# Figures of the table; the first two are known without loads, too.
+COLUMNS = {
+    "startup_p99_s": "P99",
+    "startup_mean_s": "mean",
+    "host_share": "loads from host",
+    "num_moves": "moves",
+    "num_evicted": "evictions",
+}
 
 
 class Restarting(EventEngine):
@@ -112,7 +119,7 @@ class Restarting(EventEngine):
 
 
 class RestartingCluster(Cluster):
-    """A cluster of such engines, whatever drives them; for schedulers that move nobody."""
+    """A cluster of such engines, whatever drives them; for schedulers without moves."""
 
     def engines(self, kind: type[_E]) -> list[_E]:
         assert issubclass(Restarting, kind), "only where tokens are counted can a request get them again"
@@ -277,7 +284,7 @@ def startup_s(request: Served) -> float:
     return max(0.0, request.seconds - compute_s(_A40, request.prompt_tokens, request.output_tokens))
 
 
-def least_waits_s(trace: Trace) -> list[float]:
+def ideal_waits_s(trace: Trace) -> list[float]:
     """How long requests wait in one queue before as many GPUs that have every model, after the warm-up."""
     free_s = [0.0] * CLUSTER.num_engines  # a heap
     waits_s: list[float] = []
@@ -323,75 +330,62 @@ def play(system: str, trace: Trace) -> Outcome:
 
 
 def measure(data: str, rates: Sequence[float], seeds: Sequence[int], bursts: Bursts) -> dict[str, Any]:
-    """Simulate every point and return the report."""
-    series: dict[str, dict[str, list[dict[str, float]]]] = {}
-    least: dict[str, list[dict[str, float]]] = {}
+    """Simulate every point and return its figures, a value for each seed."""
+    points: dict[str, dict[str, dict[str, list[float]]]] = {}
+    without_loads: dict[str, dict[str, list[float]]] = {}
     for rate_per_s in rates:
-        for seed in seeds:
-            trace = trace_of(data, rate_per_s, seed, WARM_UP_S + SECONDS, bursts)
-            waits_s = least_waits_s(trace)
-            found = {"startup_p99_s": percentile(waits_s, 99), "startup_mean_s": fmean(waits_s)}
-            least.setdefault(trace.name, []).append(found)
-            for system in SYSTEMS:
-                found = figures(play(system, trace))
-                series.setdefault(trace.name, {}).setdefault(system, []).append(found)
-                print(f"{trace.name}, {system}, seed {seed}: {found}", file=sys.stderr)
-    return {
-        "machine": machine(Path.cwd()),
-        "seeds": list(seeds),
-        "bursts": bursts,
-        "points": series,
-        "least": least,
-    }
+        traces = [trace_of(data, rate_per_s, seed, WARM_UP_S + SECONDS, bursts) for seed in seeds]
+        name = traces[0].name
+        waits = [ideal_waits_s(trace) for trace in traces]
+        without_loads[name] = columns(
+            [{"startup_p99_s": percentile(each, 99), "startup_mean_s": fmean(each)} for each in waits]
+        )
+        for system in SYSTEMS:
+            runs: list[dict[str, float]] = []
+            for seed, trace in zip(seeds, traces, strict=True):
+                runs.append(figures(play(system, trace)))
+                print(f"{name}, {system}, seed {seed}: {runs[-1]}", file=sys.stderr)
+            points.setdefault(name, {})[system] = columns(runs)
+    return {"points": points, "without_loads": without_loads}
 
 
-def over(report: Mapping[str, Any], point: str, system: str, figure: str) -> list[float]:
+def over(systems: Mapping[str, Mapping[str, Sequence[float]]], system: str, figure: str) -> list[float]:
     """How many times the first system's figure another has, seed by seed."""
-    ours, theirs = (report["points"][point][name] for name in ("ServerlessLLM", system))
-    return [b[figure] / a[figure] for a, b in zip(ours, theirs, strict=True) if a[figure] > 0]
+    pairs = zip(systems["ServerlessLLM"][figure], systems[system][figure], strict=True)
+    return [theirs / ours for ours, theirs in pairs if ours > 0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate, print a table, write the report."""
-    summary = __doc__.partition("\n")[0] if __doc__ else ""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks serverlessllm", description=summary)
-    parser.add_argument("--full", action="store_true", help="all rates, five seeds")
+    parser = parser_of("serverlessllm", __doc__, full="all rates, and 1.4 with joint bursts; five seeds")
     parser.add_argument("--data", choices=tuple(DATA), default="GSM8K", help="lengths (default: %(default)s)")
-    parser.add_argument(
-        "--bursts", choices=get_args(Bursts), default="each", help="of each model, or of all of them together"
-    )
     parser.add_argument("--rates", type=float, nargs="+", help="requests a second, if not 0.8 or all three")
     parser.add_argument("--seeds", type=int, help="how many seeds, if not 1 or 5")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
     options = parser.parse_args(arguments)
     seeds = list(range(1, 1 + (options.seeds or (5 if options.full else 1))))
-    rates = options.rates or (RATES_PER_S if options.full else (0.8,))
-    report = measure(options.data, rates, seeds, options.bursts)
-    rows: list[list[str]] = []
-    for point, systems in report["points"].items():
-        for system, runs in systems.items():
-            cells = [Summary.of([run[figure] for run in runs]) for figure in SHOWN]
-            ratio = Summary.of(over(report, point, system, "startup_p99_s") or [0.0]).format(2)
-            rows.append([point, system, *(cell.format(2) for cell in cells), ratio])
-        least = (
-            Summary.of([run[f"startup_{figure}_s"] for run in report["least"][point]]) for figure in LEAST
-        )
-        rows.append([point, "no loads", *(cell.format(2) for cell in least), *[""] * (len(SHOWN) - 1)])
-    show("startup latency, seconds", ["", "", *SHOWN.values(), "P99 over the first"], rows)
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
+    rates: dict[Bursts, Sequence[float]] = {
+        "each": options.rates or (RATES_PER_S if options.full else (0.8,))
+    }
+    if options.full:
+        rates["together"] = (RATES_PER_S[-1],)
+    found = {bursts: measure(options.data, of, seeds, bursts) for bursts, of in rates.items()}
+    for bursts, report in found.items():
+        _show(f"startup latency, seconds; bursts: {bursts}", report)
+    save({"machine": machine(Path.cwd()), "seeds": seeds, "bursts": found}, options.json)
     return 0
 
 
-LEAST = ("p99", "mean")
-SHOWN = {
-    "startup_p99_s": "P99",
-    "startup_mean_s": "mean",
-    "host_share": "loads from host",
-    "num_moves": "moves",
-    "num_evicted": "evictions",
-}
+def _show(title: str, report: Mapping[str, Any]) -> None:
+    rows: list[list[str]] = []
+    for point, systems in report["points"].items():
+        for system, series in systems.items():
+            cells = [Summary.of(series[figure]).format(2) for figure in COLUMNS]
+            ratio = Summary.of(over(systems, system, "startup_p99_s") or [0.0]).format(2)
+            rows.append([point, system, *cells, ratio])
+        ideal = [Summary.of(series).format(2) for series in report["without_loads"][point].values()]
+        rows.append([point, "without loads", *ideal, *[""] * (len(COLUMNS) - len(ideal) + 1)])
+    show(title, ["", "", *COLUMNS.values(), "P99 over the first"], rows)
+
 
 if __name__ == "__main__":
     sys.exit(main())

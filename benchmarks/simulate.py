@@ -10,7 +10,6 @@ floor of three replicas.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import sys
 import time
@@ -18,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Summary, machine, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, columns, machine
 from benchmarks.table import show
 from hotswap import Router
 from hotswap.policies import AffinityRouter, LeastLoadedRouter, WeightedLoadSwap
@@ -76,30 +76,25 @@ def measure(full: bool, directory: Path) -> dict[str, Any]:
         num_engines, num_requests, _ = HUGE
         figures = run(trace_of(num_engines, num_requests, 0), num_engines, "events", AffinityRouter())
         runs[f"{num_engines} by affinity"] = [figures]
+    found = {name: columns(series) for name, series in runs.items()}
     return {
         "machine": machine(directory),
-        "runs": runs,
-        "requests_per_s": {
-            name: Summary.of([figures["requests_per_s"] for figures in series]).median
-            for name, series in runs.items()
-        },
+        "runs": found,
+        "requests_per_s": {name: Summary.of(of["requests_per_s"]).median for name, of in found.items()},
         "most_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the report."""
-    summary = __doc__.partition("\n")[0] if __doc__ else ""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks simulate", description=summary)
-    parser.add_argument("--full", action="store_true", help="also 1,000 and 10,000 engines")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser = parser_of("simulate", __doc__, full="also 1,000 and 10,000 engines")
     options = parser.parse_args(arguments)
     report = measure(options.full, Path.cwd())
     rows = [
         [
             name,
             *(
-                Summary.of([figures[column] for figures in series]).format(1)
+                Summary.of(series[column]).format(1)
                 for column in ("seconds", "requests_per_s", "simulated_seconds", "num_swaps")
             ),
         ]
@@ -107,9 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     head = ["engines", "processor s", "requests/s", "simulated s", "swaps"]
     show("simulations", head, rows)
-    if options.json:
-        write_json(options.json, report)
-        print(f"The whole report is in {options.json}.")
+    save(report, options.json)
     return 0
 
 

@@ -12,7 +12,6 @@ resources must be released, and the process must be no larger than before.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -25,7 +24,8 @@ from typing import Any
 
 import anyio
 
-from benchmarks.measure import machine, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import machine, versions
 from benchmarks.resource_usage import ALLOWED, describe, sampling_usage
 from benchmarks.soak_clients import CheckedRequest, ClientPool
 from benchmarks.soak_operations import Engines, OperationRates
@@ -210,13 +210,11 @@ def _make_setup(root: Path, random: Random, num_engines: int, requests: Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak, print tables, write the report; 1 if a stream was wrong or a resource was kept or grows."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description=__doc__.partition("\n")[0])
+    parser = parser_of("soak", __doc__, full="five minutes")
     default = Settings()
     parser.add_argument("--minutes", type=float, help="with faults; 1 by default, 5 with --full")
     parser.add_argument("--clients", type=int, default=default.scenario.clients.size, help="at once")
     parser.add_argument("--seed", type=int, default=default.seed, help="of everything that is random")
-    parser.add_argument("--full", action="store_true", help="five minutes")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
     options = parser.parse_args(arguments)
     # oneDNN keeps what it compiled for the last 1,024 shapes, hundreds of megabytes: no warm-up fills that.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
@@ -225,8 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scenario = replace(default.scenario, clients=clients, seconds=60 * minutes)
     report = measure(replace(default, scenario=scenario, seed=options.seed))
     _print(report)
-    if options.json:
-        write_json(options.json, report)
+    save(report, options.json)
     flat = all(figure["flat"] for figure in report["resources"].values())
     return int(not flat or any(report[finding] for finding in FINDINGS))
 

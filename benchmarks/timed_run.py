@@ -174,7 +174,7 @@ class TimedRun:
 
 
 class WarmUp(TimedRun):
-    """A run that nobody times: what a process makes once (threads, rings, lazy imports) is there after it."""
+    """A run that is not timed: it makes what a process makes once (threads, rings, lazy imports)."""
 
     def __init__(self, into: Source | None = None) -> None:
         super().__init__([], "warm", check=False, into=into)

@@ -103,7 +103,7 @@ class Load:
 
     @property
     def most_tokens(self) -> int:
-        """The longest request that an engine holds; longer ones are left out for everybody."""
+        """The longest request that an engine holds; longer ones are left out for all policies."""
         kv_tokens = 16 * self.cluster.measured.kv_blocks
         return min(kv_tokens, self.cluster.max_context_tokens) - 1
 

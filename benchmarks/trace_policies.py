@@ -85,7 +85,7 @@ def _one_model(load: Load) -> dict[str, Policy]:
         "pinned, round robin": _pinned(RoundRobinRouter(), load),
     }
     if load.cluster.prefix_reuse:
-        # Blocks of Mooncake's trace have 512 tokens; the first is everybody's, so that two tell more.
+        # Blocks of Mooncake's trace have 512 tokens; all prompts share the first, so that two tell more.
         prefix, time = PrefixRouter(block_tokens=512, num_blocks=2), _least_time(load)
         return {
             "prefix": Policy(router=prefix, scheduler=pins, dedicated=True),

@@ -1,32 +1,32 @@
-"""Real traces: how many engines each policy needs for 99 % of requests to get what they should.
+"""Real traces: how many engines each policy needs for 99 % of requests to meet their targets.
 
     python -m benchmarks traces --traces FOLDER                    two seeds of two loads
     python -m benchmarks traces --traces FOLDER --full --json FILE five seeds of all of them; hours
     python -m benchmarks traces --traces FOLDER --full --only mooncake --json FILE
                                                                    one of them; the report keeps the others
 
-What was found is noted beside FILE, and whoever was interrupted goes on from there with the same command.
+Results are kept in a file beside FILE, and the same command goes on after an interruption.
 
-`benchmarks/trace_loads.py` says what is taken of which trace, `trace_policies.py` who is compared. A seed
-draws the moment at which the window begins, and where they are thinned or spread over models, which requests
-stay and for whom they are. For each seed and policy the least number of engines is searched at which 99 % of
-the requests that come after the warm-up meet their targets. Horizontal autoscaling counts with the engines
-that it has in the mean.
+`benchmarks/trace_loads.py` says what is taken of which trace, `trace_policies.py` which policies compete.
+A seed draws the start of the window, and which requests stay where they are thinned, and for which model they
+are where they are spread over models. For each seed and policy the search finds the smallest number of
+engines at which 99 % of the requests after the warm-up meet their targets. Horizontal autoscaling counts with
+its mean number of engines.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.measure import write_json
+from benchmarks.command import parser_of, save
+from benchmarks.partial import PartialResults
 from benchmarks.search import Estimate, smallest
 from benchmarks.table import show
 from benchmarks.trace_loads import LOADS, Load
@@ -39,6 +39,8 @@ from hotswap.simulation.outcome import percentile
 __all__ = ["SHARE", "main", "measure"]
 
 SHARE = 0.99
+# Figures of every trial that the report has.
+KEPT = ("attainment", "num_evicted", "num_reused_tokens")
 QUICK = ("azure-models", "azure")
 
 
@@ -61,7 +63,7 @@ class Case:
         )
 
     def figures(self, outcome: Outcome) -> dict[str, float]:
-        """Return the share that got what it should, and what else tells of a run."""
+        """Return the share of requests that met their target, and other figures of a run."""
         counted = [request for request in outcome.requests if request.arrived_s >= self.load.warm_s]
         met = [self.load.target.met(request, self.load.cluster) for request in counted]
         holding = [
@@ -82,96 +84,63 @@ class Case:
 
 
 def search(case: Case, policy: Policy, guess: int) -> dict[str, Any]:
-    """Return the least engines that are enough, `None` if the most are not, and every trial."""
-    trials: dict[int, dict[str, float]] = {}
+    """Return the smallest number of engines that is enough, `None` if the most is not, and every trial."""
+    trials: dict[str, dict[str, float]] = {}
 
     def enough(num_engines: int) -> bool:
         scheduler = policy.scheduler(case.trace, num_engines)
-        trials[num_engines] = case.figures(case.play(num_engines, policy.router, scheduler))
-        return trials[num_engines]["attainment"] >= SHARE
+        figures = case.figures(case.play(num_engines, policy.router, scheduler))
+        trials[str(num_engines)] = figures
+        return figures["attainment"] >= SHARE
 
     low = len(case.trace.models) if policy.dedicated else 1
     high = max(2 * low, case.load.most) if policy.dedicated else case.load.most
     found = smallest(enough, low, high, guess=guess)
-    return {"engines": found, "trials": trials}
+    return {"engines": found, "trials": {n: trials[n] for n in sorted(trials, key=int)}}
 
 
 def autoscaled(case: Case, guess: int) -> dict[str, Any]:
-    """Return the fewest engines, in the mean, of the autoscalers whose requests get what they should."""
-    trials: dict[int, dict[str, float]] = {}
+    """Return the smallest mean number of engines of the autoscalers that meet the targets."""
+    trials: dict[str, dict[str, float]] = {}
     most = case.load.most + len(case.trace.models)
 
-    def enough(place: int) -> bool:
-        target = TARGETS[-place]  # engines become more with it
-        outcome = case.play(most, LeastLoadedRouter(), autoscaler(target))
-        trials[target] = case.figures(outcome)
-        return trials[target]["attainment"] >= SHARE
+    def enough(number: int) -> bool:
+        target = TARGETS[-number]  # engines become more with it
+        figures = case.figures(case.play(most, LeastLoadedRouter(), autoscaler(target)))
+        trials[str(target)] = figures
+        return figures["attainment"] >= SHARE
 
-    place = smallest(enough, 1, len(TARGETS), guess=guess)
-    engines = None if place is None else trials[TARGETS[-place]]["mean_engines"]
-    return {"engines": engines, "place": place, "trials": trials}
-
-
-class Notes:
-    """What was found so far, in a file, so that a search of hours may be interrupted.
-
-    It does not tell by which code and of which traces: whoever changes these deletes it.
-
-    Args:
-        path: The file, JSON; `None` to note nothing.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
-        self._found: dict[str, dict[str, Any]] = {}
-        if path is not None and path.exists():
-            self._found = json.loads(path.read_text())
-            print(f"{len(self._found)} searches are in {path}; delete it to begin anew.", file=sys.stderr)
-
-    def find(self, load: str, policy: str, seed: int, search: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what was found, or search and note it."""
-        name = f"{load}, {policy}, seed {seed}"
-        if name not in self._found:
-            self._found[name] = search()
-            self._save()
-        run = self._found[name]
-        trials = ", ".join(
-            f"{n}: {run['trials'][n]['attainment']:.3f}" for n in sorted(run["trials"], key=int)
-        )
-        print(f"{name}: {run['engines']} ({trials})", file=sys.stderr, flush=True)
-        return run
-
-    def clear(self) -> None:
-        """Forget everything: it is in the report."""
-        self._found.clear()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-    def _save(self) -> None:
-        if self._path is not None:
-            new = self._path.with_suffix(".new")
-            new.write_text(json.dumps(self._found))
-            new.replace(self._path)
+    number = smallest(enough, 1, len(TARGETS), guess=guess)
+    engines = None if number is None else trials[str(TARGETS[-number])]["mean_engines"]
+    return {"engines": engines, "number": number, "trials": trials}
 
 
 def measure(
-    name: str, load: Load, folder: Path, seeds: Sequence[int], notes: Notes | None = None
+    name: str, load: Load, folder: Path, seeds: Sequence[int], partial: PartialResults | None = None
 ) -> dict[str, Any]:
     """Search for every policy and seed of a load, and return its part of the report."""
-    notes = notes or Notes()
+    results = partial or PartialResults()
+
+    def find(policy: str, seed: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        key = f"{name}, {policy}, seed {seed}"
+        found: dict[str, Any] = results.get(key, run)
+        trials = ", ".join(f"{n}: {trial['attainment']:.3f}" for n, trial in found["trials"].items())
+        print(f"{key}: {found['engines']} ({trials})", file=sys.stderr, flush=True)
+        return found
+
     cases = {seed: Case(load=load, trace=load.trace(folder, seed)) for seed in seeds}
     found: dict[str, dict[str, Any]] = {}
     for policy_name, policy in policies(name, load).items():
         runs, guess = [], load.guess
         for seed, case in cases.items():
-            runs.append(notes.find(name, policy_name, seed, partial(search, case, policy, guess)))
+            runs.append(find(policy_name, seed, functools.partial(search, case, policy, guess)))
             guess = runs[-1]["engines"] or load.guess
-        found[policy_name] = {"baseline": policy.baseline, "runs": runs}
+        found[policy_name] = {"baseline": policy.baseline, **by_seed(runs)}
     runs, guess = [], 2
     for seed, case in cases.items():
-        runs.append(notes.find(name, AUTOSCALED, seed, partial(autoscaled, case, guess)))
-        guess = runs[-1]["place"] or guess
-    found[AUTOSCALED] = {"baseline": True, "runs": runs}
+        runs.append(find(AUTOSCALED, seed, functools.partial(autoscaled, case, guess)))
+        guess = runs[-1]["number"] or guess
+    found[AUTOSCALED] = {"baseline": True, **by_seed(runs)}
     return {
         "what": load.what,
         "device": load.cluster.profile,
@@ -195,12 +164,25 @@ def measure(
     }
 
 
+def by_seed(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return what the report keeps of runs, a value for each seed: what was enough, and figures by trial.
+
+    A trial has a number of engines, or for autoscaling a target. Figures that are zero in all are left out.
+    """
+    report: dict[str, list[Any]] = {"engines": [run["engines"] for run in runs]}
+    for figure in KEPT:
+        values = [{n: trial[figure] for n, trial in run["trials"].items()} for run in runs]
+        if any(any(trials.values()) for trials in values):
+            report[figure] = values
+    return report
+
+
 def compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the estimate of every policy, the best shipped one, and by how much each baseline needs more.
 
     Differences are taken seed by seed; a policy that fails with the most engines has no estimate.
     """
-    engines = {name: [run["engines"] for run in policy["runs"]] for name, policy in found.items()}
+    engines = {name: policy["engines"] for name, policy in found.items()}
     whole = {name: series for name, series in engines.items() if None not in series}
     estimates = {name: Estimate.of(series) for name, series in whole.items()}
     shipped = [name for name in whole if not found[name]["baseline"]]
@@ -228,14 +210,10 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print tables, write the report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks traces", description=__doc__.partition("\n")[0] if __doc__ else ""
-    )
+    parser = parser_of("traces", __doc__, full="all loads, five seeds")
     parser.add_argument("--traces", type=Path, help="the folder of the traces")
-    parser.add_argument("--full", action="store_true", help="all loads, five seeds")
     parser.add_argument("--only", nargs="+", choices=sorted(LOADS), help="these loads alone")
     parser.add_argument("--seeds", type=int, help="how many seeds, if not 2 or 5")
-    parser.add_argument("--json", type=Path, help="where the whole report goes; what it has of others stays")
     options = parser.parse_args(arguments)
     if options.traces is None or not options.traces.is_dir():
         print("traces: there are none; give the folder that has them with --traces.", file=sys.stderr)
@@ -244,18 +222,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {"share": SHARE, "loads": {}}
     if options.json and options.json.exists():
         report = json.loads(options.json.read_text())
-    notes = Notes(options.json and options.json.with_suffix(".part"))
+    partial = PartialResults.of(options.json)
     for name in options.only or (LOADS if options.full else QUICK):
-        report["loads"][name] = measure(name, LOADS[name], options.traces, list(seeds), notes)
+        report["loads"][name] = measure(name, LOADS[name], options.traces, list(seeds), partial)
         show(
             f"{name}: engines for {SHARE:.0%}, median (mean [95 %])",
             ["", "", "engines", "more than the best"],
             rows(report["loads"][name]),
         )
-        if options.json:
-            write_json(options.json, report)
-            print(f"The whole report is in {options.json}.")
-    notes.clear()
+        save(report, options.json)
+    partial.clear()
     return 0
 
 

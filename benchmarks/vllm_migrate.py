@@ -1,4 +1,4 @@
-"""What a client waits when its request moves between vLLM cores: with its KV blocks, or to be computed anew.
+"""What a client waits when its request moves between vLLM cores: with its KV blocks, or recomputed.
 
     OMP_NUM_THREADS=1 .cache/vllm-env/bin/python -m benchmarks vllm_migrate --json report.json
 
@@ -8,7 +8,6 @@ other: with its KV blocks while it decodes, or evicted and prefilled there.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -23,10 +22,11 @@ from typing import Any
 import anyio
 
 from benchmarks.by_hand import ByHand
-from benchmarks.measure import Summary, machine, rounds, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, brief, machine, rounds, versions
 from benchmarks.table import show
 from benchmarks.vllm_swap import Settings as Models
-from benchmarks.vllm_swap import write_models
+from benchmarks.vllm_swap import vllm_is_installed, write_models
 
 __all__ = ["Settings", "main", "measure"]
 
@@ -132,33 +132,22 @@ async def _move(
     fleet.reopen("e0")
     if stream.num_hops != 2:
         raise RuntimeError(f"the request was to move once: {stream.hops}")
-    seam = stream.hops[-1].first_index
-    steps_s = [times_s[at] - times_s[at - 1] for at in range(seam // 2, settings.generated)]
-    return times_s[seam] - times_s[seam - 1], steps_s
+    resumed = stream.hops[-1].first_index
+    steps_s = [times_s[at] - times_s[at - 1] for at in range(resumed // 2, settings.generated)]
+    return times_s[resumed] - times_s[resumed - 1], steps_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks vllm_migrate", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--full", action="store_true", help="what it does anyway")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser = parser_of("vllm_migrate", __doc__)
     options = parser.parse_args(arguments)
-    try:
-        import vllm  # noqa: F401
-    except ModuleNotFoundError:
-        print(
-            "vllm_migrate needs vLLM: run it with .cache/vllm-env/bin/python (`make vllm-env`).",
-            file=sys.stderr,
-        )
+    if not vllm_is_installed("vllm_migrate"):
         return 0
     report = measure(Settings())
     rows = [[name, Summary.of([1e3 * s for s in report[name]]).format(1)] for name in (*_KINDS, "step_s")]
     show("what a client waits for its next token", ("", "ms"), rows)
     show("ratios of medians", ("", ""), [[name, f"{ratio:.2f}"] for name, ratio in report["ratios"].items()])
-    if options.json:
-        write_json(options.json, report)
+    save(brief(report), options.json)
     return 0
 
 

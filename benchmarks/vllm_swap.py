@@ -9,9 +9,9 @@ checkpoints in the page cache; and by stopping that vLLM and starting another.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
+import itertools
 import os
 import statistics
 import sys
@@ -20,15 +20,18 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import anyio
 
-from benchmarks.measure import Summary, machine, rounds, versions, write_json
+from benchmarks.command import parser_of, save
+from benchmarks.measure import Summary, machine, rounds, versions
+from benchmarks.models import write_llama
 from benchmarks.table import show
 
-__all__ = ["Settings", "main", "measure", "write_models"]
+__all__ = ["Settings", "main", "measure", "vllm_is_installed", "write_models"]
 
 _WORK = Path(".cache/benchmarks")
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -76,29 +79,20 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
 
 def write_models(settings: Settings, root: Path) -> int:
     """Write checkpoints `a` and `b`, and a store with both; return the bytes of one's weights."""
-    import torch
-    import transformers
-
-    from hotswap.backends.stores.convert import convert
-
-    config: Any = transformers.LlamaConfig(
-        vocab_size=2048,
-        hidden_size=settings.hidden,
-        intermediate_size=2816 * settings.hidden // 1024,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=max(2, settings.hidden // 64),
-        num_key_value_heads=max(2, settings.hidden // 128),
-        max_position_embeddings=2048,
-        eos_token_id=None,
-        dtype="bfloat16",
-    )
-    for seed, name in enumerate(("a", "b")):
-        torch.manual_seed(seed)
-        models: Any = transformers.AutoModelForCausalLM
-        model = models.from_config(config)
-        model.save_pretrained(root / name)
-        convert(root / name, root / "store", model_id=name)
-    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    sizes = [
+        write_llama(
+            root,
+            name=name,
+            seed=seed,
+            hidden=settings.hidden,
+            layers=settings.layers,
+            intermediate=2816 * settings.hidden // 1024,
+            kv_heads=max(2, settings.hidden // 128),
+            dtype="bfloat16",
+        )
+        for seed, name in enumerate(("a", "b"))
+    ]
+    return sizes[0]
 
 
 async def _measure(root: Path, settings: Settings, report: dict[str, Any]) -> None:
@@ -119,12 +113,13 @@ async def _measure(root: Path, settings: Settings, report: dict[str, Any]) -> No
             cards[name] = ModelCard.of(Model(name), await store.manifest(ModelId(name)))
         await engine.load(cards["a"], store)
         theirs = await _start(root / "a")
+        others = itertools.cycle((root / "b", root / "a"))
         for _ in range(2):  # warms up
             await _swap(engine, cards, store)
-            await _reload(theirs, root)
+            await _reload(theirs, next(others))
         for kind in rounds(("in_place_s", "vllm_reload_s"), settings.repeats):
             gc.collect()
-            swapped = _swap(engine, cards, store) if kind == "in_place_s" else _reload(theirs, root)
+            swapped = _swap(engine, cards, store) if kind == "in_place_s" else _reload(theirs, next(others))
             report[kind].append(await swapped)
         for turn in range(settings.restarts):
             began_s = time.perf_counter()
@@ -135,7 +130,7 @@ async def _measure(root: Path, settings: Settings, report: dict[str, Any]) -> No
 
 
 async def _swap(engine: Any, cards: dict[str, Any], store: Any) -> float:
-    """Turn the engine to the other model."""
+    """Swap the engine to the other model."""
     other = cards["b" if engine.status().model == "a" else "a"]
     began_s = time.perf_counter()
     await engine.evict(deadline_s=0)
@@ -165,34 +160,30 @@ async def _start(checkpoint: Path) -> Any:
     return await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
 
 
-_turns: list[int] = []
-
-
-async def _reload(llm: Any, root: Path) -> float:
-    """Let vLLM read the other checkpoint by its own means."""
-    _turns.append(0)
-    other = root / "ab"[len(_turns) % 2]
+async def _reload(llm: Any, checkpoint: Path) -> float:
+    """Let vLLM read a checkpoint by its own means."""
     began_s = time.perf_counter()
     await llm.engine_core.pause_scheduler_async("abort", False)
-    await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+    await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
     await llm.engine_core.resume_scheduler_async()
     return time.perf_counter() - began_s
 
 
+def vllm_is_installed(benchmark: str) -> bool:
+    """Whether vLLM can be imported; if not, say how to run the benchmark."""
+    if find_spec("vllm") is not None:
+        return True
+    print(
+        f"{benchmark} needs vLLM: run it with .cache/vllm-env/bin/python (`make vllm-env`).", file=sys.stderr
+    )
+    return False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks vllm_swap", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--full", action="store_true", help="what it does anyway")
-    parser.add_argument("--json", type=Path, help="where the whole report goes")
+    parser = parser_of("vllm_swap", __doc__)
     options = parser.parse_args(arguments)
-    try:
-        import vllm  # noqa: F401
-    except ModuleNotFoundError:
-        print(
-            "vllm_swap needs vLLM: run it with .cache/vllm-env/bin/python (`make vllm-env`).", file=sys.stderr
-        )
+    if not vllm_is_installed("vllm_swap"):
         return 0
     report = measure(Settings())
     rows = [
@@ -201,8 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     show("from one model to the other", ("", "ms"), rows)
     show("ratios of medians", ("", ""), [[name, f"{ratio:.2f}"] for name, ratio in report["ratios"].items()])
-    if options.json:
-        write_json(options.json, report)
+    save(report, options.json)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,8 +12,9 @@ import pytest
 from benchmarks import llumnix
 from benchmarks.llumnix_moves import move
 from benchmarks.llumnix_paper import PAPER, TOLERANCES, Key, verdict
-from benchmarks.llumnix_report import claims, series_of
+from benchmarks.llumnix_report import Values, claims, from_json, series_of, to_json
 from benchmarks.llumnix_trace import START_S, lengths, with_priorities, workload
+from benchmarks.partial import PartialResults
 
 # Of the tokens of prompts, then of outputs, in decimal with commas between.
 DIGESTS = {
@@ -110,14 +110,28 @@ def test_claims_are_of_medians_over_points() -> None:
     assert "90.0 % less on average" in lines
 
 
-def test_what_a_file_has_is_not_simulated_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "llumnix.json"
-    run = replace(next(llumnix.chosen(["11"], 1)), system="Llumnix")
-    known = {run.name: llumnix.play(run, 20)}
-    place.write_text(json.dumps({"runs": known}))
-    assert llumnix.main(["--json", str(place), "--show"]) == 0
-    assert run.row in capsys.readouterr().out
-    assert json.loads(place.read_text()) == {"runs": known}
+def test_a_report_has_what_its_tables_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def runs(system: str, *seconds: float) -> dict[str, dict[str, dict[str, float]]]:
+        return {
+            f"11/M-M/7.8/{system}/{seed}": {"M-M": {metric: at + s for at, metric in enumerate(TOLERANCES)}}
+            for seed, s in enumerate(seconds)
+        }
+
+    series = series_of(runs("INFaaS++", 30, 10, 20) | runs("Llumnix", 3, 1, 2))
+    assert from_json(to_json(series)) == series
+    values = series[Key("11", "M-M", "Llumnix", 7.8)]["request_p99_s"]
+    assert values == Values(median=3, least=2, most=4, first=4)
+    (tmp_path / "r.json").write_text(json.dumps({"points": to_json(series)}))
+    assert llumnix.main(["--show", str(tmp_path / "r.json")]) == 0
+    assert "M-M 7.8, Llumnix" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_is_not_simulated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = next(llumnix.chosen(["11"], 1))
+    path = tmp_path / "r.part"
+    PartialResults(path).get(run.name, lambda: llumnix.play(run, 20))
+    monkeypatch.setattr(llumnix, "play", lambda run: pytest.fail(f"{run.name} is simulated again"))
+    assert llumnix.measure([run], False, PartialResults(path))["points"].keys() == {run.name[:-2]}
 
 
 @pytest.mark.parametrize("context", [256, 2048])

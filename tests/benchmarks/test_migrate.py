@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import migrate
+from benchmarks.partial import PartialResults
 
 
 @pytest.mark.slow
 def test_every_way_moves_every_context(tmp_path: Path) -> None:
     settings = migrate.Settings(contexts=(64, 128), repeats=1, hidden=64, layers=2, before=4)
-    kept: list[int] = []
-
-    def keep(report: dict[str, Any]) -> None:
-        kept.append(sum(map(len, report["gap_s"].values())))
-
-    report = migrate.measure(settings, tmp_path, keep=keep)
-    assert kept == list(range(1, 9))
+    path = tmp_path / "report.part"
+    report = migrate.measure(settings, tmp_path / "work", PartialResults(path))
     assert {way: set(gaps) for way, gaps in report["gap_s"].items()} == {
         way: {"64", "128"} for way in ("kv", "tokens", "blocking", "recompute")
     }
@@ -29,12 +24,12 @@ def test_every_way_moves_every_context(tmp_path: Path) -> None:
     assert report["step_s"]["normal"]
     assert set(report["own_step_s"]) == {"64", "128"}
     assert {"recompute_over_kv_at_longest", "kv_over_own_step_at_longest"} <= report["ratios"].keys()
-    assert list(tmp_path.iterdir()) == []
-    # A report that broke off is gone on with, and what it has is left as it is.
-    broken = json.loads(json.dumps(report))
-    del broken["gap_s"]["blocking"]["128"]
-    del kept[:]
-    whole = migrate.measure(settings, tmp_path, keep=keep, begun=broken)
-    assert kept == [8]
-    assert whole["gap_s"]["kv"] == report["gap_s"]["kv"]
-    assert set(whole["gap_s"]["blocking"]) == {"64", "128"}
+    assert list((tmp_path / "work").iterdir()) == []
+    # A run that was interrupted measures what is missing, and leaves the rest as it is.
+    results = json.loads(path.read_text())
+    assert len(results) == 8
+    del results["blocking 128"]
+    path.write_text(json.dumps(results))
+    again = migrate.measure(settings, tmp_path / "work", PartialResults(path))
+    assert again["gap_s"]["kv"] == report["gap_s"]["kv"]
+    assert again["gap_s"]["blocking"]["128"] != report["gap_s"]["blocking"]["128"]

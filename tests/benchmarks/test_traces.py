@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.partial import PartialResults
 from benchmarks.trace_loads import LOADS, Load, idle_ttft_s
 from benchmarks.trace_policies import pins_of
-from benchmarks.traces import SHARE, Notes, compared, main, measure
+from benchmarks.traces import SHARE, compared, main, measure
 from hotswap.policies import LeastLoadedRouter
 from hotswap.simulation import Cluster, Trace, TraceRequest, simulate
 from tests.simulation.test_drivers import SWAP
 
 
 def small(folder: Path, name: str) -> Load:
-    """Thirty seconds of requests of 600 tokens and 40 more, for as many engines as a hand has fingers."""
+    """Thirty seconds of requests with prompts of some 600 tokens and answers of 40, for a few engines."""
     lines = [f"{number / 6},{300 + 7 * (number % 90)},40,m{number % 3}" for number in range(180)]
     (folder / "t.csv").write_text("\n".join(["arrival_s,input_tokens,output_tokens,model", *lines]) + "\n")
     return replace(
@@ -39,36 +39,29 @@ def test_the_number_that_is_reported_is_enough_and_one_less_is_not(tmp_path: Pat
     report = measure("azure-models", small(tmp_path, "azure-models"), tmp_path, [1, 2])
     searched = 0
     for policy in report["policies"].values():
-        for run in policy["runs"]:
-            shares = {n: figures["attainment"] for n, figures in run["trials"].items()}
-            if run["engines"] in shares:
+        for engines, shares in zip(policy["engines"], policy["attainment"], strict=True):
+            if str(engines) in shares:
                 searched += 1
-                assert shares[run["engines"]] >= SHARE
-                assert shares.get(run["engines"] - 1, 0.0) < SHARE
+                assert shares[str(engines)] >= SHARE
+                assert shares.get(str(engines - 1), 0.0) < SHARE
     assert searched >= 6
     assert not report["policies"][report["best"]]["baseline"]
-    pinned = report["policies"]["pinned"]["runs"]
-    assert all(run["engines"] is None or run["engines"] >= 3 for run in pinned), "a model was not pinned"
+    pinned = report["policies"]["pinned"]["engines"]
+    assert all(engines is None or engines >= 3 for engines in pinned), "a model was not pinned"
 
 
-def test_whoever_is_interrupted_goes_on_with_what_was_found(tmp_path: Path) -> None:
-    def find(path: Path, seed: int, attainment: float, load: str = "t") -> dict[str, Any]:
-        run = {"engines": 3, "trials": {3: {"attainment": attainment}}}
-        return Notes(path).find(load, "p", seed, lambda: run)
-
-    path = tmp_path / "report.part"
-    find(path, 1, 0.99)
-    assert find(path, 1, 0.5)["trials"]["3"]["attainment"] == 0.99, "it was searched again"
-    assert find(path, 2, 0.5)["trials"][3]["attainment"] == 0.5
-    assert find(path, 1, 0.6, load="t2")["trials"][3]["attainment"] == 0.6
-    Notes(path).clear()
-    assert not path.exists()
-    assert find(path, 2, 0.7)["trials"][3]["attainment"] == 0.7
+def test_an_interrupted_search_goes_on_with_what_was_found(tmp_path: Path) -> None:
+    load, partial = small(tmp_path, "azure-models"), PartialResults(tmp_path / "report.part")
+    report = measure("azure-models", load, tmp_path, [1], partial)
+    again = measure(
+        "azure-models", replace(load, most=1), tmp_path, [1], PartialResults(tmp_path / "report.part")
+    )
+    assert again["policies"] == report["policies"], "it was searched again"
 
 
 def test_a_policy_that_fails_with_the_most_engines_has_no_estimate(tmp_path: Path) -> None:
     def runs(*engines: int | None, baseline: bool = False) -> dict[str, object]:
-        return {"baseline": baseline, "runs": [{"engines": number} for number in engines]}
+        return {"baseline": baseline, "engines": list(engines)}
 
     found = {
         "ours": runs(4, 5, 6),
@@ -85,7 +78,7 @@ def test_a_policy_that_fails_with_the_most_engines_has_no_estimate(tmp_path: Pat
 
 
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.1, 100), min_size=1), st.integers(0, 20))
-def test_everybody_is_pinned_and_no_other_engine_would_have_helped_more(
+def test_every_model_is_pinned_and_no_other_engine_would_have_helped_more(
     work: dict[str, float], more: int
 ) -> None:
     pins = pins_of(work, len(work) + more)
@@ -94,7 +87,7 @@ def test_everybody_is_pinned_and_no_other_engine_would_have_helped_more(
     assert set(replicas) == set(work)
     worst = max(work[model] / replicas[model] for model in work)
     for model, count in replicas.items():
-        if count > 1:  # nobody got a second one while another was worse off than it is now
+        if count > 1:  # no model got a second one while another had more work for each than now
             assert work[model] / (count - 1) >= worst * (1 - 1e-9)
 
 

@@ -36,8 +36,8 @@ def test_every_token_is_counted_and_a_lone_request_is_on_time() -> None:
 
 
 def test_a_number_of_models_is_held_if_all_below_it_are() -> None:
-    def point(*shares: float) -> dict[str, dict[str, list[dict[str, float]]]]:
-        return {"systems": {"turns": [{"tokens_on_time": share} for share in shares]}}
+    def point(*shares: float) -> dict[str, dict[str, dict[str, list[float]]]]:
+        return {"systems": {"turns": {"tokens_on_time": list(shares)}}}
 
     points = {"10": point(0.95), "2": point(1.0, 0.5, 0.9), "4": point(0.89)}
     assert held(points, "turns", "tokens_on_time") == 2

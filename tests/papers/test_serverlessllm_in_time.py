@@ -19,8 +19,8 @@ from benchmarks.serverlessllm import (
     AnyFree,
     Tokens,
     compute_s,
+    ideal_waits_s,
     known_costs,
-    least_waits_s,
     startup_s,
     trace_of,
 )
@@ -152,6 +152,6 @@ def test_in_one_queue_who_finds_no_gpu_waits_for_the_first_that_comes_free() -> 
     """Of 18 requests at once sixteen find a GPU; the next two wait for the two that end first."""
     tokens = [100, 40, 70, *[100] * 15]
     trace = Trace(tuple(asked(400, f"m{number}", count) for number, count in enumerate(tokens)))
-    waits_s = least_waits_s(trace)
+    waits_s = ideal_waits_s(trace)
     assert waits_s[:16] == [0.0] * 16
     assert waits_s[16:] == pytest.approx([compute_s(A40, 60, 40), compute_s(A40, 60, 70)])

@@ -1,0 +1,91 @@
+"""Random Llamas: in a store, as fleets load them, or in memory, as an engine computes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["llama_in_engine", "write_llama"]
+
+
+def write_llama(
+    directory: Path,
+    *,
+    hidden: int,
+    layers: int,
+    name: str = "m",
+    seed: int = 0,
+    intermediate: int | None = None,
+    kv_heads: int = 2,
+    max_tokens: int = 2048,
+    dtype: str | None = None,
+) -> int:
+    """Write a checkpoint at `directory / name` and add it to `directory / "store"`.
+
+    Returns the bytes of its weights. It has heads of 64, and never generates an end of sequence.
+
+    Args:
+        directory: Exists; several models may be written to one.
+        hidden: Width of the model.
+        layers: Depth of the model.
+        name: Id of the model in the store.
+        seed: Of the weights.
+        intermediate: Width of the feed-forward part; three times `hidden` by default.
+        kv_heads: Number of key and value heads.
+        max_tokens: Longest context.
+        dtype: Of the weights; float32 by default.
+    """
+    import torch
+    import transformers
+
+    from hotswap.backends.stores.convert import convert
+
+    config: Any = transformers.LlamaConfig(
+        vocab_size=2048,
+        hidden_size=hidden,
+        intermediate_size=intermediate or 3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 64),
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=max_tokens,
+        eos_token_id=None,
+        **({} if dtype is None else {"dtype": dtype}),
+    )
+    torch.manual_seed(seed)
+    models: Any = transformers.AutoModelForCausalLM
+    model = models.from_config(config)
+    model.save_pretrained(directory / name)
+    convert(directory / name, directory / "store", model_id=name)
+    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+
+
+def llama_in_engine(hidden: int, layers: int, dtype: torch.dtype) -> Any:
+    """Return a Llama on the CPU as an engine has it: weights packed, operations fused, paged attention."""
+    import transformers
+
+    from hotswap.backends.torch import attention
+    from hotswap.backends.torch.fused import fuse
+    from hotswap.backends.torch.linear import Shelf, linear_layers
+
+    config: Any = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=1024,
+    )
+    attention.register()
+    models: Any = transformers.AutoModelForCausalLM
+    model = models.from_config(config, attn_implementation=attention.IMPLEMENTATION)
+    model.to(dtype).eval().requires_grad_(False)
+    shelf = Shelf(1 << 32)
+    fuse(model)
+    packs = shelf.take(None, linear_layers(model))
+    while shelf.pack_next(packs):  # as an engine does between its steps
+        pass
+    return model
