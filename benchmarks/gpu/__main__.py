@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -132,6 +133,7 @@ def _session(chosen: argparse.Namespace) -> Session:
     report = {
         "device": str(found.name),
         "memory_bytes": int(found.total_memory),
+        "driver": _driver(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         **about,
@@ -145,6 +147,15 @@ def _session(chosen: argparse.Namespace) -> Session:
         num_units=int(found.multi_processor_count),
         report=report,
     )
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver; `None` without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
 
 
 def _missing(*names: str) -> list[str]:

@@ -1,10 +1,8 @@
-"""A model's flat buffer from host memory to the device, as engines take it in, beside a plain pinned copy."""
+"""A model's flat buffer from a store's host memory to the device, as engines load it, beside plain copies."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
+import time
 from typing import Any
 
 import anyio
@@ -14,84 +12,80 @@ from torch import Tensor
 from benchmarks.gpu.session import Session
 from benchmarks.measure import Summary, ratios, rounds
 from benchmarks.table import show
-from hotswap import HostChunk, Manifest, ModelId, Shard, StoreView, WeightStore
+from hotswap import Manifest, ModelId, Shard
+from hotswap.backends.stores import PinnedStore
 from hotswap.backends.torch.buffers import fetch
 
 __all__ = ["run"]
 
-SIZE_BYTES = 16 * 10**9
-_CHUNK_BYTES = 64 << 20
-_REPEATS = 3
-_MODEL = ModelId("m")
-
-
-class _Pinned(WeightStore):
-    """Lends one model from pinned memory, chunk by chunk."""
-
-    def __init__(self, flat: Tensor) -> None:
-        data: Any = flat.numpy()
-        self._data = memoryview(data).toreadonly()
-
-    async def manifest(self, model: ModelId) -> Manifest:
-        size = len(self._data)
-        shard = Shard(
-            model=model,
-            rank=0,
-            file="weights-0.bin",
-            file_offset_bytes=0,
-            buffer_offset_bytes=0,
-            size_bytes=size,
-            checksum="none:",
-        )
-        return Manifest(model=model, shards=(shard,), buffer_bytes=size, tensors=(), config="{}")
-
-    @asynccontextmanager
-    async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
-        yield self._chunks()
-
-    def view(self) -> StoreView:
-        return StoreView(tiers=())
-
-    async def _chunks(self) -> AsyncIterator[HostChunk]:
-        for at in range(0, len(self._data), _CHUNK_BYTES):
-            yield HostChunk(at, self._data[at : at + _CHUNK_BYTES], tier="host", pinned=True)
+SIZE_BYTES = 8 * 10**9
+_REPEATS = 5
+_PLAIN, _STORE, _LOADED = (
+    "plain copy, PyTorch's memory",
+    "plain copy, the store's memory",
+    "as an engine loads",
+)
 
 
 def run(session: Session) -> None:
-    """Copy both ways in turns, and compare what has come."""
+    """Copy in three ways in turns, and compare what has come."""
     size = (1 << 20) + 5 if session.is_dry else _fitting(session)
-    flat = torch.empty(size, dtype=torch.uint8, device=session.device)
-    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=not session.is_dry)
-    pinned[:: max(1, size // 4096)] = 7
-    store = _Pinned(pinned)
-    manifest = anyio.run(store.manifest, _MODEL)
-    ways = {
-        "plain pinned copy": partial(flat.copy_, pinned, non_blocking=True),
-        "as an engine loads": partial(anyio.run, fetch, store, manifest, flat),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for name in rounds(list(ways), _REPEATS):
-        flat.zero_()
-        seconds[name].append(session.wall_s(ways[name]))
-        if not torch.equal(flat[:: max(1, size // 4096)].cpu(), pinned[:: max(1, size // 4096)]):
-            session.report.setdefault("faults", []).append(f"a swap by {name} brought other bytes")
-    plain = seconds["plain pinned copy"]
+    seconds = anyio.run(_measure, session, size)
     session.report["swap"] = {"bytes": size, **{f"{name}, s": each for name, each in seconds.items()}}
     lines = [
         [
             name,
             Summary.of(each).format(),
             f"{size / Summary.of(each).median / 1e9:.1f}",
-            Summary.of(ratios(plain, each)).format(2),
+            Summary.of(ratios(seconds[_PLAIN], each)).format(2),
         ]
         for name, each in seconds.items()
     ]
     show(f"{size / 1e9:.1f} GB to the device", ("", "s", "GB/s", "share of plain"), lines)
-    del flat, pinned, store, ways
     session.free()
 
 
+async def _measure(session: Session, size: int) -> dict[str, list[float]]:
+    manifest = _manifest(size)
+    flat = torch.empty(size, dtype=torch.uint8, device=session.device)
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=not session.is_dry)
+    step = max(1, size // 4096)
+    pinned[::step] = torch.randint(1, 256, (len(pinned[::step]),), dtype=torch.uint8)
+    seconds: dict[str, list[float]] = {name: [] for name in (_PLAIN, _STORE, _LOADED)}
+    async with PinnedStore(size) as store:
+        async with store.hold(manifest, 0) as hold:
+            lent = torch.frombuffer(hold.place(manifest.shards[0]), dtype=torch.uint8)
+            lent.copy_(pinned)
+            hold.commit(manifest.shards[0])
+            hold.keep()
+        session.report["store_is_pinned"] = lent.is_pinned()
+        for name in rounds(list(seconds), _REPEATS):
+            flat.zero_()
+            session.wait()
+            began_s = time.perf_counter()
+            if name == _LOADED:
+                await fetch(store, manifest, flat)
+            else:
+                flat.copy_(pinned if name == _PLAIN else lent, non_blocking=True)
+            session.wait()
+            seconds[name].append(time.perf_counter() - began_s)
+            _compare(session, name, flat[::step], pinned[::step])
+        del lent
+    return seconds
+
+
+def _compare(session: Session, name: str, found: Tensor, right: Tensor) -> None:
+    if not torch.equal(found.cpu(), right.cpu()):
+        session.report.setdefault("faults", []).append(f"a swap by {name} brought other bytes")
+
+
+def _manifest(size: int) -> Manifest:
+    places: dict[str, Any] = {"file_offset_bytes": 0, "buffer_offset_bytes": 0, "size_bytes": size}
+    shard = Shard(model=ModelId("m"), rank=0, file="weights-0.bin", **places, checksum="none:")
+    return Manifest(model=ModelId("m"), shards=(shard,), buffer_bytes=size, tensors=(), config="{}")
+
+
 def _fitting(session: Session) -> int:
-    """Sixteen gigabytes, or what there is room for."""
+    """Eight gigabytes, or what there is room for."""
     free, _ = torch.cuda.mem_get_info(session.device)
     return min(SIZE_BYTES, int(0.8 * free))

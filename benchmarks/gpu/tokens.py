@@ -1,8 +1,9 @@
-"""Tokens per second of the engine, with weights in bf16 and in fp8; needs transformers."""
+"""Swaps and tokens per second of the engine, with weights in bf16 and in fp8; needs transformers."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -13,9 +14,10 @@ import torch
 import transformers
 
 from benchmarks.gpu.session import Session
+from benchmarks.measure import Summary
 from benchmarks.table import show
 from hotswap import Model, ModelCard, ModelId, Request, RequestId, Sampling
-from hotswap.backends.stores import NvmeStore
+from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
 
@@ -25,11 +27,12 @@ __all__ = ["run"]
 HIDDEN, LAYERS = 2048, 16
 BATCHES = (1, 8, 32)
 PROMPT, OUTPUT = 128, 64
+SWAPS = 7
 SCHEMES = {"bf16": None, "fp8": "fp8-e4m3"}
 
 
 def run(session: Session) -> None:
-    """Make a random model, convert it both ways, and serve batches of each."""
+    """Make a random model, convert it both ways, and swap and serve each."""
     found: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         model: Any = transformers.AutoModelForCausalLM.from_config(_config(session.is_dry))
@@ -37,31 +40,54 @@ def run(session: Session) -> None:
         for name, scheme in SCHEMES.items():
             root = Path(folder) / name
             convert(Path(folder) / "checkpoint", root, model_id="m", quantize=scheme)
-            found += anyio.run(_serve, session, root, name)
+            found.append({"weights": name, **anyio.run(_serve, session, root)})
     session.report["tokens"] = found
-    lines = [[f"{each['weights']}, {each['batch']} at once", f"{each['tokens_per_s']:.1f}"] for each in found]
-    show("the engine", ("", "tokens/s"), lines)
+    lines = [
+        [
+            f"{each['weights']}, {each['weight_bytes'] / 1e9:.2f} GB",
+            Summary.of(each["unload_s"]).format(),
+            Summary.of(each["load_s"]).format(),
+            Summary.of(each["first_token_s"]).format(),
+            ", ".join(f"{batch}: {rate:.0f}" for batch, rate in each["tokens_per_s"].items()),
+        ]
+        for each in found
+    ]
+    show("the engine", ("", "unload, s", "load, s", "to the first token, s", "tokens/s of requests"), lines)
 
 
-async def _serve(session: Session, root: Path, name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+async def _serve(session: Session, root: Path) -> dict[str, Any]:
+    """Swap a model out and in from pinned memory, then serve batches of requests."""
     output = 3 if session.is_dry else OUTPUT
-    async with NvmeStore(root) as store:
+    found: dict[str, Any] = {"unload_s": [], "load_s": [], "first_token_s": [], "tokens_per_s": {}}
+    async with TieredStore(PinnedStore("16 GiB"), NvmeStore(root)) as store:
         card = ModelCard.of(Model("m"), await store.manifest(ModelId("m")))
-        device = str(session.device)
-        async with TorchEngine("e0", device=device, kv_tokens=32 * 256, prefix_reuse=False) as engine:
-            await engine.load(card, store)
+        await store.prefetch(card.id)
+        engine = TorchEngine("e0", device=str(session.device), kv_tokens=32 * 256, prefix_reuse=False)
+        async with engine:
+            found["first_load_s"] = await _timed(session, engine.load(card, store))
+            await _generate(engine, 1, output=2)
+            for _ in range(2 if session.is_dry else SWAPS):
+                found["unload_s"].append(await _timed(session, engine.unload()))
+                found["load_s"].append(await _timed(session, engine.load(card, store)))
+                found["first_token_s"].append(await _timed(session, _generate(engine, 1, output=1)))
             for batch in (1, 2) if session.is_dry else BATCHES:
                 if session.left_s < 30 and not session.is_dry:
-                    session.report.setdefault("left_out", []).append(f"tokens of {name}, {batch} at once")
+                    session.report.setdefault("left_out", []).append(
+                        f"tokens of {root.name}, {batch} at once"
+                    )
                     continue
                 await _generate(engine, batch, output=2)  # kernels are built
-                began_s = time.perf_counter()
-                await _generate(engine, batch, output)
-                took_s = time.perf_counter() - began_s
-                found.append({"weights": name, "batch": batch, "tokens_per_s": batch * output / took_s})
-            weight_bytes = engine.status().weight_bytes
-    return [{**each, "weight_bytes": weight_bytes} for each in found]
+                took_s = await _timed(session, _generate(engine, batch, output))
+                found["tokens_per_s"][str(batch)] = batch * output / took_s
+            found["weight_bytes"] = engine.status().weight_bytes
+    return found
+
+
+async def _timed(session: Session, verb: Awaitable[object]) -> float:
+    began_s = time.perf_counter()
+    await verb
+    session.wait()
+    return time.perf_counter() - began_s
 
 
 async def _generate(engine: TorchEngine, batch: int, output: int) -> None:

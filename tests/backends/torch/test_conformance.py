@@ -17,6 +17,7 @@ from tests.backends.torch.zoo import make_model
 class TestTorchEngine(EngineConformance):
     models = (Model("a"), Model("b"))
     can_lose = True
+    device: ClassVar[str] = "cpu"
     skeletons: ClassVar[SkeletonCache]
     store: ClassVar[DictStore]
 
@@ -37,7 +38,13 @@ class TestTorchEngine(EngineConformance):
     def make_engine(self) -> TorchEngine:
         # Less than the context of 1,024 tokens, more than three long requests.
         return TorchEngine(
-            "e0", kv_tokens=800, memory_bytes="64 MiB", threads=1, max_requests=8, skeletons=self.skeletons
+            "e0",
+            device=self.device,
+            kv_tokens=800,
+            memory_bytes="64 MiB",
+            threads=1,
+            max_requests=8,
+            skeletons=self.skeletons,
         )
 
     def make_store(self) -> DictStore:

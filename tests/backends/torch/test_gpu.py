@@ -2,21 +2,75 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from random import Random
+from typing import Any
 
+import anyio
 import pytest
 import torch
+import transformers
 
-from hotswap import InstanceState, Sampling
+from hotswap import (
+    InstanceState,
+    Model,
+    ModelCard,
+    ModelId,
+    Request,
+    RequestId,
+    Sampling,
+)
+from hotswap.backends.stores import NvmeStore, PinnedStore, SharedStore, TieredStore
+from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
+from hotswap.backends.torch.adapters.holder import pool_kind
+from hotswap.backends.torch.adapters.paged import PagedPool
+from hotswap.backends.torch.buffers import in_place
+from tests.backends.torch import test_conformance
+from tests.backends.torch.adapters.test_exact import MIXES, serve_mixed
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import CONFIGS, VOCABULARY, generate, make_model
+from tests.kernels.interpreted.check_fp8_engine import kept_and_whole
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
+
+CUDA = torch.device("cuda")
+PROMPT = (11, 22, 33, 44)
+
+
+def ask(model: str, name: str = "r", *, max_tokens: int = 6) -> Request:
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return Request(id=RequestId(name), model=ModelId(model), prompt=PROMPT, sampling=sampling)
+
+
+async def tokens_of(engine: TorchEngine, request: Request) -> list[int]:
+    async with engine.stream(request) as stream:
+        return [token.id async for token in stream]
+
+
+def make_wide(seed: int = 0) -> Any:
+    """A model of 160 MiB: more than what may stay on the device after an unload."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        eos_token_id=None,
+    )
+    return make_model(config, seed=seed, sharpness=2.0)
+
+
+class TestTorchEngine(test_conformance.TestTorchEngine):
+    """The contract of engines, moves and adapters included."""
+
+    device = "cuda"
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -37,3 +91,74 @@ async def test_tokens_equal_generate_and_memory_comes_back(architecture: str) ->
             assert await fulfil(engine, wishes) == expected
             await engine.unload()  # raises when the device does not give the memory back
             assert engine.status().state is InstanceState.EMPTY
+
+
+@pytest.mark.parametrize("architecture", MIXES)
+async def test_tokens_equal_those_of_the_merged_model(architecture: str, tmp_path: Path) -> None:
+    assert pool_kind(CUDA) is PagedPool, "the kernels of adapters do not run"
+    await serve_mixed(architecture, tmp_path, device="cuda")
+
+
+async def test_an_unload_gives_all_its_memory_back() -> None:
+    store = DictStore()
+    cards = [store.add(name, make_wide(seed)) for seed, name in enumerate("ab")]
+    async with TorchEngine("e0", device="cuda", kv_tokens=65_536, memory_bytes="4 GiB") as engine:
+        free: list[int] = []
+        for card in cards * 4:
+            await engine.load(card, store)
+            await tokens_of(engine, ask(card.id))
+            held, _ = torch.cuda.mem_get_info()
+            await engine.unload()
+            free.append(torch.cuda.mem_get_info()[0])
+            assert free[-1] - held > card.weight_bytes
+        assert free[-1] >= free[0] - (8 << 20), "swaps leak memory of the device"
+
+
+async def test_engines_of_one_gpu_swap_at_the_same_time() -> None:
+    """What one takes or frees meanwhile must not make the other believe that its memory was not freed."""
+    store = DictStore()
+    models = {name: make_wide(seed) for seed, name in enumerate("ab")}
+    cards = {name: store.add(name, model) for name, model in models.items()}
+    expected = {name: generate(model.to("cuda"), PROMPT, 6) for name, model in models.items()}
+    del models
+    gc.collect()
+
+    async def swap_for_ever(engine: TorchEngine, names: str) -> None:
+        for name in names:
+            await engine.load(cards[name], store)
+            assert await tokens_of(engine, ask(name)) == expected[name]
+            await engine.unload()
+
+    settings: dict[str, Any] = {"device": "cuda", "kv_tokens": 4096, "memory_bytes": "1 GiB"}
+    async with (
+        TorchEngine("e0", **settings) as one,
+        TorchEngine("e1", **settings) as other,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(swap_for_ever, one, "ab" * 5)
+        tasks.start_soon(swap_for_ever, other, "ba" * 5)
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+async def test_weights_come_from_pinned_memory(kind: str, tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path, model_id="m")
+    expected = generate(model.to("cuda"), PROMPT, 6)
+    host = PinnedStore("64 MiB") if kind == "own" else SharedStore(tmp_path / "shared", "64 MiB")
+    async with TieredStore(host, NvmeStore(tmp_path)) as store:
+        card = ModelCard.of(Model("m"), await store.manifest(ModelId("m")))
+        await store.prefetch(ModelId("m"))
+        async with store.open((await store.manifest(ModelId("m"))).shards[0]) as chunks:
+            async for chunk in chunks:
+                assert chunk.pinned
+                assert in_place(chunk.data).is_pinned(), "CUDA does not take it for pinned"
+        async with TorchEngine("e0", device="cuda", kv_tokens=256) as engine:
+            await engine.load(card, store)
+            assert await tokens_of(engine, ask("m")) == expected
+
+
+@pytest.mark.parametrize("scheme", ["fp8-e4m3", "fp8-e4m3-channel"])
+async def test_tokens_of_codes_are_those_of_weights_made_whole(scheme: str, tmp_path: Path) -> None:
+    kept, whole = await kept_and_whole(scheme, tmp_path, "cuda")
+    assert kept == whole

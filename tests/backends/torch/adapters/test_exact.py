@@ -57,6 +57,11 @@ async def test_tokens_equal_those_of_the_merged_model(
     monkeypatch.setattr(holder, "pool_kind", lambda device: PagedPool if way == "pages" else RangePool)
     if way == "tiles":
         monkeypatch.setattr(ranges, "goes_by_rows", lambda dtype, device: False)
+    await serve_mixed(architecture, tmp_path)
+
+
+async def serve_mixed(architecture: str, tmp_path: Path, device: str = "cpu") -> None:
+    """Compare requests with all of an architecture's adapters, and without, with the merged models."""
     random = Random(2)
     model = make_model(architecture)
     adapters = [
@@ -67,6 +72,10 @@ async def test_tokens_equal_those_of_the_merged_model(
     named = [random.choice(list(models)) for _ in range(max(8, 2 * len(models)))]
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(random.choice([1, 5, 40, 70]))] for _ in named]
     counts = [random.choice([1, 12, 24]) for _ in named]
+    store = DictStore()
+    card = store.add("m", model)
+    for each in models.values():
+        each.to(device)
     expected = [generate(models[a], p, n) for a, p, n in zip(named, prompts, counts, strict=True)]
     assert all(
         adapter is None or tokens != generate(model, prompt, len(tokens))
@@ -74,8 +83,6 @@ async def test_tokens_equal_those_of_the_merged_model(
         if len(tokens) == 12
     ), "an adapter that changes nothing would hide a mistake"
 
-    store = DictStore()
-    card = store.add("m", model)
     wishes = make_wishes(random, "m", prompts, [Sampling(max_tokens=count) for count in counts])
     wishes = [
         replace(wish, request=replace(wish.request, adapter=None if a is None else AdapterId(a)))
@@ -83,7 +90,7 @@ async def test_tokens_equal_those_of_the_merged_model(
     ]
     # Few blocks and a small budget, so that requests are preempted and prompts are cut.
     async with TorchEngine(
-        "e0", kv_tokens=96, kv_block_tokens=16, token_budget=48, max_requests=8, threads=1
+        "e0", device=device, kv_tokens=96, kv_block_tokens=16, token_budget=48, max_requests=8, threads=1
     ) as engine:
         await engine.load(card, store)
         for adapter in adapters:
