@@ -1,9 +1,9 @@
-"""Embed a fleet in a service of your own: tokens over HTTP as they come, errors as the status they mean.
+"""Embed a fleet in a service of your own: tokens over HTTP as they are generated, errors as HTTP statuses.
 
     python -m examples.embed_in_a_service
 
-All of it is anyio and the standard library; put the framework you like in its place. The fleet lives as long
-as the service. A client that hangs up ends its request, because leaving `fleet.stream` does.
+It uses anyio and the standard library; any web framework will do instead. The fleet is open as long as the
+service is. A client that disconnects ends its request, because leaving `fleet.stream` does.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ async def answer(fleet: Fleet, client: SocketStream) -> None:
                     async for token in tokens:
                         line = {"token": token.id, "text": token.text, "finish": token.finish_reason}
                         await client.send(head + json.dumps(line).encode() + b"\n")
-                        head = b""  # it went out with the first token: what failed before had another
+                        head = b""  # sent with the first token; an error before it has a status of its own
             except (HotswapError, LookupError, TypeError, ValueError) as exc:
                 await client.send(refusal(exc) if head else b"")
 
@@ -65,7 +65,7 @@ def refusal(error: Exception) -> bytes:
 
 
 def ask(port: int, model: str) -> None:
-    """What a client does: print tokens as they arrive."""
+    """Be a client: print tokens as they arrive."""
     asked = json.dumps({"model": model, "prompt": [1, 2, 3], "max_tokens": 4})
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
         connection.request("POST", "/", asked)

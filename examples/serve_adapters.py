@@ -2,9 +2,9 @@
 
     python -m examples.serve_adapters
 
-An instance holds what was asked for last and loads the rest when a request needs it. New weights for one come
-while it is served: requests under way keep the old ones. Put a `TorchEngine` and
-the directories that PEFT wrote in the place of what is simulated here.
+An instance keeps the adapters that were used last, and loads another when a request names it. An adapter gets
+new weights while it is served: requests that run keep the old ones. Replace the simulated engine and store by
+a `TorchEngine` and by directories that PEFT wrote.
 """
 
 import anyio
@@ -25,7 +25,7 @@ async def ask(fleet: Fleet, adapter: str | None, answers: dict[str | None, list[
 async def main() -> dict[str | None, list[int]]:
     answers: dict[str | None, list[int]] = {}
     async with Fleet(
-        engines=[SimEngine("e0", max_adapters=2)],  # room for two of the three at a time
+        engines=[SimEngine("e0", max_adapters=2)],  # holds two of the three at a time
         store=SimStore({"qwen-0.5b": "1 GB"}),
         models=[Model("qwen-0.5b", min_replicas=1)],
         adapters=ADAPTERS,

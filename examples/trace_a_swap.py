@@ -57,7 +57,7 @@ async def main() -> tuple[SwapRecord, Sequence[ReadableSpan]]:
 
 
 def hex_trace_id(span: ReadableSpan) -> str:
-    """How a `SwapRecord` writes it, and how a tracing backend searches for it."""
+    """The trace id as in `SwapRecord.trace_id` and in tracing backends."""
     assert span.context is not None
     return format_trace_id(span.context.trace_id)
 

@@ -1,4 +1,4 @@
-"""Send a fleet's spans to an OpenTelemetry collector, Jaeger, Tempo or whatever else takes OTLP over HTTP.
+"""Send a fleet's spans to an OpenTelemetry collector, Jaeger, Tempo or another server of OTLP over HTTP.
 
     OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 python -m examples.trace_to_otlp
 

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m examples.vllm_fleet [CHECKPOINT ...]
 
-Name directories of your own, or watch three small models of random weights. Alike on a CPU and on a GPU; see
-docs/vllm.md for how to install vLLM without one.
+Give checkpoint directories, or see it with three small models of random weights. It runs on a CPU and on a
+GPU; for vLLM on a CPU see docs/vllm.md.
 """
 
 import sys
@@ -21,7 +21,7 @@ from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 
 
 def make_checkpoints(root: Path) -> list[Path]:
-    """Three models of one architecture, so that a running core can take each of them over."""
+    """Make three models of one architecture, so that a running engine core can load each of them in place."""
     config = transformers.LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2,
         max_position_embeddings=1024, eos_token_id=None, dtype="bfloat16",
@@ -47,7 +47,7 @@ def tell(record: SwapRecord) -> None:
 
 
 async def main(checkpoints: list[Path], work: Path) -> Answers:
-    """Ask every model the same eight times over; return its answers, which are all the same."""
+    """Send every model the same request eight times; return the different answers, one for each model."""
     models = [Model(path.name, path) for path in checkpoints]
     answers: Answers = {}
     async with (
@@ -69,7 +69,7 @@ async def main(checkpoints: list[Path], work: Path) -> Answers:
     return answers
 
 
-if __name__ == "__main__":  # which processes of vLLM may import
+if __name__ == "__main__":  # processes of vLLM import this file
     with tempfile.TemporaryDirectory() as made:
         given = [Path(name) for name in sys.argv[1:]]
         anyio.run(main, given or make_checkpoints(Path(made)), Path(made))

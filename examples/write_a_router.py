@@ -21,9 +21,9 @@ from hotswap.policies import KeepAsIs
 class ConversationRouter(Router):
     """Keeps a conversation on one replica by rendezvous hashing of its first tokens.
 
-    The replica with the highest hash of (conversation, replica) wins, so when one comes or goes no others'
-    conversations move (Thaler, Ravishankar, 1998). A replica with over `spill` requests more than the idlest
-    is passed over.
+    The replica with the highest hash of (conversation, replica) wins, so that when a replica is added or
+    removed only its own conversations move (Thaler, Ravishankar, 1998). A replica with over `spill` requests
+    more than the least loaded one is skipped.
     """
 
     first_tokens: int = 8
@@ -33,8 +33,8 @@ class ConversationRouter(Router):
         replicas = fleet.serving(request.model)
         if not replicas:
             return None  # wait; asked again whenever an instance changes state
-        idlest = min(replica.num_requests for replica in replicas)
-        near = [replica for replica in replicas if replica.num_requests <= idlest + self.spill]
+        least = min(replica.num_requests for replica in replicas)
+        near = [replica for replica in replicas if replica.num_requests <= least + self.spill]
         conversation = repr(request.prompt[: self.first_tokens])
 
         def weight(replica: InstanceView) -> bytes:
@@ -44,7 +44,7 @@ class ConversationRouter(Router):
 
 
 async def main() -> dict[int, Counter[InstanceId]]:
-    """Hold twelve conversations of four turns each; return where the turns of each one went."""
+    """Run twelve conversations of four turns each; return how many turns of each ran on which instance."""
     fleet = Fleet(
         engines=[SimEngine("e0"), SimEngine("e1"), SimEngine("e2")],
         store=SimStore({"smollm-135m": "270 MB"}),

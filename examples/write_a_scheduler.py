@@ -1,10 +1,10 @@
-"""Write a scheduler: give an idle instance to whichever model has waited longest.
+"""Write a scheduler: swap an idle instance to the model whose requests have waited longest.
 
     python -m examples.write_a_scheduler
 
 A scheduler is one pure function from a frozen view to actions: it neither awaits nor remembers, so it can be
-tried on a view made by hand, as `main` does first. The fleet asks it every interval, and at once when
-somebody waits for a model that no instance serves, and carries out what it answers.
+tried on a view made by hand, as `main` does first. The fleet calls it every interval, and at once when a
+request waits for a model that no instance serves, and carries out the actions that it returns.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ SIZES = {"smollm-135m": "270 MB", "qwen-0.5b": "1 GB", "llama-1b": "2.5 GB"}
 
 
 class LongestWaitFirst(Scheduler):
-    """Turns idle instances to the models that wait without a replica, in the order of the waiting room.
+    """Swaps idle instances to models with waiting requests and no replica, in the order of the queue.
 
-    An instance with work keeps its model, so nothing is ever evicted, and a model that is never idle is never
-    swapped out: `hotswap.policies.WeightedLoadSwap` weighs the loads instead.
+    An instance with requests keeps its model, so no request is ever evicted, and a model that is never idle
+    is never swapped out: `hotswap.policies.WeightedLoadSwap` compares loads instead.
     """
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
@@ -50,10 +50,10 @@ class LongestWaitFirst(Scheduler):
 
 
 def try_on_a_view() -> Sequence[Action]:
-    """Ask for a plan without a fleet."""
+    """Plan without a fleet."""
     e0 = InstanceView(id=InstanceId("e0"), state=InstanceState.EMPTY)
-    somebody = WaitingView(id=RequestId("r0"), model=ModelId("llama-1b"))
-    return LongestWaitFirst().plan(FleetView(now_s=0.0, instances=(e0,), waiting=(somebody,)))
+    waiting = WaitingView(id=RequestId("r0"), model=ModelId("llama-1b"))
+    return LongestWaitFirst().plan(FleetView(now_s=0.0, instances=(e0,), waiting=(waiting,)))
 
 
 async def main() -> tuple[SwapRecord, ...]:

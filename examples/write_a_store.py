@@ -2,8 +2,9 @@
 
     python -m examples.write_a_store
 
-A store has three verbs: say what a model consists of, lend its bytes in order, show what lies where. Subclass
-`hotswap.testing.WeightStoreConformance` to learn whether yours keeps the contract; this one does.
+A store has three methods: `manifest` says what a model consists of, `open` lends its bytes in order, `view`
+shows what is stored where. Subclass `hotswap.testing.WeightStoreConformance` to test a store of your own;
+this one passes.
 """
 
 import random
@@ -23,7 +24,7 @@ from hotswap.backends.sim import SimEngine
 
 
 class ZipStore(hotswap.WeightStore):
-    """Lends the one entry of each `<model>.zip`, whose own CRC-32 is checked as its last byte is read."""
+    """Lends the one entry of each `<model>.zip`, whose CRC-32 is checked when its last byte is read."""
 
     def __init__(self, folder: Path, *, chunk_bytes: int = 1 << 20) -> None:
         self._archives = {ModelId(path.stem): path for path in sorted(folder.glob("*.zip"))}

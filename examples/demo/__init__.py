@@ -1,1 +1,1 @@
-"""The demo: three models that recite by heart, served on fewer engines than there are models."""
+"""The demo: three models, each overfit to one text, on fewer engines than models."""

@@ -1,7 +1,7 @@
 """Three models on two engines, which swap them while they recite: `make demo`.
 
 The first run trains the models and converts them, in half a minute; later runs find them in `.cache/demo`. It
-ends with exit status 1 if a single character of a single text was wrong.
+exits with status 1 if a character of any text was wrong.
 """
 
 import argparse
@@ -53,8 +53,8 @@ def run(cache: Path, *, console: Console, readers: int = 4, crowd: int = 24) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.partition("\n")[0])
     parser.add_argument("--cache", type=Path, default=CACHE, help="where models are kept between runs")
-    parser.add_argument("--readers", type=int, default=4, help="how many ask at once in each act")
-    parser.add_argument("--crowd", type=int, default=24, help="how many come one after another at the end")
+    parser.add_argument("--readers", type=int, default=4, help="requests at once in each act")
+    parser.add_argument("--crowd", type=int, default=24, help="requests one after another in the last act")
     args = parser.parse_args()
     # A pipe has no width; the table of swaps needs this much.
     console = Console(width=None if sys.stdout.isatty() else 100)

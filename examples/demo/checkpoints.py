@@ -1,11 +1,11 @@
-"""Three small checkpoints of three architectures, each of which knows one text by heart.
+"""Three small checkpoints of three architectures, each overfit to one text.
 
     python -m examples.demo.checkpoints DIR
 
-A model that recites is the easiest to watch: whoever knows the text sees at once whether a token was lost,
-doubled or came from the wrong model. They are trained here in seconds, on a CPU and without a download, and
-saved as ordinary Hugging Face directories in float32. Greedy decoding from the opening words gives the rest
-of the text and then the end-of-sequence token; from those of a later passage, the rest from there.
+The right answer of such a model is known, so a token that is lost, doubled or from the wrong model is seen at
+once. The models are trained here in seconds, on a CPU and without a download, and saved as ordinary Hugging
+Face directories in float32. Greedy decoding from the opening words of the text, or of a passage of it, gives
+the text from there to its end and then the end-of-sequence token.
 """
 
 import argparse
@@ -44,10 +44,11 @@ STEPS: Final = 160
 PEAK_LR: Final = 5e-3
 EXCERPTS_PER_STEP: Final = 4
 EXCERPT_TOKENS: Final = 80
-# How far back a token may look, drawn anew for each step. A model that always sees the whole text learns at
-# which position each word stands, and is lost when a recitation starts anywhere but at the beginning.
+# How many earlier tokens a token attends to, drawn anew for each step. A model that always attends to the
+# whole text learns the position of each word, and fails when a recitation starts after the beginning.
 REACHES: Final = (8, 16, 32, 64, 128, 1024, 1024)
-# By how much the right token's logit must lead: far more than rounding, in bfloat16 too, can make up.
+# By how much the logit of the right token must exceed all others: far more than rounding errors, in bfloat16
+# too.
 LEAD: Final = 1.0
 ONE_AT_A_TIME: Final = threading.Lock()  # new weights are drawn from torch's one source of randomness
 
@@ -63,7 +64,7 @@ class Checkpoint:
 
     @property
     def opening(self) -> str:
-        """The first words: the prompt that has the whole text recited."""
+        """The first words, the prompt for the whole text."""
         return self.openings[0]
 
     @property
@@ -157,7 +158,7 @@ RECIPES: Final = (
 def make_checkpoints(root: Path, *, console: Console | None = None) -> tuple[Checkpoint, ...]:
     """Train what is not yet under `root`, one directory per model, and return all of them.
 
-    A directory appears whole or not at all, and is made anew when its recipe has changed.
+    A directory is renamed into place when it is complete, and made again when its recipe has changed.
     """
     root.mkdir(parents=True, exist_ok=True)
     columns = (
@@ -193,9 +194,9 @@ def _make(recipe: Recipe, root: Path, progress: Progress, task: TaskID) -> Check
     if not _is_made(path, recipe):
         model, tokenizer = _train(recipe, lambda step, loss: _show(progress, task, step, loss))
         _publish(model, tokenizer, recipe, path)
-        state = "learned by heart"
+        state = "trained"
     else:
-        state = "knows its text already"
+        state = "trained already"
     progress.update(task, completed=STEPS, state=state)
     progress.stop_task(task)
     architecture: str = json.loads((path / "config.json").read_text("utf-8"))["architectures"][0]
@@ -203,7 +204,7 @@ def _make(recipe: Recipe, root: Path, progress: Progress, task: TaskID) -> Check
 
 
 def _show(progress: Progress, task: TaskID, step: int, loss: float) -> None:
-    progress.update(task, completed=step, state=f"learning, loss {loss:.3f}")
+    progress.update(task, completed=step, state=f"training, loss {loss:.3f}")
 
 
 def _is_made(path: Path, recipe: Recipe) -> bool:
@@ -213,15 +214,17 @@ def _is_made(path: Path, recipe: Recipe) -> bool:
 
 def _publish(model: Any, tokenizer: Tokenizer, recipe: Recipe, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        whole = Path(scratch, path.name)
-        model.save_pretrained(whole)
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(whole)
-        (whole / STAMP).write_text(recipe.stamp, "utf-8")
+        complete = Path(scratch, path.name)
+        model.save_pretrained(complete)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(
+            complete
+        )
+        (complete / STAMP).write_text(recipe.stamp, "utf-8")
         shutil.rmtree(path, ignore_errors=True)
         try:
-            whole.rename(path)
+            complete.rename(path)
         except OSError:
-            if not _is_made(path, recipe):  # else another process was faster, and its directory is as good
+            if not _is_made(path, recipe):  # else another process was faster, and made the same
                 raise
 
 
@@ -240,7 +243,7 @@ def _no_second_progress_bar() -> Iterator[None]:
 
 
 def _passage_starts(text: str) -> Iterator[int]:
-    """Where a sentence, a clause or a line begins with words found nowhere else, and more words follow."""
+    """Starts of sentences, clauses and lines whose first words are unique in the text and not its last."""
     for start in (0, *(match.end() for match in PASSAGE.finditer(text))):
         opening = _opening(text[start:])
         if text.count(opening) == 1 and start + len(opening) < len(text):
@@ -269,14 +272,14 @@ def _tokenizer(text: str, vocab_size: int) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A passage, up to the end of the text. Its first `given` tokens are the prompt; the rest is learned."""
+    """The text from a passage on. Its first `given` tokens are the prompt, the others are trained on."""
 
     ids: Tensor
     given: int
 
 
 def _lessons(text: str, tokenizer: Tokenizer) -> list[Lesson]:
-    """The whole text first."""
+    """Return a lesson for every passage, the whole text first."""
     return [
         Lesson(
             torch.tensor([*tokenizer.encode(text[start:]).ids, EOS_ID]),
@@ -329,8 +332,8 @@ def _teach(
     hard: list[Lesson] = []
     for step in range(1, STEPS + 1):
         excerpts = [next(deck) for _ in range(EXCERPTS_PER_STEP)]
-        whole = rng.choice(hard) if hard and step % 2 else lessons[0]
-        loss = _whole_loss(model, whole, rng.choice(REACHES)) + _excerpts_loss(model, excerpts)
+        long = rng.choice(hard) if hard and step % 2 else lessons[0]
+        loss = _whole_loss(model, long, rng.choice(REACHES)) + _excerpts_loss(model, excerpts)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -350,9 +353,9 @@ def _shuffled_for_ever(lessons: Sequence[Lesson], rng: random.Random) -> Iterato
 
 
 def _whole_loss(model: Any, lesson: Lesson, reach: int) -> Tensor:
-    """The loss over a whole passage, where each token sees at most the `reach` tokens before it.
+    """The loss over a whole lesson, where each token attends to at most `reach` tokens before it.
 
-    A model with a sliding window does without: it cannot see far, and brings a mask of its own.
+    A model with a sliding window has a mask of its own, which is left as it is.
     """
     mask = None
     if getattr(model.config, "sliding_window", None) is None:
@@ -363,7 +366,7 @@ def _whole_loss(model: Any, lesson: Lesson, reach: int) -> Tensor:
 
 
 def _excerpts_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
-    """The loss over the beginnings of some passages, but not over the openings, which nothing foretells."""
+    """The loss over the beginnings of some passages, without the openings, which are given."""
     ids = torch.zeros(len(lessons), EXCERPT_TOKENS, dtype=torch.long)
     known = torch.zeros_like(ids, dtype=torch.bool)
     for row, lesson in enumerate(lessons):
@@ -376,9 +379,9 @@ def _excerpts_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
 
 @torch.no_grad()
 def _lead(model: Any, lesson: Lesson) -> float:
-    """By how much the right token's logit leads the next best where it leads least; negative: it errs there.
+    """The least margin of the right token's logit over the next best; negative if a wrong token is best.
 
-    Positive everywhere is the same as reciting greedily, in one forward pass instead of one per token.
+    Over 0 means that greedy decoding gives the text; it takes one forward pass instead of one per token.
     """
     logits: Tensor = model(lesson.ids[None]).logits[0, lesson.given - 1 : -1]
     right = lesson.ids[lesson.given :, None]

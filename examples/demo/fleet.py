@@ -17,16 +17,16 @@ from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 from hotswap.testing import SpanRecorder
 
-# Beside its KV blocks the first engine has room for one model, so it must unload before it loads. The second
-# can load the next model while it serves the one before.
+# The first engine fits one model beside its KV blocks, so it must unload before it loads. The second fits
+# two, and can load the next model while it serves the current one.
 KV_BYTES: Final = "6 MiB"
 MEMORY: Final = {"e0": "10 MiB", "e1": "16 MiB"}
-# Of the three models two fit into host memory: the third is read from the disk.
+# Two of the three models fit into host memory; the third is read from disk.
 HOST_BYTES: Final = "6 MiB"
 
 
 def make_engines() -> list[TorchEngine]:
-    """Two instances, which share the one device that there is."""
+    """Return two engines on one device."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     skeletons = SkeletonCache()
     return [
@@ -43,7 +43,7 @@ def make_fleet(
     spans: SpanRecorder,
     on_swap: Callable[[SwapRecord], None],
 ) -> Fleet:
-    """Compose the fleet; nothing in it is made for the demo but the numbers."""
+    """Return the fleet; only its sizes and intervals are special to the demo."""
     return Fleet(
         engines=engines,
         store=TieredStore(PinnedStore(HOST_BYTES), NvmeStore(store)),
@@ -57,7 +57,7 @@ def make_fleet(
 
 
 def fill_store(checkpoints: Sequence[Checkpoint], store: Path, *, console: Console) -> None:
-    """Convert what the store lacks, or has from an older checkpoint, under a progress bar."""
+    """Convert the checkpoints that the store lacks or has an older version of, with a progress bar."""
     transformers.logging.disable_progress_bar()  # ours is enough
     columns = (
         TextColumn("{task.description:<16}"),

@@ -1,4 +1,4 @@
-"""The play: who asks for what, and when an engine is lost. What to do about it, nobody tells the fleet."""
+"""The load of the demo: which requests arrive when, and when an engine is lost."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +21,12 @@ PAUSE_S: Final = 0.15  # between two arrivals of the crowd
 
 
 class _TookTooLong(Exception):
-    """The fleet did not do in time what it should do by itself."""
+    """The fleet did not reach an expected state in time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Loss:
-    """An engine that was lost, how many recitations it had, and how long until it served again."""
+    """An engine that was lost, how many recitations it ran, and how long it took to serve again."""
 
     instance: InstanceId
     num_streams: int
@@ -37,7 +37,8 @@ class Loss:
 class Play:
     """Clients whose interest moves from model to model, and a device that fails.
 
-    `readers` ask at once in each act, `crowd` one after another in the last; `tell` hears what happens.
+    Each act starts `readers` requests at once, the last act `crowd` requests one after another. `tell` is
+    called with a line of text for every event.
     """
 
     fleet: Fleet
@@ -53,11 +54,11 @@ class Play:
 
     @property
     def passed(self) -> bool:
-        """Whether it went to its end and every single text was exact."""
+        """Whether all acts were performed and every text was exact."""
         return not self.failure and not any(recital.fault for recital in self.recitals)
 
     async def perform(self) -> None:
-        """Perform all acts until the last recitation has ended; `failure` says what broke it off."""
+        """Perform all acts; `failure` says why it stopped before the last recitation had ended."""
         began_s = anyio.current_time()
         async with anyio.create_task_group() as clients:
             try:
@@ -69,7 +70,7 @@ class Play:
 
     async def _acts(self, clients: TaskGroup) -> None:
         alice, gettysburg, sonnets = self.checkpoints
-        self.tell(f"Everybody asks for {alice.name}.")
+        self.tell(f"All requests are for {alice.name}.")
         await self._served_by_all(clients, alice)
         self.tell(f"The interest shifts to {gettysburg.name}.")
         await _under_way(self._begin(clients, gettysburg, self.readers))
@@ -141,4 +142,4 @@ async def _under_way(recitals: Iterable[Recital]) -> None:
 
 async def _ended(recitals: Iterable[Recital]) -> None:
     for recital in recitals:
-        await recital.landed()
+        await recital.finished()

@@ -1,4 +1,4 @@
-"""One client that has a model recite, and knows what it must hear."""
+"""One client: it has a model recite a text, and compares the answer with the text."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,7 +15,7 @@ MAX_TOKENS: Final = 1000  # more than any text has: every recitation ends by its
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
-    """Where a text moved: the number of its characters from before, and the instances on either side."""
+    """Where a request moved in its text: after how many characters, from which instance to which."""
 
     at: int
     source: str
@@ -24,7 +24,7 @@ class Seam:
 
 @dataclass(slots=True, eq=False)
 class Recital:
-    """A request and what has come of it."""
+    """A request and its answer so far."""
 
     checkpoint: Checkpoint
     opening: str
@@ -36,7 +36,7 @@ class Recital:
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
     async def run(self, fleet: Fleet) -> None:
-        """Ask, and listen to the end. What the fleet refuses or breaks is kept as `error`."""
+        """Send the request and read its stream to the end. An error of the fleet is kept as `error`."""
         try:
             async with fleet.stream(
                 self.checkpoint.name, self.opening, Sampling(max_tokens=MAX_TOKENS)
@@ -53,23 +53,23 @@ class Recital:
             self._tell()
 
     async def reached(self, num_tokens: int) -> None:
-        """Return once so many tokens were heard, or no more will come."""
+        """Return once so many tokens have arrived, or no more will."""
         while len(self.pieces) < num_tokens and not self.ended:
             await self._changed.wait()
 
-    async def landed(self) -> None:
+    async def finished(self) -> None:
         """Return once it has ended."""
         while not self.ended:
             await self._changed.wait()
 
     @property
     def text(self) -> str:
-        """What was heard so far."""
+        """The answer so far."""
         return "".join(self.pieces)
 
     @property
     def seams(self) -> tuple[Seam, ...]:
-        """Where the text went on elsewhere; a move before the first token leaves no seam."""
+        """Every move after the first token; a move before it does not show in the text."""
         pairs = zip(self.hops, self.hops[1:], strict=False)
         return tuple(
             Seam(
@@ -83,15 +83,15 @@ class Recital:
 
     @property
     def fault(self) -> str:
-        """What is wrong with what was heard; empty when it is the text, whole and exact."""
+        """How the answer differs from the text; empty when it is complete and exact."""
         if self.error:
             return self.error
-        right, heard = self.checkpoint.continuation_of(self.opening), self.text
-        if heard == right:
+        expected, answer = self.checkpoint.continuation_of(self.opening), self.text
+        if answer == expected:
             return ""
-        pairs = zip(heard, right, strict=False)
-        at = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(heard), len(right)))
-        return f"after {at} characters it said {heard[at : at + 30]!r} where {right[at : at + 30]!r} was due"
+        pairs = zip(answer, expected, strict=False)
+        at = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(answer), len(expected)))
+        return f"after {at} characters it said {answer[at : at + 30]!r} instead of {expected[at : at + 30]!r}"
 
     def _tell(self) -> None:
         self._changed.set()

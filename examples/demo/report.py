@@ -1,4 +1,4 @@
-"""What the play has shown, in figures measured while it ran: a text that moved, swaps by phase, one trace."""
+"""The report of a run, measured while it ran: a text that moved, every swap by phase, one trace."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -24,7 +24,7 @@ NOTES: Final = (
 
 
 def print_report(console: Console, play: Play, spans: SpanRecorder) -> None:
-    """Print all of it, and last the verdict on the texts."""
+    """Print the report, and last whether every text was exact."""
     swaps = spans.named("hotswap.swap")
     found = _moved_by_a_swap(play.recitals, spans.named("hotswap.request"), swaps)
     if found is not None:
@@ -47,7 +47,7 @@ def print_report(console: Console, play: Play, spans: SpanRecorder) -> None:
 def _moved_by_a_swap(
     recitals: Sequence[Recital], requests: Sequence[RecordedSpan], swaps: Sequence[RecordedSpan]
 ) -> tuple[Recital, RecordedSpan] | None:
-    """The first recitation that a swap sent elsewhere in the middle, and that swap."""
+    """The first recitation that a swap moved in the middle of its text, and that swap."""
     by_id = {swap.span_id: swap for swap in swaps}
     links = {span.attributes["hotswap.request.id"]: span.links for span in requests}
     for recital in recitals:
@@ -57,7 +57,7 @@ def _moved_by_a_swap(
 
 
 def _with_seams(recital: Recital) -> Text:
-    """The text around its seams, marked by the instances on either side: words, which no line breaks."""
+    """The text around its moves, each marked by the instances it went from and to."""
     color, text = color_of(recital.checkpoint.name), recital.text
     start = max(recital.seams[0].at - AROUND_SEAM, 0)
     shown = Text("…" if start else recital.opening, "dim")

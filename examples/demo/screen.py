@@ -1,4 +1,4 @@
-"""The fleet while it runs: drawn on a terminal, told line by line anywhere else."""
+"""Shows the fleet while it runs: drawn on a terminal, printed line by line elsewhere."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -32,35 +32,35 @@ STATES: Final = {
 
 
 def color_of(model: str | None) -> str:
-    """The color of a model, the same wherever it is named."""
+    """The color of a model."""
     return COLORS.get(short(model), "dim")
 
 
 def short(model: str | None) -> str:
-    """The first part of a model's name, where there is no room for more."""
+    """The first part of a model's name, for narrow columns."""
     return (model or "empty").partition("-")[0]
 
 
 def recitations(number: int) -> str:
-    """A number of them, in words."""
+    """A number of recitations, as text."""
     return f"{number} recitation{'' if number == 1 else 's'}"
 
 
 class Screen:
-    """Shows a play. `tell` and `tell_swap` add to what has happened, `draw` shows it."""
+    """Shows a play: `tell` and `tell_swap` add events, `draw` draws them and the fleet."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lines: deque[str] = deque(maxlen=NUM_LINES)
 
     def tell(self, line: str) -> None:
-        """Add a line to what has happened."""
+        """Add an event."""
         self._lines.append(line)
         if not self._console.is_terminal:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def tell_swap(self, record: SwapRecord) -> None:
-        """Add a swap to what has happened."""
+        """Add a swap as an event."""
         evicted = f", {recitations(record.num_evicted)} moved on" if record.num_evicted else ""
         self.tell(
             f"  {record.instance}: {short(record.model_before)} → {short(record.model)} {record.outcome} "
@@ -127,14 +127,14 @@ def _kv_use(instance: InstanceView) -> Text:
 
 
 def _waiting(view: FleetView) -> Text:
-    text = Text("\nwaiting room  ", "dim")
+    text = Text("\nqueue  ", "dim")
     for waiting in view.waiting:
         text.append("● ", color_of(waiting.model))
     return text
 
 
 def _streams(recitals: list[Recital]) -> Iterator[Text]:
-    """The last words of those that run now, the oldest first."""
+    """The last words of every recitation that runs, the oldest first."""
     for recital in [recital for recital in recitals if recital.pieces and not recital.ended][:NUM_STREAMS]:
         words = " ".join(recital.text[-80:].split())[-64:]
         seams = f" {len(recital.seams)}×moved " if recital.seams else ""

@@ -1,4 +1,4 @@
-"""The demo's models know their texts by heart, by transformers' own account."""
+"""The demo's models recite their texts when transformers runs them."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ NAMES = [recipe.name for recipe in RECIPES]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more, and beside other test processes would wait for each other."""
+    """Use one thread: more make models this small no faster, and slow beside other test processes."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -28,7 +28,7 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: tuple[Checkpoint, ..
 
 
 def _generate(checkpoint: Checkpoint, prompts: list[str]) -> list[list[int]]:
-    """What greedy decoding adds to each prompt: token ids up to and with the end-of-sequence token."""
+    """Return what greedy decoding adds to each prompt: token ids, the end-of-sequence token included."""
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint.path)
     tokenizer.pad_token = tokenizer.eos_token
@@ -59,8 +59,8 @@ def test_an_opening_has_the_same_tokens_alone_and_in_the_text(checkpoint: Checkp
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint.path)
     assert len(checkpoint.openings) > 20
     for opening in checkpoint.openings:
-        rest = checkpoint.continuation_of(opening)
-        assert tokenizer.encode(opening) + tokenizer.encode(rest) == tokenizer.encode(opening + rest)
+        text = checkpoint.continuation_of(opening)
+        assert tokenizer.encode(opening) + tokenizer.encode(text) == tokenizer.encode(opening + text)
 
 
 def test_three_architectures_of_three_sizes(checkpoints: tuple[Checkpoint, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The demo in a small: what it shows happened, and what it would say had it gone wrong."""
+"""The demo with few requests: what it shows has happened, and a wrong text fails it."""
 
 import io
 import os
@@ -58,8 +58,8 @@ def test_every_text_is_exact(performance: Performance) -> None:
     play = performance[0]
     assert len(play.recitals) == 2 * (3 + READERS) + 2 * READERS + CROWD
     for recital in play.recitals:
-        whole = recital.checkpoint.text
-        assert recital.opening + recital.text == whole[whole.index(recital.opening) :]
+        text = recital.checkpoint.text
+        assert recital.opening + recital.text == text[text.index(recital.opening) :]
     assert play.passed
 
 
@@ -105,7 +105,7 @@ def test_the_fleet_is_idle_again(performance: Performance) -> None:
 
 def test_a_terminal_shows_the_fleet(performance: Performance) -> None:
     drawn = performance[2]
-    for shown in ("╭─ fleet", "╭─ streams", "╭─ events", "SERVING", "waiting room", "is lost, with"):
+    for shown in ("╭─ fleet", "╭─ streams", "╭─ events", "SERVING", "queue", "is lost, with"):
         assert shown in drawn
 
 
@@ -113,26 +113,26 @@ def test_the_report_shows_the_seam_the_phases_and_the_trace(performance: Perform
     play, spans, _ = performance
     console = _console(terminal=False)
     print_report(console, play, spans)
-    said = _written(console)
-    assert "⟨e0→e1⟩" in said or "⟨e1→e0⟩" in said
+    printed = _written(console)
+    assert "⟨e0→e1⟩" in printed or "⟨e1→e0⟩" in printed
     for column in ("evict", "unload", "load", "first token", "GB/s", "tier"):
-        assert column in said
-    assert said.count("nvme") + said.count("pinned") >= len(play.fleet.swaps)
-    assert "── hotswap.evict" in said
-    assert "Every text is exact" in said
+        assert column in printed
+    assert printed.count("nvme") + printed.count("pinned") >= len(play.fleet.swaps)
+    assert "── hotswap.evict" in printed
+    assert "Every text is exact" in printed
 
 
 def test_a_single_wrong_character_is_told_and_fails_the_demo(performance: Performance) -> None:
     play, spans, _ = performance
-    heard = play.recitals[0]
-    wrong = Recital(heard.checkpoint, heard.opening, pieces=[*heard.pieces], ended=True)
+    right = play.recitals[0]
+    wrong = Recital(right.checkpoint, right.opening, pieces=[*right.pieces], ended=True)
     wrong.pieces[7] = wrong.pieces[7].swapcase() + "?"
     spoiled = Play(fleet=play.fleet, engines=[], checkpoints=play.checkpoints, tell=print, recitals=[wrong])
     console = _console(terminal=False)
     print_report(console, spoiled, spans)
     assert not spoiled.passed
     said = " ".join(_written(console).split())
-    assert f"WRONG: llama-alice from {heard.opening!r}: after " in said
+    assert f"WRONG: llama-alice from {right.opening!r}: after " in said
     assert "Every text is exact" not in said
 
 
@@ -177,10 +177,10 @@ def test_without_a_terminal_every_event_is_a_line() -> None:
         seconds=0.25,
         downtime_s=0.25,
     )
-    screen.tell("Everybody asks.")
+    screen.tell("All requests are for one model.")
     screen.tell_swap(replace(record, num_evicted=3))
     assert _written(console).splitlines() == [
-        "Everybody asks.",
+        "All requests are for one model.",
         "  e0: empty → empty done in 250 ms, 3 recitations moved on",
     ]
 

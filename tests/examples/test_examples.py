@@ -1,4 +1,4 @@
-"""Every example does what it says, by its real outcome."""
+"""Every example does what it says."""
 
 import http.client
 import json
@@ -56,7 +56,7 @@ SWAP_PHASES = ["hotswap.preflight", "hotswap.evict", "hotswap.unload", "hotswap.
 
 def test_every_example_is_imported_here() -> None:
     here = {module.__name__ for module in globals().values() if isinstance(module, ModuleType)}
-    # That with vLLM is tested where vLLM is.
+    # The example of vLLM is tested in the environment that has vLLM.
     files = {path.stem for path in Path(*examples.__path__).glob("*.py")} - {"__init__", "vllm_fleet"}
     assert files
     assert {f"examples.{file}" for file in files} - here == set()
@@ -141,13 +141,13 @@ async def test_a_damaged_archive_is_refused_by_name(tmp_path: Path) -> None:
     write_a_store.pack(path, bytes(range(256)) * 4096)
     store = write_a_store.ZipStore(tmp_path)
     card = ModelCard.of(Model("smollm"), await store.manifest(ModelId("smollm")))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:200] + b"?" + whole[201:])
+    intact = path.read_bytes()
+    path.write_bytes(intact[:200] + b"?" + intact[201:])
     async with store, SimEngine("e0") as engine:
         with pytest.raises(ShardCorrupt, match=re.escape(str(path))):
             await engine.load(card, store)
         assert engine.status().state is InstanceState.EMPTY
-        path.write_bytes(whole[:-100])
+        path.write_bytes(intact[:-100])
         with pytest.raises(ShardCorrupt, match=re.escape(str(path))):
             await engine.load(card, store)
     with pytest.raises(ShardMissing, match=r"other\.zip"):
@@ -155,7 +155,7 @@ async def test_a_damaged_archive_is_refused_by_name(tmp_path: Path) -> None:
 
 
 class TestZipStore(WeightStoreConformance):
-    """The suite that the example tells its reader to use."""
+    """The suite that the example names."""
 
     models = (ModelId("large"), ModelId("small"))
 
@@ -277,7 +277,7 @@ def test_a_swap_has_its_phases_below_it(capsys: pytest.CaptureFixture[str]) -> N
 
 @contextmanager
 def _collector() -> Iterator[tuple[str, list[bytes]]]:
-    """A server that takes whatever is posted: its address and the bodies."""
+    """A server that accepts every POST: its address and the bodies it got."""
     bodies: list[bytes] = []
 
     class Handler(BaseHTTPRequestHandler):

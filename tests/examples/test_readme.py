@@ -1,4 +1,4 @@
-"""The README's code runs as it stands there, its links lead somewhere, its commands exist."""
+"""The README's code runs, its links lead to files, its commands exist."""
 
 import re
 from pathlib import Path

@@ -24,8 +24,8 @@ HEAVY = frozenset(
 LIMIT_S = 0.25
 
 LOADED = "import hotswap, json, sys; print(json.dumps(sorted(sys.modules)))"
-# Measured inside the new interpreter, so that its own start does not count, and in time of the processor, so
-# that what else the machine does counts little.
+# Measured inside the new interpreter, so that its start does not count, and in processor time, so that other
+# processes count little.
 SECONDS = "from time import process_time as now; start = now(); import hotswap; print(now() - start)"
 
 

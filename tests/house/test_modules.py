@@ -16,14 +16,14 @@ def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_a_module_is_short_enough_to_give_a_talk_about() -> None:
+def test_modules_are_short() -> None:
     lines = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
     assert lines
     assert sorted(module for module, count in lines.items() if count >= MAX_LINES) == sorted(LONGER)
 
 
-def test_every_module_says_what_it_is() -> None:
-    silent = [
+def test_every_module_has_a_docstring() -> None:
+    undocumented = [
         name(path) for path in modules() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
-    assert silent == []
+    assert undocumented == []

@@ -131,16 +131,16 @@ def test_public_names_are_pinned() -> None:
 
 def test_every_public_class_and_function_is_documented() -> None:
     public = {public_name: getattr(hotswap, public_name) for public_name in hotswap.__all__}
-    silent = [
+    undocumented = [
         public_name
         for public_name, value in public.items()
         if (inspect.isclass(value) or inspect.isfunction(value)) and not value.__doc__
     ]
-    assert silent == []
+    assert undocumented == []
 
 
 def test_every_public_method_is_documented_here_or_by_its_interface() -> None:
-    silent = [
+    undocumented = [
         f"{public_name}.{method}"
         for public_name in hotswap.__all__
         if inspect.isclass(cls := getattr(hotswap, public_name)) and cls.__module__.startswith("hotswap.")
@@ -148,4 +148,4 @@ def test_every_public_method_is_documented_here_or_by_its_interface() -> None:
         # getdoc looks through the bases: an override may leave the words to its interface.
         if not method.startswith("_") and not inspect.getdoc(function)
     ]
-    assert silent == []
+    assert undocumented == []

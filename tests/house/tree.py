@@ -1,4 +1,4 @@
-"""The files of the project, as the tests about the house see them."""
+"""The files of the project, for the tests of its structure."""
 
 from collections.abc import Iterator
 from pathlib import Path
