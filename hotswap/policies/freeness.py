@@ -16,12 +16,12 @@ Reading: TypeAlias = Literal["paper", "artifact"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualUsage:
-    """What the requests of one instance count for, in KV blocks, by the reason for which they count.
+    """The virtual usage of one instance in KV blocks, by its parts.
 
     Attributes:
-        physical: What requests hold, and under `"artifact"` the watermark.
-        queuing: What requests that wait need, as far as they count.
-        headroom: What is kept free for the sake of requests of high priority, over what they hold.
+        physical: Blocks that requests hold, and with `"artifact"` the watermark.
+        queuing: Blocks that waiting requests need, as far as these count.
+        headroom: Blocks kept free for requests of high priority, besides those that they hold.
         fake: Infinite for an instance that terminates, else 0.
     """
 
@@ -38,38 +38,40 @@ class VirtualUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freeness:
-    """How free an instance is: the room that its virtual usage leaves, over the requests that fill it.
+    """The freeness of an instance: the KV blocks that its virtual usage leaves, per request of its batch.
 
     Source: Sun et al., Llumnix, OSDI 2024, arXiv:2406.03243, section 4.4, Algorithm 1. With M the KV blocks
     of an instance, V the virtual usage of each of its requests and B its batch:
 
-        V(r) = demand of r                   r waits, and is the first who does
-               0                             r waits behind another
+        V(r) = demand of r                   r waits, and is the head of the queue
+               0                             r waits behind another request
                infinite                      r is the fake request of an instance that terminates
                held by r + headroom / n      r runs, with n others of its priority; headroom 0 if normal
         F    = (M - sum of V) / B
 
-    **Unit.** KV blocks per request, as the artifact's thresholds are (3, 10, 60). A request fills a block in
-    `kv_block_tokens` steps, so times that it is the number of decode steps until memory runs out. Below 0
-    somebody waits for memory, or requests of high priority lack their room. It is infinite for an instance
-    without a request, and minus infinity for one that terminates.
+    **Unit.** KV blocks per request, as the artifact's thresholds (3, 10, 60). A request fills a block in
+    `kv_block_tokens` steps, so F times `kv_block_tokens` is the number of decode steps until memory runs out.
+    Below 0 a request waits for memory, or requests of high priority lack their headroom. F is infinite for an
+    instance without a request, and minus infinity for one that terminates.
 
     **Headroom.** A request of high priority (over 0 here; the paper has two classes) is to run on an instance
-    that holds no more than `target_tokens`, at which it decodes undisturbed: the artifact's number is 1600.
-    So the headroom is M less that, shared by all who are of high priority; `None` keeps none.
+    that holds at most `target_tokens`, at which it decodes undisturbed: 1600 in the artifact. So the headroom
+    is M less that, shared by all requests of high priority; `None` keeps no headroom.
 
     **Readings.**
 
-    - `"paper"`: as above. B is not said for an instance where somebody waits and nobody runs; 1 here.
+    - `"paper"`: as above. The paper does not define B for an instance with waiting and no running requests;
+      here it is 1.
     - `"artifact"`: the rules of the branch that reproduces the paper's figures. A share `watermark` of M is
-      kept free, and *all* who wait count with what they need. B is running and waiting requests for
-      `dispatch`, and for moves those that run, and one more if anybody waits. To dispatch a request of
-      high priority the headroom counts where nobody else of high priority is, so that they keep together.
+      kept free, and *all* waiting requests count with the blocks that they need. B is running and waiting
+      requests for `dispatch`; for moves it is running requests, plus one if any request waits. To dispatch a
+      request of high priority the headroom counts where no other request of high priority is, so that these
+      share instances.
 
-    **What a view cannot say.** Of all who wait it has the tokens to be computed, not the blocks of each, so
-    rounding up is left out, and what is left of a prompt that runs counts with them. A request that its
-    engine has not told of yet needs nothing, and counts in B, but not in the artifact's: there many that come
-    at once go to one instance. Engines that say nothing of KV blocks have F = 0.
+    **Limits of a view.** A view has the tokens that all waiting requests must compute, not the blocks of
+    each, so rounding up is left out, and the rest of a running prompt is included. A request that its engine
+    has not seen yet needs no blocks and counts in B, but not in the artifact's B: there, requests that come
+    together go to one instance. Engines that do not report KV blocks have F = 0.
     """
 
     reading: Reading = "paper"
@@ -86,9 +88,9 @@ class Freeness:
             raise ConfigError(f"watermark is {self.watermark!r}; give a share of all blocks, 0 to below 1.")
 
     def of(self, instance: InstanceView, *, dispatch: bool = False, high: bool = False) -> float:
-        """Return F of an instance, as seen for `dispatch` or for moves: the readings may differ in B.
+        """Return F of an instance for `dispatch` or for moves, which differ in B in the artifact's reading.
 
-        `high` is whether a request of high priority is to be dispatched, for which they may differ in V.
+        `high` is whether a request of high priority is to be dispatched, for which V differs in that reading.
         """
         usage, batch = self.usage(instance, high=high), self.batch(instance, dispatch=dispatch)
         if usage.fake:
@@ -96,7 +98,7 @@ class Freeness:
         return (instance.num_kv_blocks - usage.total) / batch if batch else inf
 
     def usage(self, instance: InstanceView, *, high: bool = False) -> VirtualUsage:
-        """Return the sum of V over the requests of an instance, by its parts."""
+        """Return the virtual usage of an instance: the sum of V over its requests, by its parts."""
         held = instance.num_kv_blocks - instance.num_free_kv_blocks
         kept = instance.num_high_priority > 0
         if high and self.reading == "artifact":
@@ -116,13 +118,13 @@ class Freeness:
         return max(running, min(instance.num_waiting, 1))
 
     def headroom(self, instance: InstanceView) -> float:
-        """Return the blocks that all requests of high priority together would keep free on an instance."""
+        """Return the blocks that requests of high priority together keep free on an instance."""
         if self.target_tokens is None:
             return 0
         return max(0, instance.num_kv_blocks - self.target_tokens // instance.kv_block_tokens)
 
     def reserve(self, instance: InstanceView) -> int:
-        """Return the blocks that are kept free whoever runs."""
+        """Return the blocks that are kept free in any case: the artifact's watermark."""
         return int(self.watermark * instance.num_kv_blocks) if self.reading == "artifact" else 0
 
     def _queuing(self, instance: InstanceView) -> int:
@@ -135,6 +137,6 @@ class Freeness:
 
 
 def is_terminating(instance: InstanceView) -> bool:
-    """Whether an instance is being emptied of what it serves: drained, unloaded, or swapped away."""
+    """Whether an instance is being emptied of its model's requests: drained, unloaded or swapped away."""
     leaving = instance.swapping and instance.target != instance.model
     return leaving or instance.draining or instance.state is InstanceState.DRAINING

@@ -11,17 +11,18 @@ __all__ = ["LinearFit"]
 
 @dataclass(slots=True)
 class LinearFit:
-    """`slope * x + intercept`, fitted by least squares in which older points count less and less.
+    """The line `slope * x + intercept`, fitted by least squares with exponentially decaying weights.
 
-    Begins as given, as if it had been seen at `x` of 0 and `span`. Neither coefficient is ever below zero:
-    nothing takes less time for being more.
+    It starts with the given line, as if that had been measured at `x` of 0 and `span`. Neither coefficient
+    falls below zero, since a larger size never takes less time.
 
     Attributes:
-        slope: Seconds for one more.
-        intercept: Seconds for none.
-        span: How far apart the two points lie that it begins with.
-        memory: What share of a point's weight is left when the next comes.
-        mean_error: How far off it was, relative, on points it had not seen yet; the mean of recent ones.
+        slope: Seconds per unit of `x`.
+        intercept: Seconds at an `x` of 0.
+        span: The distance of the two points that the given line stands for.
+        memory: The share of a measurement's weight that is left when the next one comes.
+        mean_error: The mean relative error of recent predictions, each made before the measurement was
+        learned.
     """
 
     slope: float
@@ -33,17 +34,20 @@ class LinearFit:
 
     def __post_init__(self) -> None:
         if not (self.slope >= 0 and self.intercept >= 0 and self.span > 0 and 0 < self.memory < 1):
-            raise ConfigError(f"{self!r} is no line of costs; give numbers of 0 and more.")
+            raise ConfigError(
+                f"{self!r} is no line of costs; give a slope and an intercept of 0 or more, a span over 0 "
+                "and a memory between 0 and 1."
+            )
         self._sums = [0.0] * 5
         for x in (0.0, self.span):
             self._add(x, self.slope * x + self.intercept)
 
     def at(self, x: float) -> float:
-        """Return what is expected at `x`."""
+        """Return the expected seconds at `x`."""
         return self.slope * x + self.intercept
 
     def learn(self, x: float, seconds: float) -> None:
-        """See what it was."""
+        """Take in a measurement."""
         if seconds > 0:
             error = abs(self.at(x) - seconds) / seconds
             self.mean_error += (1 - self.memory) * (error - self.mean_error)

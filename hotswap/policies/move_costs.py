@@ -1,4 +1,4 @@
-"""What moves cost: how long each way takes a request, by what was seen of moves so far."""
+"""The cost of moving a request, learned from past moves: as tokens, or with its KV blocks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["MoveCosts"]
 
 
 class MoveCosts(Mover):
-    """Moves a request by the way that is over soonest, or lets it end where it is if that is sooner still.
+    """Chooses the quickest method to move a request, or lets the request end where it is if that is sooner.
 
     As tokens, a move takes `a * (t_in + t_out) + b` seconds (ServerlessLLM: Fu et al., OSDI 2024, section
-    5.2); with KV blocks, their bytes over the link's bandwidth and a constant (Llumnix: Sun et al.,
-    arXiv:2406.03243, section 4.2). Both are fitted to the records of moves, and so are the pauses that they
-    end with, which is what it says it expects.
+    5.2). With KV blocks, it takes their bytes over the link's bandwidth and a constant (Llumnix: Sun et al.,
+    arXiv:2406.03243, section 4.2). Both lines are fitted to the records of moves, and so are the pauses at
+    their end, which are the expected downtimes.
 
     Args:
-        token_s: Seconds of a prefill for each token.
-        byte_s: Seconds for each byte of KV blocks.
-        start_s: Seconds that any move takes.
-        pause_s: Seconds that a client waits at the end of it.
-        tpot_s: Seconds for each token that a request decodes.
+        token_s: Seconds of prefill per token.
+        byte_s: Seconds per byte of KV blocks.
+        start_s: Seconds that every move takes besides.
+        pause_s: Seconds that a client waits at the end of a move.
+        tpot_s: Seconds per decoded token.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MoveCosts(Mover):
 
     @property
     def errors(self) -> dict[str, float]:
-        """How far off the pauses it expected were of late, relative, by way."""
+        """The mean relative error of recent expected pauses, by method."""
         return {way: line.mean_error for way, line in self._pauses.items()}
 
     def __repr__(self) -> str:

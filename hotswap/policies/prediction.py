@@ -1,4 +1,4 @@
-"""What a fleet will look like once it has begun what was planned."""
+"""The view of a fleet after it has begun a plan, and which actions of the plan it would begin."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["accepted", "assume"]
 def accepted(fleet: FleetView, actions: Iterable[Action]) -> tuple[Action, ...]:
     """Return the actions that the fleet would begin if it were handed them in this order.
 
-    Dropped are those on an instance that is unknown, not free, or named by an action before, swaps to a model
-    that is not registered, already there, or failed to load there a moment ago, and unloads of what is EMPTY.
-    Other actions always stay.
+    The fleet drops a swap or unload of an instance that is unknown, not free, or named by an earlier action.
+    It drops a swap to a model that is not registered, is there already, or failed to load there a moment ago,
+    and an unload of an EMPTY instance. All other actions stay.
     """
     free = {i.id: i for i in fleet.instances if i.free}
     models = {model.id for model in fleet.models}
@@ -35,8 +35,8 @@ def accepted(fleet: FleetView, actions: Iterable[Action]) -> tuple[Action, ...]:
 def assume(fleet: FleetView, actions: Iterable[Action]) -> FleetView:
     """Return the view in which the accepted ones of `actions` have just begun.
 
-    Their instances are `swapping` to their targets: a replica of the new model, no longer of the old, and not
-    free. Loads, requests and residency stay as they are, since no byte has moved yet.
+    Their instances are `swapping` to their targets: each is a replica of the new model and no longer of the
+    old, and is not free. Requests and residency stay as they are, since no byte has moved yet.
     """
     targets: dict[InstanceId, ModelId | None] = {}
     for action in accepted(fleet, actions):

@@ -1,4 +1,4 @@
-"""What it costs to start a model: how long loads take, and the moves that make room for them."""
+"""The time it takes to start a model, learned from past swaps and moves: loads, and moves that make room."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hotswap.view import InstanceView, Residency, RunningView, StoreView
 
 __all__ = ["LoadCosts", "QueuedLoads", "StartupCosts"]
 
-# Of how many loads the errors are kept.
+# The errors of so many latest loads are kept.
 _NUM_ERRORS = 256
 
 
 class LoadCosts:
-    """How long loads take: `q + n / b`, with a bandwidth for each tier that is learned from loads.
+    """The time of a load: `q + n / b`, with a bandwidth for each tier that is learned from loads.
 
-    Source: ServerlessLLM (Fu et al., OSDI 2024), section 6: *q* is the time for which what was asked for
-    before keeps the tier busy, *n* the bytes of the model, *b* the bandwidth of the slowest link on the way.
-    Here *b* is that of the whole way from the tier to the device, since this is what a `SwapRecord` tells:
-    bytes over seconds of the load, in which older loads count less and less. Until the first record of a tier
-    it is what the store says of it.
+    Source: ServerlessLLM (Fu et al., OSDI 2024), section 6: *q* is the time of the loads that are queued on
+    the tier, *n* the bytes of the model, *b* the bandwidth of the slowest link on the load path. Here *b* is
+    the bandwidth of the whole path from the tier to the device, which is what a `SwapRecord` tells: bytes
+    over seconds of the load, with older loads counting less. Until the first record of a tier it is the
+    bandwidth that the store names.
 
     Args:
-        memory: What share of a load's weight is left when the next comes from the same tier.
-        unknown_s: Seconds for a model of which the store does not say where it lies.
+        memory: The share of a load's weight that is left when the next load comes from the same tier.
+        unknown_s: Seconds for a model whose tier the store does not name.
     """
 
     def __init__(self, *, memory: float = 0.8, unknown_s: float = 10.0) -> None:
@@ -44,9 +44,9 @@ class LoadCosts:
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
     def load_s(self, store: StoreView, model: ModelId) -> float:
-        """Return the seconds that a load from the model's fastest tier would take.
+        """Return the seconds of a load from the model's fastest tier.
 
-        Give `store.seen_from(instance.node)` for a load on a certain instance.
+        Pass `store.seen_from(instance.node)` for a load on a given instance.
         """
         link, num_bytes = store.source(model), store.load_bytes(model)
         if link is None or num_bytes is None:
@@ -54,7 +54,7 @@ class LoadCosts:
         return num_bytes / (self.bandwidths.get(link.name) or link.bytes_per_s)
 
     def learn(self, record: SwapRecord) -> None:
-        """See what a swap loaded; one that failed or read nothing teaches nothing."""
+        """Learn from the record of a swap; one that failed or read nothing is ignored."""
         seconds = record.phase_s("load") + record.phase_s("preload")
         if record.outcome != "done" or not record.tier or record.loaded_bytes <= 0 or seconds <= 0:
             return
@@ -69,15 +69,15 @@ class LoadCosts:
 
     @property
     def bandwidths(self) -> dict[str, float]:
-        """Bytes a second, by tier, as far as loads have shown it."""
+        """Bytes per second by tier, for the tiers that loads came from."""
         return {tier: num_bytes / seconds for tier, (num_bytes, seconds) in self._seen.items()}
 
     @property
     def median_error(self) -> float | None:
-        """The median of how far off, relative, it was with the last 256 loads; `None` before it could err.
+        """The median relative error of the last 256 predicted loads; `None` before the first prediction.
 
-        Each was foretold from those before it alone. Time that a load spent behind others counts as error:
-        a record does not tell it.
+        Each load was predicted from earlier ones alone. Time that a load spent in a queue counts as error,
+        since a record does not tell it.
         """
         return median(self._errors) if self._errors else None
 
@@ -87,11 +87,11 @@ class LoadCosts:
 
 
 class QueuedLoads:
-    """How long loads take while a plan begins some: bytes that one waits for are queued before the next.
+    """The times of loads while a plan adds loads, each of which queues its bytes before the next.
 
     Args:
-        costs: How long a load takes by itself.
-        store: Where models lie, and what is on its way.
+        costs: The time of a single load.
+        store: The tiers, the models on them and the loads under way.
     """
 
     def __init__(self, costs: LoadCosts, store: StoreView) -> None:
@@ -99,7 +99,7 @@ class QueuedLoads:
         self._known_s: dict[tuple[ModelId, str], float] = {}
 
     def at(self, model: ModelId, instance: InstanceView) -> float:
-        """Return the seconds until a model is loaded on an instance that has been emptied."""
+        """Return the seconds to load a model on an instance that is EMPTY or has it preloaded."""
         return 0.0 if instance.preloaded == model else self.load_s(model, instance.node)
 
     def load_s(self, model: ModelId, node: str) -> float:
@@ -109,28 +109,28 @@ class QueuedLoads:
             known_s = self._known_s[model, node] = self._costs.load_s(self._store.seen_from(node), model)
         return known_s
 
-    def ask_for(self, model: ModelId, node: str) -> None:
-        """Count a model's bytes to those that are queued on a node; those of one model count once."""
-        self._store = _asked_for(self._store, model, node)
+    def queue(self, model: ModelId, node: str) -> None:
+        """Add a model's bytes to the queue of a node; the bytes of one model count once."""
+        self._store = _with_queued(self._store, model, node)
         self._known_s.clear()
 
 
 class StartupCosts:
-    """The three times that a placement compares: a load, the move of a request, and the rest of a request.
+    """The three times that a placement compares: of a load, of moving a request, of the rest of a request.
 
-    A move takes `a * (t_in + t_out) + b` seconds (ServerlessLLM, section 6): the tokens that a request has,
+    A move takes `a * (t_in + t_out) + b` seconds (ServerlessLLM, section 6), since the tokens of the request,
     prompt and generated, are computed again elsewhere. *a* and *b* are fitted to the records of moves. Moves
-    with KV blocks count as well: their bytes, too, are so many for each token. What is left of a running
-    request takes `tpot_s` for each token it may still get, so it is an upper bound.
+    with KV blocks are included, as their bytes are proportional to tokens. The rest of a running request
+    takes `tpot_s` for each token that it may still generate, which is an upper bound.
 
-    Give its learners to the fleet: `Fleet(on_swap=costs.learn_swap, on_migration=costs.learn_move)`. A policy
-    that holds it only reads it.
+    Pass its learners to the fleet: `Fleet(on_swap=costs.learn_swap, on_migration=costs.learn_move)`. A policy
+    only reads it.
 
     Args:
-        loads: What loads take.
-        token_s: *a* to begin with: seconds for each token of a request that moves.
-        start_s: *b* to begin with: seconds that any move takes.
-        tpot_s: Seconds for each token that a request decodes.
+        loads: The times of loads.
+        token_s: The initial *a*: seconds per token of a moved request.
+        start_s: The initial *b*: seconds that every move takes besides.
+        tpot_s: Seconds per decoded token.
     """
 
     def __init__(
@@ -148,16 +148,17 @@ class StartupCosts:
         self._resume = LinearFit(token_s, start_s, span=1024.0)
 
     def resume_s(self, num_tokens: int) -> float:
-        """Return the seconds that the move of a request with so many tokens takes."""
+        """Return the seconds in which a request with `num_tokens` is moved."""
         return self._resume.at(num_tokens)
 
     def rest_s(self, num_remaining: int) -> float:
-        """Return the seconds after which a request ends by itself that may get so many tokens more."""
+        """Return the seconds until a request ends that may still generate `num_remaining` tokens."""
         return num_remaining * self.tpot_s
 
     def leave_s(self, runs: Iterable[RunningView]) -> float:
-        """Return the seconds until requests are gone: moved one after the other, or sooner at their end."""
-        a, b, tpot_s = self._resume.slope, self._resume.intercept, self.tpot_s  # of thousands, so no calls
+        """Return the seconds until all requests have left: moved one by one, or ended if that is sooner."""
+        a, b = self._resume.slope, self._resume.intercept  # inlined: this runs for thousands of requests
+        tpot_s = self.tpot_s
         moves_s: list[float] = []
         last_s = 0.0
         for run in runs:
@@ -169,17 +170,17 @@ class StartupCosts:
         return max(fsum(moves_s), last_s)
 
     def learn_swap(self, record: SwapRecord) -> None:
-        """See what became of a swap."""
+        """Learn from the record of a swap."""
         self.loads.learn(record)
 
     def learn_move(self, record: MigrationRecord) -> None:
-        """See what became of a move; one that came to nothing teaches nothing."""
+        """Learn from the record of a move; one that was not completed is ignored."""
         if record.outcome == "done":
             self._resume.learn(record.num_tokens, record.seconds)
 
     @property
     def move_error(self) -> float:
-        """How far off, relative, the times it expected of moves were of late, in the mean."""
+        """The mean relative error of the expected times of recent moves."""
         return self._resume.mean_error
 
     def __repr__(self) -> str:
@@ -187,8 +188,8 @@ class StartupCosts:
         return f"<StartupCosts [{self.loads!r}, moves: {move}]>"
 
 
-def _asked_for(store: StoreView, model: ModelId, node: str) -> StoreView:
-    """The store once a model has been asked for on a node: its bytes are queued there, and count once."""
+def _with_queued(store: StoreView, model: ModelId, node: str) -> StoreView:
+    """The store with the bytes of a model queued on a node; queued again they do not count twice."""
     seen = store.seen_from(node)
     link, num_bytes = seen.source(model), seen.load_bytes(model)
     if link is None or num_bytes is None:

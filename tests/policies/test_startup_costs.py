@@ -179,10 +179,10 @@ def test_a_load_that_a_plan_begins_is_waited_for_by_the_next_of_another_model() 
     loads = QueuedLoads(LoadCosts(), STORE)
     node = STORE.tiers[1].node
     before_s = loads.load_s(A, node)
-    loads.ask_for(A, node)
+    loads.queue(A, node)
     assert loads.load_s(A, node) == pytest.approx(before_s), "its bytes count once"
     more = replace(STORE, residency=(*STORE.residency, Residency(model=C, tier="disk", size_bytes=4 * GB)))
     loads = QueuedLoads(LoadCosts(), more)
     alone_s = loads.load_s(C, node)
-    loads.ask_for(A, node)
+    loads.queue(A, node)
     assert loads.load_s(C, node) == pytest.approx(alone_s + 8 * GB / (4 * GB))

@@ -407,7 +407,7 @@ def test_more_active_models_than_instances_are_served_in_turns(num_instances: in
     """Every model with waiting requests gets a replica for at least `patience_s`, again and again."""
     names, rule, step_s = "abcde", replace(RULE, patience_s=10.0), 1.0
     view = fleet([empty(f"e{n}") for n in range(num_instances)], [model(m, 50) for m in names], now_s=0.0)
-    left_s = dict.fromkeys(names, 0.0)
+    last_evicted_s = dict.fromkeys(names, 0.0)
     done_s: dict[InstanceId, float] = {}
     served_s = {m: [0.0] for m in names}
     for now_s in (step_s * n for n in range(600)):
@@ -429,8 +429,8 @@ def test_more_active_models_than_instances_are_served_in_turns(num_instances: in
                 served_s[m][-1] += step_s
             elif served_s[m][-1]:
                 served_s[m].append(0.0)
-                left_s[m] = now_s
-        waits = [waiting(m, left_s[m]) for m in names if m not in running]
+                last_evicted_s[m] = now_s
+        waits = [waiting(m, last_evicted_s[m]) for m in names if m not in running]
         plan = rule.plan(replace(view, waiting=tuple(waits)))
         done_s |= {swap.instance: now_s + load_s for swap in plan if isinstance(swap, Swap)}
         view = began(view, plan)

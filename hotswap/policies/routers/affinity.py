@@ -1,10 +1,10 @@
-"""Routing to where the model, and best also the adapter, already is."""
+"""Routing to a replica that holds the adapter of a request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotswap.policies.routers.candidates import first
+from hotswap.policies.routers.candidates import best_candidate
 from hotswap.policies.routers.imbalance import check_thresholds, imbalanced
 from hotswap.policies.routers.least_loaded import by_load
 from hotswap.request import AdapterId, Request
@@ -16,16 +16,17 @@ __all__ = ["AffinityRouter"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AffinityRouter(Router):
-    """Prefers replicas that hold the request's adapter, until they are much busier than those that do not.
+    """Prefers replicas that hold the request's adapter, until they are much busier than the others.
 
     The order is that of the multi-model post: model and adapter resident (no switch), then model resident
-    (an adapter switch, about 15 ms there), then model in a warm tier (2.5 s), then anywhere (23 s cold). The
-    last two are swaps, which a router cannot make: here the answer is `None`, the request waits, and the
-    scheduler is asked at once for an instance. Within a step the least loaded replica wins.
+    (an adapter switch, about 15 ms there), then model in a warm tier (2.5 s), then anywhere (23 s, cold). The
+    last two are swaps, which a router cannot make: it returns `None`, the request waits, and the scheduler is
+    asked at once for an instance. Within a step the least loaded replica wins.
 
-    The guard is that of SGLang's cache-aware router: the adapter's least loaded holder is passed over when
-    it has over `abs_threshold` requests more than the least loaded replica *and* over `rel_threshold` times
-    as many, so that one popular adapter spreads instead of piling up. An infinite threshold never does so.
+    The guard is that of SGLang's cache-aware router. The least loaded holder of the adapter is passed over
+    when it has over `abs_threshold` requests more than the least loaded replica *and* over `rel_threshold`
+    times as many, so that a popular adapter spreads over more replicas. An infinite threshold turns the guard
+    off.
     """
 
     abs_threshold: float = 8
@@ -35,12 +36,12 @@ class AffinityRouter(Router):
         check_thresholds(self.abs_threshold, self.rel_threshold)
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        idlest = first(request, fleet, by_load)
+        idlest = best_candidate(request, fleet, by_load)
         if idlest is None:
             return None
         if request.adapter is None:
             return idlest.id
-        holder = first(request, fleet, _HoldersOf(request.adapter))
+        holder = best_candidate(request, fleet, _HoldersOf(request.adapter))
         if holder is None or (holder.swapping and not idlest.swapping) or self._imbalanced(holder, idlest):
             return idlest.id
         return holder.id
@@ -56,7 +57,7 @@ class AffinityRouter(Router):
 
 @dataclass(frozen=True, slots=True)
 class _HoldersOf:
-    """Ranks by load those that hold an adapter."""
+    """Ranks the holders of an adapter by load."""
 
     adapter: AdapterId
 

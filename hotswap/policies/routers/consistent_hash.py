@@ -1,4 +1,4 @@
-"""Routing by consistent hashing with bounded loads: requests of a kind meet, and nobody gets far too many."""
+"""Routing by consistent hashing with bounded loads: equal keys meet, and no replica is overloaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from hotswap.errors import ConfigError
 from hotswap.lookup import CountRank
-from hotswap.policies.routers.candidates import candidates, holds
+from hotswap.policies.routers.candidates import can_hold, candidates
 from hotswap.policies.routers.hash_ring import VIRTUAL_NODES, clockwise, point_of
 from hotswap.request import Request
 from hotswap.router import Router
@@ -25,38 +25,42 @@ class ConsistentHashRouter(Router):
     """Sends requests with the same key to the same replica, until that one has more than its share.
 
     Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", arXiv:1608.01350,
-    section 1. Instances and keys are points on a circle. A key goes to the first instance clockwise that has
+    section 1. Instances and keys are points on a ring. A key goes to the first instance clockwise that has
     fewer requests than
 
-        capacity = ceil(c (m + 1) / n)      n candidates, m requests at them, 1 for the one that is routed
+        capacity = ceil(c (m + 1) / n)      n candidates, m requests on them, 1 for the request to route
 
-    so right after a request was placed its instance has no more than `ceil(c * average)`. Some candidate is
-    always below, since n times the capacity is over m. `c=inf` is consistent hashing without a bound. An
-    instance that comes or goes changes the way of the keys that are next to it alone; with a small `c` some
-    more are pushed on by them, O(1 / (c - 1)^2) for each in expectation.
+    so its instance has no more than `ceil(c * average)` requests right after it was placed. Some candidate is
+    always below the capacity, since n times the capacity is over m. `c=inf` is consistent hashing without a
+    bound. An instance that comes or goes moves the keys next to its points alone; with a small `c` these push
+    some more on, O(1 / (c - 1)^2) each in expectation.
 
-    **The key** is `"prefix"`, the first `prefix_tokens` tokens of the prompt with model and adapter, so that
-    requests meet the KV blocks of those before them; `"adapter"`, model and adapter alone, so that an adapter
-    is held in few places (requests without one share a key); or a function from a request to text, which the
-    model is added to. It must be pure.
+    **The key** is one of
+
+    - `"prefix"`: the first `prefix_tokens` tokens of the prompt, with model and adapter, so that a request
+      finds the KV blocks of earlier ones;
+    - `"adapter"`: model and adapter alone, so that few replicas hold an adapter (requests without an adapter
+      share a key);
+    - a pure function from a request to text, to which the model is added.
 
     **Readings.**
 
-    - Candidates are the open replicas of the request's model, as for every router here. Those that are full
-      by their own `max_requests` are walked past and do not count in n and m.
-    - The paper moves balls when others leave. A router moves nothing: where requests end elsewhere the
-      capacity falls, and an instance that is over it takes nobody on until it is below again.
+    - Candidates are the open replicas of the request's model, as for every router here. Replicas that are
+      full by their own `max_requests` are skipped, and do not count in n and m.
+    - The paper moves balls when others leave. A router moves nothing: when requests end elsewhere the
+      capacity falls, and an instance above it gets no request until it is below again.
 
     **Ours, not the paper's:**
 
-    - The walk goes past those that are no candidates. That gives each key the same order of replicas as a
-      circle of candidates would, and swaps and full instances change nothing in it.
-    - Each instance has `virtual_nodes` points, so that what it leaves is spread over the others. A thousand
-      instances of 64 take a tenth of a second, once.
-    - Points are BLAKE2b of ids, keys of values: the same in every process, on every machine.
+    - The walk skips instances that are no candidates. Each key so has the same order of replicas as on a ring
+      of candidates, and no swap or full instance changes that order.
+    - Each instance has `virtual_nodes` points, so that the keys of one that goes are spread over the others.
+      A thousand instances with 64 points take a tenth of a second, once.
+    - Points are BLAKE2b of ids, and keys BLAKE2b of values: the same in every process, on every machine.
 
-    A route takes what the walk takes, not what there is: how many candidates there are and what they have is
-    kept from request to request. Only where some replica could not hold the request are all looked at.
+    A route costs the steps of its walk, not the size of the fleet: the number of candidates and of their
+    requests is kept from request to request. All replicas are looked at only if one could not hold the
+    request.
     """
 
     key: RoutingKey = "prefix"
@@ -76,10 +80,10 @@ class ConsistentHashRouter(Router):
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
         walk = clockwise(self._point(request), request.model, fleet, virtual_nodes=self.virtual_nodes)
-        num_steady, num_requests = fleet.total(request.model, _steady_requests)
+        num_keeping, num_requests = fleet.total(request.model, _requests_unless_swapping)
         smallest = fleet.min_by(request.model, _by_size)
-        if num_steady and smallest is not None and holds(smallest, request):
-            capacity = self._capacity(num_requests, num_steady)
+        if num_keeping and smallest is not None and can_hold(smallest, request):
+            capacity = self._capacity(num_requests, num_keeping)
             for name in walk:
                 instance = fleet.instance(name)
                 if instance.num_requests < capacity and instance.open and not instance.swapping:
@@ -91,7 +95,7 @@ class ConsistentHashRouter(Router):
         return next(name for name in walk if name in replicas and replicas[name] < capacity)
 
     def _capacity(self, num_requests: int, num_candidates: int) -> float:
-        """What a candidate has less than; not rounded up, as no whole number lies between."""
+        """The bound that a candidate must be below; not rounded up, as no whole number lies between."""
         return self.c * (num_requests + 1) / num_candidates
 
     def _point(self, request: Request) -> int:
@@ -101,12 +105,12 @@ class ConsistentHashRouter(Router):
         return point_of(request.model, request.adapter, tokens=tokens)
 
 
-def _steady_requests(instance: InstanceView) -> int | None:
+def _requests_unless_swapping(instance: InstanceView) -> int | None:
     return instance.num_requests if instance.open and not instance.swapping else None
 
 
 class _BySize(CountRank):
-    """Ranks by the largest request that an instance can hold, which no load changes."""
+    """Ranks by the largest request that an instance can hold, on which load has no influence."""
 
     def __call__(self, instance: InstanceView) -> tuple[float, InstanceId]:
         return inf if instance.max_tokens is None else instance.max_tokens, instance.id

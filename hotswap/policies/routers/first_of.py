@@ -10,10 +10,9 @@ __all__ = ["FirstOfRouters"]
 
 
 class FirstOfRouters(Router):
-    """Sends a request where the first router that has an answer sends it; asks no further.
+    """Asks routers in order and returns the first answer that is an open replica of the request's model.
 
-    An answer that the fleet would take for `None` (an instance that is not open, or serves another model) is
-    no answer.
+    Any other answer counts as `None`, as the fleet would treat it.
     """
 
     def __init__(self, *routers: Router) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from hotswap.policies.freeness import Freeness
-from hotswap.policies.routers.candidates import first
+from hotswap.policies.routers.candidates import best_candidate
 from hotswap.request import Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId, InstanceView
@@ -21,18 +21,18 @@ class FreenessRouter(Router):
     """Sends a request to the freest open replica of its model; `None` if there is none.
 
     Source: Llumnix, section 4.4.3: dispatch to the instance of the highest freeness, which `freeness` defines
-    in both readings. That requests of high priority are asked about first, and then the first who came, is
-    the waiting room's doing.
+    in both readings. The fleet's queue already asks about requests of high priority first, then in the order
+    of their arrival.
 
     Ties, as between idle instances, go to the fewest requests, then the most free KV blocks, then the smaller
-    id. An instance about to turn to another model, or too small for the request, is a last resort.
+    id. An instance that is about to swap, or is too small for the request, is a last resort.
     """
 
     freeness: Freeness = field(default=Freeness())
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
         high = request.priority > 0 and self.freeness.reading == "artifact"
-        instance = first(request, fleet, self._for_high if high else self._for_normal)
+        instance = best_candidate(request, fleet, self._for_high if high else self._for_normal)
         return instance.id if instance else None
 
     def _for_normal(self, instance: InstanceView) -> _Rank | None:
@@ -50,10 +50,10 @@ class FreenessRouter(Router):
 
 
 def infaas_router() -> FreenessRouter:
-    """Return INFaaS++, Llumnix's baseline: its artifact's dispatch by freeness, without any move.
+    """Return INFaaS++, Llumnix's baseline: the artifact's dispatch by freeness, without moves.
 
-    Nothing more: what the paper calls an optimised INFaaS (Romero et al., ATC 2021), whose load counts what
-    waits in queues, is in the artifact Llumnix with migration turned off. Use no `VirtualUsageRescheduler`
-    with it; its scaling is `FreenessAutoscaler`.
+    The paper calls it an optimised INFaaS (Romero et al., ATC 2021) whose load includes queued requests; in
+    the artifact it is Llumnix with migration turned off. Use no `VirtualUsageRescheduler` with it; its
+    scaling is `FreenessAutoscaler`.
     """
     return FreenessRouter(Freeness("artifact"))

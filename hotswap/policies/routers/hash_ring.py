@@ -1,4 +1,4 @@
-"""Instances as points on a ring, on which a key finds the same ones whoever else comes or goes."""
+"""A consistent-hashing ring of instances: a key meets the same ones, whichever others come or go."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _POINT_BITS = 64
 # Points between two that a search begins with, in the mean: a few lines of the cache.
 _POINTS_PER_ARC = 16
 _POINTS_PER_DIGEST = 8
-# A model with few hosts in a fleet with so many times more has a ring of its own. Other models' hosts are
-# soon met on the ring of all instances, which no swap changes.
+# A model with at most so many hosts, in a fleet with so many times more instances, has a ring of its own. The
+# hosts of other models are found soon on the ring of all instances, which no swap changes.
 _FEW, _TIMES = 64, 16
 
 
 def point_of(*names: str | None, tokens: Sequence[int] = ()) -> int:
-    """Return where a key lies: the same in every process, on every machine."""
+    """Return the position of a key on the ring: the same in every process, on every machine."""
     key = repr(names).encode()
     try:
         key += _layout(len(tokens)).pack(*tokens)
-    except error:  # no engine has such tokens, but that is for engines to say
+    except error:  # not valid tokens, but the engine is to refuse them
         key += repr(tokens).encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 
@@ -42,27 +42,27 @@ def _layout(num_tokens: int) -> Struct:
 def clockwise(
     point: int, model: ModelId, fleet: FleetView, *, virtual_nodes: int = VIRTUAL_NODES
 ) -> Iterator[InstanceId]:
-    """Return the hosts of a model as they are met from a point on, once round; each several times.
+    """Yield the hosts of a model clockwise from a point, once round the ring; each several times.
 
     Source: Karger et al., "Consistent Hashing and Random Trees", STOC 1997. Each instance has `virtual_nodes`
-    points, so that what it leaves is spread over the others. The order of hosts is that of a ring of them
-    alone, so those that come or go change the way of the keys next to them and no other.
+    points, so that the keys of one that goes are spread over the others. The order of the hosts is that of a
+    ring of them alone, so a host that comes or goes moves the keys next to its points and no others.
 
-    A ring is made once for a set of instances: a thousand of 64 points take a tenth of a second, and a
-    megabyte while they are of use.
+    A ring is built once for a set of instances: a thousand instances with 64 points take a tenth of a second,
+    and a megabyte while they are in use.
     """
     hosts = fleet.host_ids(model)
     few = len(hosts) <= _FEW and len(hosts) * _TIMES < len(fleet.ids)
     ring = _of_few(hosts, virtual_nodes) if few else _of_all(fleet.ids, virtual_nodes)
     owners, start = ring.owners, ring.first_from(point)
-    # From `start` once round: indices below zero count from the end.
+    # Once round from `start`: negative indices count from the end.
     for at in range(start - len(owners), start):
         if (owner := owners[at]) in hosts:
             yield owner
 
 
 class _Ring:
-    """The points of some instances in order, and whose they are; two at one point: the smaller id's."""
+    """The sorted points of some instances with their owners; of two at one point the smaller id owns it."""
 
     __slots__ = ("_bits", "_points", "_starts", "owners")
 
@@ -74,34 +74,34 @@ class _Ring:
         }
         points = self._points = array("Q", sorted(owner_of))
         self.owners = tuple(owner_of[point] for point in points)
-        # Points are spread evenly: arcs of one size have few each, and where these begin is found at once.
+        # Points are spread evenly, so arcs of equal size have few each, and a lookup searches one arc.
         self._bits = (len(points) // _POINTS_PER_ARC).bit_length()
         arcs = range(1 << self._bits)
         self._starts = [*(bisect_left(points, arc << _POINT_BITS - self._bits) for arc in arcs), len(points)]
 
     def first_from(self, point: int) -> int:
-        """The index of the first point that is not before this one; their number if there is none."""
+        """The index of the first point that is not before this one; the number of points if there is none."""
         arc = point >> _POINT_BITS - self._bits
         return bisect_left(self._points, point, self._starts[arc], self._starts[arc + 1])
 
 
 class _Rings:
-    """Keeps the rings of some sets of instances, for each number of virtual nodes.
+    """A cache of rings by set of instances and number of virtual nodes.
 
-    A view gives the same set until somebody comes or goes, and it is known again by being the same: that two
-    sets are equal would take longer to see than the rest of a route.
+    A view returns the same set object until an instance comes or goes, so the cache looks it up by identity:
+    to compare two sets would take longer than the rest of a route.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._made = lru_cache(most)(_Ring)
+    def __init__(self, max_rings: int) -> None:
+        self._max_rings = max_rings
+        self._made = lru_cache(max_rings)(_Ring)
         self._known: dict[tuple[int, int], tuple[frozenset[InstanceId], _Ring]] = {}
 
     def __call__(self, instances: frozenset[InstanceId], virtual_nodes: int) -> _Ring:
         key = id(instances), virtual_nodes
         known = self._known.get(key)
-        if known is None:  # it is kept, so nothing else has its id
-            if len(self._known) >= self._most:
+        if known is None:  # the set is kept with its ring, so no other object can have its id
+            if len(self._known) >= self._max_rings:
                 self._known.clear()
             known = self._known[key] = instances, self._made(instances, virtual_nodes)
         return known[1]

@@ -1,4 +1,4 @@
-"""When a fleet is too uneven for affinity to be worth it."""
+"""When the load of replicas is too uneven for affinity to be worth it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ __all__ = ["check_thresholds", "imbalanced"]
 
 
 def imbalanced(busy: float, idle: float, *, abs_threshold: float, rel_threshold: float) -> bool:
-    """Return whether `busy` requests are too many beside `idle`: by difference and by ratio, both.
+    """Return whether `busy` requests exceed `idle` requests by both thresholds: by difference and by ratio.
 
-    Source: the cache-aware router of SGLang. An infinite threshold is never passed.
+    Source: the cache-aware router of SGLang. An infinite threshold is never exceeded.
     """
     return busy - idle > abs_threshold and busy > rel_threshold * idle
 
 
 def check_thresholds(abs_threshold: float, rel_threshold: float) -> None:
-    """Raise `ConfigError` unless both thresholds of `imbalanced` make sense."""
+    """Raise `ConfigError` unless both thresholds of `imbalanced` are valid."""
     if not abs_threshold >= 0:
         raise ConfigError(f"abs_threshold is {abs_threshold!r}; give 0 or more requests.")
     if not rel_threshold >= 1:

@@ -1,11 +1,11 @@
-"""Routing by load alone."""
+"""Routing by the number of requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hotswap.lookup import CountRank
-from hotswap.policies.routers.candidates import first
+from hotswap.policies.routers.candidates import best_candidate
 from hotswap.request import Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId, InstanceView
@@ -21,7 +21,7 @@ class LeastLoadedRouter(Router):
     """
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        instance = first(request, fleet, by_load)
+        instance = best_candidate(request, fleet, by_load)
         return instance.id if instance else None
 
 

@@ -1,4 +1,4 @@
-"""Routing to where the first token comes soonest."""
+"""Routing by the expected time to first token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from hotswap.errors import ConfigError
-from hotswap.policies.routers.candidates import candidates, holds
+from hotswap.policies.routers.candidates import can_hold, candidates
 from hotswap.policies.routers.least_loaded import by_load
 from hotswap.request import AdapterId, Request
 from hotswap.router import Router
@@ -15,10 +15,11 @@ from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView
 
 __all__ = ["LeastTimeRouter"]
 
-# Hosts that are rather looked at one by one than kept in order; and after so many in order all are.
+# Up to so many hosts are looked at one by one; more are kept in order.
 _FEW = 8
+# After so many hosts in order the router looks at all of them instead.
 _MANY = 64
-# Sums of the same seconds may differ by so much, as a share, when they are added up in another order.
+# The relative error of a sum of seconds that is added up in another order.
 _ROUNDING = 1e-9
 
 
@@ -26,37 +27,39 @@ _ROUNDING = 1e-9
 class LeastTimeRouter(Router):
     """Sends a request to the open replica of its model with the least expected time to first token.
 
-    It makes the order of the multi-model post (model and adapter resident, 0; model resident, 15 ms; model in
-    a warm tier, 2.5 s; cold, 23 s) a sum of seconds, which queues count in as well:
+    The multi-model post orders instances by the time they need first (model and adapter resident, 0; model
+    resident, 15 ms; model in a warm tier, 2.5 s; cold, 23 s). This router turns that order into a sum of
+    seconds that includes queues:
 
-        T = tokens / prefill_tokens_per_s          to be computed there first, and those of the request
+        T = tokens / prefill_tokens_per_s          the request's own, and those to be computed before them
           + steps * num_running * request_s        decodes that share these steps
-          + adapter_s                              where the adapter is not held
-          + blocks_s                               where fewer KV blocks are free than the tokens need
+          + adapter_s                              if the adapter is not resident
+          + blocks_s                               if fewer KV blocks are free than the tokens need
 
-    `steps` is `tokens / step_tokens`, rounded up. So an adapter's holder is passed over when the others save
-    more than its load takes, a long prompt counts for what it is, and no threshold is needed. Ties go as in
-    `LeastLoadedRouter`; among more than eight replicas only to one without requests that its engine has not
-    told of, where there is one, and sums that differ by less than a billionth may pass for equal.
+    `steps` is `tokens / step_tokens`, rounded up. So an adapter's holder is passed over when another replica
+    saves more time than the adapter's load takes, a long prompt counts by its length, and no threshold is
+    needed. Ties go as in `LeastLoadedRouter`. Among more than eight replicas a tie goes to one whose engine
+    has seen all its requests, if there is one, and sums that differ by less than a billionth may count as
+    equal.
 
-    Many replicas are not all looked at: they are kept in the order of what a smaller request would meet
-    there, a larger one needs the time of its tokens beyond that anywhere, and so where a replica is later
-    than the best by that much all behind it are. In a burst between two steps of the engines all are looked
-    at, and for a request with an adapter, whose holders no order tells.
+    With many replicas the router looks at few. They are kept sorted by the time of a smaller request. A
+    larger request needs the time of its additional tokens on every replica, so once a replica is later than
+    the best by that much, all replicas behind it are later too. All are looked at during a burst between two
+    steps of the engines, and for a request with an adapter, since the order does not know adapters.
 
-    **Ours:** all of the sum, and its constants, which are rough figures of an 8B model on a recent GPU;
-    measure your own. Requests that the fleet sent there and the engine has not seen yet count with as many
-    tokens as the request itself, so that a burst does not go to one place. What a prefix cache would save is
-    not known to a view. A swap is the scheduler's to ask for: where no replica is open the answer is `None`,
-    however soon one may be.
+    **Ours:** the whole sum, and its constants, which are rough figures of an 8B model on a recent GPU;
+    measure your own. A request that the fleet has assigned and the engine has not seen yet counts with as
+    many tokens as the request to route, so that a burst is spread. A view does not know what a prefix cache
+    would save. Swaps are up to the scheduler: if no replica is open the answer is `None`, however soon one
+    will be.
 
     Attributes:
-        prefill_tokens_per_s: Prompt tokens that an instance computes in a second.
+        prefill_tokens_per_s: Prompt tokens that an instance computes per second.
         step_tokens: Token budget of a step.
         request_s: Seconds that one more running request adds to a step.
-        adapter_s: Seconds until an adapter is there.
-        blocks_s: Seconds until KV blocks are free where there are too few.
-        swap_s: Seconds of a swap beside reading the weights; for `expected_s` alone.
+        adapter_s: Seconds to load an adapter.
+        blocks_s: Seconds until enough KV blocks are free, where too few are.
+        swap_s: Seconds of a swap besides reading the weights; used by `expected_s` alone.
     """
 
     prefill_tokens_per_s: float = 20_000.0
@@ -93,9 +96,9 @@ class LeastTimeRouter(Router):
         return min((i for s, i in seconds if s == least_s), key=_load, default=None)
 
     def _soonest_of_many(self, request: Request, fleet: FleetView) -> InstanceView | None:
-        """Look at hosts in the order of what a smaller request would meet, until all others must be later.
+        """Look at hosts in the order of a smaller request's time, until all others must be later.
 
-        `None` where that would be to look at many, and where none is steady and large enough.
+        `None` if that would take many hosts, and if no host that keeps its model is large enough.
         """
         num_tokens = request.num_tokens
         size = _size(num_tokens)
@@ -113,17 +116,17 @@ class LeastTimeRouter(Router):
                         break
                 if (num_seen := num_seen + 1) > _MANY:
                     return None
-                if holds(instance, request):
+                if can_hold(instance, request):
                     found = _here_s(self, num_tokens, None, instance), _load(instance)
                     best, standing = (instance, found) if found < standing else (best, standing)
         return best
 
     def expected_s(self, request: Request, instance: InstanceView, fleet: FleetView) -> float:
-        """Return the expected seconds to the first token on any instance, also where it would take a swap.
+        """Return the expected time to first token on any instance, with a swap if one is needed.
 
-        A swap takes `swap_s`, and unless the model is preloaded there, what the store needs to read it
-        (`StoreView.load_s`). Infinite for an instance that takes no requests and cannot swap, and for a model
-        that the store does not have.
+        A swap takes `swap_s` and, unless the model is preloaded there, the seconds in which the store reads
+        it (`StoreView.load_s`). Infinite for an instance that serves another model and cannot swap, and for a
+        model that the store does not have.
         """
         if instance.state is InstanceState.SERVING and instance.model == request.model:
             return _here_s(self, request.num_tokens, request.adapter, instance)
@@ -138,7 +141,7 @@ class LeastTimeRouter(Router):
 def _here_s(
     time: LeastTimeRouter, num_tokens: int, adapter: AdapterId | None, instance: InstanceView
 ) -> float:
-    """Seconds to the first token of a request with so many tokens; no fewer for more of them."""
+    """The expected time to first token of a request with `num_tokens`; never less for more tokens."""
     queued = instance.num_prefill_tokens + (_num_unseen(instance) + 1) * num_tokens
     num_steps = -(-queued // time.step_tokens)
     seconds = queued / time.prefill_tokens_per_s + num_steps * instance.num_running * time.request_s
@@ -155,21 +158,21 @@ def _load(instance: InstanceView) -> Any:
 
 
 def _size(num_tokens: int) -> int:
-    """Return the largest power of 4 that is not above, so that requests of a size share an order."""
+    """Return the largest power of 4 up to `num_tokens`: requests of similar size share one order."""
     return 1 << (max(num_tokens, 1).bit_length() - 1 & ~1)
 
 
 def _num_unseen(instance: InstanceView) -> int:
-    """Return how many requests the fleet sent to an instance that its engine has not told of."""
+    """Return how many requests the fleet assigned to an instance that its engine has not seen yet."""
     return max(instance.num_requests - instance.num_running - instance.num_waiting, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _ByTime:
-    """Ranks by the expected seconds of a request with so many tokens, then by load, who is open and steady.
+    """Ranks open instances that keep their model by the time of a request with `num_tokens`, then by load.
 
-    Those with requests that their engines have not told of yet apart from others: each of these is taken to
-    be as large as the request, so for a larger one all of them are later by more.
+    Instances with and without unseen requests are ranked apart. An unseen request counts as large as the
+    request to route, so a larger one delays the instances that have any by more.
     """
 
     time: LeastTimeRouter
@@ -177,7 +180,7 @@ class _ByTime:
     has_unseen: bool
 
     def __hash__(self) -> int:
-        return hash((self.num_tokens, self.has_unseen))  # asked for at every route
+        return hash((self.num_tokens, self.has_unseen))  # computed at every route
 
     def __call__(self, instance: InstanceView) -> tuple[float, Any] | None:
         if not instance.open or instance.swapping or (_num_unseen(instance) > 0) is not self.has_unseen:

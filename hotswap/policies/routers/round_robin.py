@@ -1,11 +1,11 @@
-"""Routing in turn."""
+"""Round-robin routing, without a counter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hotswap.lookup import CountRank
-from hotswap.policies.routers.candidates import first
+from hotswap.policies.routers.candidates import best_candidate
 from hotswap.request import Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId, InstanceView
@@ -17,19 +17,19 @@ __all__ = ["RoundRobinRouter"]
 class RoundRobinRouter(Router):
     """Sends a request to the open replica of its model whose last request came longest ago; else `None`.
 
-    A baseline, blind to load. **Reading:** a router keeps no counter, so its turn is in the view. Where the
-    replicas stay the same this is the cycle that a counter would make, beginning with the smallest id; one
-    that joins has the next turn, and then one in as many as there are. A request that comes by a move or
-    after an eviction is a turn like others.
+    A baseline that ignores load. **Reading:** a router keeps no counter, so the turn is read from the view.
+    While the replicas stay the same, this is the cycle that a counter would give, from the smallest id on. A
+    new replica has the next turn, and then one of every *n*. A request that comes by a move or after an
+    eviction counts as a turn.
     """
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
-        instance = first(request, fleet, _by_turn)
+        instance = best_candidate(request, fleet, _by_turn)
         return instance.id if instance else None
 
 
 class _ByTurn(CountRank):
-    """Ranks open instances by when they were last sent a request, which no load changes."""
+    """Ranks open instances by their latest assignment, on which the engine's load has no influence."""
 
     def __call__(self, instance: InstanceView) -> tuple[bool, int, InstanceId] | None:
         return self.count(instance) if instance.open else None

@@ -1,4 +1,4 @@
-"""Which adapters each instance holds, before requests ask for them."""
+"""Loading adapters before requests ask for them."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ __all__ = ["AdapterPool"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPool(Scheduler):
-    """Has instances hold the adapters that are needed now, then the popular, then those that are due.
+    """Keeps adapters loaded on the replicas of their model: needed ones first, then popular, then due ones.
 
-    Source: the adapter pools of the multi-model post, and prefetching for requests that wait (Sheng et al.,
+    Source: the adapter pools of the multi-model post, and prefetching for waiting requests (Sheng et al.,
     S-LoRA, arXiv:2311.03285, section 5). An instance has `max_adapters` places. They are given, in this
-    order, to
+    order, to adapters that are
 
-        needed now    what a request runs with or waits for
+        needed now    a request runs with it or waits for it
         popular       popularity >= least_popularity, the most popular first
         due           |asked_s + gap_s - now| <= lead_s, the one that is due first
 
-    so what is due never takes the place of what is popular, nor that of what is needed. A needed adapter
-    stays wherever it is held. Each gets one place first; then those that are needed or popular get as many
-    as their share *s* of the requests asks for, `ceil(s r)` of *r* replicas, before anything that is due.
-    Copies go to holders, and else to the replica with the least popularity so far.
+    so a due adapter never takes the place of a popular one, nor a popular one that of a needed one. A needed
+    adapter stays on every instance that holds it. Each adapter gets one place first. Then needed and popular
+    adapters get places by their share *s* of the requests, `ceil(s r)` of *r* replicas, before any due
+    adapter. Copies go to present holders, then to the replica with the least popularity so far.
 
-    **Ours:** all of the order, and what popular and due mean. Both are read from `AdapterView`, so nothing is
-    remembered between plans. A rhythm is all that is foreseen: an adapter that comes at random is not due at
-    any time, but may be popular. One that is held counts as `stay` times as popular, or two that are nearly
-    alike would take turns. What a request is about to bring by itself, since it was sent to an instance that
-    lacks its adapter, is left to it.
+    **Ours:** the whole order, and the meaning of popular and due. Both are read from `AdapterView`, so
+    nothing is remembered between plans. Only a rhythm is predicted: an adapter that is asked for at random is
+    never due, but may be popular. A held adapter counts as `stay` times as popular, so that two of nearly
+    equal popularity do not displace each other in turn. An adapter that its running requests will load by
+    themselves is left to them.
 
-    It plans nothing where everybody holds what it should. It loads no models: put it behind what does,
-    `Chain(WeightedLoadSwap(...), AdapterPool())`.
+    It plans nothing for an instance that lacks no adapter. It loads no models: chain it behind a scheduler
+    that does, `Chain(WeightedLoadSwap(...), AdapterPool())`.
 
     Attributes:
-        least_popularity: From which popularity on an adapter is held without being needed.
-        lead_s: How long before it is expected, and after, an adapter is held; over the fleet's interval.
-        stay: How many times as popular an adapter counts that is held, 1 or more.
+        least_popularity: The popularity from which an adapter is held without being needed.
+        lead_s: Seconds before and after its expected request for which an adapter is held; more than the
+            fleet's interval.
+        stay: The factor by which a held adapter counts as more popular, 1 or more.
     """
 
     least_popularity: float = 0.5
@@ -58,7 +59,7 @@ class AdapterPool(Scheduler):
         if not self.least_popularity > 0:
             raise ConfigError(f"least_popularity is {self.least_popularity!r}; give requests, over 0.")
         if not (self.lead_s >= 0 and isfinite(self.lead_s)):
-            raise ConfigError(f"lead_s is {self.lead_s!r}; give 0 (nothing is foreseen) or more seconds.")
+            raise ConfigError(f"lead_s is {self.lead_s!r}; give 0 (nothing is predicted) or more seconds.")
         if not (self.stay >= 1 and isfinite(self.stay)):
             raise ConfigError(f"stay is {self.stay!r}; give a finite factor of 1 or more.")
 
@@ -107,11 +108,11 @@ class AdapterPool(Scheduler):
     def _kinds(
         self, adapters: Iterable[AdapterView], holders: Mapping[AdapterId, Sequence[InstanceId]], now_s: float
     ) -> dict[str, list[AdapterView]]:
-        """What should be held and why, the most urgent first."""
+        """The adapters that should be held, by reason, the most urgent first."""
         kinds: dict[str, list[AdapterView]] = {"needed now": [], "popular": [], "due": []}
         for adapter in adapters:
             if adapter.num_requests:
-                if adapter.num_waiting or adapter.id in holders:  # else its request brings it
+                if adapter.num_waiting or adapter.id in holders:  # else its requests load it
                     kinds["needed now"].append(adapter)
             elif adapter.popularity >= self.least_popularity:
                 kinds["popular"].append(adapter)
@@ -129,17 +130,17 @@ class AdapterPool(Scheduler):
 
 
 class _Places:
-    """The places of one model's replicas while a plan gives them away.
+    """The adapter places of one model's replicas, as a plan assigns them.
 
     Attributes:
-        holders: Who holds what, now.
-        given: What each replica should hold.
+        holders: The instances that hold each adapter now.
+        given: The adapters that each replica should hold.
     """
 
     def __init__(self, instances: Sequence[InstanceView]) -> None:
         self.holders: dict[AdapterId, list[InstanceId]] = defaultdict(list)
         self.given: dict[InstanceId, set[AdapterId]] = {i.id: set() for i in instances}
-        self._room = {i.id: i.max_adapters for i in instances}
+        self._free = {i.id: i.max_adapters for i in instances}
         self._popularity = dict.fromkeys(self.given, 0.0)
         self._copies: dict[AdapterId, set[InstanceId]] = defaultdict(set)
         self._least = [(0.0, i.id) for i in instances]
@@ -149,32 +150,32 @@ class _Places:
                 self.holders[name].append(instance.id)
 
     def keep(self, adapter: AdapterView) -> None:
-        """Give an adapter the places that it has."""
+        """Give an adapter the places that it holds now."""
         for instance in self.holders.get(adapter.id, ()):
-            self._enter(adapter, instance)
+            self._give(adapter, instance)
 
     def give(self, adapter: AdapterView, num_copies: int) -> None:
-        """Give an adapter so many places, those that it has been given included, as far as there are any."""
+        """Give an adapter up to `num_copies` places, those already given included."""
         copies = self._copies[adapter.id]
         for instance in self.holders.get(adapter.id, ()):
             if len(copies) < num_copies:
-                self._enter(adapter, instance)
+                self._give(adapter, instance)
         passed: list[tuple[float, InstanceId]] = []
         while len(copies) < num_copies and self._least:
             popularity, instance = heappop(self._least)
-            if popularity != self._popularity[instance] or not self._room[instance]:
-                continue  # of before, or full for good
+            if popularity != self._popularity[instance] or not self._free[instance]:
+                continue  # an outdated entry, or a full replica
             if instance in copies:
                 passed.append((popularity, instance))
             else:
-                self._enter(adapter, instance)
+                self._give(adapter, instance)
         for entry in passed:
             heappush(self._least, entry)
 
-    def _enter(self, adapter: AdapterView, instance: InstanceId) -> None:
-        if not self._room[instance] or instance in self._copies[adapter.id]:
+    def _give(self, adapter: AdapterView, instance: InstanceId) -> None:
+        if not self._free[instance] or instance in self._copies[adapter.id]:
             return
-        self._room[instance] -= 1
+        self._free[instance] -= 1
         self.given[instance].add(adapter.id)
         self._copies[adapter.id].add(instance)
         self._popularity[instance] += adapter.popularity
@@ -187,10 +188,10 @@ def _may_hold(instance: InstanceView) -> bool:
 
 
 def _due_s(adapter: AdapterView) -> float:
-    """When its next request is expected; never, before there were two."""
+    """The loop time of the next expected request; infinity before two requests came."""
     return float("inf") if adapter.gap_s is None else adapter.asked_s + adapter.gap_s
 
 
 def _num_copies(adapter: AdapterView, total: float, num_replicas: int) -> int:
     share = adapter.popularity / total if total else 0.0
-    return max(1, ceil(share * num_replicas - 1e-9))  # a share of just so many is not one more
+    return max(1, ceil(share * num_replicas - 1e-9))  # without rounding errors

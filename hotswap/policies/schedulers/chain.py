@@ -15,10 +15,10 @@ __all__ = ["Chain", "Cooldown", "FirstOf", "KeepAsIs"]
 
 
 class Chain(Scheduler):
-    """Does what the first scheduler wants, then what the next wants of what is left, and so on.
+    """Plans with several schedulers, one after another, and returns the actions of all.
 
-    Each is shown the fleet as it will be once the actions of those before it have begun, so none counts a
-    replica twice or takes an instance that is spoken for.
+    Each scheduler sees the view as it will be once the earlier actions have begun, so no replica is counted
+    twice and no instance gets two actions.
     """
 
     def __init__(self, *schedulers: Scheduler) -> None:
@@ -39,7 +39,7 @@ class Chain(Scheduler):
 
 
 class FirstOf(Scheduler):
-    """Does what the first scheduler wants that wants anything the fleet would begin; asks no further."""
+    """Asks schedulers in order and returns the first plan with an action that the fleet would begin."""
 
     def __init__(self, *schedulers: Scheduler) -> None:
         self._schedulers = schedulers
@@ -65,11 +65,12 @@ class KeepAsIs(Scheduler):
 
 @dataclass(frozen=True, slots=True)
 class Cooldown(Scheduler):
-    """Leaves an instance alone for `cooldown_s` seconds after it began to serve its model.
+    """Protects an instance from swaps for `cooldown_s` seconds after it began to serve its model.
 
-    The wrapped scheduler is shown such an instance as busy turning to the model it has: a replica that counts
-    and cannot be taken, so it plans round it instead of having its plan cut. EMPTY instances never cool down.
-    Floors would wait as well; put them outside: `Chain(RestoreMinReplicas(), Cooldown(...))`.
+    The wrapped scheduler sees such an instance as swapping to the model that it has: a replica that counts
+    and cannot be taken, so the scheduler chooses another instead of losing an action. EMPTY instances never
+    cool down. `min_replicas` would have to wait as well, so restore them outside:
+    `Chain(RestoreMinReplicas(), Cooldown(...))`.
     """
 
     scheduler: Scheduler
@@ -80,15 +81,15 @@ class Cooldown(Scheduler):
             raise ConfigError(f"cooldown_s is {self.cooldown_s!r}; give 0 or more seconds.")
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
-        instances = tuple(self._held(i) if self._cooling(i, fleet.now_s) else i for i in fleet.instances)
-        held = replace(fleet, instances=instances)
-        return accepted(held, self.scheduler.plan(held))
+        instances = tuple(self._protected(i) if self._cooling(i, fleet.now_s) else i for i in fleet.instances)
+        shown = replace(fleet, instances=instances)
+        return accepted(shown, self.scheduler.plan(shown))
 
     def _cooling(self, instance: InstanceView, now_s: float) -> bool:
         since_s = instance.serving_since_s
         return instance.free and since_s is not None and now_s - since_s < self.cooldown_s
 
-    def _held(self, instance: InstanceView) -> InstanceView:
+    def _protected(self, instance: InstanceView) -> InstanceView:
         return replace(instance, swapping=True, target=instance.model)
 
 

@@ -1,4 +1,4 @@
-"""Aegaeon's turns: more active models than engines, each served for as long as keeps its tokens on time."""
+"""Aegaeon's quotas: more active models than instances take turns, just long enough to keep tokens on time."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ __all__ = ["ElasticQuota", "Quotas", "quotas"]
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Lengths of turns, in the order of the models that were asked about, and what comes of them."""
+    """The lengths of turns, in the order of the given models, and the share of tokens that are on time."""
 
     alpha: float
     quotas_s: tuple[float, ...]
 
     @property
     def attainment(self) -> float:
-        """The share of tokens that come on time, `min(1, 1 / alpha)`."""
+        """The share of tokens that are on time, `min(1, 1 / alpha)`."""
         return min(1.0, 1 / self.alpha)
 
 
 def quotas(n: Sequence[float], c: float, *, max_quota_s: float = 4.0) -> Quotas:
-    """Return how long each model is served before the next one has its turn.
+    """Return the length of each model's turn.
 
-    Source: Aegaeon (SOSP 2025), the decoding phase. One engine goes round its models. Model *k* generates
-    `n_k = TBT / t_k` times as fast as its tokens are due (TBT: the target between two tokens; t_k: a step),
-    so what it makes in its turn lasts beyond it. With *c* the seconds of all switches of a round,
+    Source: Aegaeon (SOSP 2025), the decoding phase. One engine serves its models in rounds. Model *k*
+    generates `n_k = TBT / t_k` times as fast as its tokens are due (TBT: the target time between two tokens;
+    t_k: the time of a step), so the tokens of a turn last beyond it. With *c* the seconds of all switches of
+    a round,
 
         alpha = max(c / (min n * Qmax) + sum 1 / n, 0.5)
         q_i   = c / (n_i (alpha - sum 1 / n))
 
-    so in every round each model makes `1 / alpha` of the tokens that are due meanwhile. With no switches to
-    make up for (`c = 0`) and no slack the quotient is taken as its limit, where `min n` gets `Qmax`.
+    so in every round each model generates `1 / alpha` of the tokens that are due meanwhile. With no switches
+    (`c = 0`) and no slack the quotient is taken as its limit, where `min n` gets `Qmax`.
 
     Args:
-        n: For each model.
-        c: Seconds that switching takes in one round.
-        max_quota_s: *Qmax*, which the longest quota is bounded by.
+        n: *n* of each model.
+        c: Seconds of all switches in one round.
+        max_quota_s: *Qmax*, the bound of the longest quota.
 
     Raises:
         ConfigError: an n is not over 0, c is under 0, or `max_quota_s` is not over 0.
@@ -69,40 +70,41 @@ def quotas(n: Sequence[float], c: float, *, max_quota_s: float = 4.0) -> Quotas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticQuota(Scheduler):
-    """Lets more active models than instances take turns, as long as keeps their tokens coming on time.
+    """Lets more active models than instances take turns, each just long enough to keep its tokens on time.
 
     Source: Aegaeon (SOSP 2025), decoding: `quotas`. A model with requests and without a replica takes an
-    EMPTY instance, then one whose model has no requests or keeps another replica, then the one whose model is
-    furthest beyond its quota. Who has waited longest since its last turn goes first. Before that, models
-    below `min_replicas` get theirs (as `RestoreMinReplicas`).
+    EMPTY instance, else one whose model has no requests or keeps another replica, else the one whose model is
+    furthest beyond its quota. The model that has waited longest since its last turn goes first. Before that,
+    `min_replicas` are restored (as by `RestoreMinReplicas`).
 
     **Readings.**
 
-    - The paper gives each engine a list of models and goes round it. Here all instances go round all active
-      models: *E* instances generate *E* times as much, so `n_k` is taken times *E*, which gives the paper's
-      formula for one. Who is next follows from how long it has waited, so a plan needs no list.
-    - *t_k* is `step_s * weight`, since a view knows speeds as `weight` alone. A switch takes `switch_s`
-      and what the store needs to read the model (`StoreView.load_s`).
-    - Prefill has engines of its own in the paper, and KV blocks outlive a turn. Here the instances do both,
-      and a turn begins with computing what its requests have, prompts and all they got in earlier turns. That
-      is time without a token, as a switch is, so it counts to *c*; and a turn is longer by it than its quota.
+    - The paper gives each engine a list of models. Here all instances serve all active models in turn: *E*
+      instances generate *E* times as much, so `n_k` is multiplied by *E*, which is the paper's formula for
+      one instance. The next model is the one that has waited longest, so a plan needs no list.
+    - *t_k* is `step_s * weight`, since a view knows the speed of a model as `weight` alone. A switch
+      takes `switch_s` and the seconds in which the store reads the model (`StoreView.load_s`).
+    - In the paper prefill has engines of its own, and KV blocks outlive a turn. Here the instances do both,
+      and a turn begins with a prefill of all that its requests have, prompts and tokens of earlier turns. No
+      token comes meanwhile, as in a switch, so that time is part of *c*, and a turn is longer by it than its
+      quota.
+    - With prefill engines of their own, first tokens come in the order of requests and wait for no round.
+      Here each second in which a request waits for its first token counts `first_weight` times: other
+      requests of its model are ahead of their due tokens, if `alpha` is under 1, and it has none. Every wait
+      grows, so none is endless.
 
-    - Where prefill has engines of its own, first tokens come in the order of requests and wait for no round.
-      Here a second in which a request waits for its first token counts as `first_weight` of them: the others
-      of its model have tokens ahead of their time, if `alpha` is under 1, and it has none. No wait is
-      without end, as all of them grow.
-
-    **Ours:** the cases before the last; a model that has no more requests gives way at once; floors.
+    **Ours:** the first two cases of the order above; a model without further requests gives way at once;
+    `min_replicas`.
 
     Attributes:
-        tbt_s: Target between two tokens of a request (*TBT*).
-        step_s: A decode step of a model whose `weight` is 1.
+        tbt_s: The target time between two tokens of a request (*TBT*).
+        step_s: The time of a decode step of a model whose `weight` is 1.
         max_quota_s: *Qmax*.
-        switch_s: Seconds of a switch beside reading the weights.
-        prefill_token_s: Seconds for each token that a model's requests have when its turn begins; 0 where
-            engines keep KV blocks from turn to turn, or to leave it out of account.
-        deadline_s: What running requests get to finish when their model's turn is over.
-        first_weight: How many times the wait for a first token counts; with 0 only that for a turn does.
+        switch_s: Seconds of a switch besides reading the weights.
+        prefill_token_s: Seconds per token that a model's requests have when its turn begins; 0 if engines
+            keep KV blocks from turn to turn, or to leave this time out.
+        deadline_s: Seconds that running requests get to finish when their model's turn is over.
+        first_weight: How many times the wait for a first token counts; with 0 only the wait for a turn does.
     """
 
     tbt_s: float = 0.1
@@ -129,7 +131,7 @@ class ElasticQuota(Scheduler):
         return (*floors, *self._turns(allocation, fleet, self.quotas_s(fleet)))
 
     def quotas_s(self, fleet: FleetView) -> dict[ModelId, float]:
-        """Return the seconds of a turn of each model that has requests, its prefills included."""
+        """Return the length of the turn of each model that has requests, its prefills included."""
         active = [m for m in fleet.models if m.num_requests]
         num_instances = sum(i.state is not InstanceState.LOST for i in fleet.instances)
         if not num_instances:
@@ -141,7 +143,7 @@ class ElasticQuota(Scheduler):
         return {m.id: prefill_s[m.id] + quota_s for m, quota_s in zip(active, lengths_s, strict=True)}
 
     def _prefill_s(self, fleet: FleetView) -> defaultdict[ModelId, float]:
-        """Seconds for which each model's requests would be prefilled if its turn began now."""
+        """The seconds of prefill for each model's requests if its turn began now."""
         seconds: defaultdict[ModelId, float] = defaultdict(float)
         if self.prefill_token_s:
             for run in fleet.running:
@@ -165,21 +167,23 @@ class ElasticQuota(Scheduler):
 
         waiting = [m for m in allocation.models.values() if m.num_requests and not allocation.num_replicas(m)]
         for model in sorted(waiting, key=lambda m: (-waited_s(m), m.id)):
-            swap = self._fill(allocation, model) or self._next(allocation, model, quotas_s, fleet.now_s)
+            swap = self._take_empty(allocation, model) or self._take_over(
+                allocation, model, quotas_s, fleet.now_s
+            )
             if swap:
                 allocation.swap(swap)
                 yield swap
 
-    def _fill(self, allocation: Allocation, model: ModelView) -> Swap | None:
+    def _take_empty(self, allocation: Allocation, model: ModelView) -> Swap | None:
         empty = allocation.empty(model)
         if empty is None:
             return None
         return Swap(instance=empty.id, model=model.id, reason=f"{model.id} has its turn; {empty.id} is empty")
 
-    def _next(
+    def _take_over(
         self, allocation: Allocation, model: ModelView, quotas_s: Mapping[ModelId, float], now_s: float
     ) -> Swap | None:
-        """Take the instance whose model needs it least, of those whose turn is over."""
+        """Take the instance of the model that is furthest beyond its quota, of those whose turn is over."""
         over: list[tuple[bool, float, ModelView, InstanceView]] = []
         for donor, _ in allocation.donors(model):
             alone = allocation.load(donor, more=-1) == inf
@@ -194,7 +198,7 @@ class ElasticQuota(Scheduler):
 
 
 def _first_waits_s(fleet: FleetView) -> dict[ModelId, float]:
-    """How long the first has waited of each model's requests that have no token yet."""
+    """The longest wait of each model's requests that have no token yet."""
     longest_s: dict[ModelId, float] = {}
     for request in fleet.waiting:
         if not request.num_generated:

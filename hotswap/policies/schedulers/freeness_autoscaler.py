@@ -1,4 +1,4 @@
-"""Llumnix's auto-scaling: instances come and go by the average freeness."""
+"""Llumnix's auto-scaling: instances are added and removed by the average freeness."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ __all__ = ["FreenessAutoscaler"]
 
 @dataclass(frozen=True, slots=True)
 class FreenessAutoscaler(Scheduler):
-    """Gives a model an EMPTY instance while its instances are too little free, and takes one back after.
+    """Adds an EMPTY instance to a model while its average freeness is low, and removes one while it is high.
 
-    Source: Sun et al., Llumnix, OSDI 2024, section 4.4.3. When the average freeness of a model's instances
-    (see `Freeness`) is below `low` it gets one more, when it is above `high` the one with the fewest requests
-    terminates; 10 and 60 in the paper, a threshold T and T + 50 in the artifact's figures. It keeps between
-    `min_instances`, or the model's `min_replicas` if that is more, and `max_instances`.
+    Source: Sun et al., Llumnix, OSDI 2024, section 4.4.3. While the average freeness of a model's instances
+    (see `Freeness`) is below `low`, the model gets one more. While it is above `high`, the instance with the
+    fewest requests terminates. The thresholds are 10 and 60 in the paper, T and T + 50 in the artifact's
+    figures. A model keeps between `min_instances`, or its `min_replicas` if that is more, and
+    `max_instances`.
 
-    **Up** is a `Swap` of an EMPTY instance: nobody is evicted. Who has the least freeness is served first.
-    **Down** is an `Unload` with `drain_s` to go: the instance admits none, and those who run end there or are
-    moved away by a `VirtualUsageRescheduler`, for which it terminates: plan with
-    `Chain(FreenessAutoscaler(), VirtualUsageRescheduler())`. It ends EMPTY as soon as they are gone.
+    **Up** is a `Swap` of an EMPTY instance, so no request is evicted. The model with the least freeness goes
+    first. **Down** is an `Unload` with a deadline of `drain_s`: the instance admits no request, and its
+    running ones end there, or are moved by a `VirtualUsageRescheduler`, which treats it as terminating: plan
+    with `Chain(FreenessAutoscaler(), VirtualUsageRescheduler())`. It is EMPTY as soon as all have left.
 
     **Readings.**
 
-    - `"artifact"`, of `freeness`: the average is of all instances as one, M and V and B each summed, and as
-      many come at once as bring it to `low`; whoever goes is no reason to wait. One goes if the average of
-      the others, with all requests, would be above `high`. All below is of both readings but the mean.
-    - *Every 10 s*: a policy remembers nothing, and may be asked at any time. So nothing changes while one of
-      the model's instances comes or goes, or until the youngest has served `interval_s`; then one may come
-      or go. None goes until `interval_s` after one became EMPTY, of whatever model it was.
-    - *The average, for normal priority*, is in the paper's reading the mean over the instances that serve
-      and stay, as a request of normal priority finds them: headroom counts. `Freeness(target_tokens=None)`
-      leaves it out. An instance without a request, whose freeness is infinite, counts as with one.
+    - `"artifact"`, of `freeness`: the average treats all instances as one, with M, V and B each summed. As
+      many instances are added at once as bring it to `low`, also while another one terminates. One is removed
+      if the average of the others, with all requests, would be above `high`. The rest holds for both
+      readings, but for the mean.
+    - *Every 10 s*: a policy has no memory and may be asked at any time. So nothing changes while one of the
+      model's instances starts or terminates, or until the youngest has served `interval_s`; then one is added
+      or removed. None is removed until `interval_s` after any instance became EMPTY.
+    - *The average, for normal priority*, is in the paper's reading the mean over the instances that serve and
+      stay, as a request of normal priority finds them: headroom counts. `Freeness(target_tokens=None)` leaves
+      it out. An instance without a request, whose freeness is infinite, counts as if it had one.
 
     **Ours, not the paper's:**
 
-    - Whoever is left after `drain_s` is evicted and goes on elsewhere, at the cost of one prefill; the paper
-      waits for ever. A termination is not taken back when load returns: no action says so.
-    - Requests in the waiting room are those that no instance takes: while a model has some it may go up,
-      whatever its freeness, and not down. With `min_instances=0` a model without load gives its last
-      instance back, and the first request that waits brings it one.
+    - Requests that are left after `drain_s` are evicted and continue elsewhere, at the cost of one prefill;
+      the paper waits for ever. A termination is not undone when load returns, since no action can express it.
+    - The fleet's waiting requests are those that no instance takes: while a model has some it may go up,
+      whatever its freeness, and not down. With `min_instances=0` a model without load gives up its last
+      instance, and its first waiting request brings it a new one.
 
-    Ties go to the smaller id. Of the EMPTY instances the smallest goes that holds the model.
+    Ties go to the smaller id. Of the EMPTY instances the smallest that holds the model is used.
     """
 
     freeness: Freeness = field(default=Freeness())
@@ -91,13 +93,13 @@ class FreenessAutoscaler(Scheduler):
         if (missing := self._missing(group)) > 0:
             for _ in range(missing):
                 yield from self._up(model, f"{model.id} lacks instances", allocation)
-        elif not group.members or group.coming or group.youngest_s > since_s:
+        elif not group.members or group.starting or group.youngest_s > since_s:
             return
         elif model.num_waiting or group.average < self.low:
-            if self._is_pooled or not group.going:
+            if self._is_pooled or not group.terminating:
                 for _ in range(min(self._num_more(group), self.max_instances - group.num_replicas)):
                     yield from self._up(model, self._why(group), allocation)
-        elif group.going:
+        elif group.terminating:
             return
         elif group.average_less_one > self.high and group.num_replicas > self._least(model):
             emptied_s = [i.swapped_s for i in fleet.instances if i.model is None and i.swapped_s is not None]
@@ -109,7 +111,7 @@ class FreenessAutoscaler(Scheduler):
         return self.freeness.reading == "artifact"
 
     def _num_more(self, group: _Group) -> int:
-        """How many more instances bring the average to `low`, if each comes with as many KV blocks."""
+        """How many more instances, of as many KV blocks each, bring the average to `low`."""
         blocks = max(instance.num_kv_blocks for instance in group.members)
         if not self._is_pooled or not blocks or not group.batch:
             return 1
@@ -118,7 +120,7 @@ class FreenessAutoscaler(Scheduler):
     def _why(self, group: _Group) -> str:
         model = group.model
         if model.num_waiting:
-            return f"{model.num_waiting} requests of {model.id} wait for a place"
+            return f"{model.num_waiting} requests of {model.id} wait for a replica"
         return f"average F({model.id})={group.average:.3g} < {self.low:g}"
 
     def _up(self, model: ModelView, reason: str, allocation: Allocation) -> Iterator[Swap]:
@@ -138,20 +140,20 @@ class FreenessAutoscaler(Scheduler):
         return max(self.min_instances, model.min_replicas)
 
     def _missing(self, group: _Group) -> int:
-        """How many instances a model is to have at once, whatever their freeness."""
+        """How many instances a model must get at once, whatever its freeness."""
         unserved = min(group.model.num_waiting, 1, self.max_instances)
         return max(self._least(group.model), unserved) - group.num_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """One model's instances: how many are or become its replicas, and those that serve it and stay."""
+    """The instances of one model: the number of its replicas, and the `members` that serve it and stay."""
 
     model: ModelView
     num_replicas: int
     members: Sequence[InstanceView]
-    coming: bool
-    going: bool
+    starting: bool
+    terminating: bool
     youngest_s: float
     batch: int
     average: float
@@ -166,8 +168,8 @@ class _Group:
             model=model,
             num_replicas=len(fleet.replicas(model.id)),
             members=members,
-            coming=any(i.target == model.id for i in swapping),
-            going=any(i.model == model.id for i in swapping),
+            starting=any(i.target == model.id for i in swapping),
+            terminating=any(i.model == model.id for i in swapping),
             youngest_s=max((s for i in members if (s := i.serving_since_s) is not None), default=-inf),
             batch=sum(freeness.batch(i, dispatch=True) for i in members),
             average=average,
@@ -180,7 +182,7 @@ def _stays(instance: InstanceView) -> bool:
 
 
 def _averages(members: Sequence[InstanceView], freeness: Freeness) -> tuple[float, float]:
-    """The average freeness of instances, and that by which one of them is too many."""
+    """The average freeness of instances, and the average that decides whether one is removed."""
     if not members:
         return -inf, -inf
     if freeness.reading == "paper":
@@ -197,6 +199,6 @@ def _averages(members: Sequence[InstanceView], freeness: Freeness) -> tuple[floa
 
 
 def _finite(instance: InstanceView, freeness: Freeness) -> float:
-    """The freeness of an instance that stays, without a request as if it had one that holds nothing."""
+    """The freeness of an instance; one without requests counts as if it had one that holds nothing."""
     free = freeness.of(instance)
     return instance.num_kv_blocks - freeness.usage(instance).total if free == inf else free

@@ -1,4 +1,4 @@
-"""More instances for more requests, and none taken from anybody: a baseline."""
+"""Horizontal autoscaling as in Kubernetes: replicas in proportion to requests, no swaps. A baseline."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ __all__ = ["HorizontalAutoscaler"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizontalAutoscaler(Scheduler):
-    """Gives each model as many instances as its requests ask for, out of those that are EMPTY.
+    """Gives each model EMPTY instances in proportion to its requests, and unloads surplus replicas.
 
     Source: the rule of Kubernetes' Horizontal Pod Autoscaler, with requests per replica as its metric:
 
         desired = ceil(replicas * metric / target) = ceil(p / target)
 
-    where *p* counts a model's requests, running and waiting. Nothing is done while `metric / target` is
-    within `tolerance` of 1.
+    where *p* is a model's running and waiting requests. Nothing changes while `metric / target` is within
+    `tolerance` of 1.
 
-    **Readings.** A pod is an instance. New pods come on new machines; here an EMPTY instance stands for one,
-    and what its load takes for the cold start, which a simulation makes as long as it likes. Pods are removed
-    once no higher number was desired for `stabilization_s`; a view has no past, so here a replica beyond
-    the desired number is unloaded once it has had no request for so long. Kubernetes does not scale from
-    nothing; here a model without a replica gets one for its first request.
+    **Readings.** A pod is an instance. New pods start on new machines; here an EMPTY instance stands for the
+    machine, and its load for the cold start, which a simulation can make as long as it likes. Kubernetes
+    removes a pod once no higher number was desired for `stabilization_s`. A view has no past, so here a
+    surplus replica is unloaded once it has had no request for so long. Kubernetes does not scale from zero;
+    here a model without a replica gets one for its first request.
 
-    It takes no instance from another model, however idle that is: that is what swaps are for. `min_replicas`
-    are kept, and brought back by `RestoreMinReplicas`.
+    It takes no instance from another model, however idle, since that would be a swap. `min_replicas` are
+    kept, and restored by `RestoreMinReplicas`.
 
     Attributes:
-        target: Requests per replica.
-        max_replicas: The most that a model may have.
-        tolerance: By what share the metric may be off before anything is done.
-        stabilization_s: How long a replica that is not wanted stays.
+        target: Requests per replica; below 1 it keeps replicas to spare.
+        max_replicas: The most replicas of a model.
+        tolerance: The relative error of the metric that is left alone.
+        stabilization_s: Seconds for which a surplus replica stays.
     """
 
     target: float

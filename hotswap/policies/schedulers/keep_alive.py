@@ -1,4 +1,4 @@
-"""What desktop servers do: load what is asked for, unload what was not asked for lately."""
+"""Swapping as in Ollama and llama-swap: load on request, unload when idle for long. A baseline."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["KeepAliveSwap"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepAliveSwap(Scheduler):
-    """Loads an absent model when it is asked for, in the place of the idle one used longest ago.
+    """Loads an absent model when a request waits for it, on an EMPTY or the least recently used instance.
 
-    Source: what Ollama (`OLLAMA_KEEP_ALIVE`, five minutes by default) and llama-swap (`ttl`) do; a baseline.
+    Source: Ollama (`OLLAMA_KEEP_ALIVE`, five minutes by default) and llama-swap (`ttl`).
 
-        absent model with a waiting request    an EMPTY instance, else the idle replica used longest ago
+        absent model with a waiting request    an EMPTY instance, else the least recently used idle replica
         idle for keep_alive_s                  unloaded
 
-    Idle is an instance without a request. It was used last when its model was loaded, or a request came or
+    An instance without a request is idle. It was last used when its model was loaded, or a request came or
     left.
 
-    **Readings.** Both keep one instance of a model, so one that has a replica, or is loading, gets no second
-    however many wait. Nobody is evicted: with no idle instance the request waits, under a steady load for
-    ever. (Ollama then picks one whose requests may end and sends it no more; llama-swap does so at once.)
-    Ollama's order among idle models is the length of their keep-alive; here that is one for all, and the
-    longest unused goes first. Models take their turn by the longest wait, halved for each failed load.
+    **Readings.** Both servers keep one instance of a model, so a model that has a replica or is loading gets
+    no second one, however many requests wait. No request is evicted: without an idle instance the waiting
+    request stays, under a steady load for ever. (Ollama then drains one instance; llama-swap drains it at
+    once.) Ollama orders idle models by the length of their keep-alive; here that is the same for all, and the
+    least recently used goes first. The model with the longest wait goes first, halved for each failed load.
 
-    Ours: `min_replicas` are kept, also from unloading; `RestoreMinReplicas` is what brings them back.
+    **Ours:** no swap or unload goes below `min_replicas`; `RestoreMinReplicas` restores them.
 
     `keep_alive_s=math.inf` never unloads, which is llama-swap's default.
     """
@@ -67,16 +67,16 @@ class KeepAliveSwap(Scheduler):
         for model in sorted(allocation.models.values(), key=lambda m: m.id):
             for instance in sorted(allocation.free_replicas(model), key=_preference):
                 idle_s = fleet.now_s - used_s(instance)
-                if self._is_over(model, instance, idle_s) and allocation.num_spare(model) > 0:
+                if self._is_expired(model, instance, idle_s) and allocation.num_spare(model) > 0:
                     allocation.unload(instance)
                     reason = f"{model.id} was idle for {idle_s:.3g} s"
                     yield Unload(instance=instance.id, reason=reason)
 
-    def _is_over(self, model: ModelView, instance: InstanceView, idle_s: float) -> bool:
+    def _is_expired(self, model: ModelView, instance: InstanceView, idle_s: float) -> bool:
         unwanted = not instance.num_requests and not model.num_waiting
-        return unwanted and self.keep_alive_s <= idle_s < inf  # unless nobody knows since when
+        return unwanted and self.keep_alive_s <= idle_s < inf  # infinite: the view does not say since when
 
 
 def _preference(instance: InstanceView) -> tuple[bool, float, int, InstanceId]:
-    """EMPTY ones first, small ones before large; then those used longest ago."""
+    """EMPTY instances first, small before large; then the least recently used."""
     return instance.state is not InstanceState.EMPTY, used_s(instance), instance.memory_bytes, instance.id

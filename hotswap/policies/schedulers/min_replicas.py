@@ -1,4 +1,4 @@
-"""Keeping the promised number of replicas."""
+"""Restoring `min_replicas`: as a scheduler of its own, and as the first step of others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["RestoreMinReplicas", "restore_min_replicas"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreMinReplicas(Scheduler):
-    """Brings every model back to its `min_replicas`, and does nothing else.
+    """Brings every model back to its `min_replicas`, and plans nothing else.
 
-    It fills EMPTY instances first, then takes replicas from the least loaded model above its own floor, one
-    that keeps a replica for its work if there is any. A replica that is loading counts. Models are served in
-    turn, lowest share of the floor first; one whose loads fail goes behind the others. Floors that sum to
-    more than the fleet holds are met as far as they can be, and nothing moves back and forth between them.
+    It takes EMPTY instances first, then replicas of the least loaded model that has more than its own
+    `min_replicas`, if possible one that keeps a replica for its requests. A loading replica counts. The model
+    with the smallest share of its `min_replicas` goes first, and one whose loads failed goes last. If all
+    `min_replicas` together exceed the fleet, they are met as far as possible, without swaps back and forth.
     """
 
     deadline_s: float = 0.0
@@ -35,7 +35,7 @@ class RestoreMinReplicas(Scheduler):
 
 
 def restore_min_replicas(allocation: Allocation, *, deadline_s: float) -> Iterator[Swap]:
-    """Yield the swaps that restore the floors, each already taken from `allocation`."""
+    """Yield the swaps that restore `min_replicas`, each already applied to `allocation`."""
     while swap := _next(allocation, deadline_s):
         allocation.swap(swap)
         yield swap
@@ -46,8 +46,8 @@ def _next(allocation: Allocation, deadline_s: float) -> Swap | None:
         reason = f"{model.id} has {allocation.num_replicas(model)} of at least {model.min_replicas} replicas"
         if empty := allocation.empty(model):
             return Swap(instance=empty.id, model=model.id, reason=reason)
-        if harmed := allocation.best_donor(model):
-            donor, instance = harmed
+        if found := allocation.best_donor(model):
+            donor, instance = found
             reason += f"; {donor.id} can spare one"
             return Swap(instance=instance.id, model=model.id, deadline_s=deadline_s, reason=reason)
     return None

@@ -1,4 +1,4 @@
-"""Llumnix's rescheduling: requests move from where memory runs out to where there is most."""
+"""Llumnix's rescheduling: requests move from instances of low freeness to instances of high freeness."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ __all__ = ["VirtualUsageRescheduler", "arrived", "left"]
 
 @dataclass(frozen=True, slots=True)
 class VirtualUsageRescheduler(Scheduler):
-    """Moves a request from each instance that is too little free to one that is free enough.
+    """Moves one request from each instance of low freeness to one of the same model with high freeness.
 
     Source: Sun et al., Llumnix, OSDI 2024, section 4.4.3. Among the instances of a model, those with a
     freeness (see `Freeness`) below `low` are sources, those above `high` are destinations; the least free
     source is paired with the freest destination, the next with the next, and each pair moves one request.
-    Queues are dissolved, memory is gathered for long prompts, room is made round requests of high priority
-    and instances are emptied, all by the virtual usages that freeness is made of: an instance that
-    terminates (drained, unloaded or swapped away) is always a source and never a destination, so its
-    requests leave by the same moves as others.
+    Virtual usage lets this one rule shorten queues, gather memory for long prompts, give headroom to requests
+    of high priority and empty instances: an instance that terminates (drained, unloaded or swapped away) is
+    always a source and never a destination, so its requests leave by the same moves as others.
 
     **Readings**, by that of `freeness`.
 
-    - `"paper"`: of a source the request of the lowest priority moves, of these the shortest.
-    - `"artifact"`: the one that came last, of those of normal priority. A source is also an instance where a
-      request was preempted and waits, whatever its freeness. Nobody moves to where one waits. There is one
-      threshold, 3, and 10 for its mixes M-M and S-L.
+    - `"paper"`: the request of the lowest priority moves, and of these the shortest.
+    - `"artifact"`: the latest request of normal priority moves. An instance where a preempted request waits
+      is a source too, whatever its freeness. An instance with a waiting request is no destination. There is
+      one threshold, 3, and 10 for its mixes M-M and S-L.
 
-    In both, an instance takes part in one move at a time, and only requests that run move, none that wait;
-    but from an instance that terminates any. How often is the fleet's `interval_s`; in the artifact it is
-    every fourth report of an instance, one a step.
+    In both, an instance takes part in one move at a time, and only running requests move; any request may
+    leave an instance that terminates. The fleet's `interval_s` is how often moves are planned; in the
+    artifact it is every fourth report of an instance, with one report a step.
 
     **Ours, in neither:**
 
-    - An instance that takes part in a move, or has no request to move, is left out before pairs are made, so
-      that nobody is paired in vain.
-    - The request must fit in the destination's free blocks, less what waits there and is kept free. If the
-      first in order does not, the next is looked at.
+    - An instance that takes part in a move, or has no request to move, is left out before pairs are made.
+    - The request must fit in the destination's free blocks, less those that its head of the queue needs and
+      those that are kept free. If the first request in order does not fit, the next one is tried.
     - `guard` forbids a move after which the destination would be no better off than the source was: no freer,
-      or lacking no fewer blocks where both lack some. It would only move the pain, and be undone. Every
-      place is better than one that terminates. Turn it off to repeat the artifact, which has no such rule.
-    - What has no KV blocks, as it has not begun or was preempted, leaves a terminating instance as tokens.
-    - `way` says how others go. Left open, the fleet decides, and sends as tokens what finds no room for its
-      blocks; in the artifact, which knows no other way, `"kv"`, such a request stays.
+      or lacking no fewer blocks if both lack some. Such a move would only shift the problem, and be undone.
+      Every instance is better off than one that terminates. Turn the guard off to repeat the artifact, which
+      has no such rule.
+    - A request without KV blocks, not yet begun or preempted, leaves a terminating instance as tokens.
+    - `way` is the method for the other moves. With `None` the fleet decides, and sends a request as tokens if
+      the destination has no room for its blocks. With `"kv"`, the artifact's only method, such a request
+      stays.
 
     Ties go to the smaller id.
     """
@@ -98,25 +98,25 @@ class VirtualUsageRescheduler(Scheduler):
     def _move(
         self, source: InstanceView, movable: Sequence[RunningView], destination: InstanceView
     ) -> Iterator[Migrate]:
-        before = self._standing(source)
+        before = self._rank(source)
         for request in movable:
             if not self._fits(request, source, destination):
                 continue
             after = arrived(destination, request)
-            if not self.guard or self._standing(after) > before:
+            if not self.guard or self._rank(after) > before:
                 ends = (source, destination)
                 reason = ", ".join(f"F({end.id})={self.freeness.of(end):.3g}" for end in ends)
                 way = self.way if _has_blocks(request, source) else "tokens"
                 yield Migrate(request=request.id, destination=destination.id, way=way, reason=reason)
                 return
 
-    def _standing(self, instance: InstanceView) -> float:
-        """How well off an instance is: its freeness, or in debt the blocks that it lacks, below 0."""
+    def _rank(self, instance: InstanceView) -> float:
+        """The freeness of an instance, or if it lacks blocks, minus the number of blocks that it lacks."""
         free = self.freeness.of(instance)
         return free if free >= 0 else free * max(self.freeness.batch(instance), 1)
 
     def _in_order(self, instance: InstanceView, here: Sequence[RunningView]) -> list[RunningView]:
-        """The requests that may move, the one that should first."""
+        """The requests that may move, the best first."""
         terminating = is_terminating(instance)
         movable = [request for request in here if terminating or _has_blocks(request, instance)]
         if self.freeness.reading == "paper":
@@ -128,14 +128,14 @@ class VirtualUsageRescheduler(Scheduler):
         return self.freeness.reading == "paper" or not instance.num_waiting
 
     def _fits(self, request: RunningView, source: InstanceView, destination: InstanceView) -> bool:
-        """Whether a destination has blocks for a request now, and could hold it to its end as the source."""
+        """Whether a destination has blocks for a request now, and can hold it as long as the source can."""
         kept = destination.num_next_kv_blocks + self.freeness.reserve(destination)
         if _num_blocks(request, destination) > destination.num_free_kv_blocks - kept:
             return False
-        most, ours = source.max_tokens, destination.max_tokens
-        if most is None or ours is None or ours >= most:
+        here, there = source.max_tokens, destination.max_tokens
+        if here is None or there is None or there >= here:
             return True
-        return request.num_tokens + request.num_remaining <= ours
+        return request.num_tokens + request.num_remaining <= there
 
 
 def arrived(instance: InstanceView, request: RunningView) -> InstanceView:
@@ -144,7 +144,7 @@ def arrived(instance: InstanceView, request: RunningView) -> InstanceView:
 
 
 def left(instance: InstanceView, request: RunningView) -> InstanceView:
-    """Return an instance as it would be without one of its requests that runs."""
+    """Return an instance as it would be without one of its running requests."""
     return _changed(instance, request, -1)
 
 
@@ -162,10 +162,10 @@ def _changed(instance: InstanceView, request: RunningView, sign: int) -> Instanc
 
 
 def _has_blocks(request: RunningView, instance: InstanceView) -> bool:
-    """Whether there is something of a request to be moved but its tokens."""
+    """Whether a request holds KV blocks that could be moved."""
     return request.begun and request.id not in instance.preempted
 
 
 def _num_blocks(request: RunningView, instance: InstanceView) -> int:
-    """KV blocks for what a request has and its next token."""
+    """The KV blocks for the tokens of a request and its next one."""
     return -(-(request.num_tokens + 1) // instance.kv_block_tokens)

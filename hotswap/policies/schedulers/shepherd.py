@@ -1,4 +1,4 @@
-"""Preemption by waiting work, as Shepherd does it: a baseline."""
+"""Shepherd's preemption rule for swaps: a large waiting batch displaces a small running one. A baseline."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["ShepherdSwap"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShepherdSwap(Scheduler):
-    """Takes the instance with the least work for a model with `lambda_` times as much work waiting.
+    """Takes the instance with the least running work for a model with over `lambda_` times that work waiting.
 
     Source: the preemption rule of Shepherd's online algorithm (Zhang et al., NSDI 2023), and its use for
-    swaps, the baseline Shepherd* of ServerlessLLM (Fu et al., OSDI 2024): a batch that waits displaces the
-    one that runs if it is larger by a factor of lambda.
+    swaps, the baseline Shepherd* of ServerlessLLM (Fu et al., OSDI 2024): a waiting batch displaces the
+    running one if it is larger by a factor of lambda.
 
-    **Readings.** A batch is what requests of one model an instance could take at once: of those that wait no
-    more than `max_requests`, of those that run all. Its size is counted in requests, weighted by the model's
-    `weight`, since Shepherd's requests are worth the same and its batches are compared by what they are
-    worth. What displaces must be larger by more than the factor, so an idle instance goes to anybody and an
-    equal batch stays at `lambda_=1`. A model with places free or on their way has only the rest waiting.
-    Shepherd's deadlines, its groups of models, and its planner are not here. Those who are evicted go on
-    elsewhere with their tokens, where Shepherd starts a batch again.
+    **Readings.** A batch is the requests of one model that an instance could take at once: at most
+    `max_requests` of the waiting requests, or all running ones. Its size is the number of requests times the
+    model's `weight`, since Shepherd compares batches by their value and its requests are worth the same.
+    The waiting batch must be larger by more than the factor, so an idle instance may always be taken and at
+    `lambda_=1` an equal batch stays. Requests that free or loading replicas of their model will take do not
+    count as waiting. Shepherd's deadlines, its groups of models and its planner are left out. Evicted
+    requests continue elsewhere with their tokens, where Shepherd starts a batch again.
 
-    Ours: `min_replicas` are kept; of equal victims the one used longest ago goes. Running requests
-    get `deadline_s` to finish, by default none. What was displaced may displace in turn once it waits:
-    with `lambda_` over 1 only when more has come for it meanwhile.
+    **Ours:** `min_replicas` are kept, and of equal victims the least recently used is taken. Running requests
+    get `deadline_s` to finish, by default none. A displaced batch may displace in turn once it waits: with
+    `lambda_` over 1 only when more requests have come for it meanwhile.
     """
 
     lambda_: float = 3.0
@@ -51,23 +51,23 @@ class ShepherdSwap(Scheduler):
 
     def _swaps(self, allocation: Allocation, fleet: FleetView) -> Iterator[Swap]:
         waiting = {m.id: m.num_waiting - _num_places(fleet, m) for m in allocation.models.values()}
-        starved = [m for m in allocation.models.values() if waiting[m.id] > 0]
-        while starved:
+        waiting_models = [m for m in allocation.models.values() if waiting[m.id] > 0]
+        while waiting_models:
 
             def urgency(model: ModelView) -> tuple[float, float, str]:
                 return -waiting[model.id] * model.weight, -allocation.waited_s(model), model.id
 
-            model = min(starved, key=urgency)
-            swap, slots = self._next(allocation, model, waiting[model.id])
+            model = min(waiting_models, key=urgency)
+            swap, places = self._next(allocation, model, waiting[model.id])
             if swap is not None:
                 allocation.swap(swap)
                 yield swap
-            waiting[model.id] -= slots
+            waiting[model.id] -= places
             if swap is None or waiting[model.id] <= 0:
-                starved.remove(model)
+                waiting_models.remove(model)
 
     def _next(self, allocation: Allocation, model: ModelView, num_waiting: int) -> tuple[Swap | None, int]:
-        """The swap that gives a model an instance, if it may have one, and the places that it has."""
+        """The swap that gives a model an instance, if there is one to take, and the number of its places."""
 
         def work(instance: InstanceView) -> float:
             donor = allocation.models.get(instance.model) if instance.model is not None else None
@@ -88,7 +88,7 @@ class ShepherdSwap(Scheduler):
 
 
 def _num_places(fleet: FleetView, model: ModelView) -> int:
-    """How many waiting requests of a model will be taken without a swap."""
+    """How many waiting requests of a model its present and loading replicas will take."""
     coming = sum(i.max_requests for i in fleet.instances if is_leaving(i) and i.target == model.id)
     open_ones = (i for i in fleet.serving(model.id) if not is_leaving(i))
     return coming + sum(i.max_requests - i.num_requests for i in open_ones)

@@ -1,4 +1,4 @@
-"""Models that stay where they were put."""
+"""A fleet of dedicated engines: each instance keeps one model. A baseline."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ __all__ = ["StaticPinning"]
 
 @dataclass(frozen=True, slots=True)
 class StaticPinning(Scheduler):
-    """Loads onto each instance the model that it is pinned to, and never anything else.
+    """Loads onto each instance the model that it is pinned to, and no other.
 
-    This is a fleet of dedicated engines, the baseline that any swapping has to beat:
-    `StaticPinning({"e0": "llama-8b", "e1": "qwen-4b"})`. Models are loaded before anybody asks, and stay
-    without a request. One that is pinned nowhere is never served, however many wait. Instances that are not
-    named are left alone.
+    The baseline that any swapping has to beat: `StaticPinning({"e0": "llama-8b", "e1": "qwen-4b"})`. Models
+    are loaded before the first request, and stay without requests. A model that is pinned to no instance is
+    never served. Instances that are not named are left alone.
 
-    An instance that serves another model than its own, after a swap by hand for instance, is turned back,
-    unless the other would fall below its `min_replicas`. What the fleet does not have is passed over:
-    instances may come and go. `deadline_s` is what those get that run on an instance which is turned back.
+    An instance that serves another model than its own, for example after a swap by hand, is swapped back,
+    unless the other model would fall below its `min_replicas`. Its running requests get `deadline_s` to
+    finish. Ids that the fleet does not have are ignored, since instances may come and go.
     """
 
     pins: Mapping[str, str] = field(hash=False)
@@ -34,10 +33,10 @@ class StaticPinning(Scheduler):
 
     def __post_init__(self) -> None:
         if not self.pins:
-            raise ConfigError("pins is empty; give a model for an instance at least, by their ids.")
+            raise ConfigError("pins is empty; give the model of at least one instance, by their ids.")
         if not self.deadline_s >= 0:
             raise ConfigError(f"deadline_s is {self.deadline_s!r}; give 0 (evict at once) or more seconds.")
-        object.__setattr__(self, "pins", dict(self.pins))  # which the caller may go on changing
+        object.__setattr__(self, "pins", dict(self.pins))  # a copy: the caller may change theirs
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
         allocation = Allocation(fleet)

@@ -1,4 +1,4 @@
-"""Snowflake's hot-swap controller: replicas follow the weighted load."""
+"""Snowflake's hot-swap rule: the most loaded model gets a replica of the least loaded one."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class WeightedLoadSwap(Scheduler):
         m2   = argmin f(j)                  over j != m1 with r > min_replicas
         swap   if f(m1) > b f(m2)           and f(m2) < t2
 
-    Before that, models below `min_replicas` get theirs (as `RestoreMinReplicas`). An EMPTY instance goes to
-    m1 without an m2: nobody loses by it, so neither b nor t2 is asked.
+    Before that, `min_replicas` are restored (as by `RestoreMinReplicas`). An EMPTY instance goes to m1
+    without an m2: no model loses a replica, so neither b nor t2 applies.
 
     **Readings.** The post's formulas are images, and its text leaves two things open.
 
@@ -41,47 +41,47 @@ class WeightedLoadSwap(Scheduler):
       takes it as the factor above (b >= 1), which needs no unit; `reading="margin"` as the difference,
       f(m1) - f(m2) > b (b >= 0), in requests.
     - *t2* is "a threshold for when models should not perform swaps". It is compared to f(m2) here: when even
-      the least loaded model is that loaded, a swap only moves the pain. `math.inf` switches it off.
+      the least loaded model is that loaded, a swap only shifts the overload. `math.inf` switches it off.
 
-    **"A model that does not violate any rules when swapped"** is searched for, as the post says. Passed over
-    for the next least loaded is a model that the guard protects, or that has no instance which is free, large
-    enough for m1 and not resting from a failed load of it. An m1 that finds no m2 gives way to the next most
-    loaded above t1.
+    **"A model that does not violate any rules when swapped"** is searched for, as the post says. A model is
+    passed over for the next least loaded if the guard protects it, or if none of its instances is free, large
+    enough for m1, and not cooling down after a failed load of m1. If m1 finds no m2, the next most loaded
+    model above t1 is tried.
 
     **Ours, not the post's:**
 
     - No model is an m1 that has as many replicas as requests, since a further replica would have no request
       to run. Without this rule one request of a slow model (*w* > t1) took several idle instances.
-    - `guard` forbids a swap that would call for its own reversal: with the loads predicted for after it,
-      f(m2) may not exceed f(m1). Where m1 has no replica, m2 must only keep one for its work. Each swap then
-      lowers the higher of the two loads and none raises another, so under a steady load no allocation comes
-      back and swapping ends.
-    - `patience_s` keeps a full fleet live. A model without replica whose oldest request has waited this long
-      takes the least loaded replica that has itself served this long, against b, t2 and the guard, never
-      against a floor: more active models than instances so share them in turns. Requests are put together by
-      model: those that come as ABCABC to one instance are served as AABBCC, since a replica stays while
-      there is work for it and nobody has lost patience. On one instance with *M* models, without floors and
-      failed loads, no request waits longer for its model to be served than
+    - `guard` forbids a swap that would call for its own reversal: by the loads predicted for after the swap,
+      f(m2) may not exceed f(m1). If m1 has no replica, m2 must only keep one for its requests. Each swap then
+      lowers the higher of the two loads and raises no other, so under a steady load no allocation returns and
+      swapping ends.
+    - `patience_s` prevents starvation in a full fleet. A model without a replica whose oldest request has
+      waited this long takes the least loaded replica that has served this long, against b, t2 and the guard,
+      never against `min_replicas`. More active models than instances so take turns. Requests are batched by
+      model: those that come as ABCABC to one instance are served as AABBCC, since a replica stays while it
+      has requests and no other model has waited for `patience_s`. On one instance with *M* models, without
+      `min_replicas` and failed loads, no request waits longer for its model to be served than
 
           (M - 1) (max(P, R) + I + S) + S
 
       seconds, with *P* `patience_s`, *R* `min_residency_s`, *I* the fleet's interval and *S* the longest
-      swap: all others have one turn each, however long their queues. `None` is off: then such a model waits
-      until another one has spare replicas or no work.
-    - `sigmas` tells load from chance. Requests that come independently of each other make a count of *p* vary
-      by its root, so f(m1) counts as greater than f(m2) only if it is by so many standard deviations of
-      their difference, `sqrt((w1 sqrt(p1) / r1)^2 + (w2 sqrt(p2) / r2)^2)`. A queue that grows soon is. 0 is
-      off; without it small models swap for chance alone (`docs/simulation.md` shows it), with 3 or 4 rarely.
-    - `min_residency_s` leaves a replica alone for so long after it became ready; floors and EMPTY instances
-      do not ask. What comes slowly is so put together too, at the price of that wait.
-    - A plan repeats the rule on the predicted allocation until it no longer fires, so that a burst is met in
-      one period. It ends because every swap takes one free instance. `max_swaps` bounds the number (floors
-      not counted); 1 is the post's loop.
+      swap: all other models have one turn each, however long their queues. `None` is off: then such a model
+      waits until another one has spare replicas or no requests.
+    - `sigmas` tells load from chance. A count of *p* independent requests has a standard deviation of its
+      root, so f(m1) counts as greater than f(m2) only if it is by so many standard deviations of their
+      difference, `sqrt((w1 sqrt(p1) / r1)^2 + (w2 sqrt(p2) / r2)^2)`. A growing queue soon is. 0 is off; then
+      small models swap by chance alone (`docs/simulation.md` shows it), with 3 or 4 rarely.
+    - `min_residency_s` protects a replica for so long after it became ready, except from the restoring of
+      `min_replicas`. Requests that come slowly are so batched too, at the price of that wait.
+    - A plan repeats the rule on the predicted allocation until no further swap is due, so that a burst is met
+      in one interval. It ends because every swap takes one free instance. `max_swaps` bounds the number
+      (without those for `min_replicas`); 1 is the post's loop.
 
     Ties of m1 go to the longer wait since its last turn, then the larger p w, then the smaller id; of m2 to
     the one whose load rises less, then the smaller id. Of m2's replicas the one with m1 preloaded goes, then
-    the one with the fewest requests. Weights lie in the same tiers for every instance, so the tier does not
-    enter. Running requests get `deadline_s` to finish.
+    the one with the fewest requests. Weights lie in the same tiers for every instance, so tiers have no
+    influence. Running requests get `deadline_s` to finish.
     """
 
     t1: float
@@ -138,13 +138,13 @@ class WeightedLoadSwap(Scheduler):
     ) -> Swap | None:
         for m1 in allocation.overloaded(self.t1):
             since = failed.pop(m1.id, None)
-            # The guard protects all who would keep no replica for their work.
+            # The guard protects every model that would keep no replica for its requests.
             among = None if since is None else gained[since:]
             donors = allocation.spare(m1, keeping=self.guard, among=among)
             swap = (
                 self._fill(allocation, m1)
                 or self._exchange(allocation, m1, donors)
-                or self._relieve(allocation, m1)
+                or self._end_wait(allocation, m1)
             )
             if swap:
                 return swap
@@ -163,19 +163,19 @@ class WeightedLoadSwap(Scheduler):
     def _exchange(
         self, allocation: Allocation, m1: ModelView, donors: Iterable[tuple[Spare, ModelId]]
     ) -> Swap | None:
-        """Take a replica of m2, if the rules allow one."""
+        """Take a replica of m2, if the rules allow it."""
         f1, deviation = allocation.load(m1), allocation.deviation(m1)
         most_after = allocation.load(m1, more=1) if f1 < inf else inf
-        for (f2, after, name, its_deviation), _ in donors:
+        for (f2, after, name, deviation2), _ in donors:
             if name == m1.id:
                 continue
             if f2 >= self.t2 or not self._far_apart(f1, f2) or f1 - f2 < self.sigmas * deviation:
-                return None  # those after it are more loaded still
+                return None  # all further donors are more loaded
             if self.guard and after > most_after:
                 if f2 > most_after:
                     return None
                 continue
-            if f1 - f2 < self.sigmas * hypot(deviation, its_deviation):
+            if f1 - f2 < self.sigmas * hypot(deviation, deviation2):
                 continue
             m2 = allocation.models[name]
             instance = allocation.replica(m2, m1, served_s=self.min_residency_s)
@@ -187,14 +187,14 @@ class WeightedLoadSwap(Scheduler):
     def _far_apart(self, f1: float, f2: float) -> bool:
         return f1 > self.b * f2 if self.reading == "ratio" else f1 - f2 > self.b
 
-    def _relieve(self, allocation: Allocation, m1: ModelView) -> Swap | None:
+    def _end_wait(self, allocation: Allocation, m1: ModelView) -> Swap | None:
         """Take a replica for a model that has none and has waited too long."""
         waited_s = allocation.waited_s(m1)
         if self.patience_s is None or allocation.load(m1) < inf or waited_s < self.patience_s:
             return None
-        harmed = allocation.best_donor(m1, served_s=max(self.patience_s, self.min_residency_s))
-        if harmed is None:
+        found = allocation.best_donor(m1, served_s=max(self.patience_s, self.min_residency_s))
+        if found is None:
             return None
-        m2, instance = harmed
+        m2, instance = found
         reason = f"{m1.id} has waited {waited_s:.3g} s without a replica; f({m2.id})={allocation.load(m2):g}"
         return Swap(instance=instance.id, model=m1.id, deadline_s=self.deadline_s, reason=reason)

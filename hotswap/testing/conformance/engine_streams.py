@@ -267,9 +267,9 @@ class StreamChecks(EngineSuite):
 
     async def assert_given_back(self, engine: Engine) -> None:
         """Raise unless a stream that was just left is gone by the end of the next step."""
-        left_s = anyio.current_time()
+        last_evicted_s = anyio.current_time()
         await until(lambda: no_requests(engine))
-        assert anyio.current_time() - left_s <= 2 * self.step_s, "a request outlived its stream"
+        assert anyio.current_time() - last_evicted_s <= 2 * self.step_s, "a request outlived its stream"
 
 
 def assert_generation(tokens: list[Token], *, first_index: int) -> None:

@@ -108,7 +108,7 @@ class StartupPlan:
                 self._take(start.replacement, start.instance.model)
         nodes = dict.fromkeys(s.instance.node for s in starts if s.instance.preloaded != model.id)
         for node in nodes:
-            self._loads.ask_for(model.id, node)
+            self._loads.queue(model.id, node)
         return starts
 
     def _num_places(self, model: ModelId) -> int:
@@ -153,7 +153,7 @@ class StartupPlan:
         if seconds >= offer.seconds:
             return None
         if instance.model is not None and replacement.preloaded != instance.model:
-            self._loads.ask_for(instance.model, replacement.node)
+            self._loads.queue(instance.model, replacement.node)
         return Start(instance=instance, seconds=seconds, replacement=replacement)
 
     def _with_replacement_s(
