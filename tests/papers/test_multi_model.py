@@ -3,7 +3,7 @@
 import pytest
 
 from hotswap import ModelCard, ModelId
-from hotswap.policies.planning import ModelShape, SharedModel, SharingAdvisor, SharingWay
+from hotswap.policies.planning import ModelShape, SharedModel, SharingAdvisor, SharingMethod
 from hotswap.policies.planning.sharing import overlapped_switch_s, switch_penalty_usd_per_h
 
 GB = 10**9
@@ -33,9 +33,9 @@ def test_the_switch_times_of_a_70b_model() -> None:
     """Cold 23 s, warm 2.5 s, overlapped 200 ms: 140 GB over 7 GB/s and 55 GB/s."""
     advisor = SharingAdvisor(memory_bytes=320 * GB, host_bytes=500 * GB, num_devices=4)
     report = advisor.advise([llama_70b("a"), llama_70b("b")])
-    assert report.way(SharingWay.COLD).switch_s == pytest.approx(23, rel=0.02)
-    assert report.way(SharingWay.WARM).switch_s == pytest.approx(2.5 + 0.2, rel=0.02)
-    assert report.way(SharingWay.OVERLAPPED).switch_s == 0.2
+    assert report.method(SharingMethod.COLD).switch_s == pytest.approx(23, rel=0.02)
+    assert report.method(SharingMethod.WARM).switch_s == pytest.approx(2.5 + 0.2, rel=0.02)
+    assert report.method(SharingMethod.OVERLAPPED).switch_s == 0.2
 
 
 def test_overlapped_switches_of_a_70b_model_need_four_devices() -> None:
@@ -46,7 +46,7 @@ def test_overlapped_switches_of_a_70b_model_need_four_devices() -> None:
             memory_bytes=num_devices * 80 * GB, host_bytes=500 * GB, num_devices=num_devices
         )
         .advise(models)
-        .way(SharingWay.OVERLAPPED)
+        .method(SharingMethod.OVERLAPPED)
         .obstacle
         for num_devices in (2, 3, 4)
     }

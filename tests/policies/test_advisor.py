@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import ConfigError, ModelCard, ModelId
-from hotswap.policies.planning import SharedModel, SharingAdvisor, SharingWay
+from hotswap.policies.planning import SharedModel, SharingAdvisor, SharingMethod
 from hotswap.policies.planning.sharing import switching
 
 GB = 10**9
@@ -54,32 +54,34 @@ def variants(count: int, *, rate: float = 0.05) -> list[SharedModel]:
 def test_each_way_needs_what_it_holds_at_once() -> None:
     models = [shared("a", weight=30, kv_bytes=0), shared("b", weight=20, kv_bytes=0), shared("c", kv_bytes=0)]
     report = ADVISOR.advise(models)
-    needed = {w.way: (w.device_bytes // GB, w.host_bytes // GB, w.num_instances) for w in report.ways}
+    needed = {w.method: (w.device_bytes // GB, w.host_bytes // GB, w.num_instances) for w in report.methods}
     assert needed == {
-        SharingWay.DEDICATED: (30, 0, 3),
-        SharingWay.ADAPTER_POOL: (0, 0, 1),
-        SharingWay.SPATIAL: (66, 0, 1),
-        SharingWay.OVERLAPPED: (50, 66, 1),
-        SharingWay.WARM: (30, 66, 1),
-        SharingWay.COLD: (30, 0, 1),
+        SharingMethod.DEDICATED: (30, 0, 3),
+        SharingMethod.ADAPTER_POOL: (0, 0, 1),
+        SharingMethod.SPATIAL: (66, 0, 1),
+        SharingMethod.OVERLAPPED: (50, 66, 1),
+        SharingMethod.WARM: (30, 66, 1),
+        SharingMethod.COLD: (30, 0, 1),
     }
-    assert [w.way for w in report.ways if w.obstacle] == [SharingWay.ADAPTER_POOL]
+    assert [w.method for w in report.methods if w.obstacle] == [SharingMethod.ADAPTER_POOL]
 
 
 @given(st.integers(1, 200), st.integers(0, 200))
 def test_what_does_not_fit_is_said_and_never_best(memory: int, host: int) -> None:
     advisor = SharingAdvisor(memory_bytes=memory * GB, host_bytes=host * GB)
     report = advisor.advise([shared("a", weight=40), shared("b", weight=30)])
-    for way in report.ways:
-        fits = way.device_bytes <= memory * GB and way.host_bytes <= host * GB
-        assert bool(way.obstacle) != fits or way.way is SharingWay.ADAPTER_POOL
+    for each in report.methods:
+        fits = each.device_bytes <= memory * GB and each.host_bytes <= host * GB
+        assert bool(each.obstacle) != fits or each.method is SharingMethod.ADAPTER_POOL
     best = report.best()
     assert best is None or not best.obstacle
-    assert str(report).endswith("nothing can be done" if best is None else f"cheapest: {best.way}")
+    assert str(report).endswith("no method is possible" if best is None else f"cheapest: {best.method}")
 
 
 def test_kv_cache_counts_with_the_traffic() -> None:
-    quiet, busy = (ADVISOR.advise([shared("a", rate=rate)]).way(SharingWay.WARM) for rate in (0.01, 2.0))
+    quiet, busy = (
+        ADVISOR.advise([shared("a", rate=rate)]).method(SharingMethod.WARM) for rate in (0.01, 2.0)
+    )
     assert quiet.device_bytes == 16 * GB + 700 * 131_072  # one request, whole
     assert busy.device_bytes == 16 * GB + int(2 * (0.025 + 6) * 600 * 131_072)  # 12 requests, half way
 
@@ -90,25 +92,25 @@ def test_kv_cache_counts_with_the_traffic() -> None:
 @given(RATES, RATES)
 def test_the_slower_the_switch_the_more_it_adds_and_costs(rate_a: float, rate_b: float) -> None:
     report = ADVISOR.advise([shared("a", rate=rate_a), shared("b", rate=rate_b)])
-    ways = [report.way(w) for w in (SharingWay.OVERLAPPED, SharingWay.WARM, SharingWay.COLD)]
-    assert [w.switch_s for w in ways] == sorted(w.switch_s for w in ways)
-    assert [w.load for w in ways] == sorted(w.load for w in ways)
+    methods = [report.method(w) for w in (SharingMethod.OVERLAPPED, SharingMethod.WARM, SharingMethod.COLD)]
+    assert [w.switch_s for w in methods] == sorted(w.switch_s for w in methods)
+    assert [w.load for w in methods] == sorted(w.load for w in methods)
 
 
 def test_one_model_alone_switches_never() -> None:
     report = ADVISOR.advise([shared("a")])
-    for way in report.ways:
-        if way.way is not SharingWay.ADAPTER_POOL:
-            assert (way.switches_per_h, way.added_s, way.switch_s) == (0, 0, 0)
-            assert way.usd_per_h == ADVISOR.usd_per_device_h
+    for each in report.methods:
+        if each.method is not SharingMethod.ADAPTER_POOL:
+            assert (each.switches_per_h, each.added_s, each.switch_s) == (0, 0, 0)
+            assert each.usd_per_h == ADVISOR.usd_per_device_h
 
 
 def test_too_much_traffic_is_said() -> None:
     report = ADVISOR.advise([shared("a", rate=8), shared("b", rate=8)])
-    assert "of an instance's time" in report.way(SharingWay.SPATIAL).obstacle
+    assert "of an instance's time" in report.method(SharingMethod.SPATIAL).obstacle
     best = report.best()
     assert best is not None
-    assert best.way is SharingWay.DEDICATED
+    assert best.method is SharingMethod.DEDICATED
 
 
 @pytest.mark.parametrize(("rates", "service_s"), [((0.01, 0.02), 0.0), ((0.003, 0.001, 0.002), 8.0)])
@@ -163,10 +165,10 @@ def test_waits_in_turns_are_those_of_a_device_that_is_followed(num_models: int, 
 
 
 def test_models_side_by_side_slow_each_other_while_both_have_requests() -> None:
-    """Followed by drawing: whether another model's request is under way, moment by moment."""
+    """Followed by drawing: whether another model's request is running, moment by moment."""
     advisor = replace(ADVISOR, contention=3.0)
     added_s = [
-        advisor.advise([shared("a", rate=rate), shared("b", rate=rate)]).way(SharingWay.SPATIAL).added_s
+        advisor.advise([shared("a", rate=rate), shared("b", rate=rate)]).method(SharingMethod.SPATIAL).added_s
         for rate in (1e-6, 0.05, 10.0)
     ]
     alone_s = 500 / 20_000 + 200 * 0.03
@@ -183,26 +185,26 @@ def test_models_side_by_side_slow_each_other_while_both_have_requests() -> None:
 def test_variants_of_one_base_are_best_as_a_pool() -> None:
     best = ADVISOR.advise(variants(20)).best()
     assert best is not None
-    assert best.way is SharingWay.ADAPTER_POOL
+    assert best.method is SharingMethod.ADAPTER_POOL
     assert best.switches_per_h == 0  # all of them fit
     assert best.host_bytes == 20 * (GB // 5)
 
 
 def test_the_base_may_be_served_too_and_strangers_may_not() -> None:
     def obstacle(*more: SharedModel) -> str:
-        return ADVISOR.advise([*variants(3), *more]).way(SharingWay.ADAPTER_POOL).obstacle
+        return ADVISOR.advise([*variants(3), *more]).method(SharingMethod.ADAPTER_POOL).obstacle
 
     assert obstacle(shared("llama")) == ""
-    assert "no variants of one base" in obstacle(shared("mistral"))
-    assert "no variants of one base" in obstacle(shared("x", base="mistral", adapter_bytes=1))
+    assert "not variants of one base" in obstacle(shared("mistral"))
+    assert "not variants of one base" in obstacle(shared("x", base="mistral", adapter_bytes=1))
 
 
 def test_of_more_adapters_than_fit_the_least_popular_are_fetched() -> None:
     popular, rare = variants(2, rate=0.2), variants(3, rate=0.01)
     models = [*popular, *rare]
-    whole = ADVISOR.advise(models).way(SharingWay.ADAPTER_POOL)
+    whole = ADVISOR.advise(models).method(SharingMethod.ADAPTER_POOL)
     room_for_two = replace(ADVISOR, memory_bytes=whole.device_bytes - 3 * (GB // 5))
-    pool = room_for_two.advise(models).way(SharingWay.ADAPTER_POOL)
+    pool = room_for_two.advise(models).method(SharingMethod.ADAPTER_POOL)
     assert pool.obstacle == ""
     assert pool.switches_per_h == pytest.approx(3600 * 3 * 0.01)
     assert pool.added_s > whole.added_s
@@ -214,8 +216,8 @@ def test_of_more_adapters_than_fit_the_least_popular_are_fetched() -> None:
 def test_the_report_reads_as_a_table() -> None:
     lines = str(ADVISOR.advise([shared("a"), shared("b")])).splitlines()
     assert len(lines) == 8
-    assert lines[0].split() == ["way", "devices", "host", "switch", "switches", "added", "load", "cost"]
-    assert lines[2] == "adapter pool          not possible: the models are no variants of one base"
+    assert lines[0].split() == ["method", "devices", "host", "switch", "switches", "added", "load", "cost"]
+    assert lines[2] == "adapter pool          not possible: the models are not variants of one base"
     for line in (*lines[3:7], lines[1]):
         assert len(line) == len(lines[0])
         assert line.endswith(" USD/h")
@@ -226,7 +228,7 @@ def test_a_limit_on_what_may_be_added_counts_before_the_price() -> None:
     report = ADVISOR.advise([shared("a"), shared("b")])
     limited = report.best(max_added_s=0.0)
     assert limited is not None
-    assert limited.way is SharingWay.DEDICATED
+    assert limited.method is SharingMethod.DEDICATED
     assert report.best(max_added_s=-1.0) is None
 
 

@@ -45,15 +45,15 @@ PUBLIC = [
 ]
 
 PLANNING = [
+    "MethodReport",
     "ModelShape",
     "Recommendation",
     "ScalingMonitor",
     "ScalingStep",
     "SharedModel",
     "SharingAdvisor",
+    "SharingMethod",
     "SharingReport",
-    "SharingWay",
-    "WayReport",
 ]
 
 

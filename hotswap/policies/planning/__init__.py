@@ -3,19 +3,19 @@
 A fleet runs without them. They advise; routers and schedulers decide.
 """
 
-from hotswap.policies.planning.advisor import SharingAdvisor, SharingReport, WayReport
+from hotswap.policies.planning.advisor import MethodReport, SharingAdvisor, SharingReport
 from hotswap.policies.planning.monitor import Recommendation, ScalingMonitor, ScalingStep
 from hotswap.policies.planning.shapes import ModelShape
-from hotswap.policies.planning.sharing import SharedModel, SharingWay
+from hotswap.policies.planning.sharing import SharedModel, SharingMethod
 
 __all__ = [
+    "MethodReport",
     "ModelShape",
     "Recommendation",
     "ScalingMonitor",
     "ScalingStep",
     "SharedModel",
     "SharingAdvisor",
+    "SharingMethod",
     "SharingReport",
-    "SharingWay",
-    "WayReport",
 ]

@@ -1,4 +1,4 @@
-"""What a person should change about a fleet that shares its devices: told from views and swaps."""
+"""Recommendations for operators: when a fleet needs more instances, fewer, or one for a single model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Recommendation", "ScalingMonitor", "ScalingStep"]
 
 
 class ScalingStep(StrEnum):
-    """What may be recommended."""
+    """The steps that may be recommended."""
 
     DEDICATE = "dedicate"
     ADD = "add"
@@ -27,7 +27,7 @@ class ScalingStep(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """One step, for a model or for an instance, and why; `at_s` is when it was made."""
+    """One step for a model or an instance, with its reason; `at_s` is the loop time of the recommendation."""
 
     step: ScalingStep
     model: ModelId | None = None
@@ -41,7 +41,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingMonitor:
-    """Recommends what no scheduler can do: more engines, fewer, or one for a model alone.
+    """Recommends the steps that no scheduler can take: more engines, fewer, or one for a model alone.
 
     Source: the multi-model serving post, its monitor and its table of triggers.
 
@@ -49,16 +49,16 @@ class ScalingMonitor:
         a model with over `max_waiting` waiting requests      one more instance for it
         an instance in use for under `min_use` of the time    one instance fewer
 
-    What was recommended for a model or an instance is not repeated for `cooldown_s`.
+    A recommendation for a model or an instance is not repeated for `cooldown_s`.
 
     **Readings.** The post has 50 swaps an hour in its code and 30 in its table; the default is the table's.
-    It names the model that the instance happens to have; here it is the one loaded there most often, since
-    that is what an instance of its own would save. Utilisation is read as the share of views in which an
-    instance has requests, and an instance that swapped, or whose model would fall below `min_replicas`, is
-    not given up. Triggers on latency and on adapters need what a view does not have.
+    It names the model that the instance has at that moment; here it is the one loaded there most often, since
+    an instance of its own saves these loads. Utilisation is read as the share of views in which an instance
+    has requests. An instance that swapped, or whose model would fall below `min_replicas`, is not given up.
+    Triggers on latency and on adapters need data that a view does not have.
 
-    **Ours:** nothing is remembered: the caller keeps views (one a minute for half an hour will do), swaps
-    (`Fleet.swaps`) and what was recommended before.
+    **Ours:** the monitor has no memory. The caller keeps views (one a minute for half an hour is enough),
+    swaps (`Fleet.swaps`) and earlier recommendations.
     """
 
     max_swaps_per_h: float = 30.0
@@ -83,20 +83,20 @@ class ScalingMonitor:
         *,
         made: Iterable[Recommendation] = (),
     ) -> tuple[Recommendation, ...]:
-        """Return what should be done by now, which is the time of the last view.
+        """Return the steps that are due at the time of the last view.
 
         Args:
-            views: Of the fleet, oldest first, evenly over the time to be judged; of none nothing is said.
-            swaps: That ended; those begun before the last `window_s` do not count.
-            made: What was recommended before.
+            views: Views of the fleet, oldest first, evenly spaced; without any, nothing is recommended.
+            swaps: Records of swaps; those begun more than `window_s` ago do not count.
+            made: Earlier recommendations.
         """
         if not views:
             return ()
         now_s = views[-1].now_s
-        resting = {(r.step, r.model, r.instance) for r in made if now_s - r.at_s < self.cooldown_s}
+        cooling_down = {(r.step, r.model, r.instance) for r in made if now_s - r.at_s < self.cooldown_s}
         loaded = self._loaded(swaps, now_s)
         found = (*self._dedicate(loaded, now_s), *self._add(views), *self._remove(views, loaded))
-        return tuple(r for r in found if (r.step, r.model, r.instance) not in resting)
+        return tuple(r for r in found if (r.step, r.model, r.instance) not in cooling_down)
 
     def _loaded(self, swaps: Iterable[SwapRecord], now_s: float) -> dict[InstanceId, list[ModelId]]:
         loaded: defaultdict[InstanceId, list[ModelId]] = defaultdict(list)
@@ -132,7 +132,7 @@ class ScalingMonitor:
     def _remove(
         self, views: Sequence[FleetView], loaded: dict[InstanceId, list[ModelId]]
     ) -> Iterator[Recommendation]:
-        """One instance at a time: with it gone, the others are used more."""
+        """At most one instance: without it, the others are used more."""
         used: defaultdict[InstanceId, list[bool]] = defaultdict(list)
         for view in views:
             for instance in view.instances:

@@ -1,4 +1,4 @@
-"""How large a model's adapters and KV cache are: from its shape, never from its name."""
+"""The sizes of a model's adapters and KV cache, from its shape and never from its name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ATTENTION = ("q", "k", "v", "o")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder's layers that tell what adapters and KV cache take.
+    """The dimensions of a decoder that determine the sizes of adapters and KV cache.
 
     Attributes:
-        hidden_size: Of what goes from layer to layer.
-        num_layers: Of attention, all alike.
-        num_heads: Of queries.
-        num_kv_heads: Of keys and values; fewer than `num_heads` where heads share them.
-        head_dim: Of one head.
+        hidden_size: The width of the residual stream.
+        num_layers: The number of attention layers, all of one shape.
+        num_heads: The number of query heads.
+        num_kv_heads: The number of key and value heads; fewer than `num_heads` with grouped queries.
+        head_dim: The width of one head.
     """
 
     hidden_size: int
@@ -43,7 +43,7 @@ class ModelShape:
         """Read the shape from a manifest's config.
 
         Raises:
-            ConfigError: the config is not there, or names its sizes in another way.
+            ConfigError: the config is missing, or names its sizes differently.
         """
         config = _config(manifest)
         sizes = {
@@ -52,7 +52,7 @@ class ModelShape:
         missing = [name for name, size in sizes.items() if not isinstance(size, int)]
         if missing:
             raise ConfigError(
-                f"The config of {manifest.model!r} says no {missing[0]}; give a ModelShape by hand."
+                f"The config of {manifest.model!r} has no {missing[0]}; make a ModelShape by hand."
             )
         hidden_size, num_layers, num_heads = (cast("int", size) for size in sizes.values())
         num_kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
@@ -65,7 +65,7 @@ class ModelShape:
         )
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Return what each projection of an attention layer turns into what: `(d_in, d_out)` by name."""
+        """Return `(d_in, d_out)` of each projection of an attention layer, by name."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
             "q": (self.hidden_size, q_size),
@@ -93,7 +93,7 @@ class ModelShape:
         return rank * each * self.num_layers * bytes_per_weight
 
     def kv_bytes_per_token(self, *, bytes_per_value: int = 2) -> int:
-        """Return what one token takes in the KV cache: a key and a value of each layer and KV head."""
+        """Return the bytes of one token in the KV cache: a key and a value of each layer and KV head."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
@@ -102,8 +102,8 @@ def _config(manifest: Manifest) -> Mapping[str, object]:
         config: object = json.loads(manifest.config)
     except ValueError as exc:
         raise ConfigError(
-            f"The manifest of {manifest.model!r} has no config; give a ModelShape by hand."
+            f"The manifest of {manifest.model!r} has no config; make a ModelShape by hand."
         ) from exc
     if not isinstance(config, dict):
-        raise ConfigError(f"The config of {manifest.model!r} is no JSON object; give a ModelShape by hand.")
+        raise ConfigError(f"The config of {manifest.model!r} is no JSON object; make a ModelShape by hand.")
     return cast("Mapping[str, object]", config)

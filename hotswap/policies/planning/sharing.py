@@ -1,8 +1,7 @@
-"""Ways for several models to share devices: what each costs in seconds and in money, as formulas.
+"""Formulas for methods by which several models share devices: seconds of switches, and their cost.
 
 Source: the multi-model serving post (temporal, overlapped and spatial sharing, adapter pools; its cost
-model). Its formulas are images; what stands here is the reading of them that its numbers agree with. What is
-ours says so.
+model). Its formulas are images; these are the readings that agree with its numbers. Formulas of ours say so.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hotswap.request import ModelId
 
 __all__ = [
     "SharedModel",
-    "SharingWay",
+    "SharingMethod",
     "Switching",
     "overlapped_switch_s",
     "switch_penalty_usd_per_h",
@@ -26,8 +25,8 @@ __all__ = [
 ]
 
 
-class SharingWay(StrEnum):
-    """How several models are served."""
+class SharingMethod(StrEnum):
+    """The methods of serving several models on shared devices."""
 
     DEDICATED = "dedicated"
     ADAPTER_POOL = "adapter pool"
@@ -42,12 +41,12 @@ class SharedModel:
     """A model and its traffic.
 
     Attributes:
-        card: Its sizes (`ModelCard.of`); `weight_bytes` and `kv_bytes_per_token` are what is read.
-        requests_per_s: How many arrive, on average.
-        tokens_in: Of a prompt, on average.
-        tokens_out: Generated for a request, on average.
-        base: The model that it is a low-rank variant of, if it is one; many may have the same.
-        adapter_bytes: Of the adapter that makes it from its base (`ModelShape.adapter_bytes`).
+        card: Its sizes (`ModelCard.of`), of which `weight_bytes` and `kv_bytes_per_token` are used.
+        requests_per_s: The mean rate of requests.
+        tokens_in: The mean length of a prompt.
+        tokens_out: The mean number of generated tokens.
+        base: The model that it is a low-rank variant of, if it is one.
+        adapter_bytes: The size of the adapter that makes it from its base (`ModelShape.adapter_bytes`).
     """
 
     card: ModelCard
@@ -65,15 +64,15 @@ class SharedModel:
         if (self.adapter_bytes > 0) != (self.base is not None):
             raise ConfigError(
                 f"adapter_bytes of {self.card.id!r} is {self.adapter_bytes!r} and its base {self.base!r}; "
-                "give a variant both, and others neither."
+                "give both to a variant, and neither to other models."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Switching:
-    """How often a device turns to another model, and what that adds to a request, on average.
+    """The mean rate of a device's switches, and the mean latency that they add to a request.
 
-    `lost_share` is the share of its time that it stands still for switches.
+    `lost_share` is the share of the device's time that switches take.
     """
 
     switches_per_s: float = 0.0
@@ -82,14 +81,14 @@ class Switching:
 
     @property
     def mean_switch_s(self) -> float:
-        """Seconds of a switch, on average; 0 if there are none."""
+        """The mean seconds of a switch; 0 if there are none."""
         return self.lost_share / self.switches_per_s if self.switches_per_s else 0.0
 
 
 def overlapped_switch_s(transfer_s: float, *, lead_s: float, init_s: float) -> float:
-    """Return how long a device stands still for a switch whose transfer began `lead_s` before.
+    """Return the seconds of a switch whose transfer began `lead_s` before it.
 
-    `max(0, transfer - lead) + init`: with enough lead the rest is making the model ready, about 200 ms.
+    `max(0, transfer - lead) + init`: with enough lead only making the model ready is left, about 200 ms.
     """
     return max(0.0, transfer_s - lead_s) + init_s
 
@@ -97,7 +96,7 @@ def overlapped_switch_s(transfer_s: float, *, lead_s: float, init_s: float) -> f
 def switch_penalty_usd_per_h(
     switches_per_h: float, switch_s: float, *, tokens_per_s: float, usd_per_token: float
 ) -> float:
-    """Return what switches cost in tokens that were not generated meanwhile.
+    """Return the cost of switches: the value of the tokens that are not generated meanwhile.
 
     100 switches an hour of 2.5 s, at 3000 tokens/s and 0.003 USD for 1000 tokens, are 2.25 USD an hour.
     """
@@ -109,24 +108,24 @@ def switching(
 ) -> Switching:
     """Return how often one device switches between models whose requests arrive independently.
 
-    Ours; the post takes the number of switches as given. Model *i* has the share *p* of all requests, `rate`
-    of its own, a request of it takes *A* once it is served, and a switch to it *s*. Served as they come, a
-    request needs a switch if the one before it was for another model, and waits for those of other models
-    that are under way, each for half of what it takes:
+    Ours; the post takes the number of switches as given. Model *i* has a `rate` of requests, which is the
+    share *p* of all; a request of it takes *A* seconds once it is served, and a switch to it *s*. Served in
+    order of arrival, a request needs a switch if the request before it was for another model. It waits for
+    running requests of other models, each for half of its time:
 
         switches a second = sum rate (1 - p)        added = sum p ((1 - p) s + sum of others' rate A^2 / 2)
 
-    which is right while requests seldom meet. Where it leaves less than `turn_s` between switches, or less
-    than a request takes, models have turns of `turn_s` instead: a round is all turns and switches, a request
-    that comes while its model is off waits half of that time, and one that does not end in a turn goes on in
-    the next. It counts neither queueing behind requests of the same model nor what is computed again when a
-    request goes on.
+    which holds while requests seldom overlap. If it leaves less than `turn_s`, or less than the time of a
+    request, between switches, models have turns of `turn_s` instead. A round is all turns and switches. A
+    request that comes while its model is off waits half of that time, and one that does not end in a turn
+    continues in the next. Queueing behind requests of the same model and tokens that are computed again when
+    a request continues are left out.
 
     Args:
-        rates: Requests a second, for each model.
+        rates: Requests per second of each model.
         switch_s: Seconds of a switch to each model.
         service_s: Seconds of a request of each model, once it is served.
-        turn_s: The least time that a model keeps the device, over 0.
+        turn_s: The least time for which a model keeps the device, over 0.
     """
     active = [each for each in zip(rates, switch_s, service_s, strict=True) if each[0] > 0]
     if len(active) < 2:
@@ -137,12 +136,12 @@ def switching(
     mean_s = sum(rate * service for rate, _, service in active) / total
     if switches_per_s * max(turn_s, mean_s) + lost_share > 1:
         return _in_turns(active, turn_s)
-    under_way_s = [rate * service**2 / 2 for rate, _, service in active]
-    met_s = sum(
-        rate / total * (sum(under_way_s) - own_s)
-        for (rate, _, _), own_s in zip(active, under_way_s, strict=True)
+    half_waits_s = [rate * service**2 / 2 for rate, _, service in active]
+    overlap_s = sum(
+        rate / total * (sum(half_waits_s) - own_wait_s)
+        for (rate, _, _), own_wait_s in zip(active, half_waits_s, strict=True)
     )
-    return Switching(switches_per_s, lost_share / total + met_s, lost_share)
+    return Switching(switches_per_s, lost_share / total + overlap_s, lost_share)
 
 
 def _in_turns(active: Sequence[tuple[float, float, float]], turn_s: float) -> Switching:
@@ -152,7 +151,7 @@ def _in_turns(active: Sequence[tuple[float, float, float]], turn_s: float) -> Sw
     off_s = round_s - turn_s
     added_s = off_s**2 / (2 * round_s)
     for rate, _, service in active:
-        # Ends of turns that a request meets: begun within one, wherever in it, or with one.
-        within, with_one = service / turn_s, max(ceil(service / turn_s) - 1, 0)
-        added_s += rate / total * off_s * (turn_s * within + off_s * with_one) / round_s
+        # The ends of turns during a request: begun at a random moment of a turn, or with a turn.
+        within, with_turn = service / turn_s, max(ceil(service / turn_s) - 1, 0)
+        added_s += rate / total * off_s * (turn_s * within + off_s * with_turn) / round_s
     return Switching(len(active) / round_s, added_s, all_switches_s / round_s)

@@ -127,8 +127,8 @@ class ElasticQuota(Scheduler):
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
         allocation = Allocation(fleet)
-        floors = tuple(restore_min_replicas(allocation, deadline_s=self.deadline_s))
-        return (*floors, *self._turns(allocation, fleet, self.quotas_s(fleet)))
+        restored = tuple(restore_min_replicas(allocation, deadline_s=self.deadline_s))
+        return (*restored, *self._turns(allocation, fleet, self.quotas_s(fleet)))
 
     def quotas_s(self, fleet: FleetView) -> dict[ModelId, float]:
         """Return the length of the turn of each model that has requests, its prefills included."""

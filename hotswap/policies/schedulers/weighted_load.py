@@ -119,8 +119,8 @@ class WeightedLoadSwap(Scheduler):
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
         allocation = Allocation(fleet)
-        floors = restore_min_replicas(allocation, deadline_s=self.deadline_s)
-        return (*floors, *islice(self._swaps(allocation), self.max_swaps))
+        restored = restore_min_replicas(allocation, deadline_s=self.deadline_s)
+        return (*restored, *islice(self._swaps(allocation), self.max_swaps))
 
     def _swaps(self, allocation: Allocation) -> Iterator[Swap]:
         # An m1 without an m2 finds one only when its own load rises, or among those that gained a replica.
