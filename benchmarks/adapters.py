@@ -3,13 +3,12 @@
 python -m benchmarks adapters --json adapters.json      a small model, seconds
 python -m benchmarks adapters --full                    also hidden 1024, 12 layers, in float32 and bfloat16
 
-A step decodes one token of each of 20 requests, or does so for 19 and prefills a part of a prompt beside,
-with weights packed, as an engine computes it.
-With *n* adapters the requests have them in turn; 0 is the same step without. Seconds are of the processor on
-one thread, contestants take turns, and ratios are of the steps of one round.
+A step decodes one token of each of 20 requests, or decodes for 19 and prefills a part of a prompt for one,
+with weights packed, as an engine computes it. With *n* adapters the requests use them in turn; 0 is the same
+step without. Seconds are processor time on one thread, contestants take turns, and ratios are within a round.
 
-Adapters are loaded for the first time, into memory that is made for them; again, from files that have
-changed, into memory that is there; and again from what is kept in host memory.
+Adapters are loaded for the first time, into new memory; again, from files that have changed, into existing
+memory; and again from host memory.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ SYSTEMS: Mapping[str, Scheduler] = {"turns": TURNS, "whole requests": WHOLE}
 
 @dataclass(slots=True)
 class Tally:
-    """Tokens that came, and came on time, of requests after the warm-up."""
+    """Counts of tokens, and of tokens on time, of the requests after the warm-up."""
 
     num_tokens: int = 0
     num_on_time: int = 0
@@ -144,7 +144,7 @@ def alone_s(trace: Trace) -> float:
 
 
 def promised(models_per_engine: int) -> Quotas:
-    """What the formula says if all models always have requests."""
+    """The quotas and the attainment of the formula if all models always have requests."""
     n = [SLO.tpot_s / STEP_S] * models_per_engine
     weight_bytes = CLUSTER.measured.weight_bytes
     switch_s = SWITCH_S + weight_bytes / CLUSTER.host_bytes_per_s
@@ -226,7 +226,7 @@ HELD = ("tokens_on_time", "first_tokens_on_time")
 
 
 def held(points: Mapping[str, Mapping[str, Any]], system: str, figure: str) -> int:
-    """The largest number of models an engine up to which the median of a share is what it should be."""
+    """The largest number of models an engine up to which the median of a share reaches `GOAL`."""
     most = 0
     for count, point in sorted(points.items(), key=lambda item: int(item[0])):
         if Summary.of(point["systems"][system][figure]).median < GOAL:

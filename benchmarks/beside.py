@@ -1,4 +1,4 @@
-"""What swaps on one engine do to the streams of another in the same process.
+"""Inter-token latency of streams on one engine while another engine of the same process is swapped.
 
     python -m benchmarks.beside                      16 streams, models of 500 MB
     python -m benchmarks.beside --json report.json
@@ -144,7 +144,7 @@ class _Gaps:
 
 
 async def _stream(fleet: Fleet, index: int, gaps: _Gaps) -> None:
-    """Requests one after the other, so that there is always one."""
+    """Send one request after the other, so that one always runs."""
     sampling = Sampling(max_tokens=200, ignore_eos=True)
     while True:
         last_s = 0.0

@@ -1,4 +1,4 @@
-"""A scheduler for measurements, in which every swap is asked for."""
+"""A scheduler for measurements that start every swap themselves."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _pieces(
 
 
 def _write_tensorizer(source: Source, peers_python: Path) -> None:
-    """Convert in the peers' environment; without the library there is no file, which its contestant says."""
+    """Convert in the peers' environment; without the library there is no file, and its contestant fails."""
     module = "benchmarks.peers.tensorizer_reader"
     subprocess.run(
         [str(peers_python), "-m", module, str(source.safetensors), str(source.tensorizer)],

@@ -1,8 +1,8 @@
 """The process of one contestant: imports it once, then forks for every run that standard input asks for.
 
 A fork is a fresh process without the seconds that importing torch takes: no run finds memory, threads or
-files that another left. Answers are lines of JSON on what was standard output; whatever libraries print goes
-to standard error.
+files of another. Answers are lines of JSON on the original standard output; what libraries print goes to
+standard error.
 """
 
 from __future__ import annotations

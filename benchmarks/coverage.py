@@ -1,17 +1,16 @@
-"""Which architectures are served exactly: every causal language model that transformers knows, tried out.
+"""Which causal language models of transformers are served exactly, by trying each.
 
     python -m benchmarks.coverage                      the slice that the tests run
     python -m benchmarks.coverage --full               all of them, some minutes
     python -m benchmarks.coverage --full --write       and write docs/models.md
     python -m benchmarks.coverage --only llama gemma3  some
 
-An architecture's default config, with more of its features switched on, is examined as it is before it would
-be loaded. Then its miniature takes the whole way: a checkpoint with random weights is written, converted into
-a store, loaded by a `TorchEngine` and asked for tokens by several clients at once. A small token budget cuts
-prompts into chunks, few KV blocks let requests wait for each other, and clients leave and come back, so that
-what was computed is computed again. Every token must be the one that transformers' `generate` gives for the
-request alone, or, where `generate` departs from the model's own forward, the one that this gives. Any other
-ends the run with status 1.
+An architecture's default config, with more of its features switched on, is examined as before a load. Then a
+checkpoint of its miniature with random weights is written, converted into a store, loaded by a `TorchEngine`
+and queried by several clients at once. A small token budget cuts prompts into chunks, few KV blocks make
+requests wait for each other, and clients leave and come back, so that tokens are recomputed. Every token must
+be the one that transformers' `generate` gives for the request alone, or, where `generate` departs from the
+model's own forward, the one that this gives. Any other ends the run with status 1.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _NUM_KV_TOKENS, _BUDGET, _BLOCK = 96, 24, 16
 
 
 class Outcome(StrEnum):
-    """What became of an architecture."""
+    """The result for an architecture."""
 
     EXACT = "exact"
     REFUSED = "refused"
@@ -79,7 +78,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of a variant, why, and what its miniature had."""
+    """The result for a variant, the reason, and the features of its miniature."""
 
     name: str
     outcome: Outcome
@@ -262,7 +261,7 @@ async def _tokens(directory: Path, prompts: Sequence[list[int]]) -> list[list[in
 async def _client(
     engine: TorchEngine, name: str, prompt: list[int], received: list[int], leaves: int
 ) -> None:
-    """Take tokens, leaving after the first few to come back with what was received as part of the prompt."""
+    """Take a few tokens, leave, and come back with the received tokens as part of the prompt."""
     sampling = Sampling(max_tokens=_MORE, ignore_eos=True)
     request = Request(id=RequestId(name), model=ModelId("m"), prompt=tuple(prompt), sampling=sampling)
     for stay in (leaves, _MORE):
@@ -293,7 +292,7 @@ def _recompute(module: Any, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def _features(module: Any) -> tuple[str, ...]:
-    """What about attention and experts a miniature has that a plain decoder has not."""
+    """The features of attention and experts that a plain decoder does not have."""
     config = module.config.get_text_config().to_dict()
     kinds = " ".join(map(str, config.get("layer_types") or ()))
     names = [name for name, _ in module.named_parameters()]
@@ -372,7 +371,7 @@ def _quiet() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the architectures, print what became of them, and return 1 if any gave wrong tokens."""
+    """Try the architectures, print the results, and return 1 if any gave wrong tokens."""
     parser = parser_of("coverage", __doc__, full="all architectures")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")

@@ -1,4 +1,4 @@
-"""A simulated engine beside the real one that it was fitted to: the same short trace, played to both.
+"""A simulated engine beside the real one that it was fitted to: both serve the same short trace.
 
     python -m benchmarks fit                       a miniature Llama on the CPU
     python -m benchmarks fit --json fit.json

@@ -1,4 +1,4 @@
-"""Indexes and data files mutated at random, and what the readers of a store make of them.
+"""The readers of a store, given indexes and data files that are mutated at random.
 
     python -m benchmarks.fuzz                      100,000 cases
     python -m benchmarks.fuzz --full               a million
@@ -52,7 +52,7 @@ _VALUES: tuple[Any, ...] = (
 
 @dataclass(slots=True)
 class Report:
-    """How many cases ended how, and those that must not have ended so."""
+    """Counts of outcomes, and the cases that failed."""
 
     seed: int
     num_cases: int = 0
@@ -61,7 +61,7 @@ class Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fuzz, print what came of it, and return 1 if any case failed."""
+    """Fuzz, print the outcomes, and return 1 if any case failed."""
     parser = parser_of("fuzz", __doc__, full="a million cases")
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -91,15 +91,15 @@ def fuzz(seed: int, cases: Sequence[int], *, directory: Path | None = None) -> R
 
 
 async def _run(model: _Model, report: Report, cases: Sequence[int]) -> None:
-    notebook = _Notebook(model.directory)
-    async with NvmeStore(model.root, chunk_bytes=_UNIT, threads=2, depth=3, calls=notebook) as store:
+    calls = _RecordedCalls(model.directory)
+    async with NvmeStore(model.root, chunk_bytes=_UNIT, threads=2, depth=3, calls=calls) as store:
         for case in cases:
             rng = Random(f"{report.seed}-{case}")
             faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
             with model.mutated(rng):
                 outcome = await _load(store, rng)
             faulthandler.cancel_dump_traceback_later()
-            complaints = notebook.settle()
+            complaints = calls.settle()
             if store.num_lent:
                 complaints.append(f"{store.num_lent} buffers were kept")
             if isinstance(outcome, Exception):
@@ -111,7 +111,7 @@ async def _run(model: _Model, report: Report, cases: Sequence[int]) -> None:
 
 
 async def _load(store: NvmeStore, rng: Random) -> str | Exception:
-    """Load all shards; return the name of what happened, or the exception that must not have."""
+    """Load all shards; return the name of the outcome, or an exception that is a failure."""
     try:
         manifest = await store.manifest(_MODEL)
         into = rng.random() < 0.5
@@ -141,8 +141,8 @@ async def _read_into(store: NvmeStore, shard: Shard) -> bytes:
     return bytes(target)
 
 
-class _Notebook(FileCalls):
-    """Notes what was opened and read, and what must not have been."""
+class _RecordedCalls(FileCalls):
+    """Records the files that are open, and reads and opens that must not happen."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -166,7 +166,7 @@ class _Notebook(FileCalls):
         super().close(fd)
 
     def settle(self) -> list[str]:
-        """What is to be said of the case that ended; begins anew."""
+        """Return the complaints about the case that ended, and reset."""
         complaints, self._complaints = self._complaints, []
         if self._sizes:
             complaints.append(f"{len(self._sizes)} files were left open")
@@ -250,7 +250,7 @@ def _change_text(rng: Random, text: bytes) -> bytes:
 
 
 def _change_value(rng: Random, text: bytes) -> bytes:
-    """Change values, and sign the index again, so that what was changed is looked at."""
+    """Change values, and sign the index again, so that readers go on to the changed values."""
     index = json.loads(text)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         _change_one(rng, index["manifest"] if isinstance(index.get("manifest"), dict) else index)

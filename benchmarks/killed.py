@@ -1,10 +1,10 @@
-"""What clients wait when the process of an engine is killed in the middle of their streams.
+"""How long clients wait when a process of an engine is killed in the middle of their streams.
 
     python -m benchmarks killed --json killed.json
 
 Two engines serve one model, one of them on two processes. One of these is killed with -9 while each engine
-has half of the streams; those that it had go on elsewhere. What their clients wait then is compared with a
-prefill of the same tokens, all of them at once, on the engine that is left.
+has half of the streams, and its streams go on elsewhere. The wait of their clients is compared with a prefill
+of the same tokens, all of them at once, on the remaining engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Settings:
     """What to measure.
 
     Attributes:
-        streams: How many run, on both engines together.
+        streams: Number of streams on both engines together.
         prompt: Tokens of each prompt.
         repeats: How often a process is killed.
         hidden: Width of the model.
@@ -82,7 +82,7 @@ def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
 
 
 async def _measure(root: Path, settings: Settings) -> tuple[list[float], list[float]]:
-    """Kill once: what each stream waited that moved, and how long the same tokens take elsewhere."""
+    """Kill once; return the wait of each stream that moved, and prefills of the same tokens elsewhere."""
     common: dict[str, Any] = {"threads": 1, "kv_tokens": 65_536, "max_requests": settings.streams}
     ranked, single = TorchEngine("ranked", pp=2, **common), TorchEngine("single", **common)
     prompts = [
@@ -137,7 +137,7 @@ async def _prefills(
 ) -> list[float]:
     """Seconds to the first token of each, all asked for at once, beside others that decode.
 
-    The first token is another one, so that no prefix is known.
+    The first token differs, so that no prefix is known.
     """
     seconds: list[float] = []
     decoding, all_decode = 0, anyio.Event()

@@ -1,13 +1,12 @@
-"""What a step of decodes costs where their lengths differ, and where they come and go.
+"""Processor time of a step of decodes of different lengths, and of one whose requests change.
 
     python -m benchmarks lengths --json lengths.json      a small model, seconds
     python -m benchmarks lengths --full                   hidden 1024, 12 layers
 
-A batch of 26 requests decodes on one thread, with weights packed: all of one length; of lengths that differ,
-with as many tokens together; and of such lengths with one request in each step that is another. Contestants
-take turns; a figure is the mean processor time of the
-steps of a turn, so that what is done in some steps alone counts, and ratios are to equal lengths in the same
-round. Caches are filled with zeros, which cost what others do.
+A batch of 26 requests decodes on one thread, with weights packed: all of one length; of different lengths,
+with as many tokens together; and the same with one request replaced in each step. Contestants take turns; a
+figure is the mean processor time of the steps of a turn, so that work of single steps counts, and ratios are
+to equal lengths in the same round. Caches are filled with zeros, which cost as much as other values.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ over the seeds, the least and the most, and the values of seed 0, which has the 
 Sixteen A10s with LLaMA-7B as vLLM 0.1.7 batched: whole prompts first, 12,800 tokens of them in a step, one KV
 block in a hundred kept free, 785 blocks (for figures 13 to 15 12,000 tokens and 792 blocks). Requests,
 thresholds and rates are those of the artifact (`llumnix_trace`). A decode's time is the mean of a request's
-tokens after the first, as there, and requests come when the instances are there.
+tokens after the first, as there, and requests come once the instances serve.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ ONE_COPY = MigrationLimits(chunk_bytes=1 << 40)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One simulation: what is played, to which system.
+    """One simulation of a system.
 
-    `at` is where on the figure's axis it lies. `row` names the workload in figure 11, the arrivals in 14
-    and 15.
+    `at` is its place on the axis of the figure. `row` is the workload in 11, the arrivals in 14 and 15.
     """
 
     figure: str
@@ -83,7 +82,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """By which its figures are kept."""
+        """Its key among the results."""
         return f"{self.figure}/{self.row}/{self.at:g}/{self.system}/{self.seed}"
 
     def trace(self) -> Trace:
@@ -124,7 +123,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class _Later(Scheduler):
-    """Keeps so many instances until a time, and then does as another says."""
+    """Keeps a number of instances until a time, and then follows another scheduler."""
 
     then: Scheduler
     num_instances: int

@@ -60,7 +60,7 @@ def move(context: int) -> dict[str, float]:
 
 
 def show_moves(figures: Mapping[str, Mapping[str, float]]) -> None:
-    """Print what moves came out as, beside the paper's."""
+    """Print simulated moves beside the paper's."""
     rows: list[list[str]] = []
     for context, ours in figures.items():
         row = [f"{context} tokens"]

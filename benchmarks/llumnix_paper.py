@@ -2,7 +2,7 @@
 
 `llumnix_paper.csv` has them as they stand in the vector figures of the artifact: figure, row, system, where
 on its axis (requests a second, coefficient of variation, scaling threshold, tokens), metric, value. Of figure
-11 the five workloads whose requests can be made again; the traces of the two others are not to be had.
+11 the five workloads whose requests can be made again; the traces of the two others are not available.
 
 Tolerances are for a median of five seeds. They were set before anything was simulated here, from how far a
 model of the same testbed was off, and from how much its figures change when arrivals move by 5 ms: tails of
@@ -33,7 +33,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a figure may be off: by a share, or by a factor either way, or by so much whatever it is.
+    """How far a figure may be off: by a share, or by a factor either way, or by an absolute amount.
 
     `row_factor` bounds the geometric mean of the ratios over the points of a row.
     """

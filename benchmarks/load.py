@@ -1,11 +1,11 @@
-"""How fast weights reach host memory: this store, the raw disk, and the loaders that people use today.
+"""How fast weights reach host memory: this store, the raw disk, and the loaders in use today.
 
     python -m benchmarks.load                          0.5 and 2 GB, about half an hour
     python -m benchmarks.load --full                   0.5 to 4 GB, every shape cold and warm
     python -m benchmarks.load --json report.json
 
 Every contestant loads the same tensors; each run is a fresh process; contestants take turns. `README.md`
-beside this file says what is measured and how to read it.
+in this folder says what is measured and how to read it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Settings:
         peers_python: The interpreter of the environment that has the peers, `None` if there is none.
         warm_up_bytes: Size of the checkpoint that every process loads before the clock starts.
         only: Keys of the contestants that run, or what keys begin with; empty for all.
-        ablate: Whether to switch off what makes the store fast, one thing at a time, in the main case.
+        ablate: Whether to switch off the features that make the store fast, one at a time, in the main case.
         rank_width: Hidden size of the model that is cut for four ranks.
         swap_bytes: Sizes of the models that are swapped on an engine; empty leaves that part out.
         timeout_s: The longest that one run may take.
@@ -277,7 +277,7 @@ def _faults(cases: list[dict[str, Any]], runner: Runner) -> list[str]:
 
 @contextmanager
 def _workspace(directory: Path) -> Iterator[Path]:
-    """A new directory below, gone at the end with all that was written."""
+    """A new directory below, which is deleted in the end."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="load-", dir=directory) as work:
         yield Path(work).resolve()
@@ -285,7 +285,7 @@ def _workspace(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _case(settings: Settings, work: Path, shape: str, size: int) -> Iterator[Source]:
-    """A checkpoint while the block runs: the disk holds one at a time."""
+    """A checkpoint that exists while the block runs: the disk holds one at a time."""
     _say(f"{checkpoints.SHAPES[shape]}, {size / 1e9:g} GB: writing it in every format")
     source = _write(settings, work, shape, size, name=f"{shape}-{size}")
     try:

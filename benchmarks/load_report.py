@@ -14,9 +14,9 @@ from benchmarks.timed_run import Cache
 __all__ = ["show_report"]
 
 _TITLES: dict[Memory, str] = {
-    "gone": "bytes let go",
-    "fresh": "into memory made under the clock",
-    "existing": "into memory that exists",
+    "gone": "bytes dropped",
+    "fresh": "into new memory",
+    "existing": "into existing memory",
 }
 
 

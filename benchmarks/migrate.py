@@ -1,12 +1,12 @@
-"""What a client notices of a move, by how its request moves and how long its context is.
+"""How long a client waits when its request moves, by method and length of the context.
 
     python -m benchmarks.migrate                      contexts up to 1,024 tokens
     python -m benchmarks.migrate --full               up to 8,192; takes minutes
 
-Two engines of one process serve the same model, each on a thread of its own. A stream goes from one to the
-other, four ways: with its KV blocks while it decodes, as tokens in rounds, with its KV blocks while it stands
-still, and without any, evicted and computed anew. Beside it on the source decodes another, whose steps tell
-what the move costs others. After each move the engine that was left is unloaded and so knows nothing.
+Two engines of one process serve the same model, each on a thread of its own. A stream moves from one to the
+other by four methods: with its KV blocks while it decodes, as tokens in rounds, with its KV blocks while it
+is stopped, and evicted and recomputed. Another stream decodes on the source; its steps show what a move costs
+others. After each move the source is unloaded, so that it has no prefix left.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Settings", "main", "measure"]
 _WORK = Path(".cache/benchmarks")
 _MODEL = "m"
 _LONGEST = 1024
-# A blocking copy stops at once, whatever there is to copy.
+# A blocking copy stops the request at once, however many blocks there are to copy.
 _LIMITS = {
     "kv": MigrationLimits(),
     "tokens": MigrationLimits(),

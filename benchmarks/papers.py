@@ -1,4 +1,4 @@
-"""What papers and posts report, beside what the shipped policies do in simulation.
+"""Claims of papers and posts, beside the shipped policies in simulation.
 
     python -m benchmarks papers                    one seed, ten minutes of the trace
     python -m benchmarks papers --full --json papers.json
@@ -125,7 +125,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def autoscaled(seed: int, seconds: float) -> Outcome:
-    """Horizontal autoscaling on the same trace: as many engines more, each there after a cold start."""
+    """Horizontal autoscaling on the same trace: up to twice as many engines, each after a cold start."""
     trace = burst(seed, seconds)
     later = (replace(request, arrive_s=request.arrive_s + FLOORS_S) for request in trace.requests)
     profile = CLUSTER.measured

@@ -25,7 +25,7 @@ class PartialResults:
         self._results: dict[str, Any] = {}
         if path is not None and path.exists():
             self._results = json.loads(path.read_text())
-            print(f"{len(self._results)} results are in {path}; delete it to begin anew.", file=sys.stderr)
+            print(f"{len(self._results)} results are in {path}; delete it to start again.", file=sys.stderr)
 
     @classmethod
     def of(cls, report: Path | None) -> PartialResults:

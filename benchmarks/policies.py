@@ -4,11 +4,11 @@
     python -m benchmarks policies --full --json FILE  up to ten thousand; a few minutes
 
 There are eight requests on an instance. Most fleets have a model for every four instances, and one fleet has
-a single model on all. A route is measured as a fleet makes it: a new view of what is kept, the answer, and
-the load of the chosen instance put up, which the next question finds. After every 16 routes the engines have
-taken a step, told of what they were sent, and ended what they were sent before. A plan is for a view that was
-made, for the same with ten models more that have requests waiting and no replica, and for such a fleet
-without an idle instance, where every instance has requests.
+a single model on all. A route is measured as a fleet makes it: a new view, the answer, and one request more
+on the chosen instance, which the next route sees. After every 16 routes the engines tell of the requests that
+they were sent, and end those that they were sent before. A plan is for a view that was made, for the same
+with ten more models that have requests waiting and no replica, and for such a fleet where every instance has
+requests.
 """
 
 from __future__ import annotations

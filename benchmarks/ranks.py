@@ -1,4 +1,4 @@
-"""What each of four tensor-parallel ranks reads of a model, counted where the operating system is asked."""
+"""The bytes that each of four tensor-parallel ranks reads of a model, counted at the system call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Swaps between two models that are resident on the host tier, on a CPU engine: what their `load` takes.
+"""The phases of swaps between two models that are resident on the host tier, on a CPU engine.
 
 Two series: growing bytes in the same number of tensors, and growing numbers of tensors in the same bytes. The
 engine's memory holds one model, so that nothing can be preloaded: the load is in the phase of that name.

@@ -46,7 +46,7 @@ class Runner:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Start the processes side by side, and see which of them come up."""
+        """Start the processes side by side, and find which of them can run."""
         failed: dict[str, str] = {}
         for module, apart in {
             contestant.module: contestant.apart for contestant in self._contestants

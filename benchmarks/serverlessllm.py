@@ -1,4 +1,4 @@
-"""ServerlessLLM's schedulers: how long requests wait for models on nodes that hold a few of them in memory.
+"""ServerlessLLM's schedulers: startup latency on nodes that hold a few of the models in memory.
 
     python -m benchmarks serverlessllm                      GSM8K at 0.8 requests a second, one seed
     python -m benchmarks serverlessllm --full --json FILE   three rates, and 1.4 with joint bursts; five seeds
@@ -112,7 +112,7 @@ COLUMNS = {
 
 
 class Restarting(EventEngine):
-    """Begins requests from their prompts that come from elsewhere: what they had generated there is lost."""
+    """Begins requests from other instances with their prompts: the tokens generated there are lost."""
 
     def seat(self, request: Request, passenger: Passenger) -> Counted:
         return super().seat(replace(request, generated=()), passenger)
@@ -157,9 +157,9 @@ class Tokens(Mover):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyFree(Scheduler):
-    """Starts a model on any instance without requests, whatever lies near it: what serverless systems do.
+    """Starts a model on any instance without requests, as serverless systems do, and waits if all are busy.
 
-    Chance is a function of the view. It waits where all are busy.
+    Random choices are a function of the view.
     """
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
@@ -180,7 +180,7 @@ class AnyFree(Scheduler):
 
 
 def _num_unplaced(fleet: FleetView, model: ModelView) -> int:
-    """How many of those that wait for a model no replica has a place for, or will have once it is loaded."""
+    """Number of waiting requests of a model beyond the free places of its replicas, loading ones included."""
     replicas = fleet.replicas(model.id)
     coming = sum(i.max_requests for i in replicas if i.swapping)
     ready = sum(i.max_requests - i.num_requests for i in replicas if i.open and not i.swapping)
@@ -188,7 +188,7 @@ def _num_unplaced(fleet: FleetView, model: ModelView) -> int:
 
 
 def known_costs() -> StartupCosts:
-    """What loads and moves cost, as one knows it who has seen a load from each tier."""
+    """The costs of loads and moves after a load from each tier was recorded."""
     costs = StartupCosts(token_s=_A40.device.token_s, start_s=0.1, tpot_s=TPOT_S)
     for tier, bytes_per_s in (("host", CLUSTER.host_bytes_per_s), ("disk", CLUSTER.disk_bytes_per_s)):
         seconds = _A40.weight_bytes / bytes_per_s + _A40.device.load_s(_A40.weight_bytes)
@@ -222,9 +222,8 @@ SYSTEMS: Mapping[str, Callable[[], Scheduler]] = {
 def trace_of(data: str, rate_per_s: float, seed: int, seconds: float, bursts: Bursts = "each") -> Trace:
     """Return the requests of a point.
 
-    Where each model has bursts of its own, time is stretched so that the trace has its rate to the last
-    request, as the paper scales its trace; so it is longer or shorter than `seconds` by what chance made of
-    its bursts.
+    Where each model has bursts of its own, times are scaled so that the trace has its rate to the last
+    request, as the paper scales its trace; so its length differs from `seconds`.
     """
     dataset, popularity = DATA[data], zipf_mix(MODELS)
     name = f"{data}-{rate_per_s:g}"
@@ -251,9 +250,9 @@ def trace_of(data: str, rate_per_s: float, seed: int, seconds: float, bursts: Bu
 
 
 def _arrivals(random: Random, rate_per_s: float, seconds: float) -> Iterator[float]:
-    """Yield the arrivals of a Gamma process that has gone on for ever: the gap it begins in is a long one.
+    """Yield the arrivals of a stationary Gamma process, which begins within a gap, more likely a long one.
 
-    A process that began with a request would have a burst there, and so would all models at once.
+    A process that began with a request would begin with a burst, and so would all models at once.
     """
     shape, scale_s = 1 / CV**2, CV**2 / rate_per_s
     at_s = random.random() * random.gammavariate(shape + 1, scale_s)
@@ -280,7 +279,7 @@ def compute_s(profile: Profile, prompt_tokens: int, output_tokens: int) -> float
 
 
 def startup_s(request: Served) -> float:
-    """All the time for which a request did not compute."""
+    """All the time that a request did not compute."""
     return max(0.0, request.seconds - compute_s(_A40, request.prompt_tokens, request.output_tokens))
 
 
@@ -297,7 +296,7 @@ def ideal_waits_s(trace: Trace) -> list[float]:
 
 
 def figures(outcome: Outcome) -> dict[str, float]:
-    """Return what is compared, in seconds and counts, from when the fleet was warm."""
+    """Return the compared figures, in seconds and counts, after the warm-up."""
     served = [request for request in outcome.requests if request.arrived_s >= WARM_UP_S]
     assert all(not request.error for request in served), "a request failed"
     waits = [startup_s(request) for request in served]
@@ -316,7 +315,7 @@ def figures(outcome: Outcome) -> dict[str, float]:
 
 
 def play(system: str, trace: Trace) -> Outcome:
-    """Simulate a scheduler; requests that Shepherd* evicts begin again, as the paper's do."""
+    """Simulate a scheduler; requests that Shepherd* evicts begin again, as in the paper."""
     return simulate(
         trace,
         RESTARTING if system == "Shepherd*" else CLUSTER,

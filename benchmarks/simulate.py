@@ -4,8 +4,8 @@
     python -m benchmarks simulate --full --json FILE  10,000 engines and a million requests too; 13 minutes
 
 Every engine gets two requests a second of 128 tokens and 64 more in the median, for a model of its own and
-three others. Routes are by least load, of the most engines also by affinity; swaps by weighted loads, with a
-floor of three replicas.
+three others. Routes are by least load, of the most engines also by affinity; swaps by weighted loads, with at
+least three replicas.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def trace_of(num_engines: int, num_requests: int, seed: int) -> Trace:
 
 
 def run(trace: Trace, num_engines: int, driver: Driver, router: Router | None = None) -> dict[str, float]:
-    """Simulate once, by least load or another router; return processor seconds, and what became of it."""
+    """Simulate once, by least load or another router; return processor seconds and counts."""
     began_s = time.process_time()
     outcome = simulate(
         trace,

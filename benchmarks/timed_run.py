@@ -1,6 +1,6 @@
-"""One timed run: the state of the page cache before it, the clock, the memory it took, and what it delivered.
+"""One timed run: the state of the page cache before it, the clock, its memory, and the bytes it delivered.
 
-Imported in the process of every contestant, whatever is installed there: the standard library and torch only.
+Every contestant's process imports it: it needs the standard library and torch only.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Source:
 class TimedRun:
     """The clock of a run: a contestant calls `start`, opens its files, and gives its tensors to `finish`.
 
-    With `into` the tensors must end in memory that exists, laid out as that source's flat buffer: for a
-    contestant that cannot read there they are copied there, each when it is given, under the clock.
+    With `into` the tensors must end in existing memory, laid out as that source's flat buffer. For a
+    contestant that cannot read there they are copied, each when it is delivered, while the clock runs.
     """
 
     def __init__(self, files: list[Path], cache: Cache, *, check: bool, into: Source | None = None) -> None:
@@ -124,7 +124,7 @@ class TimedRun:
         self.result: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Make the memory that shall exist, bring the page cache into its state, and start."""
+        """Make the existing memory, bring the page cache into its state, and start the clock."""
         self._make_targets()
         files = self._files
         share = pagecache.empty(files) if self._cache == "cold" else pagecache.fill(files)
@@ -193,12 +193,12 @@ class Peer(ABC):
         self.options = options
 
     def run(self, warm_up: Source, source: Source, run: TimedRun) -> None:
-        """Load a small checkpoint unseen, then the one that counts."""
+        """Load a small checkpoint without a clock, then the one that counts."""
         self.load(warm_up, WarmUp(self.into(warm_up)))
         self.load(source, run)
 
     def into(self, source: Source) -> Source | None:
-        """The source whose flat buffer the run shall make; `None` for one that reads into memory itself."""
+        """The source whose flat buffer the run makes; `None` if the contestant reads there itself."""
         return source if self.options.get("memory") == "existing" else None
 
     @abstractmethod
@@ -248,7 +248,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _reset_peak() -> int:
-    """Begin the high-water mark of this process anew, and return the bytes it has now."""
+    """Reset the high-water mark of this process, and return its resident bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

@@ -1,4 +1,4 @@
-"""Real traces as loads of a fleet: what a seed takes of them, on which device, and what requests should get.
+"""Real traces as loads of a fleet: the part that a seed takes, the device, and the targets of requests.
 
 The folder has tables with the columns of `hotswap.simulation.Trace.read`:
 
@@ -30,10 +30,10 @@ TICK_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a request should get: its first token within `ttft_s`, each other within `tpot_s` in the mean.
+    """The target of a request: its first token within `ttft_s`, each other within `tpot_s` in the mean.
 
-    Both are those of Aegaeon (SOSP 2025). A prompt that takes an idle engine long may take `idle_factor`
-    times as long, if that is more.
+    Both are those of Aegaeon (SOSP 2025). A long prompt may take `idle_factor` times as long as on an idle
+    engine, if that is more.
     """
 
     ttft_s: float = 10.0
@@ -41,7 +41,7 @@ class Target:
     tpot_s: float = 0.1
 
     def met(self, request: Served, cluster: Cluster) -> bool:
-        """Whether a request got that, and ended well."""
+        """Whether a request met the target and ended without an error."""
         idle_s = idle_ttft_s(cluster.measured.device, cluster.token_budget, request.prompt_tokens)
         ttft_s = max(self.ttft_s, self.idle_factor * idle_s)
         return not request.error and request.ttft_s <= ttft_s and request.tpot_s <= self.tpot_s
@@ -66,17 +66,17 @@ def idle_ttft_s(device: DeviceProfile, token_budget: int, prompt_tokens: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A part of a trace for every seed, and the engines that it comes to.
+    """A part of a trace for every seed, and the engines that serve it.
 
     Attributes:
-        what: What it is, in a sentence.
+        what: Description in a sentence.
         file: The table of the folder.
-        cluster: The engines, but for how many. All weights lie in host memory from the beginning.
+        cluster: The engines, except their number. All weights lie in host memory from the beginning.
         take: What a seed takes of the table.
-        warm_s: What arrives before is served, and not counted.
+        warm_s: Requests that arrive before are served, and not counted.
         most: The most engines that are tried.
-        guess: With how many to begin.
-        target: What requests should get.
+        guess: The number of engines that is tried first.
+        target: The target of its requests.
         columns: As of `Trace.read`.
         interval_s: Seconds between plans.
         patience_s: How long a model without a replica is kept waiting by weighted loads; where there are

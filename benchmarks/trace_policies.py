@@ -1,4 +1,4 @@
-"""Who is compared on real traces: shipped policies as a user would compose them, and baselines."""
+"""The policies compared on real traces: shipped ones as a user would compose them, and baselines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Policy:
     Attributes:
         router: Its router.
         scheduler: Makes its scheduler.
-        baseline: Whether it is one.
+        baseline: Whether it is a baseline.
         dedicated: Whether every model has engines of its own, so that there are as many at least.
     """
 
@@ -53,7 +53,7 @@ class Policy:
 
 
 def policies(name: str, load: Load) -> Mapping[str, Policy]:
-    """Return those that are compared on a load, by name; autoscaling, which has no number, is not there."""
+    """Return the policies for a load, by name, except autoscaling, which has no number of engines."""
     if name.endswith("-models"):
         return _swapping(load)
     if name.endswith("-adapters"):
@@ -145,7 +145,7 @@ def _pinned(router: Router, load: Load) -> Policy:
 def _pins(load: Load, *more: Scheduler) -> Callable[[Trace, int], Scheduler]:
     """Give every model one engine, and each other engine to the model with the most work for each it has.
 
-    Whoever pins so knows the trace beforehand.
+    Such pinning needs to know the trace beforehand.
     """
     device, kv_tokens = load.cluster.measured.device, 16 * load.cluster.measured.kv_blocks
     step_s = device.step_s(tokens=8, batch=8, context=kv_tokens // 2)

@@ -23,13 +23,13 @@ class Contestant:
     """One line of the table.
 
     Attributes:
-        key: Its name; the report's series is `<key>_s`.
+        key: Its name in the report.
         module: The file in this package that loads.
         what: What it does, for people.
         kind: Whether it is the limit, this project, or a peer.
-        memory: Where the bytes end: let go, in memory made under the clock, or in memory that exists.
+        memory: Where the bytes end: dropped, in memory made while the clock runs, or in existing memory.
         options: How the module does it.
-        check_options: What differs in the run that only compares the bytes, for one that keeps none.
+        check_options: Options that differ in the run that compares the bytes, for one that keeps none.
         apart: Whether it is installed in the peers' environment.
         caches: The states of the page cache in which it means something.
     """
@@ -67,7 +67,7 @@ def _store(
 
 
 def _peer(key: str, module: str, what: str, *, mapped: bool = False, **more: Any) -> tuple[Contestant, ...]:
-    """A loader in memory that it makes, and copied into memory that exists, which none can read into."""
+    """A loader in memory that it makes, and copied into existing memory, into which none can read."""
     options = more.pop("options", {})
     touched = ", a byte of every page read" if mapped else ""
     return (

@@ -1,13 +1,13 @@
 """This project's store: from the disk, and from the host tier, consumed as an engine would.
 
 The store is entered before the clock starts, as once in the life of a process (`enter_s` says what that
-took); the manifest is asked for, the files are opened and the tensors are made under the clock. What happens
-to the bytes is the `sink`:
+took); the manifest is asked for, the files are opened and the tensors are made while the clock runs. The
+`sink` says where the bytes end:
 
     existing   read into a flat buffer that exists, as an engine that reuses its memory does
     fresh      by a store that has not seen the index before, into a flat buffer made under the clock
     copy       as `existing`, but chunk by chunk, as an engine does whose memory a store cannot reach
-    gone       let go: the chunks were in host memory, and the disk was the only cost
+    gone       dropped: the chunks were in host memory, and the disk was the only cost
     view       host tier only: tensors that are views of what the tier lends, without a copy
 """
 
