@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ import anyio
 
 from benchmarks.by_hand import ByHand
 from benchmarks.command import parser_of, save
-from benchmarks.measure import Summary, brief, machine, ratios, rounds
+from benchmarks.measure import WORK, Summary, brief, machine, ratios, rounds, workspace
 from benchmarks.resident import Spec, write_pair
 from benchmarks.table import show
 from hotswap import Fleet, Model, ModelId, Sampling, parse_bytes
@@ -35,7 +34,6 @@ from hotswap.policies import LeastLoadedRouter
 __all__ = ["Settings", "main", "measure"]
 
 LIMIT = 1.25
-_WORK = Path(".cache/benchmarks")
 _SERVED, _PAIR = ModelId("served"), (ModelId("a"), ModelId("b"))
 _KV_TOKENS = 1 << 15
 
@@ -61,14 +59,13 @@ class Settings:
     repeats: int = 9
 
 
-def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
+def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
     """Carry the benchmark out and return its report, seconds of each phase."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="beside-", dir=directory) as work:
-        root = write_pair(Spec(8, settings.size_bytes), Path(work))
-        served = write_pair(Spec(8, settings.served_bytes), Path(work) / "served")
+    with workspace("beside", directory) as work:
+        root = write_pair(Spec(8, settings.size_bytes), work)
+        served = write_pair(Spec(8, settings.served_bytes), work / "served")
         (served / _PAIR[0]).rename(root / _SERVED)
-        facts = {"machine": machine(Path(work)), "settings": asdict(settings), "limit": LIMIT}
+        facts = {"machine": machine(work), "settings": asdict(settings), "limit": LIMIT}
         return {**facts, **anyio.run(_measure, root, settings)}
 
 

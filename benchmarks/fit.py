@@ -16,7 +16,6 @@ are compared within the round, in which a slow minute hits both. It needs a quie
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ import anyio
 from anyio.from_thread import start_blocking_portal
 
 from benchmarks.command import parser_of, save
-from benchmarks.measure import Summary, machine, ratios, versions
+from benchmarks.measure import WORK, Summary, machine, ratios, versions, workspace
 from benchmarks.models import write_llama
 from benchmarks.table import show
 from hotswap import Engine, Model, ModelCard, ModelId, WeightStore
@@ -42,7 +41,6 @@ __all__ = ["Settings", "main", "measure"]
 
 # How far mean TTFT and TPOT of the simulated engine may be from those of the real one.
 LIMIT = 0.10
-_WORK = Path(".cache/benchmarks")
 _MODEL = "m"
 # Seeds of the requests that are played in every round, and of those that come before.
 _PLAYED, _WARMED = 1, 2
@@ -92,12 +90,11 @@ FULL = (
 )
 
 
-def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
+def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
     """Measure, fit and compare, and return the figures of every round, times in seconds."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fit-", dir=directory) as work:
-        write_llama(Path(work), hidden=settings.hidden, layers=settings.layers)
-        root = Path(work) / "store"
+    with workspace("fit", directory) as work:
+        write_llama(work, hidden=settings.hidden, layers=settings.layers)
+        root = work / "store"
         rounds = _by_processor(settings, root) if settings.processor else anyio.run(_real, settings, root)
     fits = [fit for fit, _, _ in rounds]
     real = {"ttft_s": [ttft_s for _, ttft_s, _ in rounds], "tpot_s": [tpot_s for _, _, tpot_s in rounds]}

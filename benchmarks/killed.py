@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ import psutil
 
 from benchmarks.by_hand import ByHand
 from benchmarks.command import parser_of, save
-from benchmarks.measure import Summary, brief, machine, versions
+from benchmarks.measure import WORK, Summary, brief, machine, versions, workspace
 from benchmarks.models import write_llama
 from benchmarks.table import show
 from hotswap import Fleet, Model, Sampling
@@ -33,7 +32,6 @@ from hotswap.policies import LeastLoadedRouter
 
 __all__ = ["Settings", "main", "measure"]
 
-_WORK = Path(".cache/benchmarks")
 _MODEL = "m"
 
 
@@ -58,20 +56,19 @@ class Settings:
     interval_s: float = 0.25
 
 
-def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
+def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
     """Carry the benchmark out and return its report, in seconds."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="killed-", dir=directory) as work:
-        write_llama(Path(work), hidden=settings.hidden, layers=settings.layers)
+    with workspace("killed", directory) as work:
+        write_llama(work, hidden=settings.hidden, layers=settings.layers)
         report: dict[str, Any] = {
-            "machine": machine(Path(work)),
+            "machine": machine(work),
             "versions": versions("torch", "transformers"),
             "settings": asdict(settings),
             "gap_s": [],
             "prefill_s": [],
         }
         for _ in range(settings.repeats):
-            gap_s, prefill_s = anyio.run(_measure, Path(work), settings)
+            gap_s, prefill_s = anyio.run(_measure, work, settings)
             report["gap_s"].append(gap_s)
             report["prefill_s"].append(prefill_s)
     report["longest_over_bound"] = [

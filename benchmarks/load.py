@@ -15,7 +15,6 @@ import inspect
 import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from typing import Any
 from benchmarks import checkpoints, ranks, resident
 from benchmarks.command import parser_of, save
 from benchmarks.load_report import show_report
-from benchmarks.measure import Summary, machine, ratios, rounds
+from benchmarks.measure import WORK, Summary, machine, ratios, rounds, workspace
 from benchmarks.peers import ABLATED, CONTESTANTS, LIMITS, Memory
 from benchmarks.runner import Runner, Series
 from benchmarks.timed_run import Cache, Source
@@ -34,7 +33,6 @@ from hotswap.backends.stores import NvmeStore
 
 __all__ = ["Settings", "main", "measure"]
 
-_WORK = Path(".cache/benchmarks")
 _PEERS_PYTHON = Path(".cache/bench-env/bin/python")
 # Beside the payload, while loading from the disk: what the store's ring takes, and some more.
 _EXTRA_BYTES = 8 * (4 << 20) + (64 << 20)
@@ -73,7 +71,7 @@ class Settings:
     shapes: tuple[str, ...] = tuple(checkpoints.SHAPES)
     warm_shapes: tuple[str, ...] = ("llama",)
     repeats: int = 5
-    directory: Path = _WORK
+    directory: Path = WORK
     peers_python: Path | None = _PEERS_PYTHON
     warm_up_bytes: int = 32 << 20
     only: tuple[str, ...] = ()
@@ -94,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Carry the benchmark out and return its report, whose keys `README.md` explains."""
-    with _workspace(settings.directory) as work:
+    with workspace("load", settings.directory) as work:
         warm_up = _write(settings, work, "llama", settings.warm_up_bytes, name="warm_up")
         with Runner(
             [c for c in CONTESTANTS if not settings.only or c.key.startswith(settings.only)],
@@ -273,14 +271,6 @@ def _faults(cases: list[dict[str, Any]], runner: Runner) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------- the checkpoints
-
-
-@contextmanager
-def _workspace(directory: Path) -> Iterator[Path]:
-    """A new directory below, which is deleted in the end."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="load-", dir=directory) as work:
-        yield Path(work).resolve()
 
 
 @contextmanager

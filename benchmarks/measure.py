@@ -11,14 +11,17 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
+    "WORK",
     "Summary",
     "brief",
     "columns",
@@ -27,10 +30,14 @@ __all__ = [
     "rounds",
     "timed_rounds",
     "versions",
+    "workspace",
     "write_json",
 ]
 
 _T = TypeVar("_T")
+WORK = Path(".cache/benchmarks")
+"""Where benchmarks write models and stores, which they delete in the end."""
+
 # Of a report: the longest line, the digits of a number, and the longest series that `brief` leaves as it is.
 _LINE, _DIGITS, _LONGEST = 110, 5, 12
 
@@ -55,6 +62,14 @@ class Summary:
     def format(self, digits: int = 3) -> str:
         """The median, and the spread in brackets."""
         return f"{self.median:.{digits}f} [{self.least:.{digits}f}-{self.most:.{digits}f}]"
+
+
+@contextmanager
+def workspace(name: str, directory: Path = WORK) -> Iterator[Path]:
+    """A new directory for a benchmark, deleted in the end with all that was written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=directory) as work:
+        yield Path(work).resolve()
 
 
 def rounds(contestants: Sequence[_T], repeats: int) -> Iterator[_T]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +26,7 @@ import anyio
 
 from benchmarks.by_hand import ByHand
 from benchmarks.command import parser_of, save
-from benchmarks.measure import Summary, brief, machine, rounds, versions
+from benchmarks.measure import WORK, Summary, brief, machine, rounds, versions, workspace
 from benchmarks.models import write_llama
 from benchmarks.partial import PartialResults
 from benchmarks.table import show
@@ -46,7 +45,6 @@ from hotswap.policies import LeastLoadedRouter
 
 __all__ = ["Settings", "main", "measure"]
 
-_WORK = Path(".cache/benchmarks")
 _MODEL = "m"
 _LONGEST = 1024
 # A blocking copy stops the request at once, however many blocks there are to copy.
@@ -83,7 +81,7 @@ FULL = Settings(contexts=(256, 512, 1024, 2048, 4096, 8192), repeats=5)
 
 
 def measure(
-    settings: Settings, directory: Path = _WORK, partial: PartialResults | None = None
+    settings: Settings, directory: Path = WORK, partial: PartialResults | None = None
 ) -> dict[str, Any]:
     """Carry the benchmark out and return its report, seconds of each move.
 
@@ -93,9 +91,7 @@ def measure(
         partial: What was measured before an interruption; some contexts take minutes.
     """
     results = partial or PartialResults()
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="migrate-", dir=directory) as work:
-        root = Path(work)
+    with workspace("migrate", directory) as root:
         write_llama(root, hidden=settings.hidden, layers=settings.layers, max_tokens=16_384, dtype="bfloat16")
         report: dict[str, Any] = {
             "machine": machine(root),

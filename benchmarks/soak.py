@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import anyio
 
 from benchmarks.command import parser_of, save
-from benchmarks.measure import machine, versions
+from benchmarks.measure import WORK, machine, versions, workspace
 from benchmarks.resource_usage import ALLOWED, describe, sampling_usage
 from benchmarks.soak_clients import CheckedRequest, ClientPool
 from benchmarks.soak_operations import Engines, OperationRates
@@ -39,7 +38,6 @@ from hotswap.testing.chaos import ChaosEngine, EngineFaults, StoreFaults, chaoti
 
 __all__ = ["Settings", "main", "measure"]
 
-_WORK = Path(".cache/benchmarks")
 _MODELS = ("llama", "qwen", "mistral")
 _VOCABULARY = 512
 _GREEDY = Sampling(max_tokens=1, ignore_eos=True)
@@ -82,11 +80,10 @@ class Settings:
     sample_s: float = 1.0
 
 
-def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
+def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
     """Carry the soak out and return its report."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="soak-", dir=directory) as work:
-        root = _write_models(Path(work))
+    with workspace("soak", directory) as work:
+        root = _write_models(work)
         return {
             "machine": machine(root),
             "versions": versions("torch", "transformers"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -23,14 +22,13 @@ import anyio
 
 from benchmarks.by_hand import ByHand
 from benchmarks.command import parser_of, save
-from benchmarks.measure import Summary, brief, machine, rounds, versions
+from benchmarks.measure import WORK, Summary, brief, machine, rounds, versions, workspace
 from benchmarks.table import show
 from benchmarks.vllm_swap import Settings as Models
 from benchmarks.vllm_swap import vllm_is_installed, write_models
 
 __all__ = ["Settings", "main", "measure"]
 
-_WORK = Path(".cache/benchmarks")
 _KINDS = ("kv_gap_s", "resume_gap_s")
 
 
@@ -53,11 +51,9 @@ class Settings:
     layers: int = 8
 
 
-def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
+def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
     """Carry the benchmark out and return its report, seconds of each move."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="vllm-migrate-", dir=directory) as work:
-        root = Path(work)
+    with workspace("vllm-migrate", directory) as root:
         size_bytes = write_models(Models(hidden=settings.hidden, layers=settings.layers), root)
         report: dict[str, Any] = {
             "machine": machine(root),

@@ -27,13 +27,12 @@ from typing import Any
 import anyio
 
 from benchmarks.command import parser_of, save
-from benchmarks.measure import Summary, machine, rounds, versions
+from benchmarks.measure import WORK, Summary, machine, rounds, versions, workspace
 from benchmarks.models import write_llama
 from benchmarks.table import show
 
 __all__ = ["Settings", "main", "measure", "vllm_is_installed", "write_models"]
 
-_WORK = Path(".cache/benchmarks")
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -54,11 +53,9 @@ class Settings:
     layers: int = 8
 
 
-def measure(settings: Settings, directory: Path = _WORK) -> dict[str, Any]:
+def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
     """Carry the benchmark out and return its report, seconds of each."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="vllm-swap-", dir=directory) as work:
-        root = Path(work)
+    with workspace("vllm-swap", directory) as root:
         size_bytes = write_models(settings, root)
         report: dict[str, Any] = {
             "machine": machine(root),
