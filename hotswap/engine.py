@@ -97,9 +97,10 @@ class Engine(AsyncContextManagerMixin, ABC):
     def watch(self, listener: StatusListener) -> bool:
         """Have a listener told whenever `status` would return something else; return whether it will be.
 
-        The engine calls the listener on the event loop, in the turn of the change; calls without a change do
-        no harm. There is one listener; a second takes the place of the first. An engine that returns false,
-        which is the default, is polled: its `status` is asked for whenever the fleet makes a view.
+        The engine calls the listener on the event loop, just before or after the change and without an await
+        between, so the listener asks for the `status` later. Calls without a change do no harm. There is one
+        listener; a second takes the place of the first. An engine that returns false, which is the default,
+        is polled: its `status` is asked for whenever the fleet makes a view.
         """
         return False
 
@@ -114,7 +115,11 @@ class StatusListener(Protocol):
     """What an engine tells that its status has changed."""
 
     def load_changed(self) -> None:
-        """The load has changed: `num_running` to `preempted` of `EngineStatus`, and nothing else."""
+        """Requests came, went on or ended, and nothing else has changed.
+
+        Of `EngineStatus` that is `num_running`, `num_waiting`, `num_prefill_tokens`, `num_free_kv_blocks`,
+        `num_next_kv_blocks` and `preempted`.
+        """
         ...
 
     def state_changed(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
@@ -28,12 +30,14 @@ from hotswap import (
     RequestId,
     Residency,
     Shard,
+    StatusListener,
     Stopped,
     StoreView,
     Token,
     TokenStream,
     WeightStore,
 )
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.backends.sim.tokens import Streamed
 
@@ -395,6 +399,129 @@ class StaysHalfStaged(SimEngine):
             raise
 
 
+# ---------------------------------------------------------------------- telling of changes
+
+
+class EditingListener:
+    """Passes on what an engine tells; a mutant overrides some of it."""
+
+    def __init__(self, listener: StatusListener) -> None:
+        self.listener = listener
+
+    def load_changed(self) -> None:
+        self.listener.load_changed()
+
+    def state_changed(self) -> None:
+        self.listener.state_changed()
+
+
+@engine_caught_by("test_a_listener_is_told_of_every_change_while_requests_run")
+class KeepsItsLoadToItself(SimEngine):
+    def watch(self, listener: StatusListener) -> bool:
+        class Edited(EditingListener):
+            def load_changed(self) -> None:
+                pass
+
+        return super().watch(Edited(listener))
+
+
+@engine_caught_by("test_a_listener_is_told_of_every_change_while_models_come_and_go")
+class KeepsItsStateToItself(SimEngine):
+    def watch(self, listener: StatusListener) -> bool:
+        class Edited(EditingListener):
+            def state_changed(self) -> None:
+                pass
+
+        return super().watch(Edited(listener))
+
+
+@engine_caught_by("test_a_listener_is_told_of_every_change_while_requests_are_evicted")
+class TellsOfItsStateAsOfItsLoad(SimEngine):
+    def watch(self, listener: StatusListener) -> bool:
+        class Edited(EditingListener):
+            def state_changed(self) -> None:
+                self.load_changed()
+
+        return super().watch(Edited(listener))
+
+
+@engine_caught_by("test_a_listener_is_told_of_requests_that_are_cancelled")
+class TellsOfItsLoadInTheNextTurn(SimEngine):
+    def watch(self, listener: StatusListener) -> bool:
+        class Edited(EditingListener):
+            def load_changed(self) -> None:
+                asyncio.get_running_loop().call_soon(self.listener.load_changed)
+
+        return super().watch(Edited(listener))
+
+
+@engine_caught_by("test_a_listener_is_told_of_requests_that_are_cancelled")
+class TellsFromAnotherThread(SimEngine):
+    def watch(self, listener: StatusListener) -> bool:
+        class Edited(EditingListener):
+            def load_changed(self) -> None:
+                thread = threading.Thread(target=self.listener.load_changed)
+                thread.start()
+                thread.join()
+
+        return super().watch(Edited(listener))
+
+
+@engine_caught_by("test_a_second_listener_takes_the_place_of_the_first")
+class TellsItsFirstListenerOnly(SimEngine):
+    is_watched = False
+
+    def watch(self, listener: StatusListener) -> bool:
+        if not self.is_watched:
+            super().watch(listener)
+        self.is_watched = True
+        return True
+
+
+@engine_caught_by("test_a_listener_is_told_of_a_loss_and_of_what_follows")
+class IsLostInSilence(SimEngine):
+    def lose(self, reason: str = "it was planted", *, for_good: bool = False) -> None:
+        told, self._notifier = self._notifier, StatusNotifier()
+        super().lose(reason, for_good=for_good)
+        self._notifier = told
+
+
+@engine_caught_by("test_a_listener_is_told_of_every_change_while_a_model_is_staged")
+class StagesInSilence(SimEngine):
+    async def preload(self, model: ModelCard, store: WeightStore) -> None:
+        told, self._notifier = self._notifier, StatusNotifier()
+        try:
+            await super().preload(model, store)
+        finally:
+            self._notifier = told
+
+
+@engine_caught_by("test_a_listener_is_told_of_every_change_while_adapters_come_and_go")
+class DropsAdaptersInSilence(SimEngine):
+    async def drop_adapter(self, adapter: AdapterId) -> None:
+        told, self._notifier = self._notifier, StatusNotifier()
+        try:
+            await super().drop_adapter(adapter)
+        finally:
+            self._notifier = told
+
+
+@engine_caught_by("test_listeners_of_both_engines_are_told_of_every_change_while_a_request_moves")
+class ReservesInSilence(SimEngine):
+    @asynccontextmanager
+    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+        async with super().import_kv(request) as sink:
+            reserve = sink.reserve
+
+            async def in_silence(num_tokens: int) -> None:
+                told, self._batcher.on_change = self._batcher.on_change, lambda: None
+                await reserve(num_tokens)
+                self._batcher.on_change = told
+
+            sink.reserve = in_silence  # type: ignore[method-assign]
+            yield sink
+
+
 # ---------------------------------------------------------------------- adapters
 
 
@@ -444,9 +571,6 @@ class BlocksTheLoopWhileLoadingAnAdapter(SimEngine):
     async def load_adapter(self, adapter: Adapter) -> None:
         hog(0.3)
         await super().load_adapter(adapter)
-
-
-# ---------------------------------------------------------------------- stores
 
 
 # ---------------------------------------------------------------------- moves
@@ -514,6 +638,9 @@ class ReservesWhatIsNotThere(SimEngine):
 
             sink.reserve = reserve  # type: ignore[method-assign]
             yield sink
+
+
+# ---------------------------------------------------------------------- stores
 
 
 class EditingStore(SimStore):

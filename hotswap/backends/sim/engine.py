@@ -9,12 +9,12 @@ from typing import Self, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.sim.batcher import Batcher, Batching
 from hotswap.backends.sim.load import Load, Reporting, Reports
 from hotswap.backends.sim.loading import Weights, check_room, read_weights
 from hotswap.backends.sim.migration import Desk, aborted
 from hotswap.backends.sim.sequence import Sequence
-from hotswap.backends.sim.shown import Shown
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
 from hotswap.engine import Engine, StatusListener
 from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted, UnknownAdapter
@@ -58,19 +58,17 @@ class SimEngine(Engine):
         reporting: whether views have the load as it is, or as of the last step that has ended.
     """
 
-    _listener: StatusListener | None = None
-    _outline: EngineStatus | None = None  # what it shows, but for the load
+    _outline: EngineStatus | None = None  # its status, but for the load
 
-    def _turned(self) -> None:
+    def _state_changed(self) -> None:
         self._outline = None
-        if self._listener is not None:
-            self._listener.state_changed()
+        self._notifier.state_changed()
 
-    _state = Shown[InstanceState](_turned)
-    _serving = Shown[Weights | None](_turned)
-    _staged = Shown[Weights | None](_turned)
-    _adapters = Shown[dict[AdapterId, Adapter]](_turned)
-    _reserved_bytes = Shown[int](_turned)
+    _state = Observed[InstanceState](_state_changed)
+    _serving = Observed[Weights | None](_state_changed)
+    _staged = Observed[Weights | None](_state_changed)
+    _adapters = Observed[dict[AdapterId, Adapter]](_state_changed)
+    _reserved_bytes = Observed[int](_state_changed)
 
     def __init__(
         self,
@@ -102,6 +100,8 @@ class SimEngine(Engine):
             prefix_reuse=prefix_reuse,
             turnover=self.profile.turnover_s(joined=1, left=1) > 0,
         )
+        self._notifier = StatusNotifier()
+        self._batcher.on_change = self._notifier.load_changed
         self._batcher.clock = anyio.current_time
         self._reports = Reports(reporting, self._batcher)
         self._state, self._started = _EMPTY, False
@@ -325,9 +325,7 @@ class SimEngine(Engine):
         return self._reports.told or Load.of(self._batcher)
 
     def watch(self, listener: StatusListener) -> bool:
-        self._listener = listener
-        self._batcher.on_change = listener.load_changed
-        return True
+        return self._notifier.watch(listener)
 
     def watch_recoveries(self, tell: Callable[[RequestId, float], None]) -> None:
         """Tell which request has computed again what a preemption took, after how many seconds."""

@@ -117,9 +117,8 @@ class EventEngine(SimEngine):
         return sequence.position + self._stretch.num_ended(_now_s())
 
     def watch(self, listener: StatusListener) -> bool:
-        super().watch(listener)
-        self._batcher.on_change = self._before_change
-        return True
+        self._told = False
+        return super().watch(listener)
 
     def status(self) -> EngineStatus:
         self._told = False
@@ -222,9 +221,9 @@ class EventEngine(SimEngine):
         self._reports.begin(idle=False)
 
     def _tell_load(self) -> None:
-        if self._listener is not None and not self._told:
+        if not self._told:
             self._told = True
-            self._listener.load_changed()
+            self._notifier.load_changed()
 
 
 def _least_left(step: Step) -> int:

@@ -7,6 +7,7 @@ from hotswap.testing.conformance.engine_eviction import EvictionChecks
 from hotswap.testing.conformance.engine_loss import LossChecks
 from hotswap.testing.conformance.engine_migration import MigrationChecks
 from hotswap.testing.conformance.engine_preload import PreloadChecks
+from hotswap.testing.conformance.engine_status import StatusChecks
 from hotswap.testing.conformance.engine_streams import StreamChecks
 from hotswap.testing.conformance.engine_weights import WeightChecks
 
@@ -14,7 +15,14 @@ __all__ = ["EngineConformance"]
 
 
 class EngineConformance(
-    StreamChecks, WeightChecks, EvictionChecks, LossChecks, PreloadChecks, AdapterChecks, MigrationChecks
+    StreamChecks,
+    WeightChecks,
+    EvictionChecks,
+    LossChecks,
+    PreloadChecks,
+    AdapterChecks,
+    MigrationChecks,
+    StatusChecks,
 ):
     """Every sentence of `hotswap.engine.Engine` that can be tested, as a class to inherit from.
 

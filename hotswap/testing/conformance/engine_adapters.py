@@ -20,7 +20,8 @@ from hotswap.errors import (
 )
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, Request
-from hotswap.testing.cancel import cancel_everywhere
+from hotswap.testing.cancel import cancel_at, cancel_everywhere
+from hotswap.testing.conformance.engine_status import all_told
 from hotswap.testing.conformance.engine_suite import Bench, EngineSuite, Reader, collect, no_requests
 from hotswap.testing.conformance.suite import Heartbeat, check, until
 from hotswap.view import InstanceState
@@ -257,6 +258,22 @@ class AdapterChecks(EngineSuite):
                 for _ in range(4):
                     tasks.start_soon(bench.able.load_adapter, self.adapters[0])
             assert bench.engine.status().adapters == (self.adapters[0].id,)
+
+    @check
+    async def test_a_listener_is_told_of_every_change_while_adapters_come_and_go(self) -> None:
+        async with self.adaptable(*self.adapters[:1]) as bench:
+            engine, (one, two) = bench.engine, self.adapters[:2]
+            with all_told(engine):
+                async with self.streaming(engine, [self.with_adapter(bench, 0), self.request(bench.card)]):
+                    await bench.able.load_adapter(two)
+                    await bench.able.drop_adapter(two.version)
+                await bench.able.drop_adapter(one.version)
+                for number in (1, 2, 3, 5):
+                    await cancel_at(number, lambda: bench.able.load_adapter(one))
+                    await bench.able.drop_adapter(one.version)
+                await bench.able.load_adapter(one)
+                await engine.evict(deadline_s=0)
+                await engine.unload()
 
     # ------------------------------------------------------------------ for the checks
 

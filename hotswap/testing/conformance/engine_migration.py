@@ -14,6 +14,7 @@ from hotswap.engine import Engine
 from hotswap.errors import InstanceLost, MigrationAborted, RequestEvicted
 from hotswap.migration import KVPages, KVSink, KVSource, SupportsMigration
 from hotswap.request import Request, RequestId
+from hotswap.testing.conformance.engine_status import all_told
 from hotswap.testing.conformance.engine_suite import Bench, EngineSuite, Reader, collect, no_requests
 from hotswap.testing.conformance.suite import check, until
 
@@ -218,6 +219,24 @@ class MigrationChecks(EngineSuite):
                 with pytest.raises(MigrationAborted):
                     await sink.reserve((view.num_kv_blocks + 1) * view.kv_block_tokens)
                 assert pair.destination.status().num_free_kv_blocks == view.num_kv_blocks
+
+    @check
+    async def test_listeners_of_both_engines_are_told_of_every_change_while_a_request_moves(self) -> None:
+        async with self.pair() as pair:
+            requests = self.long_requests(pair.bench.card, 2)
+            with all_told(pair.source, pair.destination):
+                async with self.streaming(pair.source, requests) as (reader, _):
+                    async with pair.export(requests[1].id) as source, pair.take(requests[1]) as sink:
+                        await self.copy_full_blocks(source, sink)  # and no more
+                    async with pair.export(requests[0].id) as source, pair.take(requests[0]) as sink:
+                        stopped = await source.stop()
+                        await sink.reserve(stopped.num_computed)
+                        await sink.write(await source.read(0, stopped.num_computed))
+                        await sink.commit(stopped.tokens)
+                        await source.release()
+                        await reader.ended.wait()
+                        await self.rest_of(pair.destination, requests[0], reader)
+                await until(lambda: no_requests(pair.source) and no_requests(pair.destination))
 
     # ------------------------------------------------------------------ helpers
 

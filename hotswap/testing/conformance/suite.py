@@ -11,7 +11,8 @@ from typing import ClassVar, TypeGuard, TypeVar
 import anyio
 import anyio.lowlevel
 
-from hotswap.offline import virtual_time
+from hotswap.offline.virtual_time import VirtualTimeLoop
+from hotswap.testing.conformance.turns import TurnLoop
 
 __all__ = ["Heartbeat", "Suite", "check", "until"]
 
@@ -30,10 +31,10 @@ class Suite:
     limit_s: ClassVar[float] = 60.0
 
     def run(self, test: Callable[[], Awaitable[None]]) -> None:
-        """Run one test on an event loop of its own; override to choose another."""
-        run_on_a_loop = virtual_time.run if self.virtual else anyio.run
+        """Run one test on an event loop of its own; override to choose another `TurnLoop`."""
+        loop = VirtualTimeLoop if self.virtual else TurnLoop
         try:
-            run_on_a_loop(self._limited, test)
+            anyio.run(self._limited, test, backend_options={"loop_factory": loop})
         except BaseExceptionGroup as group:  # of the task groups that the test and its engine opened
             raise _only_one(group) from None
 
