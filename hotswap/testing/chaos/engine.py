@@ -13,7 +13,8 @@ from typing import Protocol, Self, TypeVar, cast, runtime_checkable
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from hotswap.engine import Engine, SupportsAdapters, SupportsPreload, WrapperEngine
+from hotswap.backends.notifier import StatusNotifier
+from hotswap.engine import Engine, StatusListener, SupportsAdapters, SupportsPreload, WrapperEngine
 from hotswap.errors import InstanceLost, MigrationAborted, OutOfMemory
 from hotswap.migration import KVSink, KVSource, SupportsMigration
 from hotswap.model import Adapter, ModelCard
@@ -68,6 +69,7 @@ class ChaosEngine(WrapperEngine):
         self.injector = Injector(random)
         # Of its own, so that losses come at the same moments however many tokens there are.
         self._losses = Random(random.getrandbits(64))
+        self._notifier = StatusNotifier()
         self._lost_because = ""
         self._waits: set[anyio.CancelScope] = set()
 
@@ -102,6 +104,7 @@ class ChaosEngine(WrapperEngine):
                 raise InstanceLost(f"Engine {self.id!r} does not come back for now; try again.")
             await self.wrapped.unload()
             self._lost_because = ""
+            self._notifier.state_changed()
         await checkpoint_if_cancelled()
 
     @asynccontextmanager
@@ -128,6 +131,10 @@ class ChaosEngine(WrapperEngine):
             max_adapters=view.max_adapters,
         )
 
+    def watch(self, listener: StatusListener) -> bool:
+        self._notifier.watch(listener)
+        return self.wrapped.watch(self._notifier)
+
     def __repr__(self) -> str:
         return f"<ChaosEngine of {self.wrapped!r} {self.injector!r}>"
 
@@ -140,6 +147,7 @@ class ChaosEngine(WrapperEngine):
             self.wrapped.lose(reason)
             return
         self._lost_because = reason
+        self._notifier.state_changed()
         for scope in self._waits:
             scope.cancel()
 
