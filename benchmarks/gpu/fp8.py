@@ -43,6 +43,8 @@ ROWS = (1, 16, 32, 64, 128, 256, 1024, 4096)
 GROUP = 128
 # Errors that rounding the result to its dtype explains.
 BOUNDS = {torch.bfloat16: 2e-3, torch.float16: 3e-4}
+# Of whole weights, which cuBLAS multiplies: PyTorch lets it add up parts of K in 16 bits.
+DENSE_BOUNDS = {torch.bfloat16: 3.5e-3, torch.float16: 4.5e-4}
 # Share of the time that is left which a sweep may take of it.
 _SWEEP_SHARE = 0.6
 _PUBLISHED_ROWS = 256
@@ -68,7 +70,8 @@ def check(session: Session) -> None:
                 name = str(dtype).removeprefix("torch.")
                 way = f"{name} {tile.path}"
                 worst[way] = max(worst.get(way, 0.0), error)
-                if not error <= BOUNDS[dtype] or not torch.equal(first, again):
+                bound = (DENSE_BOUNDS if tile.path == "dense" else BOUNDS)[dtype]
+                if not error <= bound or not torch.equal(first, again):
                     session.report.setdefault("faults", []).append(
                         f"fp8 {name} {rows}x{columns}x{width} {tile}: error {error:.2e}, "
                         f"same bits {torch.equal(first, again)}"

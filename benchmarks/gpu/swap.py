@@ -20,15 +20,12 @@ __all__ = ["run"]
 
 SIZE_BYTES = 8 * 10**9
 _REPEATS = 5
-_PLAIN, _STORE, _LOADED = (
-    "plain copy, PyTorch's memory",
-    "plain copy, the store's memory",
-    "as an engine loads",
-)
+_PLAIN, _STORE = "plain copy, PyTorch's memory", "plain copy, the store's memory"
+_CHUNKED = {f"as an engine loads, {size} MiB at a time": size << 20 for size in (16, 64, 256)}
 
 
 def run(session: Session) -> None:
-    """Copy in three ways in turns, and compare what has come."""
+    """Copy in all ways in turns, and compare what has come."""
     size = (1 << 20) + 5 if session.is_dry else _fitting(session)
     seconds = anyio.run(_measure, session, size)
     session.report["swap"] = {"bytes": size, **{f"{name}, s": each for name, each in seconds.items()}}
@@ -51,7 +48,7 @@ async def _measure(session: Session, size: int) -> dict[str, list[float]]:
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=not session.is_dry)
     step = max(1, size // 4096)
     pinned[::step] = torch.randint(1, 256, (len(pinned[::step]),), dtype=torch.uint8)
-    seconds: dict[str, list[float]] = {name: [] for name in (_PLAIN, _STORE, _LOADED)}
+    seconds: dict[str, list[float]] = {name: [] for name in (_PLAIN, _STORE, *_CHUNKED)}
     async with PinnedStore(size) as store:
         async with store.hold(manifest, 0) as hold:
             lent = torch.frombuffer(hold.place(manifest.shards[0]), dtype=torch.uint8)
@@ -63,7 +60,8 @@ async def _measure(session: Session, size: int) -> dict[str, list[float]]:
             flat.zero_()
             session.wait()
             began_s = time.perf_counter()
-            if name == _LOADED:
+            if name in _CHUNKED:
+                store.chunk_bytes = _CHUNKED[name]
                 await fetch(store, manifest, flat)
             else:
                 flat.copy_(pinned if name == _PLAIN else lent, non_blocking=True)

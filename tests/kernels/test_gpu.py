@@ -17,7 +17,7 @@ from hotswap.kernels.fp8_gemm import (
     warm_up,
 )
 from hotswap.kernels.targets import device_of, runs_triton
-from tests.kernels.fp8_weights import BOUNDS, WHOLE_BOUNDS, error, every_code, input_of, weight_of
+from tests.kernels.fp8_weights import BOUNDS, error, every_code, input_of, weight_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,6 +25,8 @@ pytestmark = [
 ]
 
 DTYPES = [torch.bfloat16, torch.float16]
+# Of whole weights, which cuBLAS multiplies: PyTorch lets it add up parts of K in 16 bits.
+DENSE_BOUNDS = {torch.bfloat16: 3.5e-3, torch.float16: 4.5e-4}
 
 
 def on_gpu(weight: Fp8Weight) -> Fp8Weight:
@@ -46,7 +48,7 @@ def test_products_are_those_of_float64_and_have_the_same_bits_again(
         x = input_of(rows, shape[1], dtype)
         found = fp8_linear(x.cuda(), packed, workspace=space)
         way = choose(rows, shape, str(dtype).removeprefix("torch."), group, device_of(packed.codes.device))
-        bound = (BOUNDS if way.path == "fused" or scale_bits == 4 else WHOLE_BOUNDS)[dtype]
+        bound = (BOUNDS if way.path == "fused" else DENSE_BOUNDS)[dtype]
         assert error(found.cpu(), fp8_linear_reference(x, weight)) <= bound
         assert torch.equal(fp8_linear(x.cuda(), packed, workspace=space), found)
 

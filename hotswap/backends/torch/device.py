@@ -1,4 +1,4 @@
-"""What an engine asks of a device: how much memory it has, has left, and got back."""
+"""What an engine asks of a device: how much memory it has, and whether what was let go of is free."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import anyio
+import anyio.to_thread
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hotswap.errors import MemoryNotReclaimed, OutOfMemory
 from hotswap.kernels.processor import instructions
 
 __all__ = [
-    "free_bytes",
+    "Released",
     "multiplies_bf16",
     "out_of_memory_mapped",
-    "reclaimed",
     "resolve",
     "total_bytes",
     "touch",
 ]
 
 _RECLAIM_S = 5.0
-# What the allocator's rounding, and the few buffers that a skeleton keeps, may hold on to.
-_SLACK_BYTES = 64 << 20
 _POLL_S = 0.01
 
 
@@ -43,11 +44,6 @@ def total_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes of the device that nobody holds; 0 on the CPU, where nobody asks."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
-
-
 @cache
 def multiplies_bf16() -> bool:
     """Whether the CPU has instructions for bf16 products; without them libraries go by way of fp32."""
@@ -59,25 +55,46 @@ def touch(device: torch.device) -> None:
     torch.zeros(1, device=device).item()
 
 
-async def reclaimed(device: torch.device, free_before: int, expected_bytes: int) -> None:
-    """Return once the device has `expected_bytes` more free than `free_before`; at once on the CPU.
+class Released:
+    """Memory of a GPU that was let go of, watched until it is free; on a CPU nothing is watched.
 
-    Raises:
-        MemoryNotReclaimed: it has not within a few seconds.
+    The tensors themselves are watched, not how much memory the device has free: that changes with whatever
+    else uses the device, other engines of the process among them, and PyTorch's allocator keeps a segment
+    for as long as any small tensor lies in it.
+
+    Args:
+        device: Where the memory is.
     """
-    if device.type != "cuda":
-        return
-    with anyio.move_on_after(_RECLAIM_S):
-        while True:
-            gc.collect()
-            torch.cuda.empty_cache()
-            if free_bytes(device) - free_before >= 0.95 * expected_bytes - _SLACK_BYTES:
-                return
-            await anyio.sleep(_POLL_S)
-    raise MemoryNotReclaimed(
-        f"{device} has {free_bytes(device) - free_before:,} bytes more free after an unload that held "
-        f"{expected_bytes:,}; end whatever else holds its memory, or restart the process."
-    )
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: list[Any] = []  # `StorageWeakRef`, which has no types
+
+    def watch(self, *tensors: Tensor) -> None:
+        """Watch the memory of tensors that are about to be let go of, views of it included."""
+        if self._device.type == "cuda":
+            references: Any = StorageWeakRef
+            self._storages += [references(tensor.untyped_storage()) for tensor in tensors]
+
+    async def freed(self) -> None:
+        """Return once all of it is free, and what the allocator can give back to the driver is given back.
+
+        Raises:
+            MemoryNotReclaimed: something still uses it after a few seconds.
+        """
+        used, self._storages = self._storages, []
+        with anyio.move_on_after(_RECLAIM_S):
+            while used := [storage for storage in used if not storage.expired()]:
+                gc.collect()
+                await anyio.sleep(_POLL_S)
+        if self._device.type == "cuda":
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(torch.cuda.empty_cache)
+        if used:
+            raise MemoryNotReclaimed(
+                f"{len(used)} tensors that an unload let go of are still in use, and keep their memory of "
+                f"{self._device}; let go of what was taken from the engine, or restart the process."
+            )
 
 
 @contextmanager

@@ -444,7 +444,6 @@ class TorchEngine(Engine):
     async def _unload(self) -> None:
         self._evict_all("The model was unloaded")
         self._life.state = _DRAINING
-        free_before, held_bytes = self._loader.free_bytes(), self._used_bytes
         self._detached = anyio.Event()
         self._running_worker.detach(partial(self._post, self._detached.set))
         await self._detached.wait()
@@ -454,7 +453,7 @@ class TorchEngine(Engine):
             await self._restart()
             return
         try:
-            await self._loader.reclaimed(free_before, held_bytes - self._used_bytes)
+            await self._loader.reclaimed()
         finally:
             self._life.state = _EMPTY
 

@@ -111,6 +111,11 @@ class KVCache:
         """Bytes of all blocks; scratch memory is bounded by a batch and not counted."""
         return sum(stack.nbytes for stack in self._all())
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the blocks lie in."""
+        return tuple(self._all())
+
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero the values of blocks that are handed out anew.
 

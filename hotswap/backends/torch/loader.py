@@ -16,7 +16,7 @@ from hotswap.backends.torch.adapters.targets import Target, observed, targets
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.coded import Coding, keeps_by_default, linear_weights, prepare
 from hotswap.backends.torch.dequantize import Dequantizer, original_dtype
-from hotswap.backends.torch.device import free_bytes, out_of_memory_mapped, reclaimed, touch
+from hotswap.backends.torch.device import Released, out_of_memory_mapped, touch
 from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.identity import fingerprint_of, identity, way_of
@@ -126,7 +126,7 @@ class LocalLoader(Loader):
         self.memory_bytes = memory_bytes
         self.weight_bytes = 0
         self._device, self._dtype, self._keep_fp8 = device, dtype, keep_fp8
-        self._buffers = FlatBuffers(device, idle_bytes)
+        self._buffers, self._released = FlatBuffers(device, idle_bytes), Released(device)
         self._shelf = Shelf(packed_bytes)
         self._skeletons = skeletons
         self._block_tokens, self._invariant = block_tokens, invariant
@@ -180,11 +180,8 @@ class LocalLoader(Loader):
         """Pack one more linear layer, on the thread that calls; false if there is none left to be packed."""
         return self._shelf.pack_next(model.packs)
 
-    def free_bytes(self) -> int:
-        return free_bytes(self._device)
-
-    async def reclaimed(self, free_before: int, expected_bytes: int) -> None:
-        await reclaimed(self._device, free_before, expected_bytes)
+    async def reclaimed(self) -> None:
+        await self._released.freed()
 
     def open(self, model: LocalModel, budget: KVBudget) -> LocalForward:
         """Return a model about to serve with its KV cache. Blocking.
@@ -203,6 +200,7 @@ class LocalLoader(Loader):
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
             cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
             cache.build_kernels()
+        self._released.watch(*cache.tensors)  # which go with the model, before `reclaimed` is asked
         self._fit()
         return LocalForward(
             model.skeleton.module,
@@ -327,6 +325,7 @@ class LocalLoader(Loader):
         return flat
 
     async def _give(self, flat: Tensor) -> None:
+        self._released.watch(flat)
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._buffers.give, flat)
             self.weight_bytes -= len(flat)

@@ -129,13 +129,9 @@ class Loader(ABC):
         """End what `start` started; models that were not released are lost. Cannot be interrupted."""
 
     @abstractmethod
-    def free_bytes(self) -> int:
-        """Device memory that nobody holds, where `reclaimed` asks for it; else 0."""
-
-    @abstractmethod
-    async def reclaimed(self, free_before: int, expected_bytes: int) -> None:
-        """Return once so much more device memory is free than `free_before`.
+    async def reclaimed(self) -> None:
+        """Return once the device has the memory of what was released. No model serves meanwhile.
 
         Raises:
-            MemoryNotReclaimed: it is not within a few seconds.
+            MemoryNotReclaimed: it has not within a few seconds.
         """

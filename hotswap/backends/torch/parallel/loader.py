@@ -132,10 +132,7 @@ class RankedLoader(Loader):
     def abandon(self) -> None:
         self._ranks.kill()
 
-    def free_bytes(self) -> int:
-        return 0
-
-    async def reclaimed(self, free_before: int, expected_bytes: int) -> None:
+    async def reclaimed(self) -> None:
         """Ranks answer that they let go of a model only when they have."""
 
     async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> RankedModel:

@@ -1,0 +1,66 @@
+"""What an unload waits for on a GPU: that nothing uses the memory that was let go of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotswap import MemoryNotReclaimed
+from hotswap.backends.torch import device
+from hotswap.backends.torch.device import Released
+
+
+@pytest.fixture
+def emptied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """How often the allocator gave memory back; tensors of a CPU stand for those of a GPU."""
+    calls: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(True))
+    return calls
+
+
+def watched(*tensors: Tensor) -> Released:
+    released = Released(torch.device("cuda"))
+    released.watch(*tensors)
+    return released
+
+
+async def test_memory_is_free_whatever_the_rest_of_the_device_does(emptied: list[bool]) -> None:
+    """The driver is not asked: others take memory, and the allocator keeps segments with others' tensors."""
+    flat, others = torch.zeros(64), torch.zeros(64)
+    released = watched(flat)
+    del flat
+    await released.freed()
+    assert emptied == [True]
+    assert len(others) == 64
+
+
+async def test_memory_that_a_view_still_uses_is_not_free(
+    emptied: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_RECLAIM_S", 0)
+    flat, other = torch.zeros(64), torch.zeros(64)
+    view, released = flat[8:16], watched(flat, other)
+    del flat, other
+    with pytest.raises(MemoryNotReclaimed, match="1 tensors"):
+        await released.freed()
+    assert emptied == [True], "what is free was kept as well"
+    assert len(view) == 8
+    await released.freed()  # an unload is told of what it let go of itself
+
+
+async def test_memory_in_a_cycle_is_collected(emptied: list[bool]) -> None:
+    flat = torch.zeros(64)
+    cycle: list[object] = [flat]
+    cycle.append(cycle)
+    released = watched(flat)
+    del flat, cycle
+    await released.freed()
+
+
+async def test_nothing_is_watched_on_a_cpu(emptied: list[bool]) -> None:
+    """Whose buffers are kept for the next load."""
+    flat, released = torch.zeros(64), Released(torch.device("cpu"))
+    released.watch(flat)
+    await released.freed()
+    assert emptied == []
