@@ -1,8 +1,8 @@
-"""The command line: take checkpoints into a store, look after it, say what can be served, and simulate.
+"""The command line: manage stores, check which models can be served, and simulate.
 
 Results go to standard output, as a table or with `--json` as one object; progress and errors go to standard
-error, progress on a terminal only. The exit status is 0, 1 when damage or a model that cannot be served was
-found, 2 after an error.
+error, progress on a terminal only. The exit status is 0 on success, 1 for a damaged model or one that cannot
+be served, 2 after an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hotswap.simulation.arguments import add_fit, add_plan, add_simulate
 
 if TYPE_CHECKING:
     from hotswap.backends.stores.bench import Bench
-    from hotswap.backends.stores.disk_shelf import DiskShelf, Entry
+    from hotswap.backends.stores.disk_directory import DiskDirectory, StoredModel
     from hotswap.backends.stores.writer import Progress
 
 __all__ = ["main"]
@@ -34,7 +34,7 @@ OK, DAMAGED, REFUSED, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, 1 if what it looked at is no good, or 2 after a message if it failed."""
+    """Run a command; return 0, 1 for damage or a refused model, or 2 after an error message."""
     arguments = _parser().parse_args(argv)
     command = cast("Callable[[argparse.Namespace], int]", arguments.command)
     try:
@@ -52,32 +52,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hotswap", description="Serve many language models on few engines.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    store = commands.add_parser("store", help="look after a store").add_subparsers(
+    store = commands.add_parser("store", help="manage a store").add_subparsers(
         required=True, metavar="COMMAND"
     )
     _add_add(store.add_parser("add", help="convert a Hugging Face directory into a store"))
-    listing = store.add_parser("ls", help="list the models, the one used longest ago first")
+    listing = store.add_parser("ls", help="list the models, least recently used first")
     _add_common(listing, _ls)
     verify = store.add_parser("verify", help="check every byte against its checksum")
     _add_common(verify, _verify)
     verify.add_argument("model", nargs="?", help="one model; all if left out")
-    remove = store.add_parser("rm", help="remove a model that nobody uses")
+    remove = store.add_parser("rm", help="remove a model that is not in use")
     _add_common(remove, _rm)
     remove.add_argument("model", help="its id in the store")
-    clear = store.add_parser("clear", help="remove from shared host memory what no process uses")
+    clear = store.add_parser("clear", help="remove unused models from shared host memory")
     _add_common(clear, _clear)
-    _add_bench(store.add_parser("bench", help="time loading beside a plain direct read of the same files"))
+    _add_bench(store.add_parser("bench", help="compare loading with a plain direct read of the files"))
     models = commands.add_parser("models", help="ask about models").add_subparsers(
         required=True, metavar="COMMAND"
     )
     _add_check(models.add_parser("check", help="say whether a TorchEngine serves a model exactly"))
-    simulate = commands.add_parser("simulate", help="play a trace to a simulated fleet")
+    simulate = commands.add_parser("simulate", help="replay a trace on a simulated fleet")
     add_simulate(simulate)
     simulate.set_defaults(command=_simulate)
-    plan = commands.add_parser("plan", help="make one decision again, and explain it")
+    plan = commands.add_parser("plan", help="repeat one decision of a scheduler, and explain it")
     add_plan(plan)
     plan.set_defaults(command=_plan)
-    fit = commands.add_parser("fit", help="measure an engine here, and write a profile to simulate it by")
+    fit = commands.add_parser("fit", help="measure an engine, and write a profile for simulations of it")
     add_fit(fit)
     fit.set_defaults(command=_fit)
     return parser
@@ -124,7 +124,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-size", default="4 MiB", help="bytes of one read (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=4, help="reads in flight (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=8, help="chunks read ahead (default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=5, help="reads of each way (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, help="reads by each method (default: %(default)s)")
 
 
 # --------------------------------------------------------------------------------------------- commands
@@ -191,15 +191,15 @@ def _add(arguments: argparse.Namespace) -> int:
     }
     text = f"{model}: {_size(manifest.weight_bytes)} in {files} files at {arguments.root / model}"
     if arguments.quantize:
-        text += f", as {manifest.quantization}" if manifest.quantization else ", with nothing to quantise"
+        text += f", as {manifest.quantization}" if manifest.quantization else ", with nothing to quantize"
     _tell(arguments, {"root": str(arguments.root), **added}, text)
     return OK
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    shelf = _shelf(arguments.root)
-    entries = shelf.entries()
-    models = [_look_at(shelf, entry) for entry in entries]
+    directory = _directory(arguments.root)
+    entries = directory.models()
+    models = [_describe(directory, entry) for entry in entries]
     used_bytes = sum(entry.size_bytes for entry in entries)
     rows = [
         (
@@ -215,17 +215,17 @@ def _ls(arguments: argparse.Namespace) -> int:
     table = _table(("MODEL", "SIZE", "RANKS", "LAST USED (UTC)", "STATE", "ARCHITECTURE"), rows)
     text = f"{table}\n{len(rows)} models, {_size(used_bytes)}" if rows else "No models."
     _tell(arguments, {"root": str(arguments.root), "used_bytes": used_bytes, "models": models}, text)
-    return _complain(models)
+    return _report_damaged(models)
 
 
-def _look_at(shelf: DiskShelf, entry: Entry) -> dict[str, object]:
+def _describe(directory: DiskDirectory, entry: StoredModel) -> dict[str, object]:
     from hotswap.backends.stores.indexes import load_index
 
-    looked: dict[str, object] = {
+    described: dict[str, object] = {
         "model": entry.model,
         "bytes": entry.size_bytes,
         "last_used": _time(entry).isoformat(timespec="seconds"),
-        "in_use": shelf.in_use(entry.model),
+        "in_use": directory.in_use(entry.model),
         "files": None,
         "world_size": None,
         "architecture": None,
@@ -233,12 +233,12 @@ def _look_at(shelf: DiskShelf, entry: Entry) -> dict[str, object]:
         "error": None,
     }
     try:
-        manifest = load_index(shelf.root, entry.model)
+        manifest = load_index(directory.root, entry.model)
     except StoreError as exc:
-        return {**looked, "error": str(exc)}
+        return {**described, "error": str(exc)}
     files = len({shard.file for shard in manifest.shards})
     return {
-        **looked,
+        **described,
         "files": files,
         "world_size": manifest.world_size,
         "architecture": manifest.architecture,
@@ -247,8 +247,8 @@ def _look_at(shelf: DiskShelf, entry: Entry) -> dict[str, object]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    shelf = _shelf(arguments.root)
-    entries = [entry for entry in shelf.entries() if arguments.model in (None, entry.model)]
+    directory = _directory(arguments.root)
+    entries = [entry for entry in directory.models() if arguments.model in (None, entry.model)]
     if arguments.model and not entries:
         raise ShardMissing(f"The store at {str(arguments.root)!r} holds no model {arguments.model!r}.")
     models = [_check(arguments.root, entry) for entry in entries]
@@ -258,10 +258,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     ]
     text = _table(("MODEL", "SIZE", "STATE"), rows) if rows else "No models."
     _tell(arguments, {"root": str(arguments.root), "models": models}, text)
-    return _complain(models)
+    return _report_damaged(models)
 
 
-def _check(root: Path, entry: Entry) -> dict[str, object]:
+def _check(root: Path, entry: StoredModel) -> dict[str, object]:
     from hotswap.backends.stores.verify import verify
 
     error: str | None = None
@@ -274,7 +274,7 @@ def _check(root: Path, entry: Entry) -> dict[str, object]:
 
 
 def _rm(arguments: argparse.Namespace) -> int:
-    freed = _shelf(arguments.root).remove(ModelId(arguments.model))
+    freed = _directory(arguments.root).remove(ModelId(arguments.model))
     removed = {"root": str(arguments.root), "model": arguments.model, "freed_bytes": freed}
     _tell(arguments, removed, f"{arguments.model}: removed, {_size(freed)} freed")
     return OK
@@ -302,17 +302,17 @@ def _models_check(arguments: argparse.Namespace) -> int:
         served = str(examine(config))
     except UnsupportedModel as exc:
         why = str(exc)
-    words = {
+    descriptions = {
         Verdict.EXACT: "served exactly",
         Verdict.UNKNOWN: "not known; its load decides, by comparing the model with its own attention",
     }
-    text = f"{arguments.source}: {words[Verdict(served)] if not why else f'refused. {why}'}"
+    text = f"{arguments.source}: {descriptions[Verdict(served)] if not why else f'refused. {why}'}"
     _tell(arguments, {"source": str(arguments.source), "served": served, "why": why}, text)
     return REFUSED if why else OK
 
 
 def _config_of(source: Path) -> str:
-    """The config of a checkpoint's directory, or of a model's in a store."""
+    """The config of a checkpoint's directory, or of a model's directory in a store."""
     from hotswap.backends.stores.indexes import load_index
 
     place = source.resolve()  # so that "." has a name
@@ -337,7 +337,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         result = anyio.run(
             partial(
                 bench,
-                _shelf(arguments.root).root,
+                _directory(arguments.root).root,
                 ModelId(arguments.model),
                 chunk_bytes=parse_bytes(arguments.chunk_size),
                 threads=arguments.threads,
@@ -352,32 +352,32 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _bench_text(result: Bench) -> str:
     rows = [
-        (way.name, f"{way.bytes_per_s / 1e9:.2f}", f"{way.ratio_to_raw:.2f}", f"{min(way.seconds):.3f}")
-        for way in result.ways
+        (one.name, f"{one.bytes_per_s / 1e9:.2f}", f"{one.ratio_to_raw:.2f}", f"{min(one.seconds):.3f}")
+        for one in result.methods
     ]
-    heading = f"{result.model}: {_size(result.size_bytes)}, medians of {len(result.ways[0].seconds)} reads"
+    heading = f"{result.model}: {_size(result.size_bytes)}, medians of {len(result.methods[0].seconds)} reads"
     if not result.direct:
         heading += "; the file system refuses direct reads, so all of them went through the page cache"
-    return f"{heading}\n{_table(('WAY', 'GB/S', 'OF RAW', 'BEST S'), rows)}"
+    return f"{heading}\n{_table(('METHOD', 'GB/S', 'OF RAW', 'BEST S'), rows)}"
 
 
 # ------------------------------------------------------------------------------------------------ output
 
 
-def _shelf(root: Path) -> DiskShelf:
-    from hotswap.backends.stores.disk_shelf import DiskShelf
+def _directory(root: Path) -> DiskDirectory:
+    from hotswap.backends.stores.disk_directory import DiskDirectory
 
     if not root.is_dir():
         raise ShardMissing(f"There is no store at {str(root)!r}. Add a model with `hotswap store add`.")
-    return DiskShelf(root, None)
+    return DiskDirectory(root, None)
 
 
 def _tell(arguments: argparse.Namespace, value: Mapping[str, object], text: str) -> None:
     print(json.dumps(value, indent=2) if arguments.json else text)
 
 
-def _complain(models: Sequence[Mapping[str, object]]) -> int:
-    """Say what is wrong with the damaged ones, and return the exit status."""
+def _report_damaged(models: Sequence[Mapping[str, object]]) -> int:
+    """Print the errors of the damaged models, and return the exit status."""
     damaged = [model for model in models if model["error"]]
     for model in damaged:
         print(f"hotswap: {model['error']}", file=sys.stderr)
@@ -393,7 +393,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _time(entry: Entry) -> datetime:
+def _time(entry: StoredModel) -> datetime:
     return datetime.fromtimestamp(entry.used_ns / 1e9, UTC)
 
 
@@ -403,7 +403,7 @@ class _Show(Protocol):
 
 @contextmanager
 def _bar(title: str, unit: str = "") -> Generator[_Show]:
-    """A progress bar on standard error, in bytes or a unit; none without `rich` or if nobody watches."""
+    """A progress bar on standard error, in bytes or a unit; none without `rich` or a terminal."""
     try:
         from rich.console import Console
         from rich.progress import (
@@ -433,7 +433,7 @@ def _bar(title: str, unit: str = "") -> Generator[_Show]:
 
 
 def _size(size_bytes: int) -> str:
-    """A size as people read it, in binary units."""
+    """A size in binary units, for people."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

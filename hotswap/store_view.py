@@ -45,7 +45,7 @@ class Residency:
 class StoreView:
     """Which model is resident on which tier, how much room each tier has, and what is on its way up.
 
-    An entry of `rising` names the tier from which a model is being read, and the bytes of it to come.
+    An entry of `loading` names the tier from which a model is being read, and the bytes of it to come.
 
     Where tiers belong to nodes, ask `seen_from(instance.node)` what an instance there would find. Asked
     directly, it tells of the best place on any node.
@@ -53,7 +53,7 @@ class StoreView:
 
     tiers: tuple[TierView, ...] = ()
     residency: tuple[Residency, ...] = ()
-    rising: tuple[Residency, ...] = ()
+    loading: tuple[Residency, ...] = ()
 
     def seen_from(self, node: str) -> StoreView:
         """The store as an instance on a node reads it: the tiers of that node, and those of none."""
@@ -62,7 +62,7 @@ class StoreView:
         return StoreView(
             tiers=tuple(tier for tier in self.tiers if tier.node in ("", node)),
             residency=tuple(entry for entry in self.residency if entry.node in ("", node)),
-            rising=tuple(entry for entry in self.rising if entry.node in ("", node)),
+            loading=tuple(entry for entry in self.loading if entry.node in ("", node)),
         )
 
     def tier_of(self, model: ModelId) -> str | None:
@@ -94,7 +94,7 @@ class StoreView:
         return min(links, key=lambda link: self._bytes_from(model, link) / link.bytes_per_s)
 
     def _bytes_from(self, model: ModelId, link: TierView) -> int:
-        if _size(self.rising, model, link) is not None:
+        if _size(self.loading, model, link) is not None:
             return link.queued_bytes
         return link.queued_bytes + (_size(self.residency, model, link) or 0)
 

@@ -119,23 +119,23 @@ async def test_rm_leaves_what_is_in_use(tmp_path: Path, capsys: pytest.CaptureFi
         assert (await store.manifest(ModelId("one"))).weight_bytes == 5 * UNIT
 
 
-def test_bench_compares_the_ways_to_read(tmp_path: Path) -> None:
+def test_bench_compares_the_methods_of_reading(tmp_path: Path) -> None:
     put(tmp_path, "one", size=64 * UNIT, world_size=2, file_bytes=16 * UNIT)
     options = ("--chunk-size", "16 KiB", "--threads", 2, "--depth", 3, "--repeat", 2)
     told = answer("store", "bench", tmp_path, "one", *options)
-    assert set(told) == {"model", "size_bytes", "chunk_bytes", "threads", "depth", "direct", "ways"}
+    assert set(told) == {"model", "size_bytes", "chunk_bytes", "threads", "depth", "direct", "methods"}
     assert (told["size_bytes"], told["chunk_bytes"], told["threads"], told["depth"]) == (
         128 * UNIT,
         16384,
         2,
         3,
     )
-    assert [way["name"] for way in told["ways"]] == ["raw", "direct", "buffered", "host"]
-    for way in told["ways"]:
-        assert set(way) == {"name", "seconds", "bytes_per_s", "ratio_to_raw"}
-        assert len(way["seconds"]) == 2
-        assert way["bytes_per_s"] > 0
-    assert told["ways"][0]["ratio_to_raw"] == 1
+    assert [method["name"] for method in told["methods"]] == ["raw", "direct", "buffered", "host"]
+    for method in told["methods"]:
+        assert set(method) == {"name", "seconds", "bytes_per_s", "ratio_to_raw"}
+        assert len(method["seconds"]) == 2
+        assert method["bytes_per_s"] > 0
+    assert told["methods"][0]["ratio_to_raw"] == 1
     text = run("store", "bench", tmp_path, "one", *options).stdout.splitlines()
     assert [line.split()[0] for line in text[2:]] == ["raw", "direct", "buffered", "host"]
 
@@ -165,7 +165,7 @@ def test_add_then_verify(tmp_path: Path, checkpoint_directory: Path) -> None:
     command = ["store", "add", checkpoint_directory, root, "--id", "tiny", "--dtype", "bfloat16"]
     done = run(*command, "--world-size", 2, "--max-file-size", "4 KiB", "--json")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # no progress where nobody watches
+    assert done.stderr == ""  # no progress without a terminal
     told = json.loads(done.stdout)
     assert set(told) == {"root", "model", "bytes", "files", "world_size", "quantization"}
     assert (told["model"], told["world_size"], told["quantization"]) == ("tiny", 2, "")

@@ -199,8 +199,8 @@ def _with_queued(store: StoreView, model: ModelId, node: str) -> StoreView:
     return replace(
         store,
         tiers=tuple(busy if (t.name, t.node) == (link.name, link.node) else t for t in store.tiers),
-        rising=(
-            *store.rising,
+        loading=(
+            *store.loading,
             Residency(model=model, tier=link.name, size_bytes=own_bytes, node=link.node),
         ),
     )

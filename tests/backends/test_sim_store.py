@@ -220,7 +220,7 @@ def test_a_disk_reads_each_model_once_where_the_host_tier_has_room(
         ended = await read_together([(store, model, at_s) for model, at_s in asked])
         assert in_cache(store) == set(first_s)
         assert [tier.queued_bytes for tier in store.view().tiers] == [0, 0]
-        assert store.view().rising == ()
+        assert store.view().loading == ()
         return ended
 
     ended = run(play)
@@ -245,12 +245,12 @@ async def test_what_rises_is_told_and_counts_once() -> None:
     async with store.open(await shard_of(store, A)) as chunks, store.open(await shard_of(store, A)) as others:
         await anext(chunks)
         await anext(others)
-        (rising,) = store.view().rising
-        assert (rising.model, rising.tier, rising.size_bytes) == (A, "disk", 95)
+        (loading,) = store.view().loading
+        assert (loading.model, loading.tier, loading.size_bytes) == (A, "disk", 95)
         assert store.view().tiers[-1].queued_bytes == 95
         assert store.view().load_s(A) == pytest.approx(9.5), "it waits for no byte twice"
         assert store.view().load_s(B) == pytest.approx(19.5)
-    assert store.view().rising == ()
+    assert store.view().loading == ()
     assert store.view().tiers[-1].queued_bytes == 0, "nobody wants it any more"
 
 

@@ -61,7 +61,7 @@ class SimStore(WeightStore):
         chunk_bytes: size of a chunk, the last of a shard excepted.
         shared: whether those who read from a tier at once share its bandwidth, chunk by chunk, and what they
             have yet to read is shown as queued; otherwise each reads as if alone. A model for which the cache
-            has room is read once for all who want it meanwhile, and shown as rising: who comes later reads
+            has room is read once for all who want it meanwhile, and shown as loading: who comes later reads
             from the cache what has come, and the rest with the others. A store that shares belongs to one
             event loop.
     """
@@ -119,9 +119,9 @@ class SimStore(WeightStore):
             return StoreView(tiers=(home,), residency=self._homes)
         whole = tuple(self._residency(model, self._cache) for model in self._cached if self._is_cached(model))
         cache = self._shown(self._cache, sum(map(_size, self._cached.values())))
-        return StoreView(tiers=(cache, home), residency=whole + self._homes, rising=tuple(self._rising()))
+        return StoreView(tiers=(cache, home), residency=whole + self._homes, loading=tuple(self._loading()))
 
-    def _rising(self) -> Iterator[Residency]:
+    def _loading(self) -> Iterator[Residency]:
         left: Counter[ModelId] = Counter()
         for shard, rise in self._rises.items():
             left[shard.model] += shard.size_bytes - rise.come_bytes

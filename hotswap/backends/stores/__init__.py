@@ -1,4 +1,4 @@
-"""Stores of weights: host memory, shared or not, a local disk, a remote place, and the tiers together."""
+"""Stores of weights: host memory, shared or not, a local disk, a remote store, and all of them as tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model on its way into a disk tier, shard by shard from wherever it is read: whole, or not at all."""
+"""Writing a model into a disk tier shard by shard, as another tier reads them: all of it, or nothing."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import errno
 import os
 import shutil
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 
 from anyio import to_thread
 
-from hotswap.backends.stores.disk_shelf import DiskShelf, Room, map_write_errors
+from hotswap.backends.stores.disk_directory import DiskDirectory, Reservation
+from hotswap.backends.stores.durable import map_write_errors, sync_file, write_file
 from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name
-from hotswap.backends.stores.reading import check_shard
+from hotswap.backends.stores.pieces import check_shard
 from hotswap.errors import StoreError
 from hotswap.model import Manifest, Shard
 from hotswap.request import ModelId
@@ -23,31 +24,31 @@ __all__ = ["Admission", "ShardFile"]
 
 
 class Admission:
-    """Room in a disk tier, and a hidden directory that becomes the model with `commit`.
+    """A model being written to a disk tier: reserved room, and a hidden directory that `commit` publishes.
 
     `NvmeStore.admit` makes it and ends it. Shards may be written in any order and side by side, each from its
-    beginning; one that was not finished may be begun anew.
+    beginning; one that was not finished may be written again.
     """
 
-    def __init__(self, shelf: DiskShelf, manifest: Manifest) -> None:
-        check_file_name(manifest.model, shelf.root)
+    def __init__(self, disk: DiskDirectory, manifest: Manifest) -> None:
+        check_file_name(manifest.model, disk.root)
         self.manifest = manifest
         self.committed = False
-        self._shelf = shelf
+        self._disk = disk
         self._missing = dict.fromkeys(manifest.shards)
         self._stack = ExitStack()
-        self._room: Room | None = None
-        self._directory = shelf.root
+        self._reservation: Reservation | None = None
+        self._directory = disk.root
 
     @property
     def missing(self) -> tuple[Shard, ...]:
-        """The shards that were not finished yet."""
+        """The shards that are not finished yet."""
         return tuple(self._missing)
 
     @property
     def evicted(self) -> tuple[ModelId, ...]:
-        """The models that went to make room."""
-        return tuple(self._room.evicted) if self._room is not None else ()
+        """The models that were removed to make room."""
+        return tuple(self._reservation.evicted) if self._reservation is not None else ()
 
     @asynccontextmanager
     async def shard(self, shard: Shard) -> AsyncGenerator[ShardFile]:
@@ -56,7 +57,7 @@ class Admission:
         Raises:
             TierFull, StoreError: the file cannot be written.
         """
-        file = ShardFile(self._directory, shard, self._shelf.root)
+        file = ShardFile(self._directory, shard, self._disk.root)
         try:
             await to_thread.run_sync(file.open)
             yield file
@@ -66,7 +67,7 @@ class Admission:
             await to_thread.run_sync(file.close)
 
     async def commit(self, side_files: Mapping[str, bytes] | None = None) -> None:
-        """Bring all of it to the disk, the index last, and give it the model's name.
+        """Sync all files to the disk, the index last, and give the directory the model's name.
 
         Raises:
             StoreError: shards are missing, the disk is full, or a former copy of the model is in use.
@@ -87,37 +88,37 @@ class Admission:
             StoreError: another process writes the model, or the directory cannot be written.
             ShardCorrupt, UnsafeFile: the manifest contradicts itself.
         """
-        root, model = self._shelf.root, self.manifest.model
+        root, model = self._disk.root, self.manifest.model
         parse_index(dump_index(self.manifest), path=root / model, model=model)
-        self._room = self._stack.enter_context(
-            self._shelf.reserve(model, self.manifest.weight_bytes, alone=True)
+        self._reservation = self._stack.enter_context(
+            self._disk.reserve(model, self.manifest.weight_bytes, exclusive=True)
         )
-        with self._mapped():
+        with self._map_errors():
             if shutil.disk_usage(root).free < self.manifest.weight_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._directory = self._stack.enter_context(self._shelf.new_directory(model))
+        self._directory = self._stack.enter_context(self._disk.new_directory(model))
 
     def close(self) -> None:
-        """Remove what was not committed, and give back the room."""
+        """Delete what was not committed, and end the reservation."""
         self._stack.close()
 
     def _commit(self, side_files: dict[str, bytes]) -> None:
-        assert self._room is not None, "begin was not called"
-        with self._mapped():
+        assert self._reservation is not None, "begin was not called"
+        with self._map_errors():
             for name in {shard.file for shard in self.manifest.shards}:
-                _sync_file(self._directory / name)
-            for name, text in {**side_files, INDEX_NAME: dump_index(self.manifest)}.items():
+                sync_file(self._directory / name)
+            for name, content in {**side_files, INDEX_NAME: dump_index(self.manifest)}.items():
                 check_file_name(name, self._directory)
-                _write_file(self._directory / name, text)
-        self._shelf.publish(self._directory, self.manifest.model, self._room)
+                write_file(self._directory / name, content)
+        self._disk.publish(self._directory, self.manifest.model, self._reservation)
         self.committed = True
 
-    def _mapped(self) -> AbstractContextManager[None]:
-        return map_write_errors(self._shelf.root, self.manifest.weight_bytes)
+    def _map_errors(self) -> AbstractContextManager[None]:
+        return map_write_errors(self._disk.root, self.manifest.weight_bytes)
 
 
 class ShardFile:
-    """The place of one shard in a data file; written from its first byte to its last."""
+    """Writes one shard to its place in a data file, from its first byte to its last."""
 
     def __init__(self, directory: Path, shard: Shard, root: Path) -> None:
         self.finished = False
@@ -129,11 +130,11 @@ class ShardFile:
         self._fd = -1
 
     async def write(self, data: memoryview) -> None:
-        """Write the next bytes, which must stay as they are until it returns."""
+        """Write the next bytes, which must not change until it returns."""
         await to_thread.run_sync(self._write, data)
 
     def finish(self) -> None:
-        """Say that this was all.
+        """Compare the checksum; the shard is complete.
 
         Raises:
             ShardCorrupt: the bytes are not those of the shard.
@@ -142,7 +143,7 @@ class ShardFile:
         self.finished = True
 
     def open(self) -> None:
-        """Open the file, making it if need be. Blocking."""
+        """Open the file, creating it if need be. Blocking."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with map_write_errors(self._root, self._shard.size_bytes):
             self._fd = os.open(self._path, flags, 0o666)
@@ -166,21 +167,3 @@ class ShardFile:
                 written += os.pwrite(self._fd, data[written:], at)
         self._checksum.update(data)
         self._done_bytes += len(data)
-
-
-def _sync_file(path: Path) -> None:
-    """Bring a data file to the disk, and let go of its pages: it will be read directly."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-        with suppress(AttributeError, OSError):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
-def _write_file(path: Path, text: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""How fast a model comes from a disk: through the store, beside a plain direct read of the same files."""
+"""Benchmark of reading a model from a disk: through the store, and by a plain direct read of its files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hotswap.model import Manifest
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
 
-__all__ = ["Bench", "Way", "bench"]
+__all__ = ["Bench", "ReadMethod", "bench"]
 
 _Read: TypeAlias = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to read a model: how long each of its reads took, and how that compares to `raw`."""
+class ReadMethod:
+    """The times of one method of reading a model, and their ratio to the method `raw`."""
 
     name: str
     seconds: tuple[float, ...]
@@ -42,7 +42,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What `bench` measured; `direct` is false where the file system refuses direct reads."""
+    """The result of `bench`; `direct` is false where the file system refuses direct reads."""
 
     model: ModelId
     size_bytes: int
@@ -50,7 +50,7 @@ class Bench:
     threads: int
     depth: int
     direct: bool
-    ways: tuple[Way, ...]
+    methods: tuple[ReadMethod, ...]
 
 
 async def bench(
@@ -63,11 +63,11 @@ async def bench(
     repeat: int = 5,
     progress: Callable[[int, int], None] | None = None,
 ) -> Bench:
-    """Read a model `repeat` times in each of several ways, turn by turn, and compare the medians.
+    """Read a model `repeat` times by each of several methods, in turn, and compare the medians.
 
-    `raw` reads its files directly with as many threads and lets the bytes go; `direct` and `buffered` read
-    through a `NvmeStore`, checksums compared, past the page cache and through it (dropped before); `host`
-    copies from host memory, once for each byte, and is left out where memory is short.
+    `raw` reads its files directly with as many threads and discards the bytes. `direct` and `buffered` read
+    through a `NvmeStore` with checksums, past the page cache and through it (dropped before). `host` copies
+    from host memory, and is left out where memory is short.
 
     Raises:
         ConfigError: `repeat` is under 1.
@@ -81,15 +81,15 @@ async def bench(
         cached = await stack.enter_async_context(store(direct=False))
         manifest = await disk.manifest(model)
         raw = stack.enter_context(_RawReader(root / model, manifest, chunk_bytes, threads))
-        ways: dict[str, _Read] = {
+        methods: dict[str, _Read] = {
             "raw": partial(to_thread.run_sync, raw.read),
             "direct": partial(_read_all, disk, manifest),
             "buffered": partial(_read_all, cached, manifest),
         }
         if manifest.weight_bytes < _free_memory_bytes() // 2:
             host = await stack.enter_async_context(_in_host_memory(root, manifest))
-            ways["host"] = partial(_copy_all, host, manifest)
-        seconds = await _race(ways, raw, repeat, manifest.weight_bytes, progress)
+            methods["host"] = partial(_copy_all, host, manifest)
+        seconds = await _measure(methods, raw, repeat, manifest.weight_bytes, progress)
     return Bench(
         model=model,
         size_bytes=manifest.weight_bytes,
@@ -97,34 +97,34 @@ async def bench(
         threads=threads,
         depth=depth,
         direct=raw.direct,
-        ways=tuple(_way(name, seconds, manifest.weight_bytes) for name in ways),
+        methods=tuple(_method(name, seconds, manifest.weight_bytes) for name in methods),
     )
 
 
-async def _race(
-    ways: dict[str, _Read],
+async def _measure(
+    methods: dict[str, _Read],
     raw: _RawReader,
     repeat: int,
     size_bytes: int,
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, tuple[float, ...]]:
-    seconds: dict[str, tuple[float, ...]] = dict.fromkeys(ways, ())
-    total_bytes = repeat * len(ways) * size_bytes
+    seconds: dict[str, tuple[float, ...]] = dict.fromkeys(methods, ())
+    total_bytes = repeat * len(methods) * size_bytes
     for turn in range(repeat):
-        for number, (name, read) in enumerate(ways.items()):
+        for number, (name, read) in enumerate(methods.items()):
             await to_thread.run_sync(raw.drop_pages)
             start_s = time.perf_counter()
             await read()
             seconds[name] += (time.perf_counter() - start_s,)
             if progress is not None:
-                progress((turn * len(ways) + number + 1) * size_bytes, total_bytes)
+                progress((turn * len(methods) + number + 1) * size_bytes, total_bytes)
     return seconds
 
 
-def _way(name: str, seconds: dict[str, tuple[float, ...]], size_bytes: int) -> Way:
-    # Paired: what else the disk does in a turn slows all ways of that turn.
-    ratios = [raw_s / way_s for raw_s, way_s in zip(seconds["raw"], seconds[name], strict=True)]
-    return Way(
+def _method(name: str, seconds: dict[str, tuple[float, ...]], size_bytes: int) -> ReadMethod:
+    # Paired: other load on the disk slows all methods of a turn.
+    ratios = [raw_s / method_s for raw_s, method_s in zip(seconds["raw"], seconds[name], strict=True)]
+    return ReadMethod(
         name=name,
         seconds=seconds[name],
         bytes_per_s=size_bytes / statistics.median(seconds[name]),
@@ -156,14 +156,14 @@ async def _in_host_memory(root: Path, manifest: Manifest) -> AsyncGenerator[Weig
 
 
 def _free_memory_bytes() -> int:
-    """What the machine could still give, 0 if it does not say."""
+    """The free memory of the machine, 0 if unknown."""
     with suppress(OSError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 class _RawReader:
-    """Reads the data files of a model directly, in pieces that several threads take by turns."""
+    """Reads the data files of a model directly, in pieces, with several threads."""
 
     def __init__(self, directory: Path, manifest: Manifest, chunk_bytes: int, threads: int) -> None:
         self.direct = True
@@ -183,13 +183,13 @@ class _RawReader:
             with map_read_errors(file):
                 fd = self._open(file)
                 try:
-                    turns = iter(range(0, os.fstat(fd).st_size, len(self._buffers[0])))
-                    list(self._threads.map(partial(_read_pieces, fd, turns), self._buffers))
+                    offsets = iter(range(0, os.fstat(fd).st_size, len(self._buffers[0])))
+                    list(self._threads.map(partial(_read_pieces, fd, offsets), self._buffers))
                 finally:
                     os.close(fd)
 
     def drop_pages(self) -> None:
-        """Let the page cache forget the files, as far as the kernel heeds it."""
+        """Drop the files from the page cache, where the kernel allows it."""
         for file in self._files:
             fd = open_regular(file)
             try:
@@ -206,6 +206,6 @@ class _RawReader:
         return open_regular(file)
 
 
-def _read_pieces(fd: int, turns: Iterator[int], buffer: memoryview) -> None:
-    for offset in turns:
+def _read_pieces(fd: int, offsets: Iterator[int], buffer: memoryview) -> None:
+    for offset in offsets:
         os.preadv(fd, [buffer], offset)

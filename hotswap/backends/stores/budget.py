@@ -1,4 +1,4 @@
-"""The books of a tier with a byte budget: what lies there, who uses it, and what goes first."""
+"""A byte budget shared by slots in groups, with use counts and LRU eviction of whole groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from hotswap.errors import TierFull
 
-__all__ = ["Shelf", "Slot"]
+__all__ = ["Budget", "Slot"]
 
 _G = TypeVar("_G", bound=Hashable)
 _T = TypeVar("_T")
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class Slot(Generic[_G, _T]):
-    """One part of a group, which takes `size_bytes` of a shelf."""
+    """One part of a group; takes `size_bytes` of a budget."""
 
     group: _G
     part: int
@@ -26,13 +26,12 @@ class Slot(Generic[_G, _T]):
     users: int = 0
 
 
-class Shelf(Generic[_G, _T]):
-    """Slots under a budget, in groups: a model, whose parts are its ranks.
+class Budget(Generic[_G, _T]):
+    """Slots under a byte budget. A group of slots is a model, its slots are the ranks' buffers.
 
-    A group goes as a whole, the one used longest ago first, since what is left of it would be of little use;
-    while one part is in use, or the group is pinned, none goes. Bytes are charged from `add` until `freed`: a
-    slot that was dropped still counts while its memory is being freed, so what is charged never exceeds the
-    budget.
+    A group is evicted as a whole, least recently used first, because a part of a model is of little use. A
+    group with a slot in use, or pinned, is not evicted. Bytes count from `add` until `freed`: a dropped slot
+    counts while its memory is being freed, so the memory in use never exceeds the budget.
     """
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
@@ -41,41 +40,41 @@ class Shelf(Generic[_G, _T]):
         self.used_bytes = 0
         self.pinned: set[_G] = set()
         self._groups: OrderedDict[_G, dict[int, Slot[_G, _T]]] = OrderedDict()
-        self._leaving: list[Slot[_G, _T]] = []
-        self._leaving_bytes = 0
+        self._dropped: list[Slot[_G, _T]] = []
+        self._dropped_bytes = 0
 
     def __iter__(self) -> Iterator[Slot[_G, _T]]:
-        """The slots, those of the group used longest ago first."""
+        """The slots, those of the least recently used group first."""
         return (slot for parts in self._groups.values() for slot in parts.values())
 
     @property
     def is_freeing(self) -> bool:
-        """Whether there are slots that were dropped and not `freed`."""
-        return bool(self._leaving or self._leaving_bytes)
+        """Whether slots were dropped and are not `freed` yet."""
+        return bool(self._dropped or self._dropped_bytes)
 
     def group(self, group: _G) -> tuple[Slot[_G, _T], ...]:
         """Return the slots of a group."""
         return tuple(self._groups.get(group, {}).values())
 
     def find(self, group: _G, part: int) -> Slot[_G, _T] | None:
-        """Return a slot, `None` if it is not there."""
+        """Return a slot, `None` if there is none."""
         return self._groups.get(group, {}).get(part)
 
     def make_room(self, size_bytes: int, group: _G) -> None:
-        """Drop idle groups, but not `group`, until `size_bytes` more will fit.
+        """Drop idle groups other than `group` until `size_bytes` more will fit.
 
-        The room is there once every slot of `take_leaving` is `freed`.
+        They fit once every slot of `take_dropped` is `freed`.
 
         Raises:
-            TierFull: it would not fit even then; nothing is dropped.
+            TierFull: they would not fit even then; nothing is dropped.
         """
-        missing = self.used_bytes - self._leaving_bytes + size_bytes - self.capacity_bytes
-        going: list[Slot[_G, _T]] = []
+        missing = self.used_bytes - self._dropped_bytes + size_bytes - self.capacity_bytes
+        victims: list[Slot[_G, _T]] = []
         for other, parts in self._groups.items():
             if missing <= 0:
                 break
             if other != group and other not in self.pinned and not any(s.users for s in parts.values()):
-                going += parts.values()
+                victims += parts.values()
                 missing -= sum(slot.size_bytes for slot in parts.values())
         if missing > 0:
             raise TierFull(
@@ -83,11 +82,11 @@ class Shelf(Generic[_G, _T]):
                 f"{self.capacity_bytes}, which are in use or pinned. Raise the budget, unpin a model, or "
                 "wait until loads end."
             )
-        for slot in going:
+        for slot in victims:
             self.drop(slot)
 
     def add(self, group: _G, part: int, value: _T, size_bytes: int) -> Slot[_G, _T]:
-        """Charge `size_bytes` for a new slot, for which room was made."""
+        """Add a slot of `size_bytes`, for which room was made."""
         parts = self._groups.setdefault(group, {})
         assert part not in parts, f"part {part} of {group!r} is there already"
         assert self.used_bytes + size_bytes <= self.capacity_bytes, "add without make_room"
@@ -96,32 +95,32 @@ class Shelf(Generic[_G, _T]):
         return slot
 
     def use(self, slot: Slot[_G, _T]) -> None:
-        """Keep the slot's group until `leave`, and count it as used most recently, now and then."""
+        """Keep the slot's group until `release`; both make it the most recently used."""
         slot.users += 1
         self._groups.move_to_end(slot.group)
 
-    def leave(self, slot: Slot[_G, _T]) -> None:
+    def release(self, slot: Slot[_G, _T]) -> None:
         """End one use."""
         assert slot.users > 0, f"part {slot.part} of {slot.group!r} is not in use"
         slot.users -= 1
         self._groups.move_to_end(slot.group)
 
     def drop(self, slot: Slot[_G, _T]) -> None:
-        """Take an idle slot away; it is still charged until `freed`."""
+        """Remove an idle slot; its bytes count until `freed`."""
         assert not slot.users, f"part {slot.part} of {slot.group!r} is in use"
         parts = self._groups[slot.group]
         del parts[slot.part]
         if not parts:
             del self._groups[slot.group]
-        self._leaving.append(slot)
-        self._leaving_bytes += slot.size_bytes
+        self._dropped.append(slot)
+        self._dropped_bytes += slot.size_bytes
 
-    def take_leaving(self) -> list[Slot[_G, _T]]:
-        """Return the slots to free; each is returned once, and stays charged until `freed`."""
-        leaving, self._leaving = self._leaving, []
-        return leaving
+    def take_dropped(self) -> list[Slot[_G, _T]]:
+        """Return the dropped slots to free, each once; their bytes count until `freed`."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def freed(self, slot: Slot[_G, _T]) -> None:
-        """Give the bytes of a slot of `take_leaving` back to the budget."""
-        self._leaving_bytes -= slot.size_bytes
+        """Return the bytes of a slot of `take_dropped` to the budget."""
+        self._dropped_bytes -= slot.size_bytes
         self.used_bytes -= slot.size_bytes

@@ -1,4 +1,4 @@
-"""What a Hugging Face model directory says of itself, read without running any of its code."""
+"""The facts of a Hugging Face model directory, read without running any of its code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from hotswap.backends.stores.fields import Fields, parse_object
-from hotswap.backends.stores.layout import DTYPE_BYTES, SIDE_FILES
+from hotswap.backends.stores.layout import SIDE_FILES
 from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile
 
 __all__ = ["Checkpoint", "read_checkpoint"]
@@ -21,7 +21,7 @@ _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The facts of a checkpoint that engines and policies ask for, and the small files it comes with."""
+    """The facts of a checkpoint that engines and policies need, and its small files."""
 
     config: str
     architecture: str
@@ -32,7 +32,7 @@ class Checkpoint:
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Keys and values of one token in all layers: `2 * layers * kv_heads * head_dim * dtype_bytes`.
 
-        0 where the config does not tell, for instance because keys and values are kept compressed.
+        0 where the config does not tell, for instance with compressed keys and values (MLA).
         """
         config = _text_config(json.loads(self.config))
         layers = _first(config, "num_hidden_layers", "n_layer", "n_layers")
@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 def read_checkpoint(source: Path) -> Checkpoint:
-    """Look at a checkpoint's small files and at the headers of its weights.
+    """Read a checkpoint's small files, and check the headers of its weight files.
 
     Raises:
         ShardMissing: there is no config, or no weights, or a part of them is missing.
@@ -69,18 +69,13 @@ def read_checkpoint(source: Path) -> Checkpoint:
     )
 
 
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one value of a dtype, 0 for one we do not know."""
-    return DTYPE_BYTES.get(dtype, 0)
-
-
 def _json(source: Path, name: str) -> Fields | None:
     path = source / name
     return parse_object(path.read_bytes(), path, remedy=_FETCH_AGAIN) if path.is_file() else None
 
 
 def _text_config(config: dict[str, object]) -> dict[str, object]:
-    """The part about the language model, where a config has several parts."""
+    """The config of the language model, where a config has several parts."""
     part = config.get("text_config")
     return cast("dict[str, object]", part) if isinstance(part, dict) else config
 
@@ -127,7 +122,7 @@ def _part(source: Path, name: str) -> Path:
 
 
 def _check_safetensors(path: Path) -> None:
-    """Check that the file is as long as its header says, so that a truncated one is refused by name."""
+    """Check that the file has the length that its header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -1,9 +1,9 @@
-"""Conversion: a Hugging Face directory in, the loading-optimised layout out.
+"""Converting a Hugging Face directory into the layout that is fast to load.
 
-The weights are baked in the layout of the module that will run them, after transformers has renamed, merged
-and split what the checkpoint holds, so that loading is copying; and cut for as many tensor-parallel ranks as
-are asked for. They pass through memory in pieces. This is the one part of the stores that needs torch, which
-it imports when it is called.
+The weights are stored as the module that will run them has them, after transformers has renamed, merged and
+split the checkpoint's tensors, so that loading is copying. They are cut for the tensor-parallel ranks asked
+for, and pass through memory in pieces. This is the one part of the stores that needs torch, imported when it
+is called.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ def convert(
     Blocking. `dtype` (for instance `"bfloat16"`) casts the weights, `None` keeps the checkpoint's own.
     `world_size` cuts them for so many tensor-parallel ranks, by the model's own plan. `quantize` names a
     scheme, `"fp8-e4m3"` or `"fp8-e4m3-channel"`, in which linear layers and experts are stored; the others
-    stay as they are, see `hotswap.backends.torch.quantize`. `memory_bytes` limits what is held beside mapped
-    files; pieces are of some MiB, and few architectures need more.
+    stay as they are, see `hotswap.backends.torch.quantize`. `memory_bytes` limits the memory used beside
+    mapped files; pieces are of some MiB, and few architectures need more.
 
-    `admit` is told the bytes that will be written and may refuse them; what it or `progress` raises ends the
-    conversion, which leaves nothing behind. Where the process is killed, the same call goes on after the last
-    data file that was whole.
+    `admit` is called with the bytes that will be written, and may refuse them; an error of it or of
+    `progress` ends the conversion, which leaves nothing behind. If the process is killed, the same call
+    resumes after the last finished data file.
 
     Raises:
         ShardMissing: there is no checkpoint at the source, or a part of it is missing.
-        ShardCorrupt: a file of it is truncated or unreadable, or has weights that cannot be quantised.
+        ShardCorrupt: a file of it is truncated or unreadable, or has weights that cannot be quantized.
         UnsafeFile: it holds pickled weights only.
-        UnsupportedModel: transformers knows no causal language model of its kind, it is quantised, or it
+        UnsupportedModel: transformers knows no causal language model of its kind, it is quantized, or it
             cannot be cut for `world_size` ranks.
-        TierFull: the disk has no room; what was there before is untouched.
-        ConfigError: the model is there already and `replace_existing` is false, there is no such dtype or
+        TierFull: the disk has no room; other models are untouched.
+        ConfigError: the model exists and `replace_existing` is false, there is no such dtype or
             scheme, or `memory_bytes` are too few for a model that cannot be streamed.
         BackendMissing: torch or transformers are not installed.
     """
@@ -116,7 +116,7 @@ def _plan(blueprint: Blueprint, world_size: int, quantize: str | None) -> tuple[
 
 
 def _manifest(model: ModelId, checkpoint: Checkpoint, copy: Copy, quantizer: Quantizer | None) -> Manifest:
-    # A model of which nothing is quantised is one that is not.
+    # A model without quantized tensors is not a quantized model.
     quantized = quantizer if quantizer is not None and quantizer.names else None
     return Manifest(
         model=model,
@@ -135,9 +135,9 @@ def _manifest(model: ModelId, checkpoint: Checkpoint, copy: Copy, quantizer: Qua
 
 
 def _key(source: Path, manifest: Manifest, max_file_bytes: int, quantizer: Quantizer | None) -> str:
-    """A digest of everything that decides which bytes are written where, but for the weights' own.
+    """A digest of everything that the output depends on.
 
-    Of those the sizes and times of their files must do: reading them would take as long as converting.
+    The weight files count by size and time: reading them would take as long as converting.
     """
     stats = [(path.name, path.stat()) for path in sorted(source.glob("*.safetensors"))]
     facts = {

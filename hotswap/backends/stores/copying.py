@@ -1,4 +1,4 @@
-"""Every rank's part of every tensor, from an open checkpoint to the buffers of the ranks, in one pass."""
+"""Copying an open checkpoint into the buffers of all ranks, in one pass over its tensors."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _Out: TypeAlias = tuple[str, torch.dtype, Shape]
 
 
 class Transform(Protocol):
-    """Makes one tensor into the tensors that are stored in its place, for instance values and scales.
+    """Turns one tensor into the tensors that are stored in its place, for instance values and scales.
 
-    It is applied to what a rank has of a tensor, in pieces of some rows (indices of the first dimension):
-    what comes out must be the same for any pieces, so each row of it depends on one row alone, and has its
-    number. It is called on the meta device first, for dtypes and shapes.
+    It is applied to a rank's part of a tensor, in pieces of some rows (indices of the first dimension). The
+    result must not depend on the pieces: row i of it depends on row i of the tensor only. It is called on the
+    meta device first, for dtypes and shapes.
 
     Attributes:
-        key: What tells it from other transforms; a conversion is not continued with another.
+        key: Identifies the transform; a conversion is not resumed with another.
     """
 
     key: str
 
     def __call__(self, name: str, tensor: Tensor, /) -> Sequence[tuple[str, Tensor]]:
-        """Return the tensors with their names. The first may be large; the others are held until its end."""
+        """Return the tensors with their names. The first may be large; the others are kept in memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One tensor of the module, how it is cut, and for each rank where what is made of its part goes."""
+    """One tensor of the module, its cut, and for each rank the places of the stored tensors."""
 
     name: str
     source: Source
@@ -50,14 +50,14 @@ class _Job:
 
 
 class Copy:
-    """What is to be copied, and where it will lie. `tensors` and `buffer_bytes` are as in a `Manifest`."""
+    """The plan of a copy. `tensors` and `buffer_bytes` are as in a `Manifest`."""
 
     def __init__(self, blueprint: Blueprint, world_size: int, transform: Transform | None) -> None:
         self.world_size = world_size
         self._transform = transform
         sources = blueprint.sources
         found = cuts(blueprint.module, {name: one.shape for name, one in sources.items()}, world_size)
-        # Tied names are one job, unless the plan cuts them in different ways.
+        # Tied names are one job, unless the plan cuts them differently.
         self._jobs: dict[tuple[int, Cut | None], _Job] = {}
         self._names: list[tuple[str, _Job]] = []
         for name, source in sources.items():
@@ -71,24 +71,24 @@ class Copy:
         self.item_bytes = largest.dtype.itemsize if largest is not None else 0
 
     def run(self, ranks: Sequence[RankWriter]) -> None:
-        """Fill the ranks' buffers; what a former writer has finished is not read again."""
+        """Fill the ranks' buffers; tensors that an earlier writer has finished are not read again."""
         for job in self._jobs.values():
             if any(not _is_finished(rank, job.places[rank.rank]) for rank in ranks):
                 self._copy(job, ranks)
 
     def _place(self, rank: int) -> tuple[tuple[TensorSpec, ...], int]:
-        """Lay out what one rank has, and tell the jobs."""
+        """Lay out the buffer of one rank, and add the places to the jobs."""
         made = [(job, index, out) for name, job in self._names for index, out in self._made(name, job, rank)]
         specs, end = place(((*out, (id(job), index)) for job, index, out in made), rank=rank)
         for (job, index, _), spec in zip(made, specs, strict=True):
             if len(job.places) == rank:
                 job.places.append([])
-            if len(job.places[rank]) == index:  # else it is another name of the same
+            if len(job.places[rank]) == index:  # else it is a tied name
                 job.places[rank].append(spec)
         return specs, end
 
     def _made(self, name: str, job: _Job, rank: int) -> Iterator[tuple[int, _Out]]:
-        """Name, dtype and shape of everything that is stored for a rank's part of a tensor."""
+        """Name, dtype and shape of each tensor that is stored for a rank's part of a tensor."""
         shape = job.cut.shape(job.source.shape, rank, self.world_size) if job.cut else job.source.shape
         part = torch.empty(shape, dtype=job.source.dtype, device="meta")
         for index, (made, tensor) in enumerate(self._transformed(job.name, part)):
@@ -106,7 +106,7 @@ class Copy:
                 rank.write(_bytes_of(first[1]))
                 for tensors, (_, tensor) in zip(held[rank.rank], others, strict=True):
                     tensors.append(tensor)
-                del first  # before the next piece is made, which may be large
+                del first  # before the next piece is read: it may be large
             del rows
         for rank in ranks:
             for spec, tensors in zip(job.places[rank.rank][1:], held[rank.rank], strict=True):

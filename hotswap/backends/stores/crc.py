@@ -1,4 +1,4 @@
-"""CRC-32 as fast as the processor can, and of pieces summed apart as if they had been summed in order.
+"""CRC-32 with the fastest library installed, and the combination of the sums of pieces.
 
 `crc32` is that of ISA-L where `isal` is installed, which the `torch` extra brings: it multiplies polynomials
 in vector registers (V. Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
@@ -26,7 +26,7 @@ _Crc32: TypeAlias = Callable[[bytes | bytearray | memoryview, int], int]
 
 
 def fastest() -> _Crc32:
-    """Return the quickest CRC-32 that is installed: of bytes, and of what went before them, 0 for nothing.
+    """Return the fastest CRC-32 function installed; it takes bytes and the CRC of those before, 0 at first.
 
     Both release the interpreter lock for long data.
     """

@@ -1,4 +1,4 @@
-"""How shards are read from a local disk: chunk by chunk or into place, directly where that is allowed."""
+"""Reading shards from a local disk, chunk by chunk or into a buffer of the caller, past the page cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hotswap.backends.memory import copy
 from hotswap.backends.stores.files import BlockFile
-from hotswap.backends.stores.reading import Lane, ReadAhead, background, is_aligned, read_into
-from hotswap.backends.stores.unbroken import in_thread
+from hotswap.backends.stores.reading import ReadAhead, ReadContext, background, is_aligned, read_into
+from hotswap.backends.stores.shielded import in_thread
 from hotswap.model import HostChunk, Shard
 
 __all__ = ["DiskReader"]
@@ -20,20 +20,20 @@ _log = logging.getLogger("hotswap.stores")
 
 
 class DiskReader:
-    """Reads shards from files under one root, past the page cache until the file system refuses once."""
+    """Reads shards from files under one root; past the page cache, until that is refused once."""
 
-    def __init__(self, root: Path, lane: Lane, *, direct: bool) -> None:
+    def __init__(self, root: Path, context: ReadContext, *, direct: bool) -> None:
         self._root = root
-        self._lane = lane
+        self._context = context
         self._direct = direct
 
     @asynccontextmanager
     async def open(self, path: Path, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
         """Lend a shard; see `WeightStore.open`."""
         with self._file(path) as file:
-            chunks = ReadAhead(file, shard, self._lane)
+            chunks = ReadAhead(file, shard, self._context)
             try:
-                await in_thread(chunks.prepare, limiter=self._lane.limiter)
+                await in_thread(chunks.prepare, limiter=self._context.limiter)
                 async with background() as tasks:
                     chunks.start(tasks)
                     try:
@@ -44,8 +44,8 @@ class DiskReader:
                 chunks.close()
 
     async def read_into(self, path: Path, shard: Shard, destination: memoryview) -> HostChunk:
-        """Read a shard into place; see `SupportsReadInto`."""
-        with destination.cast("B") as whole:  # let go of at the end, whoever keeps an error that knows of it
+        """Read a shard into a buffer; see `SupportsReadInto`."""
+        with destination.cast("B") as whole:  # released at the end, even where a kept traceback refers to it
             if whole.readonly or len(whole) != shard.size_bytes:
                 raise ValueError(
                     f"The destination for {shard.file!r} has {len(whole)} bytes"
@@ -55,12 +55,12 @@ class DiskReader:
                 buffered = await self._copy_into(path, shard, whole)
             else:
                 with self._file(path) as file:
-                    await read_into(file, shard, self._lane, whole)
+                    await read_into(file, shard, self._context, whole)
                     buffered = file.buffered
-        return HostChunk(shard.buffer_offset_bytes, destination, self._lane.tier, buffered=buffered)
+        return HostChunk(shard.buffer_offset_bytes, destination, self._context.tier, buffered=buffered)
 
     async def _copy_into(self, path: Path, shard: Shard, destination: memoryview) -> bool:
-        """By way of the ring, whose buffers are aligned; say whether the page cache was in between."""
+        """Copy from the ring, whose buffers are aligned; return whether the page cache was used."""
         buffered = False
         async with self.open(path, shard) as chunks:
             async for chunk in chunks:
@@ -72,8 +72,8 @@ class DiskReader:
 
     @contextmanager
     def _file(self, path: Path) -> Generator[BlockFile]:
-        """A file for one read, not yet open; notes afterwards whether the file system refused."""
-        file = BlockFile(path, direct=self._direct, calls=self._lane.calls)
+        """A file for one read, not yet open; remembers afterwards whether direct reads were refused."""
+        file = BlockFile(path, direct=self._direct, calls=self._context.calls)
         try:
             yield file
         finally:

@@ -1,4 +1,4 @@
-"""JSON that is not trusted: every field is read by its type, and whatever is wrong names the file."""
+"""Typed access to untrusted JSON, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hotswap.errors import ShardCorrupt
 __all__ = ["CONVERT_AGAIN", "LARGEST", "Fields", "parse_object"]
 
 CONVERT_AGAIN = "Convert the model again with `hotswap store add --replace`."
-LARGEST: Final = 2**62  # no number is as large
+LARGEST: Final = 2**62  # every number must be under it
 
 
 class Fields:
-    """One JSON object of the file at `path`; a field that is not as asked raises `ShardCorrupt`."""
+    """One JSON object of the file at `path`; a field of another type raises `ShardCorrupt`."""
 
     def __init__(self, raw: dict[str, Any], path: Path | str, remedy: str = CONVERT_AGAIN) -> None:
         self.raw = raw
@@ -24,11 +24,11 @@ class Fields:
         self._remedy = remedy
 
     def wrong(self, what: str) -> ShardCorrupt:
-        """Return the error that says what is wrong with the file."""
+        """Return the error for a file that cannot be used."""
         return ShardCorrupt(f"{str(self._path)!r} cannot be used: {what}. {self._remedy}")
 
     def get(self, name: str) -> object:
-        """Whatever there is under the name, `None` if nothing is."""
+        """The value of a field of any type, `None` if it is missing."""
         return cast("object", self.raw.get(name))
 
     def text(self, name: str) -> str:
@@ -78,7 +78,7 @@ class Fields:
 
 
 def parse_object(text: bytes, path: Path | str, *, remedy: str = CONVERT_AGAIN) -> Fields:
-    """Read a JSON object; `remedy` ends the errors and says what to do about them.
+    """Parse a JSON object; `remedy` is the last sentence of its errors.
 
     Raises:
         ShardCorrupt: the text is not JSON, or not an object.

@@ -1,4 +1,4 @@
-"""Files of a store: opened without following links, and read past the page cache where that is allowed."""
+"""Opening files of a store safely, and reading them past the page cache where the file system allows it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from hotswap.backends.memory import aligned_buffer
 from hotswap.backends.stores.fields import CONVERT_AGAIN
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 
-__all__ = ["BlockFile", "FileCalls", "aligned_buffer", "map_read_errors", "open_regular", "read_small"]
+__all__ = ["BlockFile", "FileCalls", "is_at", "map_read_errors", "open_regular", "read_small"]
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux alone has it
 _DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -23,14 +22,14 @@ _BLOCK_BYTES = 4096
 
 
 class FileCalls:
-    """The calls to the operating system that reading data files makes: what a test of faults replaces."""
+    """The system calls of reading data files; fault tests replace them."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open for reading; `O_DIRECT` is among the flags where that is wanted."""
+        """Open for reading; the flags may include `O_DIRECT`."""
         return os.open(path, flags)
 
     def fstat(self, fd: int) -> os.stat_result:
-        """Tell a file's kind, identity and size."""
+        """Return a file's status."""
         return os.fstat(fd)
 
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
@@ -47,7 +46,7 @@ _CALLS: Final = FileCalls()
 
 @contextmanager
 def map_read_errors(path: Path) -> Generator[None]:
-    """Turn what the operating system says about reading `path` into a `StoreError` that names it."""
+    """Turn an `OSError` of reading `path` into a `StoreError` that names it."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as exc:
@@ -62,12 +61,12 @@ def open_regular(path: Path, flags: int = 0, *, calls: FileCalls = _CALLS) -> in
     """Open a regular file for reading and return its descriptor.
 
     Raises:
-        ShardMissing: it is not there.
+        ShardMissing: it does not exist.
         UnsafeFile: it is a symbolic link or no regular file.
         StoreError: it cannot be opened.
     """
     with map_read_errors(path):
-        # Non-blocking, because opening a FIFO would wait for a writer; regular files do not mind.
+        # Non-blocking: opening a FIFO would wait for a writer. It has no effect on regular files.
         fd = calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags)
         try:
             regular = stat.S_ISREG(calls.fstat(fd).st_mode)
@@ -81,24 +80,32 @@ def open_regular(path: Path, flags: int = 0, *, calls: FileCalls = _CALLS) -> in
 
 
 def read_small(path: Path, *, most_bytes: int = 256 << 20) -> bytes:
-    """Return a whole file, refusing one that is longer than any index or tokenizer."""
+    """Return the content of a file, refusing one that is longer than any index or tokenizer."""
     with open(open_regular(path), "rb") as file, map_read_errors(path):
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise ShardCorrupt(
-                f"{str(path)!r} is {size} bytes long, at most {most_bytes} make sense. {CONVERT_AGAIN}"
+                f"{str(path)!r} is {size} bytes long, over the limit of {most_bytes}. {CONVERT_AGAIN}"
             )
         return file.read(size)
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether the open file or directory still is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 class BlockFile:
     """A data file for aligned reads: direct if asked for and not refused, else through the page cache.
 
-    Blocking: use it in worker threads, several at a time if you like. A direct read wants an offset, a size
-    and a buffer aligned to 4096; one that the kernel refuses all the same goes on buffered.
+    Blocking: use it in worker threads, any number at a time. A direct read needs an offset, a size and a
+    buffer aligned to 4096; one that the kernel refuses is repeated buffered.
 
     Attributes:
-        refused: Whether direct reads were asked for and the file system does not offer them.
+        refused: Whether direct reads were asked for and the file system refuses them.
     """
 
     def __init__(self, path: Path, *, direct: bool = True, calls: FileCalls = _CALLS) -> None:
@@ -107,7 +114,7 @@ class BlockFile:
         self._wants_direct = direct and bool(_DIRECT)
         self._direct_fd = self._buffered_fd = -1
         self._opening = threading.Lock()
-        self._stamp: tuple[int, ...] = ()
+        self._identity: tuple[int, ...] = ()
         self.refused = False
 
     @property
@@ -116,9 +123,9 @@ class BlockFile:
         return self.refused or not self._wants_direct
 
     def open(self) -> None:
-        """Open the file, and remember which it is; see `open_regular` for the errors."""
+        """Open the file, and remember its identity; see `open_regular` for the errors."""
         fd = self._open_direct() if self._wants_direct else self._open_buffered()
-        self._stamp = self._stamp_of(fd)
+        self._identity = self._identity_of(fd)
 
     def close(self) -> None:
         """Close the file; may be called twice, and before `open`, but not while it is being read."""
@@ -136,15 +143,15 @@ class BlockFile:
             raise self._truncated(size, end_bytes)
 
     def check_unchanged(self) -> None:
-        """Raise `ShardCorrupt` if somebody wrote to the file, or cut it, since it was opened."""
-        if self._stamp_of(self._fd) != self._stamp:
+        """Raise `ShardCorrupt` if the file was written to or truncated since it was opened."""
+        if self._identity_of(self._fd) != self._identity:
             raise self._changed()
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer from `offset`.
 
         Raises:
-            ShardCorrupt: the file ends before the buffer is full, or is another one by now.
+            ShardCorrupt: the file ends before the buffer is full, or was replaced.
             StoreError: the read failed.
         """
         done = 0
@@ -160,7 +167,7 @@ class BlockFile:
 
     def _read_some(self, buffer: memoryview, offset: int) -> int:
         with map_read_errors(self._path):
-            # A read that came short may end anywhere; the rest of it is no fault of the file system.
+            # After a short read the rest may be unaligned, which is no refusal of direct reads.
             aligned = offset % _BLOCK_BYTES == 0
             if aligned and not self.buffered:
                 try:
@@ -184,15 +191,15 @@ class BlockFile:
         return self._open_buffered()
 
     def _open_buffered(self) -> int:
-        """The descriptor for buffered reads, opened once; beside a direct one it must be the same file."""
+        """The descriptor for buffered reads, opened once; it must be the file that was opened directly."""
         with self._opening:
             if self._buffered_fd < 0:
                 self._buffered_fd = open_regular(self._path, calls=self._calls)
-                if self._stamp and self._stamp_of(self._buffered_fd) != self._stamp:
+                if self._identity and self._identity_of(self._buffered_fd) != self._identity:
                     raise self._changed()
             return self._buffered_fd
 
-    def _stamp_of(self, fd: int) -> tuple[int, ...]:
+    def _identity_of(self, fd: int) -> tuple[int, ...]:
         with map_read_errors(self._path):
             now = self._calls.fstat(fd)
         return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
@@ -200,7 +207,7 @@ class BlockFile:
     def _changed(self) -> ShardCorrupt:
         return ShardCorrupt(
             f"{str(self._path)!r} was written to or replaced while it was being read. Load the model again; "
-            "if it happens again, find out who writes there."
+            "if it happens again, find the program that writes there."
         )
 
     def _truncated(self, size: int, end_bytes: int) -> ShardCorrupt:
@@ -211,4 +218,4 @@ class BlockFile:
 
 
 def _unsafe(path: Path, what: str) -> UnsafeFile:
-    return UnsafeFile(f"{str(path)!r} is {what}; a store reads regular files alone. {CONVERT_AGAIN}")
+    return UnsafeFile(f"{str(path)!r} is {what}; a store reads regular files only. {CONVERT_AGAIN}")

@@ -1,4 +1,4 @@
-"""A shard on its way up into host memory, and those who read it meanwhile."""
+"""Loading a shard into host memory once, for all of its concurrent readers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from hotswap.errors import ShardMissing, StoreError
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.store import SupportsReadInto, WeightStore
 
-__all__ = ["Fill", "Follower", "telling"]
+__all__ = ["Fill", "FillReader", "more_specific"]
 
 _COPY_BYTES = 1 << 20
 
 
-def telling(one: StoreError | None, other: StoreError) -> StoreError:
-    """Of two tiers' failures return the one to report: that a tier has no such model says least."""
+def more_specific(one: StoreError | None, other: StoreError) -> StoreError:
+    """Of two tiers' errors return the one to report: `ShardMissing` yields to any other."""
     return other if one is None or isinstance(one, ShardMissing) else one
 
 
 class Fill:
-    """Reads one shard from the first of `sources` that has it into the host tier, once for all its followers.
+    """Reads one shard from the first of `sources` that has it into the host tier, once for all its readers.
 
-    Followers read the buffer as far as it is filled. The shard is committed only when the source has verified
-    it to its end; a fill that fails, or that all followers have left, leaves the tier as it was. With
-    `at_once` sources that can read straight into the buffer do, and followers get nothing before the end.
-    `reading` brackets the time in which a source is read.
+    Readers get the buffer as far as it is filled. The shard is committed when the source has verified it to
+    its end; a fill that fails, or that has lost all its readers, leaves the tier as it was. With `at_once`
+    sources that can read straight into the buffer do so, and readers get nothing before the end. `reading`
+    brackets the time in which a source is read.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Fill:
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.shard = shard
-        self.num_followers = 0
+        self.num_readers = 0
         self.wanted = False
         self.closing = False
         self.ended = anyio.Event()
@@ -69,7 +69,7 @@ class Fill:
         self._changed = anyio.Event()
 
     async def run(self) -> None:
-        """Fill, then keep the buffer until the last follower has left. Errors are the followers' to raise."""
+        """Fill, then keep the buffer until the last reader has left. Errors are raised in the readers."""
         try:
             with self._scope:
                 async with self._host.hold(self._manifest, self.shard.rank) as hold:
@@ -87,9 +87,9 @@ class Fill:
             self.ended.set()
 
     def leave(self) -> None:
-        """Count one follower less; the last one ends the fill, finished or not."""
-        self.num_followers -= 1
-        if not self.num_followers:
+        """Remove a reader; the last one ends the fill, finished or not."""
+        self.num_readers -= 1
+        if not self.num_readers:
             self.closing = True
             self._left.set()
             if not self.done:
@@ -100,7 +100,7 @@ class Fill:
         await self._changed.wait()
 
     async def finished(self) -> None:
-        """Wait until the shard is resident; raises what kept it from it."""
+        """Wait until the shard is resident; raises the error of the fill."""
         while not self.done:
             if self.error is not None:
                 raise self.error
@@ -109,15 +109,15 @@ class Fill:
     async def _fill(self, hold: Hold) -> None:
         self.admitted, self.pinned, self.data = True, hold.pinned, hold.place(self.shard)
         self._notify()
-        if hold.has(self.shard) or not await self._bring(hold):
+        if hold.has(self.shard) or not await self._load(hold):
             self.tier, self.filled_bytes = self._host.name, self.shard.size_bytes
         if self.wanted:
             hold.keep()
         self.done = True
         self._notify()
 
-    async def _bring(self, hold: Hold) -> bool:
-        """Read the shard; false if another fill, here or in another process, has come to its end before."""
+    async def _load(self, hold: Hold) -> bool:
+        """Read the shard; false if another fill, here or in another process, has committed it before."""
         async with hold.filling():
             if hold.has(self.shard):
                 return False
@@ -127,12 +127,12 @@ class Fill:
         return True
 
     async def _read(self) -> None:
-        """Read from the first tier that can, beginning anew with each."""
+        """Read from the first tier that succeeds; each attempt starts from the beginning."""
         for tier in self._sources:
             try:
                 await self._read_from(tier)
             except StoreError as exc:
-                self.failure = telling(self.failure, exc)
+                self.failure = more_specific(self.failure, exc)
                 self.attempt, self.filled_bytes = self.attempt + 1, 0
             else:
                 return
@@ -164,9 +164,9 @@ class Fill:
                 self._notify()
 
     def _close(self) -> None:
-        """Lend no more: those who still follow get an error, and the view of the buffer is let go."""
+        """End the lending: remaining readers get an error, and the view of the buffer is released."""
         self.closing = True
-        if self.error is None and self.num_followers:
+        if self.error is None and self.num_readers:
             self.error = StoreError(f"Reading {self.shard.file!r} ended early: its store was closed.")
         self.data.release()
         self._notify()
@@ -176,8 +176,8 @@ class Fill:
         changed.set()
 
 
-class Follower:
-    """The chunks of a shard, lent from the buffer that a fill is writing, as far as it has come."""
+class FillReader:
+    """The chunks of a shard, lent from the buffer that a fill is writing, as they become available."""
 
     def __init__(self, fill: Fill, chunk_bytes: int) -> None:
         self._fill = fill
@@ -208,7 +208,7 @@ class Follower:
         self._lent = None
 
     def _more(self) -> bool:
-        """Whether there are bytes to lend; raises if what was lent before turned out to be bad."""
+        """Whether there are bytes to lend; raises if bytes lent before have turned out to be invalid."""
         fill = self._fill
         if fill.error is not None:
             raise fill.error
@@ -220,7 +220,7 @@ class Follower:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy without holding the interpreter lock for long; memory that cannot be written goes in pieces."""
+    """Copy without holding the interpreter lock for long; read-only memory is copied in pieces."""
     if source.readonly:
         for start in range(0, len(source), _COPY_BYTES):
             target[start : start + _COPY_BYTES] = source[start : start + _COPY_BYTES]

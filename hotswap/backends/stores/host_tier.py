@@ -1,4 +1,4 @@
-"""The tier in host memory, whatever memory it is: what a `TieredStore` fills and lends from."""
+"""`HostTier`: the base of tiers in host memory, which a `TieredStore` fills and lends from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hotswap.model import HostBuffer, HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
 
-__all__ = ["Drops", "Hold", "HostTier", "RankBuffer"]
+__all__ = ["Hold", "HostTier", "PendingDrops", "RankBuffer"]
 
 
 class RankBuffer(Protocol):
@@ -33,30 +33,30 @@ class RankBuffer(Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether all shards are there."""
+        """Whether all shards are committed."""
         ...
 
     @property
     def data(self) -> memoryview:
-        """All of it, not to be written."""
+        """The whole buffer, read-only."""
         ...
 
     @property
     def place(self) -> tuple[Path | None, int]:
-        """The file in which other processes find it, and where there; none if they cannot."""
+        """The file and offset where other processes can map the buffer; `None` if they cannot."""
         ...
 
     def has(self, shard: Shard) -> bool:
-        """Whether the shard was committed, by whomever: it must not be written again."""
+        """Whether the shard is committed: it must not be written again."""
         ...
 
     def part(self, shard: Shard) -> memoryview:
-        """Where the shard's bytes belong; writable while they may have to be written."""
+        """The shard's place in the buffer; writable until it is committed."""
         ...
 
 
 class Hold(ABC):
-    """A rank's buffer while somebody fills it."""
+    """Keeps a rank's buffer reserved while it is filled."""
 
     def __init__(self, buffer: RankBuffer) -> None:
         self._buffer = buffer
@@ -67,29 +67,29 @@ class Hold(ABC):
         return self._buffer.pinned
 
     def has(self, shard: Shard) -> bool:
-        """Whether the shard was committed, by whomever: it must not be written again."""
+        """Whether the shard is committed: it must not be written again."""
         return self._buffer.has(shard)
 
     def place(self, shard: Shard) -> memoryview:
-        """Where the shard's bytes belong; written by who is `filling`, until it is committed."""
+        """The shard's place in the buffer, to be written inside `filling` until it is committed."""
         return self._buffer.part(shard)
 
     @asynccontextmanager
     async def filling(self) -> AsyncGenerator[None]:
-        """Be the one process that writes to the buffer; ask `has` inside, for another may have written."""
+        """Be the one process that writes to the buffer; check `has` inside: another may have written."""
         yield
 
     @abstractmethod
     def commit(self, shard: Shard) -> None:
-        """Say that the shard's bytes are there and verified: from now on it can be lent."""
+        """Mark the shard as written and verified: from now on it can be lent."""
 
     @abstractmethod
     def keep(self) -> None:
-        """Let the buffer stay when nobody holds it any more, until room is needed."""
+        """Keep the buffer after the last hold ends, until room is needed."""
 
 
-class Drops:
-    """The drops that wait for readers; one that nobody waits for any more is forgotten."""
+class PendingDrops:
+    """Drops of models that wait until the models have no readers; a cancelled drop is forgotten."""
 
     def __init__(self) -> None:
         self._ends: dict[ModelId, anyio.Event] = {}
@@ -100,7 +100,7 @@ class Drops:
 
     @contextmanager
     def waiting(self, model: ModelId) -> Generator[anyio.Event]:
-        """Wait, in the block, for the event: the model is gone, or to be kept."""
+        """Yield the event to wait for: the model was dropped, or is to be kept."""
         self._waiting[model] += 1
         try:
             yield self._ends.setdefault(model, anyio.Event())
@@ -111,7 +111,7 @@ class Drops:
                 self._ends.pop(model, None)
 
     def end(self, model: ModelId) -> bool:
-        """End all drops of the model; false if there are none."""
+        """Set the event of all drops of the model; false if there are none."""
         if (event := self._ends.pop(model, None)) is None:
             return False
         event.set()
@@ -121,8 +121,8 @@ class Drops:
 class HostTier(WeightStore):
     """Whole ranks' flat buffers in host memory under a budget, lent without a copy.
 
-    By itself it has no way to come by weights: a `TieredStore` whose first tier it is fills it through
-    `hold`. A shard is lent once it was committed, a rank once all of its were.
+    The tier loads nothing by itself: a `TieredStore` with it as first tier fills it through `hold`. A shard
+    can be lent once it is committed, a rank once all its shards are.
     """
 
     def __init__(self, name: str, chunk_bytes: int | str) -> None:
@@ -146,7 +146,7 @@ class HostTier(WeightStore):
 
     @asynccontextmanager
     async def lend(self, manifest: Manifest, rank: int = 0) -> AsyncGenerator[HostBuffer | None]:
-        """Lend a rank's buffer in place, `None` unless it is whole and still of that manifest."""
+        """Lend a rank's buffer in place; `None` unless it is whole and of that manifest."""
         await checkpoint()
         async with self._rank_in_use(manifest, rank) as buffer:
             if buffer is None:
@@ -161,56 +161,56 @@ class HostTier(WeightStore):
 
     @abstractmethod
     def hold(self, manifest: Manifest, rank: int) -> AbstractAsyncContextManager[Hold]:
-        """Reserve the buffer of a rank, or join those who have, and keep it while the block runs.
+        """Reserve the buffer of a rank while the block runs; several blocks may hold one buffer.
 
-        A buffer goes with the last block that held it, unless one of them said `keep`, or somebody has read
-        from it: what was not finished takes no memory.
+        The buffer is freed with its last hold, unless `keep` was called or it was read from: a load that does
+        not finish leaves no memory in use.
 
         Raises:
-            TierFull: it does not fit even when everything idle is pushed out.
+            TierFull: it does not fit even when everything idle is evicted.
         """
 
     @abstractmethod
     def holds(self, shard: Shard) -> bool:
-        """Whether the shard could be lent now."""
+        """Whether the shard can be lent now."""
 
     async def expect(self, manifest: Manifest) -> None:
-        """Learn what the model's weights are by now; the tier may hold those of another conversion."""
+        """Set the model's current manifest; the tier may hold weights of an earlier conversion."""
 
     @abstractmethod
     async def drop(self, model: ModelId) -> None:
-        """Free the model's memory as soon as nothing lends from it, and return then.
+        """Free the model's memory once it is not lent, and return then.
 
-        Called while it is lent, it waits; `keep` takes it back, and so does a cancellation. Where processes
-        share the memory, it waits for the loans, pins and fills of them all.
+        `keep` ends the wait without dropping, and so does a cancellation. Where processes share the memory,
+        the loans, pins and fills of all of them count.
         """
 
     @abstractmethod
     def keep(self, model: ModelId) -> None:
-        """Take back a `drop` that still waits for readers; it returns."""
+        """Cancel a `drop` that waits for readers; it returns."""
 
     @abstractmethod
     def pin(self, model: ModelId) -> None:
-        """Never push the model out for another until `unpin`; one that is not there stays once it comes.
+        """Do not evict the model until `unpin`; one that is not resident is kept once it is loaded.
 
-        It is not brought here by this, and an explicit `drop` still drops it.
+        This loads nothing, and an explicit `drop` still drops the model.
         """
 
     @abstractmethod
     def unpin(self, model: ModelId) -> None:
-        """Let the model go again when room is needed; nothing happens if it was not pinned."""
+        """Allow eviction again; nothing happens if the model was not pinned."""
 
     @abstractmethod
     def _shard_in_use(self, shard: Shard) -> AbstractAsyncContextManager[RankBuffer | None]:
-        """The buffer that has the shard, kept while the block runs; `None` if it is not there."""
+        """Use the buffer that has the shard while the block runs; `None` if it is not resident."""
 
     @abstractmethod
     def _rank_in_use(self, manifest: Manifest, rank: int) -> AbstractAsyncContextManager[RankBuffer | None]:
-        """The whole buffer of a rank, kept while the block runs; `None` if it is not there."""
+        """Use the whole buffer of a rank while the block runs; `None` if it is not resident."""
 
 
 class _Resident:
-    """The chunks of a shard that is there: slices of the buffer."""
+    """The chunks of a resident shard: slices of the buffer."""
 
     def __init__(self, tier: HostTier, buffer: RankBuffer, shard: Shard, bandwidth: Bandwidth) -> None:
         self._tier = tier
@@ -226,7 +226,7 @@ class _Resident:
         return self
 
     async def __anext__(self) -> HostChunk:
-        self._take_back()
+        self._end_loan()
         await checkpoint()
         if self._position >= len(self._data):
             raise StopAsyncIteration
@@ -237,11 +237,11 @@ class _Resident:
         return HostChunk(offset, self._lent, self._tier.name, self._buffer.pinned)
 
     def close(self) -> None:
-        self._take_back()
+        self._end_loan()
         self._data.release()
 
-    def _take_back(self) -> None:
-        """End the loan; how long it lasted is how fast a consumer copies from host memory."""
+    def _end_loan(self) -> None:
+        """End the loan; its duration tells how fast the consumer copies from host memory."""
         if self._lent is not None:
             self._bandwidth.observe(len(self._lent), anyio.current_time() - self._lent_at_s)
         give_back(self._lent)

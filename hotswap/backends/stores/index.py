@@ -1,7 +1,7 @@
-"""The index of a model: written, and read back with every statement of it checked.
+"""The index of a model, written and parsed with full validation.
 
-Nothing that an index says is believed before: it came from a disk. pydantic reads the text straight into the
-dataclasses that engines see and sees to the types; what the numbers say to each other is checked here.
+An index comes from a disk and is not trusted. pydantic parses the text straight into the dataclasses that
+engines use, and checks the types; the relations between the numbers are checked here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _ShardFields(BaseModel):
 
 
 class _ManifestFields(BaseModel):
-    # Without the model, which is the directory's name, so that a directory may be renamed.
+    # Without the model id: that is the directory's name, and a directory may be renamed.
     shards: Annotated[tuple[_ShardFields, ...], FailFast()]
     buffer_bytes: _Whole
     tensors: Annotated[tuple[TensorSpec, ...], FailFast()]  # `_wrong_with` has the bounds
@@ -76,13 +76,13 @@ def dump_index(manifest: Manifest) -> bytes:
     del body["model"]
     for shard in body["shards"]:
         del shard["model"]
-    summed = _summed_form(body)
-    head = _summed_form({"format": FORMAT, "version": VERSION, "checksum": _checksum_of(summed)})
+    summed = _canonical(body)
+    head = _canonical({"format": FORMAT, "version": VERSION, "checksum": _checksum_of(summed)})
     return head[:-1] + b"," + _MANIFEST + summed + b"}"
 
 
-def _summed_form(body: object) -> bytes:
-    """The text of a JSON value that its checksum is over, however it is written elsewhere."""
+def _canonical(body: object) -> bytes:
+    """The canonical text of a JSON value, which its checksum covers."""
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -94,11 +94,11 @@ def _checksum_of(text: bytes | memoryview) -> str:
 
 
 def parse_index(text: bytes, *, path: Path | str, model: ModelId) -> Manifest:
-    """Return the manifest that an index describes, every statement of it checked.
+    """Return the manifest that an index describes, fully validated.
 
     Checked are types and ranges, that tensors of known dtypes lie within the buffer without overlapping
     (tied names share one place), that the shards of each rank tile its buffer, and the index's own checksum.
-    Whether the data files are there and long enough is for the reader to see.
+    The data files are not looked at.
 
     Raises:
         ShardCorrupt: the text is not an index of this version, or contradicts itself.
@@ -115,7 +115,7 @@ def parse_index(text: bytes, *, path: Path | str, model: ModelId) -> Manifest:
     manifest = _manifest(index.manifest, path, model)
     for complaint in _complaints(manifest):
         raise Fields({}, path).wrong(complaint)
-    if not _is_sound(text, index.checksum, path):
+    if not _checksum_matches(text, index.checksum, path):
         raise Fields({}, path).wrong("its checksum does not match")
     return manifest
 
@@ -132,12 +132,12 @@ def _first_complaint(exc: ValidationError) -> str:
     return f"the field {'.'.join(map(str, error['loc']))!r} is wrong ({error['msg']})"
 
 
-def _is_sound(text: bytes, checksum: str, path: Path | str) -> bool:
-    """Whether the checksum is that of the manifest, which we write last and in the form that is summed."""
+def _checksum_matches(text: bytes, checksum: str, path: Path | str) -> bool:
+    """Whether the checksum matches the manifest; ours comes last in the text, and in canonical form."""
     start = text.find(_MANIFEST)
     if start >= 0 and checksum == _checksum_of(memoryview(text)[start + len(_MANIFEST) : -1]):
         return True
-    return checksum == _checksum_of(_summed_form(parse_object(text, path).record("manifest").raw))
+    return checksum == _checksum_of(_canonical(parse_object(text, path).record("manifest").raw))
 
 
 def _manifest(fields: _ManifestFields, path: Path | str, model: ModelId) -> Manifest:
@@ -152,8 +152,8 @@ def _manifest(fields: _ManifestFields, path: Path | str, model: ModelId) -> Mani
 
 
 def _complaints(manifest: Manifest) -> Iterator[str]:
-    """What the manifest says that cannot be, in words that end a sentence."""
-    # Models repeat a few layouts over and over: each is looked at once, which is most of the work.
+    """The contradictions of a manifest, as ends of sentences."""
+    # Models repeat a few layouts: each is checked once, which saves most of the work.
     layouts: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
     for tensor in manifest.tensors:
         layout = tensor.dtype, tensor.shape, tensor.stride

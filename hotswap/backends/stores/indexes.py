@@ -1,4 +1,4 @@
-"""Indexes of the models in a directory: read and checked, anew only where their bytes have changed."""
+"""Loading the indexes of the models in a directory, parsed again only when their bytes have changed."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["Indexes", "load_index", "models_in"]
 
 
 def models_in(root: Path) -> list[ModelId]:
-    """Return the ids of the models under `root`, in order; nothing is read of them."""
+    """Return the ids of the models under `root`, sorted; their files are not read."""
     return [ModelId(path.parent.name) for path in sorted(root.glob(f"[!.]*/{INDEX_NAME}"))]
 
 
 def load_index(root: Path, model: ModelId) -> Manifest:
-    """Read a model's index, and see that its files are there and long enough. Blocking.
+    """Read a model's index, and check that its files exist and are long enough. Blocking.
 
     Raises:
         ShardMissing: there is no such model, or a file of it is missing.
         ShardCorrupt: the index cannot be used, or a file is truncated.
-        UnsafeFile: a name leads elsewhere, or a file is a link.
+        UnsafeFile: a name leads out of the directory, or a file is a link.
     """
     return Indexes(root).load(model)
 
 
 class Indexes:
-    """The indexes under a root. One whose every byte was seen before is not parsed again.
+    """A cache of the parsed indexes under a root, keyed by their bytes.
 
-    What an index says is a function of its bytes, and ten thousand tensors take a tenth of a second to
-    check. The bytes are read each time, and the files looked at. May be used from any thread.
+    Parsing ten thousand tensors takes a tenth of a second. The bytes are read each time, and the files
+    checked. May be used from any thread.
 
     Args:
         root: The directory of the models.
-        most_tensors: How many tensors the manifests that are kept may have together.
+        most_tensors: The most tensors that the cached manifests may have together.
     """
 
     def __init__(self, root: Path, *, most_tensors: int = 50_000) -> None:
@@ -84,7 +84,7 @@ class Indexes:
         return manifest
 
     def _shrink(self) -> None:
-        """Forget the models that were parsed longest ago, until what is kept is no more than it may be."""
+        """Evict the models that were parsed longest ago, down to `most_tensors`."""
         num_tensors = sum(len(manifest.tensors) for _, manifest in self._known.values())
         while num_tensors > self._most_tensors:
             _, (_, manifest) = self._known.popitem(last=False)

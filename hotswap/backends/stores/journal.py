@@ -1,11 +1,10 @@
-"""What a conversion has finished, written down as it goes on, so that one that died need not begin again.
+"""The journal of a conversion: its finished files, so that a killed conversion can be resumed.
 
-    .<model>.<key>.partial/journal.jsonl    a line that says what is converted, then one for each whole file
+    .<model>.<key>.partial/journal.jsonl    a line for the conversion, then one for each finished file
 
 A line is a checksum and a JSON object, appended once its file is on the disk. The key is a digest of the
-source, the options and the layout: a conversion of anything else finds another directory, and the data of
-this one are never taken for its own. What a line says is checked against the file's bytes before it is
-believed.
+source, the options and the layout, so that another conversion uses another directory. A line is trusted only
+after its file's bytes were compared with it.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedFile:
-    """A data file that is whole: `size_bytes` of the rank's buffer, from `offset_bytes` on.
+    """A finished data file: `size_bytes` of the rank's buffer from `offset_bytes`.
 
-    `tensors` maps the offsets of the tensors that end in it to their checksums, as texts because they are
-    keys of JSON; `unfinished` is the checksum so far of the one that goes on in the next file.
+    `tensors` maps the offsets of the tensors that end in it, as JSON keys, to their checksums; `unfinished`
+    is the running checksum of the tensor that continues in the next file.
     """
 
     rank: int
@@ -46,15 +45,15 @@ class FinishedFile:
 
 
 class Journal:
-    """The journal in a directory that this process has locked; read at first, appended to later."""
+    """The journal in a directory that this process has locked: read on opening, then appended to."""
 
     def __init__(self, directory: Path, key: str) -> None:
         self._path = directory / JOURNAL_NAME
-        self._head = {"format": "hotswap-journal", "version": _VERSION, "key": key}
+        self._first_line = {"format": "hotswap-journal", "version": _VERSION, "key": key}
         self.finished = list(self._read())
         self._remove_unfinished(directory)
         self._path.unlink(missing_ok=True)
-        self._append(self._head)
+        self._append(self._first_line)
         for file in self.finished:
             self._append(asdict(file))
 
@@ -63,12 +62,12 @@ class Journal:
         return [file for file in self.finished if file.rank == rank]
 
     def add(self, file: FinishedFile) -> None:
-        """Write down that a file is whole; it must be on the disk already."""
+        """Add a finished file; it must be on the disk already."""
         self.finished.append(file)
         self._append(asdict(file))
 
     def close(self) -> None:
-        """Remove the journal, because everything is finished."""
+        """Remove the journal; everything is finished."""
         self._path.unlink()
 
     def _append(self, line: object) -> None:
@@ -78,17 +77,17 @@ class Journal:
             os.fsync(file.fileno())
 
     def _read(self) -> Iterator[FinishedFile]:
-        """The lines that can be believed; of each rank those before the first that cannot."""
+        """The valid lines; of each rank those before its first invalid one."""
         lines = self._path.read_bytes().splitlines() if self._path.is_file() else []
         ends: dict[int, int] = {}
         for number, line in enumerate(lines):
             text = line.partition(b" ")[2]
-            if line != _signed(text):  # it was being written when the machine stopped
+            if line != _signed(text):  # the machine stopped while it was written
                 return
             try:
                 fields = parse_object(text, self._path)
                 if number == 0:
-                    if fields.raw != self._head:
+                    if fields.raw != self._first_line:
                         return
                     continue
                 file = _finished(fields, self._path)
@@ -108,7 +107,7 @@ class Journal:
 
 
 def has_progress(directory: Path) -> bool:
-    """Whether a conversion that died in this directory had finished a file."""
+    """Whether a dead conversion had finished a file in this directory."""
     try:
         with (directory / JOURNAL_NAME).open("rb") as file:
             return sum(1 for _ in zip(file, range(2), strict=False)) == 2

@@ -1,12 +1,12 @@
-"""How a model lies on disk: an index (`index`), and aligned data files that hold each rank's flat buffer.
+"""The layout of a model on disk: an index (`index`), and aligned data files of each rank's flat buffer.
 
     <root>/<model>/index.json              format and version, config, tensors, shards, a checksum over it all
     <root>/<model>/rank-0-of-1.000.bin     the first bytes of rank 0's buffer; a multiple of 4096 long
     <root>/<model>/rank-0-of-1.001.bin     the next, where the buffer is longer than one file may be
-    <root>/<model>/tokenizer.json ...      copied as they were
+    <root>/<model>/tokenizer.json ...      copied from the checkpoint
 
-A reader needs the index alone to place every byte, so a model is read in large aligned pieces without
-looking at single tensors.
+The index alone tells the place of every byte, so a model is read in large aligned pieces, not tensor by
+tensor.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
 
 
 class Checksum:
-    """A running CRC-32 of the bytes fed so far; `so_far`, its text, goes on where another one was.
+    """A running CRC-32 of the bytes fed so far; `so_far`, the text of another one, continues that.
 
     CRC-32 runs at gigabytes a second with the standard library alone (several times faster than BLAKE2 or SHA
     on the processors we measured) and near memory speed with `isal`, releases the interpreter lock, and finds
-    what a disk does to bytes: flipped bits, truncation, a file of another model. It is no defence against
-    someone who can write the store.
+    the damage of disks: flipped bits, truncation, a file of another model. It is no defence against an
+    attacker who can write to the store.
     """
 
     def __init__(self, so_far: str = "crc32:00000000") -> None:

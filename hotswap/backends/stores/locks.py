@@ -1,9 +1,9 @@
-"""Locks on single bytes of a file that the kernel ends with the process, however it ends.
+"""Locks on single bytes of a file, which the kernel releases when the process ends.
 
-They are Linux's *open file description* locks (`fcntl(2)`): they belong to who opened the file, so two stores
-of one process exclude each other like two processes, and closing another descriptor of the file ends none, as
-it would with POSIX record locks. `flock` knows only whole files, and a segment needs two locks. A byte that
-is locked need not exist. Nothing here waits.
+They are Linux's *open file description* locks (`fcntl(2)`). They belong to an open file: two stores of one
+process exclude each other like two processes, and closing another descriptor of the file releases none, as
+it would with POSIX record locks. `flock` locks whole files only, and a segment needs two locks. A locked byte
+need not exist. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ALL = 0  # the length that means all bytes from the first one on
 
 
 def supported() -> bool:
-    """Whether this system has such locks, and files that can be filled with pages ahead of time."""
+    """Whether this system has such locks, and can allocate the pages of a file ahead of time."""
     return sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK")
 
 
 def lock(fd: int, byte: int, *, shared: bool) -> bool:
-    """Lock one byte, or change the lock that is held on it; false if somebody else's is in the way.
+    """Lock one byte, or change the lock held on it; false if another lock conflicts.
 
     An exclusive lock needs a descriptor for writing.
     """
@@ -40,14 +40,14 @@ def lock(fd: int, byte: int, *, shared: bool) -> bool:
 
 
 def unlock(fd: int, byte: int) -> None:
-    """End the lock on a byte, if it is held, also where a mapping keeps a copy of the descriptor open."""
+    """Release the lock on a byte, if it is held, also where a mapping keeps the file open."""
     _fcntl(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
 
 def release(fd: int) -> None:
-    """End all locks that are held by what the descriptor has open, and close it.
+    """Release all locks of an open file, and close its descriptor.
 
-    To close it would not be enough where a process was forked meanwhile: that one has it open too.
+    Closing alone would not release them where a child process has inherited the descriptor.
     """
     try:
         _fcntl(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _ALL)
@@ -56,7 +56,7 @@ def release(fd: int) -> None:
 
 
 def is_locked(fd: int, byte: int) -> bool:
-    """Whether somebody else has a lock on the byte, of either kind."""
+    """Whether another open file has a lock on the byte, of either kind."""
     found = struct.unpack(_FLOCK, _fcntl(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte))
     return bool(found[0] != fcntl.F_UNLCK)
 

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make up which tensors of the module that runs it, and how.
+"""Recipes: how each tensor of the module that runs a checkpoint is made of the checkpoint's tensors.
 
-transformers renames, stacks, joins and splits what checkpoint files hold, by a list of conversions for each
-architecture. `from_pretrained` applies them to the whole checkpoint at once. Here the same conversions, with
-the same choice among them, are kept as a recipe for each tensor, to be followed when and where it is wanted.
+transformers renames, stacks, joins and splits checkpoint tensors, by a list of conversions for each
+architecture. `from_pretrained` applies them to the whole checkpoint at once. Here the same conversions,
+chosen in the same way, are a recipe for each tensor, applied when the tensor is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Loading: Any = core_model_loading  # untyped there
 
 
 class Entry(Protocol):
-    """A tensor in a safetensors file, of which nothing is read until it is sliced."""
+    """A tensor in a safetensors file, read when it is sliced."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -33,14 +33,14 @@ class Entry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One conversion with its arguments: entries of the checkpoint in, one or more tensors of the module out.
+    """One conversion with its inputs: checkpoint entries in, one or more tensors of the module out.
 
     Attributes:
-        name: The first of the tensors that come out.
-        dtype: What the entries are cast to before they are converted.
+        name: The first of the output tensors.
+        dtype: The entries are cast to it before the conversion.
         conversion: transformers' conversion, without tensors.
         entries: For each source pattern of the conversion the entries, by their names and in their order.
-        model: The module on the meta device; some conversions look at it.
+        model: The module on the meta device; some conversions need it.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Recipe:
     entries: dict[str, list[tuple[str, Entry]]] = field(default_factory=dict[str, list[tuple[str, Entry]]])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what comes out, found by converting tensors without data."""
+        """The shapes of the outputs, found by converting tensors without data."""
         made = self._convert(lambda entry: torch.empty(entry.get_shape(), dtype=self.dtype, device="meta"))
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
     def run(self, part: slice = slice(None)) -> dict[str, Tensor]:
-        """Convert; `part` of the entries of each list only, where the recipe `is_stacked`."""
+        """Convert; where the recipe `is_stacked`, `part` selects entries of each list."""
         return self._convert(self.load, part)
 
     def load(self, entry: Entry, rows: slice | None = None) -> Tensor:
@@ -64,14 +64,14 @@ class Recipe:
 
     @property
     def only_entry(self) -> Entry | None:
-        """What comes out as it is, under another name perhaps; `None` for a conversion that computes."""
+        """The entry that is the output unchanged, but for its name; `None` for a conversion that computes."""
         if isinstance(self.conversion, _Loading.WeightConverter):
             return None
         return self.entries[self.conversion.source_patterns[0]][0][1]
 
     @property
     def is_stacked(self) -> bool:
-        """Whether row i of what comes out is made of the i-th entry of each list, and of nothing else."""
+        """Whether row i of the output depends on the i-th entry of each list only."""
         operations = list(getattr(self.conversion, "operations", ()))
         lengths = {len(entries) for entries in self.entries.values()}
         return (
@@ -85,7 +85,7 @@ class Recipe:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of what goes in, in the recipe's dtype."""
+        """The bytes of the inputs in the recipe's dtype."""
         shapes = (entry.get_shape() for entries in self.entries.values() for _, entry in entries)
         return sum(torch.Size(shape).numel() for shape in shapes) * self.dtype.itemsize
 
@@ -101,7 +101,7 @@ class Recipe:
 def recipes(
     model: Any, entries: Mapping[str, Entry], dtype: torch.dtype, state: Mapping[str, Tensor]
 ) -> list[Recipe]:
-    """Return how the tensors of `model` are made of the entries of a checkpoint; some may be of no use.
+    """Return the recipes that make the tensors of `model` of a checkpoint's entries; some entries are unused.
 
     `model` is on the meta device, `state` its state dict, `dtype` its main dtype.
     """
@@ -129,11 +129,11 @@ def recipes(
 def _target(
     name: str, renamings: list[Any], converters: list[Any], prefix: str, state: Mapping[str, Tensor]
 ) -> tuple[str, str | None]:
-    """The tensor of the module that an entry goes to, and the pattern of the converter it goes through."""
+    """The tensor of the module that an entry belongs to, and the pattern of its converter."""
     rename = _Loading.rename_source_key
     target, pattern = rename(name, renamings, converters, prefix, state)
     if target not in state and name in state:
-        # Named as the module names it already, but for the prefix.
+        # Its name differs from the module's by the prefix only.
         target, pattern = rename(name, [], [], base_model_prefix=prefix, meta_state_dict=state)
     return target, pattern
 

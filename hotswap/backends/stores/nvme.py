@@ -1,4 +1,4 @@
-"""The tier that keeps models on a local disk, in the layout of `layout`, and reads them directly."""
+"""`NvmeStore`: the tier on a local disk, read past the page cache, in the layout of `layout`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from anyio import CancelScope, CapacityLimiter, to_thread
 from hotswap.backends.stores.admission import Admission
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.stores.disk import DiskReader
-from hotswap.backends.stores.disk_shelf import DiskShelf, Loan
+from hotswap.backends.stores.disk_directory import DiskDirectory, ReadLock
 from hotswap.backends.stores.files import FileCalls, read_small
 from hotswap.backends.stores.indexes import Indexes, models_in
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES, SIDE_FILES, check_file_name
 from hotswap.backends.stores.pieces import Verify
-from hotswap.backends.stores.reading import Lane, background
+from hotswap.backends.stores.reading import ReadContext, background
 from hotswap.backends.stores.ring import BufferPool
-from hotswap.backends.stores.unbroken import in_thread
+from hotswap.backends.stores.shielded import in_thread
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
 from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError
 from hotswap.hardware import parse_bytes
@@ -39,25 +39,24 @@ _log = logging.getLogger("hotswap.stores")
 
 
 class _Abandoned(Exception):
-    """Ends a conversion that nobody waits for any more."""
+    """Ends a conversion whose caller was cancelled."""
 
 
 class NvmeStore(WeightStore):
     """Models in a directory of a local disk, one sub-directory each.
 
-    Reads go past the page cache (`direct`) where the file system allows it, and through it where not, which
-    the log says once and `HostChunk.buffered` always.
+    Reads go past the page cache (`direct`) where the file system allows it, and through it otherwise;
+    the fallback is logged once, and told by `HostChunk.buffered` each time.
 
-    `budget` limits the data files of all models together, those being written included, and several processes
-    that use one root keep it together. To make room for a model, whole models are removed, the one read
-    longest ago first, also in earlier runs; none that is being read or pinned, in any process. Without a
-    budget none is removed.
+    `budget` limits the data files of all models together, those being written included, for all processes
+    that use the root. To make room for a model, whole models are removed, least recently read first, by this
+    run or an earlier one; none that any process reads or pins. Without a budget none is removed.
 
     Args:
         root: The directory.
         name: The tier's name.
-        budget: Bytes that all models may take together; `None` for whatever the disk has.
-        chunk_bytes: What is lent at a time, a multiple of 4096. Larger ones cost less, smaller begin sooner.
+        budget: Bytes of all models together; `None` is unbounded.
+        chunk_bytes: Bytes of one chunk, a multiple of 4096. Large ones cost less, small ones start sooner.
         depth: How many chunks may be read ahead; an open shard takes `depth * chunk_bytes` of host memory.
         threads: Reads in flight for one shard.
         direct: Whether to read past the page cache.
@@ -81,7 +80,7 @@ class NvmeStore(WeightStore):
         self.root = Path(root)
         self.name = name
         self._budget = None if budget is None else parse_bytes(budget)
-        self._shelf = DiskShelf(self.root, self._budget)
+        self._models = DiskDirectory(self.root, self._budget)
         self._indexes = Indexes(self.root)
         size = parse_bytes(chunk_bytes)
         if size <= 0 or size % ALIGNMENT_BYTES:
@@ -90,7 +89,7 @@ class NvmeStore(WeightStore):
             )
         if depth < 1 or threads < 1:
             raise ConfigError(f"depth is {depth} and threads is {threads}; give 1 or more of each.")
-        self._lane = Lane(
+        self._context = ReadContext(
             tier=name,
             pool=BufferPool(size, keep=depth, pin=True),
             depth=depth,
@@ -98,20 +97,20 @@ class NvmeStore(WeightStore):
             verify=verify,
             calls=calls or FileCalls(),
         )
-        self._reader = DiskReader(self.root, self._lane, direct=direct)
+        self._reader = DiskReader(self.root, self._context, direct=direct)
         self._resident: dict[ModelId, int] = {}
-        self._coming: dict[Admission, int] = {}
-        self._pins: dict[ModelId, Loan] = {}
+        self._incoming: dict[Admission, int] = {}
+        self._pins: dict[ModelId, ReadLock] = {}
         self._importing: dict[ModelId, anyio.Lock] = {}
         self._converters = CapacityLimiter(1)  # one checkpoint in memory at a time
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        """Sweep what dead writers have left and see which models are there."""
+        """Remove the leftovers of dead writers, and read the indexes of the models."""
         for directory in await to_thread.run_sync(sweep, self.root):
-            _log.warning("Removed %r, which a conversion that died had left.", str(directory))
-        for directory in await to_thread.run_sync(self._shelf.sweep):
-            _log.warning("Removed %r, which a process that died had left.", str(directory))
+            _log.warning("Removed %r, which a dead conversion had left.", str(directory))
+        for directory in await to_thread.run_sync(self._models.sweep):
+            _log.warning("Removed %r, which a dead process had left.", str(directory))
         for model in await to_thread.run_sync(models_in, self.root):
             try:
                 await self.manifest(model)
@@ -122,11 +121,11 @@ class NvmeStore(WeightStore):
         finally:
             for model in tuple(self._pins):
                 self.unpin(model)
-            self._lane.pool.clear()
+            self._context.pool.clear()
 
     async def manifest(self, model: ModelId) -> Manifest:
         try:
-            manifest = await to_thread.run_sync(self._indexes.load, model, limiter=self._lane.limiter)
+            manifest = await to_thread.run_sync(self._indexes.load, model, limiter=self._context.limiter)
         except StoreError:
             self._resident.pop(model, None)
             raise
@@ -136,12 +135,12 @@ class NvmeStore(WeightStore):
     @asynccontextmanager
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
         path = self._path(shard)
-        async with self._loan(shard.model), self._reader.open(path, shard) as chunks:
+        async with self._read_locked(shard.model), self._reader.open(path, shard) as chunks:
             yield chunks
 
     async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk:
         path = self._path(shard)
-        async with self._loan(shard.model):
+        async with self._read_locked(shard.model):
             return await self._reader.read_into(path, shard, destination)
 
     async def import_model(self, model: Model) -> None:
@@ -158,36 +157,36 @@ class NvmeStore(WeightStore):
 
     @asynccontextmanager
     async def admit(self, manifest: Manifest) -> AsyncGenerator[Admission]:
-        """Take in a model from another tier: write its shards, then `commit`; whole, or not at all.
+        """Write a model from another tier: its shards, then `commit`; all of it, or nothing.
 
         Room is made first. Leaving the block without a commit, by an error, or by a cancellation leaves the
-        tier as it was, but for the models that were removed to make room.
+        tier as it was, except for the models that were removed to make room.
 
         Raises:
             TierFull: it does not fit even when everything not in use is removed; nothing was.
             StoreError: another process is writing the model, or the disk cannot be written.
         """
-        admission = Admission(self._shelf, manifest)
+        admission = Admission(self._models, manifest)
         try:
             await in_thread(admission.begin)
             self._forget(*admission.evicted)
-            self._coming[admission] = manifest.weight_bytes
+            self._incoming[admission] = manifest.weight_bytes
             yield admission
         finally:
             with CancelScope(shield=True):
                 await to_thread.run_sync(admission.close)
-            self._coming.pop(admission, None)
+            self._incoming.pop(admission, None)
             if admission.committed:
                 self._resident[manifest.model] = manifest.weight_bytes
 
     async def remove(self, model: ModelId) -> int:
-        """Remove a model from the disk and return the bytes freed; a crash leaves no half of it.
+        """Remove a model from the disk and return the bytes freed; a crash leaves all of it or nothing.
 
         Raises:
-            ShardMissing: it is not there.
+            ShardMissing: there is no such model.
             StoreError: it is being read or pinned, by this process or another; nothing was changed.
         """
-        freed_bytes = await to_thread.run_sync(self._shelf.remove, model)
+        freed_bytes = await to_thread.run_sync(self._models.remove, model)
         self._forget(model)
         return freed_bytes
 
@@ -195,38 +194,38 @@ class NvmeStore(WeightStore):
         """Keep a model from removal, by any process, until `unpin` or the end of this store.
 
         Raises:
-            ShardMissing: it is not there.
+            ShardMissing: there is no such model.
         """
-        loan = self._shelf.loan(model)
+        lock = self._models.read_lock(model)
         try:
-            await in_thread(partial(self._take, loan, model))
-            self._pins.setdefault(model, loan)
+            await in_thread(partial(self._acquire, lock, model))
+            self._pins.setdefault(model, lock)
         finally:
-            if self._pins.get(model) is not loan:
-                loan.close()
+            if self._pins.get(model) is not lock:
+                lock.release()
 
     def unpin(self, model: ModelId) -> None:
         """End a `pin`; nothing happens if there is none."""
-        if (loan := self._pins.pop(model, None)) is not None:
-            loan.close()
+        if (lock := self._pins.pop(model, None)) is not None:
+            lock.release()
 
     async def side_files(self, model: ModelId) -> dict[str, bytes]:
-        """Return what lies beside a model's weights, by name: what a tier that keeps a copy has to keep too.
+        """Return the small files beside a model's weights, by name, for a tier that keeps a copy.
 
         Raises:
-            StoreError: one of them could not be read; that it is not there is no error.
+            StoreError: one of them could not be read; missing ones are left out.
         """
         return await to_thread.run_sync(self._read_side_files, model)
 
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
-        return await to_thread.run_sync(self._load_tokenizer, model, limiter=self._lane.limiter)
+        return await to_thread.run_sync(self._load_tokenizer, model, limiter=self._context.limiter)
 
     def view(self) -> StoreView:
         tier = TierView(
             name=self.name,
-            used_bytes=sum(self._resident.values()) + sum(self._coming.values()),
+            used_bytes=sum(self._resident.values()) + sum(self._incoming.values()),
             capacity_bytes=self._budget,
-            bytes_per_s=self._lane.bandwidth.bytes_per_s,
+            bytes_per_s=self._context.bandwidth.bytes_per_s,
         )
         residency = (
             Residency(model=model, tier=self.name, size_bytes=size) for model, size in self._resident.items()
@@ -235,15 +234,15 @@ class NvmeStore(WeightStore):
 
     @property
     def num_lent(self) -> int:
-        """How many buffers open shards have; 0 when nothing is open."""
-        return self._lane.pool.num_lent
+        """How many buffers open shards use; 0 when none is open."""
+        return self._context.pool.num_lent
 
     def __repr__(self) -> str:
         used_bytes = sum(self._resident.values())
         return f"<NvmeStore {str(self.root)!r} [{len(self._resident)} models, {used_bytes} bytes]>"
 
     async def _convert(self, model: ModelId, source: Path) -> None:
-        """Convert in a worker thread; a cancellation ends it at the next piece, and waits until it did."""
+        """Convert in a worker thread; a cancellation stops it at the next piece, and waits for that."""
         cancelled = threading.Event()
 
         def go_on(progress: Progress) -> None:
@@ -251,11 +250,11 @@ class NvmeStore(WeightStore):
                 raise _Abandoned
 
         def run() -> None:
-            # Another process may have converted it in the meantime.
-            with ExitStack() as room, suppress(_Abandoned, AlreadyThere):
+            # Another process may have converted it meanwhile.
+            with ExitStack() as stack, suppress(_Abandoned, AlreadyThere):
 
                 def admit(size_bytes: int) -> None:
-                    evicted = room.enter_context(self._shelf.reserve(model, size_bytes)).evicted
+                    evicted = stack.enter_context(self._models.reserve(model, size_bytes)).evicted
                     self._forget(*evicted)
 
                 convert(source, self.root, model_id=model, admit=admit, progress=go_on)
@@ -271,14 +270,14 @@ class NvmeStore(WeightStore):
             await to_thread.run_sync(run, limiter=self._converters)
 
     @asynccontextmanager
-    async def _loan(self, model: ModelId) -> AsyncGenerator[None]:
+    async def _read_locked(self, model: ModelId) -> AsyncGenerator[None]:
         """Keep a model from removal while it is read."""
-        loan = self._shelf.loan(model)
+        lock = self._models.read_lock(model)
         try:
-            await in_thread(partial(self._take, loan, model))
+            await in_thread(partial(self._acquire, lock, model))
             yield
         finally:
-            loan.close()
+            lock.release()
 
     def _forget(self, *models: ModelId) -> None:
         for model in models:
@@ -286,9 +285,9 @@ class NvmeStore(WeightStore):
 
     # ------------------------------------------------------------------------------------- worker threads
 
-    def _take(self, loan: Loan, model: ModelId) -> None:
+    def _acquire(self, lock: ReadLock, model: ModelId) -> None:
         try:
-            loan.take()
+            lock.acquire()
         except ShardMissing:  # another process has removed it
             self._forget(model)
             raise

@@ -1,8 +1,8 @@
-"""The directory that a model is written in, until it gets its name: there whole, or not there.
+"""The hidden directory that a conversion writes a model in, and its atomic rename to the model's name.
 
 A model is written into `.<id>.<key>.partial` beside its final name, synced, and renamed. The writer holds a
-lock (`flock`) on that directory, which the kernel drops when the process dies: a leftover is a partial
-directory that nobody has locked. `sweep` removes it, unless its journal says that a writer can go on there.
+lock (`flock`) on that directory, which the kernel releases when the process ends: an unlocked partial
+directory is a leftover. `sweep` removes it, unless its journal lets a conversion resume from it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from hotswap.backends.stores.durable import sync_directory
 from hotswap.backends.stores.journal import Journal, has_progress
 from hotswap.errors import ConfigError
 
-__all__ = ["AlreadyThere", "already_there", "partial", "publish", "sweep", "sync_directory"]
+__all__ = ["AlreadyThere", "already_there", "partial_directory", "publish", "sweep"]
 
 _SUFFIX = ".partial"
 _AT_FDCWD = -100
@@ -29,18 +30,19 @@ _RENAME_EXCHANGE = 2
 
 
 class AlreadyThere(ConfigError):
-    """The store has a model of that id, which was not to be replaced."""
+    """The store has a model of that id, and it was not to be replaced."""
 
 
 def already_there(final: Path) -> AlreadyThere:
-    """Return the error that says so."""
+    """Return the error for a model that exists."""
     return AlreadyThere(f"{str(final)!r} is there already. Remove it first, or convert with `--replace`.")
 
 
 def sweep(root: Path) -> list[Path]:
-    """Remove what writers that died have left under `root`, and return it; living writers are left alone.
+    """Remove what dead writers have left under `root`, and return the paths.
 
-    So is what a conversion can go on from: it goes when that conversion, or another of the model, is begun.
+    Directories of living writers stay, and so do those that a conversion can resume from: the next
+    conversion of the model uses or removes them.
     """
     swept: list[Path] = []
     for directory in sorted(root.glob(f".*{_SUFFIX}")):
@@ -52,11 +54,11 @@ def sweep(root: Path) -> list[Path]:
 
 
 @contextmanager
-def partial(root: Path, model: str, key: str | None) -> Generator[tuple[Path, Journal | None]]:
-    """A locked directory beside the model's own, gone when the block ends unless it was renamed.
+def partial_directory(root: Path, model: str, key: str | None) -> Generator[tuple[Path, Journal | None]]:
+    """Make and lock a directory beside the model's own, deleted when the block ends unless it was renamed.
 
-    With a `key` it is the one where a writer with this key died, if there is one, and stays when the process
-    is interrupted.
+    With a `key`, a directory that a dead writer of the same key has left is reused, and the directory is
+    kept when the process is interrupted.
     """
     _sweep_others(root, model, key)
     with _resumable(root, model, key) as directory:
@@ -77,7 +79,7 @@ def partial(root: Path, model: str, key: str | None) -> Generator[tuple[Path, Jo
 
 @contextmanager
 def _resumable(root: Path, model: str, key: str | None) -> Generator[Path | None]:
-    """The directory of a key, `None` without one, or while another writer has it."""
+    """Lock the directory of a key; `None` without a key, or while another writer holds it."""
     directory = root / f".{model}.{key}{_SUFFIX}"
     with ExitStack() as lock:
         found = False
@@ -95,7 +97,7 @@ def _temporary(root: Path, model: str) -> Generator[Path]:
         directory = root / f".{model}.{secrets.token_hex(4)}{_SUFFIX}"
         directory.mkdir()
         with _locked(directory):
-            if not directory.exists():  # swept between its making and its locking
+            if not directory.exists():  # swept before it was locked
                 continue
             try:
                 yield directory
@@ -105,7 +107,7 @@ def _temporary(root: Path, model: str) -> Generator[Path]:
 
 
 def _sweep_others(root: Path, model: str, key: str | None) -> None:
-    """Remove what conversions of this model with other options or of another source had left."""
+    """Remove leftovers of conversions of this model with other options or from another source."""
     name = re.compile(rf"\.{re.escape(model)}\.[0-9a-f]+(\.old)?{re.escape(_SUFFIX)}")
     for directory in root.iterdir():
         if name.fullmatch(directory.name) and directory.name != f".{model}.{key}{_SUFFIX}":
@@ -115,7 +117,7 @@ def _sweep_others(root: Path, model: str, key: str | None) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Generator[None]:
-    """Hold the lock on a directory; `OSError` if another process, or another writer of this one, has it."""
+    """Hold the lock on a directory; `OSError` if another writer, of this process or another, holds it."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +127,7 @@ def _locked(directory: Path) -> Generator[None]:
 
 
 def publish(directory: Path, final: Path, *, replace_existing: bool) -> None:
-    """Give a finished directory its name; the one that had it, if any, gets the other's, and goes with it."""
+    """Rename a finished directory to its final name; an existing one takes its name, and is deleted later."""
     sync_directory(directory)
     try:
         directory.rename(final)
@@ -139,7 +141,7 @@ def publish(directory: Path, final: Path, *, replace_existing: bool) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap the names of two directories: at once on Linux, so that a crash finds one of them whole."""
+    """Exchange the names of two directories; atomic on Linux, so that a crash leaves one of them whole."""
     with suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None, use_errno=True)
         if not libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
@@ -148,12 +150,3 @@ def _exchange(one: Path, other: Path) -> None:
     other.rename(aside)
     one.rename(other)
     aside.rename(one)
-
-
-def sync_directory(directory: Path) -> None:
-    """Put the names in a directory on the disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

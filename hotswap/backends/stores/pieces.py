@@ -1,4 +1,4 @@
-"""One shard as pieces that threads read in any order, and its checksum as that of the whole."""
+"""One shard as pieces that threads read in any order, with the checksum of the whole."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Pieces", "Verify", "check_shard"]
 Verify: TypeAlias = Literal["load", "never"]
 
 
-# One read of the disk. Several threads' requests of this size keep it busier than longer ones, each of which
-# the kernel cuts up and waits for as a whole: by 7 to 10 % where we measured. And what was just read is in
-# the processor's cache when it is summed.
+# Size of one read request. Requests of this size from several threads were 7 to 10 % faster than longer ones
+# where we measured: the kernel splits a longer one and waits for all its parts. And the bytes are still in
+# the processor's cache when the checksum is taken.
 _REQUEST_BYTES = 512 << 10
 
 
 class Pieces:
-    """The pieces of a shard: `read` each once, from any thread; the last one read compares the whole."""
+    """The pieces of a shard: `read` each once, from any thread; the last read checks the whole shard."""
 
     def __init__(
         self, file: BlockFile, shard: Shard, piece_bytes: int, *, meter: Meter, verify: Verify
@@ -36,22 +36,22 @@ class Pieces:
         self._meter = meter
         self._sums: list[int] | None = [0] * len(self) if verify == "load" else None
         self._num_unread = len(self)
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return -(-self.shard.size_bytes // self.piece_bytes)
 
     def span(self, index: int) -> slice:
-        """The bytes of the shard that a piece has."""
+        """The bytes of the shard that belong to a piece."""
         start = index * self.piece_bytes
         return slice(start, min(start + self.piece_bytes, self.shard.size_bytes))
 
     def read(self, index: int, data: memoryview) -> None:
-        """Fill `data` with a piece. Blocking.
+        """Read a piece into `data`. Blocking.
 
         Raises:
-            ShardCorrupt: the file is too short or was changed meanwhile; from the last read, the shard has
-                other bytes than its index says.
+            ShardCorrupt: the file is too short or was changed meanwhile; at the last read, the checksum of
+                the shard differs from its index.
             StoreError: the read failed.
         """
         offset, value = self.shard.file_offset_bytes + self.span(index).start, 0
@@ -63,7 +63,7 @@ class Pieces:
                         value = crc32(part, value)
         if self._sums is not None:
             self._sums[index] = value
-        with self._counting:
+        with self._lock:
             self._num_unread -= 1
             last = not self._num_unread
         if last:

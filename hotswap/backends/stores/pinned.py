@@ -1,4 +1,4 @@
-"""The tier in a process's own host memory: buffers under a budget, pinned where CUDA is there."""
+"""`PinnedStore`: the tier in a process's own host memory, pinned where CUDA is available."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from anyio import CancelScope, to_thread
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import aligned_buffer, pin, unpin
-from hotswap.backends.stores.budget import Shelf, Slot
-from hotswap.backends.stores.host_tier import Drops, Hold, HostTier
-from hotswap.backends.stores.unbroken import in_thread, unbroken
+from hotswap.backends.stores.budget import Budget, Slot
+from hotswap.backends.stores.host_tier import Hold, HostTier, PendingDrops
+from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.errors import ShardMissing, TierFull
 from hotswap.hardware import parse_bytes
 from hotswap.model import Manifest, Shard
@@ -25,21 +25,20 @@ __all__ = ["PinnedStore"]
 
 
 class PinnedStore(HostTier):
-    """Weights in host memory, lent without a copy; the model used longest ago goes first, none while lent.
+    """Weights in host memory, lent without a copy. Evicts the least recently used model, none while lent.
 
     `budget` bounds the bytes of all buffers, those being filled and those being freed included. A buffer is
-    one rank of one model, allocated whole and filled shard by shard through `hold`, which is what a
-    `TieredStore` does with it: by itself the store has no way to come by weights. Memory is pinned if the
-    process has imported torch and sees a CUDA device. It is the process's own; see `SharedStore` for memory
-    that the processes of a machine have in common.
+    one rank of one model, allocated whole and filled shard by shard through `hold`. The store loads nothing
+    by itself; a `TieredStore` fills it. Memory is pinned if the process has imported torch and has a CUDA
+    device. It is private to the process; `SharedStore` shares memory between the processes of a machine.
     """
 
     def __init__(self, budget: int | str, *, name: str = "pinned", chunk_bytes: int | str = "16 MiB") -> None:
         super().__init__(name, chunk_bytes)
-        self._shelf: Shelf[ModelId, _RankBuffer] = Shelf(name, parse_bytes(budget))
+        self._budget: Budget[ModelId, _RankBuffer] = Budget(name, parse_bytes(budget))
         self._reserving = anyio.Lock()
         self._freeing = anyio.Lock()
-        self._drops = Drops()
+        self._drops = PendingDrops()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -47,13 +46,13 @@ class PinnedStore(HostTier):
         try:
             yield self
         finally:
-            for slot in [slot for slot in self._shelf if not slot.users]:
-                self._shelf.drop(slot)
+            for slot in [slot for slot in self._budget if not slot.users]:
+                self._budget.drop(slot)
             await self._free()
 
     async def manifest(self, model: ModelId) -> Manifest:
         await checkpoint()
-        for slot in self._shelf.group(model):
+        for slot in self._budget.group(model):
             if self._whole(slot.value.manifest):
                 return slot.value.manifest
         raise ShardMissing(f"Tier {self.name!r} does not hold model {model!r}; prefetch it.")
@@ -67,10 +66,10 @@ class PinnedStore(HostTier):
                 await in_thread(slot.value.pin)
             yield hold
         finally:
-            await self._leave(slot)
+            await self._release(slot)
 
     def holds(self, shard: Shard) -> bool:
-        slot = self._shelf.find(shard.model, shard.rank)
+        slot = self._budget.find(shard.model, shard.rank)
         return slot is not None and slot.value.has(shard)
 
     async def drop(self, model: ModelId) -> None:
@@ -83,19 +82,19 @@ class PinnedStore(HostTier):
         self._drops.end(model)
 
     def pin(self, model: ModelId) -> None:
-        self._shelf.pinned.add(model)
+        self._budget.pinned.add(model)
 
     def unpin(self, model: ModelId) -> None:
-        self._shelf.pinned.discard(model)
+        self._budget.pinned.discard(model)
 
     def view(self) -> StoreView:
         tier = TierView(
             name=self.name,
-            used_bytes=self._shelf.used_bytes,
-            capacity_bytes=self._shelf.capacity_bytes,
+            used_bytes=self._budget.used_bytes,
+            capacity_bytes=self._budget.capacity_bytes,
             bytes_per_s=self._bandwidth.bytes_per_s,
         )
-        manifests = {slot.value.manifest.model: slot.value.manifest for slot in self._shelf}
+        manifests = {slot.value.manifest.model: slot.value.manifest for slot in self._budget}
         residency = tuple(
             Residency(model=model, tier=self.name, size_bytes=manifest.weight_bytes)
             for model, manifest in manifests.items()
@@ -105,22 +104,22 @@ class PinnedStore(HostTier):
 
     @property
     def num_lent(self) -> int:
-        """How many readers and fills use a buffer; 0 when nothing is open."""
-        return sum(slot.users for slot in self._shelf)
+        """How many readers and fills use a buffer; 0 when none is open."""
+        return sum(slot.users for slot in self._budget)
 
     def __repr__(self) -> str:
-        used, capacity = self._shelf.used_bytes, self._shelf.capacity_bytes
+        used, capacity = self._budget.used_bytes, self._budget.capacity_bytes
         return f"<PinnedStore {self.name!r} [{used} of {capacity} bytes]>"
 
     @asynccontextmanager
     async def _shard_in_use(self, shard: Shard) -> AsyncGenerator[_RankBuffer | None]:
-        slot = self._shelf.find(shard.model, shard.rank)
+        slot = self._budget.find(shard.model, shard.rank)
         async with self._in_use(slot if slot is not None and slot.value.has(shard) else None) as buffer:
             yield buffer
 
     @asynccontextmanager
     async def _rank_in_use(self, manifest: Manifest, rank: int) -> AsyncGenerator[_RankBuffer | None]:
-        slot = self._shelf.find(manifest.model, rank)
+        slot = self._budget.find(manifest.model, rank)
         there = slot is not None and slot.value.manifest == manifest and slot.value.whole
         async with self._in_use(slot if there else None) as buffer:
             yield buffer
@@ -130,29 +129,29 @@ class PinnedStore(HostTier):
         if slot is None:
             yield None
             return
-        self._shelf.use(slot)
+        self._budget.use(slot)
         slot.value.kept = True
         try:
             yield slot.value
         finally:
-            await self._leave(slot)
+            await self._release(slot)
 
     def _whole(self, manifest: Manifest) -> bool:
-        slots = (self._shelf.find(manifest.model, rank) for rank in range(manifest.world_size))
+        slots = (self._budget.find(manifest.model, rank) for rank in range(manifest.world_size))
         return all(slot and slot.value.manifest == manifest and slot.value.whole for slot in slots)
 
     async def _reserve(self, manifest: Manifest, rank: int) -> Slot[ModelId, _RankBuffer]:
         async with self._reserving:
-            slot = self._shelf.find(manifest.model, rank)
-            if slot is not None and slot.value.manifest != manifest:  # the model was converted anew
+            slot = self._budget.find(manifest.model, rank)
+            if slot is not None and slot.value.manifest != manifest:  # another conversion of the model
                 self._replace(slot)
                 slot = None
             if slot is None:
-                self._shelf.make_room(manifest.buffer_bytes, manifest.model)
+                self._budget.make_room(manifest.buffer_bytes, manifest.model)
                 await self._free()
                 buffer = self._allocate(manifest, rank)
-                slot = self._shelf.add(manifest.model, rank, buffer, manifest.buffer_bytes)
-            self._shelf.use(slot)
+                slot = self._budget.add(manifest.model, rank, buffer, manifest.buffer_bytes)
+            self._budget.use(slot)
             return slot
 
     def _allocate(self, manifest: Manifest, rank: int) -> _RankBuffer:
@@ -171,50 +170,50 @@ class PinnedStore(HostTier):
                 f"Tier {self.name!r} still lends the former weights of {slot.value.manifest.model!r}. "
                 "Try again when their readers have ended."
             )
-        self._shelf.drop(slot)
+        self._budget.drop(slot)
 
-    async def _leave(self, slot: Slot[ModelId, _RankBuffer]) -> None:
-        """End one use, and with the last one free what is not to be kept."""
-        self._shelf.leave(slot)
+    async def _release(self, slot: Slot[ModelId, _RankBuffer]) -> None:
+        """End one use of a slot; the last one frees a buffer that is not kept."""
+        self._budget.release(slot)
         if not slot.users and not slot.value.kept:
-            self._shelf.drop(slot)
+            self._budget.drop(slot)
         self._drop_unwanted(slot.value.manifest.model)
         await self._free()
 
     def _drop_unwanted(self, model: ModelId) -> None:
-        slots = self._shelf.group(model)
+        slots = self._budget.group(model)
         if model in self._drops and not any(slot.users for slot in slots):
             for slot in slots:
-                self._shelf.drop(slot)
+                self._budget.drop(slot)
             self._drops.end(model)
 
     async def _free(self) -> None:
-        """Free what has left; in a thread, because giving back many pages takes a while."""
-        if self._shelf.is_freeing:
+        """Free the dropped buffers; in a thread, because returning many pages is slow."""
+        if self._budget.is_freeing:
             with CancelScope(shield=True):
-                await unbroken(self._free_leaving)
+                await shielded(self._free_dropped)
 
-    async def _free_leaving(self) -> None:
+    async def _free_dropped(self) -> None:
         async with self._freeing:
-            for slot in self._shelf.take_leaving():
+            for slot in self._budget.take_dropped():
                 await to_thread.run_sync(slot.value.close)
-                self._shelf.freed(slot)
+                self._budget.freed(slot)
 
 
 class _Hold(Hold):
     def __init__(self, buffer: _RankBuffer) -> None:
         super().__init__(buffer)
-        self._mine = buffer
+        self._rank_buffer = buffer
 
     def commit(self, shard: Shard) -> None:
-        self._mine.filled.add(shard)
+        self._rank_buffer.filled.add(shard)
 
     def keep(self) -> None:
-        self._mine.kept = True
+        self._rank_buffer.kept = True
 
 
 class _RankBuffer:
-    """The flat buffer of one rank in anonymous memory, and which shards of it are there."""
+    """The flat buffer of one rank in anonymous memory, and its committed shards."""
 
     def __init__(self, manifest: Manifest, rank: int) -> None:
         self.manifest = manifest
@@ -224,7 +223,7 @@ class _RankBuffer:
         self.pinning = anyio.Lock()
         self._shards = set(manifest.shards_of(rank))
         self._data = aligned_buffer(manifest.buffer_bytes)
-        self._asked = False
+        self._tried_to_pin = False
 
     @property
     def whole(self) -> bool:
@@ -236,7 +235,6 @@ class _RankBuffer:
 
     @property
     def data(self) -> memoryview:
-        """All of it, not to be written."""
         return self._data.toreadonly()
 
     def has(self, shard: Shard) -> bool:
@@ -246,13 +244,13 @@ class _RankBuffer:
         return self._data[shard.buffer_offset_bytes : shard.buffer_offset_bytes + shard.size_bytes]
 
     def pin(self) -> None:
-        """Lock the memory for the device, once; blocks while the pages are made."""
-        if not self._asked:
-            self._asked = True
+        """Pin the memory for the device, once; blocks while its pages are allocated."""
+        if not self._tried_to_pin:
+            self._tried_to_pin = True
             self.pinned = pin(self._data)
 
     def close(self) -> None:
-        """Free the memory; if a reader kept a view of it, it goes when the view does."""
+        """Free the memory; if a reader kept a view of it, it is freed with the view."""
         if self.pinned:
             unpin(self._data)
         self._data.release()

@@ -1,4 +1,4 @@
-"""One shard on its way from a file: threads read ahead while a chunk is lent, or read into place."""
+"""Reading one shard from a file with several threads: ahead of the consumer, or into its buffer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from hotswap.backends.memory import address_of
 from hotswap.backends.stores.bandwidth import Meter
 from hotswap.backends.stores.files import BlockFile, FileCalls
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES
-from hotswap.backends.stores.pieces import Pieces, Verify, check_shard
+from hotswap.backends.stores.pieces import Pieces, Verify
 from hotswap.backends.stores.ring import BufferPool, Ring
-from hotswap.backends.stores.unbroken import in_thread
+from hotswap.backends.stores.shielded import in_thread
 from hotswap.errors import StoreError
 from hotswap.model import HostChunk, Shard
 
 __all__ = [
-    "BufferPool",
-    "Lane",
     "ReadAhead",
+    "ReadContext",
     "background",
-    "check_shard",
     "give_back",
     "is_aligned",
     "read_into",
@@ -36,9 +34,9 @@ __all__ = [
 
 @asynccontextmanager
 async def background() -> AsyncGenerator[TaskGroup]:
-    """A task group for work beside the block: leaving the block cancels it and waits for its end.
+    """A task group that is cancelled and awaited when the block ends.
 
-    What the block raises passes as it is, not in an exception group.
+    An error of the block is raised as it is, not in an exception group.
     """
     failure: Exception | None = None
     async with anyio.create_task_group() as tasks:
@@ -53,9 +51,9 @@ async def background() -> AsyncGenerator[TaskGroup]:
 
 
 def give_back(view: memoryview | None) -> None:
-    """End a loan, so that a consumer who kept the chunk gets an error instead of another chunk's bytes.
+    """Release a lent view, so that a consumer that kept it gets an error instead of another chunk's bytes.
 
-    A consumer that still holds an array or a tensor made from the view cannot be told in this way.
+    Arrays and tensors made from the view cannot be released in this way.
     """
     if view is not None:
         with suppress(BufferError):
@@ -63,8 +61,8 @@ def give_back(view: memoryview | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
-    """What the reads of one store share: its name, its buffers, how it reads, and its measured speed."""
+class ReadContext:
+    """Shared by the reads of one store: its name, buffers, read settings and measured bandwidth."""
 
     tier: str
     pool: BufferPool
@@ -81,48 +79,48 @@ class Lane:
 
 
 class ReadAhead:
-    """The chunks of one shard in order; threads read up to `lane.depth` of them before they are asked for.
+    """The chunks of one shard in order; threads read up to `context.depth` of them ahead.
 
     `prepare` in a worker thread, `start` beside the consumer (`background`), `stop` before the block is left,
     and `close` after the threads have ended. Threads wake the event loop only when it waits for them.
     """
 
-    def __init__(self, file: BlockFile, shard: Shard, lane: Lane) -> None:
+    def __init__(self, file: BlockFile, shard: Shard, context: ReadContext) -> None:
         self._file = file
         self._shard = shard
-        self._lane = lane
-        self._pieces = lane.pieces(file, shard)
+        self._context = context
+        self._pieces = context.pieces(file, shard)
         self._buffers: list[memoryview] = []
         self._ring = Ring(0, ())
-        self._num_threads = min(lane.threads, len(self._pieces))
+        self._num_threads = min(context.threads, len(self._pieces))
         self._wake = anyio.Event()
         self._num_taken = 0
         self._lent: memoryview | None = None
         self._lent_buffer: memoryview | None = None
 
     def prepare(self) -> None:
-        """Open the file and take the buffers. Blocking."""
+        """Open the file and allocate the buffers. Blocking."""
         self._file.open()
         self._file.check_size(self._shard.file_offset_bytes + self._shard.size_bytes)
-        for _ in range(min(self._lane.depth, len(self._pieces))):
-            self._buffers.append(self._lane.pool.take())
+        for _ in range(min(self._context.depth, len(self._pieces))):
+            self._buffers.append(self._context.pool.take())
         self._ring = Ring(len(self._pieces), self._buffers)
 
     def start(self, tasks: TaskGroup) -> None:
-        """Begin to read."""
-        limiter = CapacityLimiter(self._num_threads)  # its own: a thread may wait long for its consumer
+        """Start the reading threads."""
+        limiter = CapacityLimiter(self._num_threads)  # its own: threads may wait long for the consumer
         for _ in range(self._num_threads):
             tasks.start_soon(self._run_thread, limiter)
 
     def stop(self) -> None:
-        """Begin no further piece."""
+        """Start no further read."""
         self._ring.stop()
 
     def close(self) -> None:
-        """Give every buffer back; only after the threads have ended."""
+        """Return every buffer to the pool; only after the threads have ended."""
         self._return_lent()
         for buffer in self._buffers:
-            self._lane.pool.put(buffer)
+            self._context.pool.put(buffer)
         self._buffers.clear()
         self._ring = Ring(0, ())
 
@@ -140,13 +138,13 @@ class ReadAhead:
         return HostChunk(
             self._shard.buffer_offset_bytes + span.start,
             self._lent,
-            self._lane.tier,
-            pinned=self._lane.pool.is_pinned(buffer),
+            self._context.tier,
+            pinned=self._context.pool.is_pinned(buffer),
             buffered=self._file.buffered,
         )
 
     async def _take(self) -> memoryview:
-        """Wait for the piece that is due."""
+        """Wait for the next piece in order."""
         await checkpoint()
         while True:
             self._wake = anyio.Event()
@@ -155,8 +153,8 @@ class ReadAhead:
                 return outcome
             if outcome is not None:
                 raise outcome
-            if not self._num_threads:  # a part must not be taken for the whole
-                await checkpoint()  # a cancellation ends the threads too, and may reach them first
+            if not self._num_threads:  # else a part would pass for the whole
+                await checkpoint()  # a cancellation may have ended the threads first
                 raise StoreError(f"Reading {self._shard.file!r} ended early: its block was left.")
             await self._wake.wait()
 
@@ -189,41 +187,41 @@ class ReadAhead:
             self._lent = self._lent_buffer = None
 
 
-async def read_into(file: BlockFile, shard: Shard, lane: Lane, destination: memoryview) -> None:
+async def read_into(file: BlockFile, shard: Shard, context: ReadContext, destination: memoryview) -> None:
     """Read a shard straight into `destination`, which is as long; `file` is opened here, and left open.
 
-    The destination begins on a page (`is_aligned`), or reads go through the page cache. A cancellation or an
-    error waits for the reads under way; what they have written stays.
+    Reads go through the page cache unless the destination begins on a page (`is_aligned`). A cancellation or
+    an error waits for the running reads; what they have written stays.
 
     Raises:
         StoreError: see `Pieces.read`; of several errors the one nearest to the beginning.
     """
-    read = _InPlace(file, lane.pieces(file, shard), destination)
-    await in_thread(read.open, limiter=lane.limiter)
-    limiter = CapacityLimiter(lane.threads)
+    read = _InPlace(file, context.pieces(file, shard), destination)
+    await in_thread(read.open, limiter=context.limiter)
+    limiter = CapacityLimiter(context.threads)
     async with background() as watch:
         watch.start_soon(read.stop_when_cancelled)
         async with anyio.create_task_group() as threads:
-            for _ in range(min(lane.threads, len(read.pieces))):
+            for _ in range(min(context.threads, len(read.pieces))):
                 threads.start_soon(partial(to_thread.run_sync, read.run, limiter=limiter))
     if read.errors:
         raise read.errors[min(read.errors)]
 
 
 def is_aligned(destination: memoryview) -> bool:
-    """Whether direct reads can write there."""
+    """Whether direct reads can write to this memory."""
     return address_of(destination) % ALIGNMENT_BYTES == 0
 
 
 class _InPlace:
-    """The threads' side of `read_into`."""
+    """The part of `read_into` that runs in threads."""
 
     def __init__(self, file: BlockFile, pieces: Pieces, destination: memoryview) -> None:
         self.pieces = pieces
         self.errors: dict[int, StoreError] = {}
         self._file = file
         self._destination = destination
-        self._turns = iter(range(len(pieces)))  # `next` on it is one step of the interpreter
+        self._indices = iter(range(len(pieces)))  # `next` on it is atomic
         self._stopped = False
 
     def open(self) -> None:
@@ -232,12 +230,14 @@ class _InPlace:
         self._file.check_size(shard.file_offset_bytes + shard.size_bytes)
 
     def run(self) -> None:
-        """Read the next piece that nobody has, until there is none."""
-        for index in self._turns:
+        """Read pieces that no other thread has taken, until none is left."""
+        for index in self._indices:
             if self._stopped:
                 return
             try:
-                with self._destination[self.pieces.span(index)] as part:  # an error would keep it in use
+                with self._destination[
+                    self.pieces.span(index)
+                ] as part:  # else a kept traceback would keep it in use
                     self.pieces.read(index, part)
             except StoreError as exc:
                 self.errors[index] = exc

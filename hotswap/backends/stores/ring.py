@@ -1,4 +1,4 @@
-"""A ring of host buffers: several threads fill them with pieces of a shard, a consumer gets them in order."""
+"""A ring of host buffers: threads fill them with pieces of a shard, a consumer takes the pieces in order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["BufferPool", "Ring"]
 
 
 class BufferPool:
-    """Page-aligned buffers of one size, kept between reads, since fresh memory costs more than the read.
+    """Page-aligned buffers of one size, reused between reads: fresh memory costs more than a read.
 
-    May be used from any thread. With `pin`, new buffers are locked for the device, if the process uses one,
-    which takes a while.
+    May be used from any thread. With `pin`, new buffers are pinned for the device, if the process uses one,
+    which is slow.
     """
 
     def __init__(self, buffer_bytes: int, *, keep: int, pin: bool = False) -> None:
@@ -28,14 +28,14 @@ class BufferPool:
         self._pinned: set[int] = set()
 
     def take(self) -> memoryview:
-        """Lend a buffer; its bytes are whatever the last reader left."""
+        """Lend a buffer; its content is undefined."""
         with self._lock:
             buffer = self._spare.pop() if self._spare else self._make()
             self.num_lent += 1
         return buffer
 
     def put(self, buffer: memoryview) -> None:
-        """Take a buffer back."""
+        """Return a buffer to the pool."""
         with self._lock:
             self.num_lent -= 1
             if len(self._spare) < self._keep:
@@ -61,17 +61,17 @@ class BufferPool:
         return buffer
 
     def _free(self, buffer: memoryview) -> None:
-        """Unlock; the memory itself goes with the last view of it."""
+        """Unpin; the memory itself is freed with the last view of it."""
         if self.is_pinned(buffer):
             self._pinned.discard(address_of(buffer))
             unpin(buffer)
 
 
 class Ring:
-    """Says which thread reads which piece into which buffer, and what is ready for the consumer.
+    """Assigns pieces and buffers to reading threads, and hands finished pieces to the consumer in order.
 
-    A thread gets a buffer together with the lowest piece nobody has, so the piece that is due always has
-    one, however few there are. All methods are quick and may be called from any thread; `claim` waits.
+    A thread claims a buffer together with the lowest unclaimed piece, so the next piece in order always has
+    a buffer, however few there are. May be used from any thread; only `claim` waits.
     """
 
     def __init__(self, num_pieces: int, buffers: Sequence[memoryview]) -> None:
@@ -85,7 +85,7 @@ class Ring:
         self._changed = threading.Condition()
 
     def claim(self) -> tuple[int, memoryview] | None:
-        """Wait for a buffer and return it with the piece to read; `None` when there is nothing left to do."""
+        """Wait for a buffer, and return it with the piece to read; `None` when no piece is left."""
         with self._changed:
             while not self._over and not self._free:
                 self._changed.wait()
@@ -95,9 +95,9 @@ class Ring:
             return index, self._free.pop()
 
     def fill(self, index: int, outcome: memoryview | StoreError) -> bool:
-        """Hand over a piece, or what kept it from being read; say whether the consumer waits for it.
+        """Hand over a piece or the error of its read; return whether the consumer waits for it.
 
-        After an error no further piece is begun; those before it still reach the consumer.
+        After an error no further piece is claimed; the pieces before it still reach the consumer.
         """
         with self._changed:
             self._ready[index] = outcome
@@ -109,7 +109,7 @@ class Ring:
             return wake
 
     def take(self) -> memoryview | StoreError | None:
-        """Return the piece that is due; `None` if it is not ready, and then `fill` will say so."""
+        """Return the next piece in order; `None` if it is not ready: `fill` then returns true for it."""
         with self._changed:
             outcome = self._ready.pop(self._due, None)
             self._consumer_waits = outcome is None
@@ -118,13 +118,13 @@ class Ring:
             return outcome
 
     def put_back(self, buffer: memoryview) -> None:
-        """Take back the buffer of a piece that was consumed."""
+        """Return the buffer of a consumed piece."""
         with self._changed:
             self._free.append(buffer)
             self._changed.notify()
 
     def stop(self) -> None:
-        """Begin no further piece: every `claim` returns `None`."""
+        """End the claims: each `claim` returns `None`."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

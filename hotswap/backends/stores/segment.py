@@ -1,21 +1,21 @@
-"""One rank's flat buffer in a file that processes map: a head that says what it is, then the bytes.
+"""A segment: a file with one rank's flat buffer that several processes map; a header, then the bytes.
 
-    <directory>/<model>.<rank>-of-<world>.<digest>            whole, and verified by who filled it
-    <directory>/.<model>.<rank>-of-<world>.<digest>.coming    being filled, or left half-filled
+    <directory>/<model>.<rank>-of-<world>.<digest>              whole and verified
+    <directory>/.<model>.<rank>-of-<world>.<digest>.incoming    being filled, or left incomplete
 
-    head     one line of JSON, `Label.dump`, padded with zeros to 1024 bytes. It names the run of the
-             machine: pages are never synced, so where they are on a disk a new run may find others
-             one byte: all pages are reserved
-             one byte for each shard, in buffer order: it is there, verified as the store that it was read
-             from does (`NvmeStore(verify="never")` does not)
+    header   one line of JSON, `Label.dump`, padded with zeros to 1024 bytes; it has the machine's boot id,
+             because pages are never synced: a file on a disk may have other content after a reboot
+             one byte: all pages are allocated
+             one byte for each shard, in buffer order: it is written, and verified if the store that it was
+             read from verifies (`NvmeStore(verify="never")` does not)
              zeros to the next multiple of 4096
     bytes    the buffer
 
-`<digest>` stands for the manifest, so that weights that were converted anew never pass for the old ones. Two
-bytes of the file are locked (see `locks`): byte 0 shared by every process that has the segment mapped and
-exclusively by who removes it, byte 1 by the one process that writes to it. Locks go with their process, so
-whatever it was doing when it was killed, the next one finds the file free and the shards marked that are
-good. Everything here blocks, though for no longer than memory takes.
+`<digest>` is the manifest's, so that weights of another conversion never pass for these. Two bytes of the
+file are locked (see `locks`): byte 0 shared by each process that has the segment mapped, exclusively for its
+removal; byte 1 by the one process that writes to it. The kernel releases locks with their process: after a
+crash the next process finds the file unlocked, and its finished shards marked. Everything here blocks, but
+only for as long as access to memory takes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = [
     "Segment",
     "boot_id",
     "digest_of",
-    "give_name",
     "is_nameable",
+    "lock_for_removal",
     "parse_name",
-    "removable",
+    "publish_if_whole",
     "whole_path",
 ]
 
@@ -58,31 +58,31 @@ VERSION: Final = 1
 _USED, _FILLING = 0, 1  # the bytes that are locked
 _TEXT_BYTES = 1024
 _RESERVE_BYTES = 256 << 20
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # whatever lies there, opening it waits for nobody
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
 _NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})  # a link, a directory, a socket
 _MODEL = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
 _NAME = re.compile(
     rf"(?P<dot>\.?)(?P<model>{_MODEL})\.(?P<rank>\d+)-of-(?P<world>\d+)"
-    r"\.(?P<digest>[0-9a-f]{16})(?P<coming>(\.coming)?)"
+    r"\.(?P<digest>[0-9a-f]{16})(?P<incoming>(\.incoming)?)"
 )
 _REMEDY = "Remove it with `hotswap store clear`."
 
 
 def boot_id() -> str:
-    """What tells this run of the machine from every other; empty where the system does not say it."""
+    """The id of this boot of the machine; empty where the system has none."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return ""
 
 
 def digest_of(manifest: Manifest) -> str:
-    """What tells this manifest from every other, also from one of the same model converted anew."""
+    """A digest that differs between manifests, also between conversions of one model."""
     return hashlib.sha256(repr(manifest).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """What a segment holds. `weight_bytes` is the whole model's, `num_shards` the rank's."""
+    """Describes a segment. `weight_bytes` is the whole model's, `num_shards` the rank's."""
 
     model: ModelId
     rank: int
@@ -107,45 +107,45 @@ class Label:
 
     @property
     def name(self) -> str:
-        """The file's name once it is whole."""
+        """The name of the whole file."""
         check_file_name(self.model, "a segment")
         return f"{self.model}.{self.rank}-of-{self.world_size}.{self.digest}"
 
     @property
-    def coming_name(self) -> str:
-        """The file's name until then."""
-        return f".{self.name}.coming"
+    def incoming_name(self) -> str:
+        """The name of the file while it is filled."""
+        return f".{self.name}.incoming"
 
     @property
-    def head_bytes(self) -> int:
-        """Where the buffer begins in the file."""
+    def header_bytes(self) -> int:
+        """The offset of the buffer in the file."""
         return align(_TEXT_BYTES + 1 + self.num_shards)
 
     @property
     def size_bytes(self) -> int:
-        """The whole file, which is what counts against a budget."""
-        return self.head_bytes + align(self.buffer_bytes)
+        """The size of the file, which is what counts against a budget."""
+        return self.header_bytes + align(self.buffer_bytes)
 
     def dump(self) -> bytes:
         """The text at the beginning of the file."""
-        head = {"format": FORMAT, "version": VERSION, "boot": boot_id()}
-        text = json.dumps({**head, **asdict(self)}).encode()
+        fields = {"format": FORMAT, "version": VERSION, "boot": boot_id(), **asdict(self)}
+        text = json.dumps(fields).encode()
         return text.ljust(_TEXT_BYTES, b"\0")
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the label of a whole segment, of which nothing is known, and see that it is one.
+        """Read the label of a whole segment, and check that the file is one.
 
         Raises:
-            ShardCorrupt: it is no segment of this version, not whole, or not what its name says.
-            FileNotFoundError: it is not there.
+            ShardCorrupt: it is no segment of this version, not whole, or contradicts its name.
+            FileNotFoundError: there is no file.
         """
         fd = os.open(path, os.O_RDONLY | _FLAGS)
         try:
             text = parse_object(os.pread(fd, _TEXT_BYTES, 0).rstrip(b"\0"), path, remedy=_REMEDY)
             label = cls._parse(text)
             named = parse_name(path.name)
-            if named is None or named[0] != label.model or path.name not in (label.name, label.coming_name):
+            if named is None or named[0] != label.model or path.name not in (label.name, label.incoming_name):
                 raise text.wrong("it has another segment's name")
             if complaint := _complaint(fd, label, whole=True):
                 raise text.wrong(complaint)
@@ -171,39 +171,39 @@ class Label:
 
 
 def is_nameable(model: ModelId) -> bool:
-    """Whether a segment could have the model's name: ids of users may be anything, such as "org/model"."""
+    """Whether the model id can be part of a file name; users' ids may be anything, such as "org/model"."""
     return re.fullmatch(_MODEL, model) is not None
 
 
 def parse_name(name: str) -> tuple[ModelId, str, bool] | None:
-    """The model, the digest, and whether it is whole, of a segment's file name; `None` if it is none's."""
+    """Return model, digest and whether it is whole from a segment's file name; `None` for another file."""
     match = _NAME.fullmatch(name)
-    if match is None or bool(match["dot"]) != bool(match["coming"]):
+    if match is None or bool(match["dot"]) != bool(match["incoming"]):
         return None
-    return ModelId(match["model"]), match["digest"], not match["coming"]
+    return ModelId(match["model"]), match["digest"], not match["incoming"]
 
 
-def give_name(coming: Path) -> bool:
-    """Give its name to a whole segment that somebody died with before it had it; false if it is not whole.
+def publish_if_whole(incoming: Path) -> bool:
+    """Rename a whole segment that a dead process has left under its incoming name; false if not whole.
 
-    The directory's books are locked meanwhile.
+    The directory is locked meanwhile.
     """
-    final = whole_path(coming)
+    final = whole_path(incoming)
     with suppress(OSError, ShardCorrupt):
-        Label.read(coming)
+        Label.read(incoming)
         if not os.path.lexists(final):
-            coming.rename(final)
+            incoming.rename(final)
             return True
     return False
 
 
-def whole_path(coming: Path) -> Path:
-    """Where a segment lies once it has its name."""
-    return coming.with_name(coming.name.removeprefix(".").removesuffix(".coming"))
+def whole_path(incoming: Path) -> Path:
+    """The path of a segment once it is whole."""
+    return incoming.with_name(incoming.name.removeprefix(".").removesuffix(".incoming"))
 
 
 class Segment:
-    """A mapped segment; while it is mapped no process removes it. `created` if it was not there before."""
+    """A mapped segment, which no process removes while it is mapped. `created` if it is new."""
 
     def __init__(self, label: Label, fd: int, path: Path, *, writable: bool, created: bool = False) -> None:
         self.label = label
@@ -215,18 +215,18 @@ class Segment:
         )
         whole = memoryview(self._map)
         self._flags = whole[_TEXT_BYTES : _TEXT_BYTES + 1 + label.num_shards]
-        self.memory = whole[label.head_bytes : label.head_bytes + label.buffer_bytes]
+        self.memory = whole[label.header_bytes : label.header_bytes + label.buffer_bytes]
         whole.release()
 
     @property
     def path(self) -> Path:
-        """The file, by the name that it has now."""
+        """The file, by its present name."""
         return self._path
 
     @classmethod
     def create(cls, directory: Path, label: Label) -> Self:
-        """Make a segment that is coming, sparse still; the directory's books are locked meanwhile."""
-        path = directory / label.coming_name
+        """Create an incoming segment, still sparse. The directory is locked meanwhile."""
+        path = directory / label.incoming_name
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
         try:
             locks.lock(fd, _USED, shared=True)
@@ -240,10 +240,10 @@ class Segment:
 
     @classmethod
     def attach(cls, path: Path, label: Label, *, writable: bool) -> Self | None:
-        """Map the segment at `path`, and count it as used now; `None` if there is none, or it is just going.
+        """Map the segment at `path`, and count it as used now; `None` if it is absent or being removed.
 
         Raises:
-            ShardCorrupt: what lies there is not what the label says; nothing was changed.
+            ShardCorrupt: the file does not match the label; nothing was changed.
         """
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _FLAGS)
@@ -260,7 +260,7 @@ class Segment:
             if complaint := _complaint(fd, label, whole=path.name == label.name):
                 raise ShardCorrupt(f"{str(path)!r} cannot be used: {complaint}. {_REMEDY}")
             segment = cls(label, fd, path, writable=writable)
-            _stamp(fd)
+            _touch(fd)
             fd = -1
             return segment
         finally:
@@ -269,18 +269,18 @@ class Segment:
 
     @property
     def whole(self) -> bool:
-        """Whether all shards are there."""
+        """Whether all shards are committed."""
         return all(self._flags[1:])
 
     @property
     def num_reservations(self) -> int:
-        """How many calls of `reserve` it takes until all pages are there; 0 if they are."""
+        """How many calls of `reserve` allocate all pages; 0 if they are allocated."""
         return 0 if self._flags[0] else -(-self.label.size_bytes // _RESERVE_BYTES)
 
     def reserve(self, number: int) -> None:
-        """Make the pages of one part of the file, so that writing to the memory cannot fail.
+        """Allocate the pages of one part of the file, so that writing to the memory cannot fail.
 
-        A write to a page that a full file system does not have would end the process (SIGBUS).
+        Without it, a write on a full file system would end the process (SIGBUS).
         """
         start = number * _RESERVE_BYTES
         size = min(_RESERVE_BYTES, self.label.size_bytes - start)
@@ -289,41 +289,42 @@ class Segment:
             self._flags[0] = 1
 
     def has(self, shard: int) -> bool:
-        """Whether the rank's shard of that number is there, whoever wrote it."""
+        """Whether the rank's shard of that number is committed, by any process."""
         return bool(self._flags[1 + shard])
 
     def commit(self, shard: int) -> None:
-        """Say that a shard is there and verified."""
+        """Mark a shard as written and verified."""
         self._flags[1 + shard] = 1
 
     def try_filling(self) -> bool:
-        """Become the process that writes; false while another one does."""
+        """Become the process that writes; false while another process is."""
         return locks.lock(self._fd, _FILLING, shared=False)
 
     def end_filling(self) -> None:
-        """Let another process write; a segment that is whole by now gets its name."""
+        """Let another process write; a whole segment is published."""
         try:
             self.publish()
         finally:
             locks.unlock(self._fd, _FILLING)
 
     def publish(self) -> None:
-        """Give a segment its name if it is whole and has not got it: it appears with all its bytes."""
+        """Rename a whole segment to its final name, if it has not got it: it appears with all its bytes."""
         final = self._path.with_name(self.label.name)
         if self.whole and self._path != final:
-            if os.fstat(self._fd).st_nlink:  # else it was removed, and its name may be another's by now
-                with suppress(FileNotFoundError):  # another process that had it mapped was first
+            if os.fstat(self._fd).st_nlink:  # else it was removed, and the name may be a new file's
+                with suppress(FileNotFoundError):  # another process has renamed it
                     self._path.rename(final)
             self._path = final
 
     def close(self, *, discard: bool = False) -> bool:
-        """Unmap, and let others remove it; with `discard` remove it if nobody else has it mapped.
+        """Unmap and unlock; with `discard` remove the file unless another process has it mapped.
 
-        If a reader kept a view of the memory, it goes when the view does. Return whether it was removed.
+        If a reader kept a view of the memory, it stays mapped until the view is freed. Return whether the
+        file was removed.
         """
         with suppress(OSError):
             self.publish()
-            _stamp(self._fd)  # a use counts from its end
+            _touch(self._fd)  # the last use is its end
         self._flags.release()
         with suppress(BufferError):
             self.memory.release()
@@ -340,17 +341,17 @@ class Segment:
         return removed
 
 
-def _stamp(fd: int) -> None:
-    """Count a segment as used now; the file system's own clock may stand still for some milliseconds."""
+def _touch(fd: int) -> None:
+    """Set a segment's time of last use to now; a file system's own clock may lag some milliseconds."""
     now_ns = time.time_ns()
     os.utime(fd, ns=(now_ns, now_ns))
 
 
-def removable(path: Path) -> int | None:
-    """Lock what lies at `path` against use, and return the descriptor to `release`; `None` if it is in use.
+def lock_for_removal(path: Path) -> int | None:
+    """Lock the file at `path` against use, and return the descriptor to `release`; `None` if it is in use.
 
     Raises:
-        FileNotFoundError: it is not there, or not any more.
+        FileNotFoundError: there is no file, or it was removed meanwhile.
     """
     try:
         fd = os.open(path, os.O_RDWR | _FLAGS)
@@ -369,15 +370,15 @@ def removable(path: Path) -> int | None:
 
 
 def _complaint(fd: int, label: Label, *, whole: bool) -> str | None:
-    """What is wrong with a file that should be the segment of a label."""
+    """Return why a file is not the segment of a label, `None` if it is."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         return "it is no regular file"
     if status.st_size != label.size_bytes:
         return f"it is {status.st_size} bytes long, not {label.size_bytes}"
-    head = os.pread(fd, _TEXT_BYTES + 1 + label.num_shards, 0)
-    if head[:_TEXT_BYTES] != label.dump():
+    header = os.pread(fd, _TEXT_BYTES + 1 + label.num_shards, 0)
+    if header[:_TEXT_BYTES] != label.dump():
         return "its label is another one, or of another version"
-    if whole and not all(head[_TEXT_BYTES:]):
+    if whole and not all(header[_TEXT_BYTES:]):
         return "it has a whole segment's name and is not whole"
     return None

@@ -1,4 +1,4 @@
-"""The files in a directory of segments: what is there, in which order it goes, and whether it may."""
+"""Listing the segment files of a directory, ordering them for eviction, and locking them against use."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotswap.backends.stores import locks
-from hotswap.backends.stores.segment import parse_name, removable, whole_path
+from hotswap.backends.stores.segment import lock_for_removal, parse_name, whole_path
 from hotswap.request import ModelId
 
-__all__ = ["Entry", "entries_of", "in_groups", "lock_all"]
+__all__ = ["SegmentFile", "eviction_order", "lock_all", "segment_files"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A file with a segment's name, whole or coming; of use it tells the last."""
+class SegmentFile:
+    """A file with a segment's name, whole or incoming; `used_ns` is its last use."""
 
     path: Path
     model: ModelId
@@ -28,11 +28,11 @@ class Entry:
     used_ns: int
 
 
-def entries_of(directory: Path) -> list[Entry]:
-    """Return what is there.
+def segment_files(directory: Path) -> list[SegmentFile]:
+    """Return the segment files.
 
-    A segment that gets its name meanwhile may be listed twice, or not at all, so it is listed until two lists
-    agree.
+    A segment that is renamed meanwhile may be listed twice, or not at all, so the directory is listed until
+    two lists agree.
     """
     before: set[Path] | None = None
     while True:
@@ -43,21 +43,21 @@ def entries_of(directory: Path) -> list[Entry]:
         before = paths
 
 
-def in_groups(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """What goes together, in the order in which it goes."""
-    groups: dict[tuple[ModelId, str], list[Entry]] = {}
+def eviction_order(entries: Iterable[SegmentFile]) -> list[list[SegmentFile]]:
+    """Return the groups that are evicted together: incomplete ones first, then least recently used first."""
+    groups: dict[tuple[ModelId, str], list[SegmentFile]] = {}
     for entry in entries:
         groups.setdefault((entry.model, entry.digest), []).append(entry)
     return sorted(groups.values(), key=lambda g: (any(e.whole for e in g), max(e.used_ns for e in g)))
 
 
-def lock_all(group: Iterable[Entry], stack: ExitStack) -> bool:
-    """Lock all of a group against use until the stack ends, or none of it."""
+def lock_all(group: Iterable[SegmentFile], stack: ExitStack) -> bool:
+    """Lock all files of a group against use until the stack ends, or none."""
     with ExitStack() as locked:
         for entry in group:
             try:
-                fd = removable(entry.path)
-            except FileNotFoundError:  # gone, unless it got its name
+                fd = lock_for_removal(entry.path)
+            except FileNotFoundError:  # removed, unless it was renamed
                 if entry.whole or not os.path.lexists(whole_path(entry.path)):
                     continue
                 return False
@@ -68,9 +68,9 @@ def lock_all(group: Iterable[Entry], stack: ExitStack) -> bool:
     return True
 
 
-def _scan(directory: Path) -> list[Entry] | None:
-    """List the segments once; `None` if one got its name, or went, under our eyes."""
-    found: list[Entry] = []
+def _scan(directory: Path) -> list[SegmentFile] | None:
+    """List the segments once; `None` if one was renamed or removed meanwhile."""
+    found: list[SegmentFile] = []
     with os.scandir(directory) as files:
         for file in files:
             name = parse_name(file.name)
@@ -80,5 +80,5 @@ def _scan(directory: Path) -> list[Entry] | None:
                 except FileNotFoundError:
                     return None
                 size_bytes, used_ns = status.st_size, status.st_mtime_ns
-                found.append(Entry(Path(file.path), *name, file.inode(), size_bytes, used_ns))
+                found.append(SegmentFile(Path(file.path), *name, file.inode(), size_bytes, used_ns))
     return found

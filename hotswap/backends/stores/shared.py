@@ -1,4 +1,4 @@
-"""The tier in host memory that the processes of a machine have in common: segments that all of them map."""
+"""`SharedStore`: the tier in host memory shared by the processes of a machine, as mapped segments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import can_pin
-from hotswap.backends.stores.host_tier import Drops, Hold, HostTier
+from hotswap.backends.stores.host_tier import Hold, HostTier, PendingDrops
 from hotswap.backends.stores.reading import background
 from hotswap.backends.stores.segment import Label, Segment, digest_of, is_nameable
-from hotswap.backends.stores.segment_shelf import Busy, SegmentShelf
-from hotswap.backends.stores.shared_buffer import SharedBuffer, SharedHold, patiently, pauses
-from hotswap.backends.stores.unbroken import in_thread, unbroken
+from hotswap.backends.stores.segment_directory import Busy, SegmentDirectory
+from hotswap.backends.stores.shared_buffer import SharedBuffer, SharedHold, pauses, retry_while_busy
+from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.errors import ShardMissing, StoreError, TierFull
 from hotswap.hardware import parse_bytes
 from hotswap.model import Manifest, Shard
@@ -34,27 +34,27 @@ _log = logging.getLogger("hotswap.stores")
 
 
 class SharedStore(HostTier):
-    """Weights in memory that all processes of a machine share: each model is there once, whoever loaded it.
+    """Weights in memory shared by all processes of a machine: each model is resident once.
 
-    A `PinnedStore` for several processes: name the same directory and the same budget in each. The first
-    process that loads a model fills a segment, others that want it meanwhile wait, and map the same pages;
-    if the first one dies, the next goes on where it was. Engines on a CPU are lent the pages themselves, read
-    only. With a CUDA device each process pins what it has mapped. Linux only.
+    A `PinnedStore` for several processes: give each the same directory and budget. The first process that
+    loads a model fills a segment; others that need it meanwhile wait, and map the same pages. If the first
+    one dies, the next resumes the fill. Engines on a CPU are lent the pages themselves, read-only. With a
+    CUDA device each process pins the memory that it has mapped. Linux only.
 
-    `budget` bounds the bytes of all segments together. What any living process lends or pins stays; of the
-    rest the model used longest ago goes first. Segments stay when the processes end, so that a restart
-    finds its models warm, until they are pushed out, or `clear` removes them. A process asks the tier below
-    once which weights a model has, so a restart never goes on with those of an earlier conversion. While it
-    has them all here it does not ask again: a model that is replaced under a running process stays as it was
-    there until it is dropped, or pushed out.
+    `budget` bounds the bytes of all segments together. A model that a living process lends or pins stays;
+    of the others the least recently used is evicted first. Segments outlive the processes, so that a restart
+    finds its models warm, until they are evicted or `clear` removes them. A process reads a model's manifest
+    from the tier below once, so a restart never uses weights of an earlier conversion. While all ranks are
+    resident it does not read the manifest again: a model that is replaced under a running process stays as it
+    was there until it is dropped or evicted.
 
-    A process that was forked from one that has this open shares its locks; begin processes anew instead.
+    A forked child of a process that has this open shares its locks; start processes with `spawn` instead.
 
     Args:
         directory: Where the segments lie: a directory of your own, in memory, such as one in `/dev/shm`.
         budget: Bytes, the same for all processes that share the directory.
         name: The tier's name.
-        chunk_bytes: How much is lent at a time to readers who copy.
+        chunk_bytes: Bytes of one chunk, for readers that copy.
         linger_s: How long memory that was pinned for a device stays mapped after its last use.
     """
 
@@ -70,25 +70,26 @@ class SharedStore(HostTier):
         super().__init__(name, chunk_bytes)
         self.directory = Path(directory)
         self.linger_s = linger_s
-        self._shelf = SegmentShelf(self.directory, parse_bytes(budget))
+        self._segments = SegmentDirectory(self.directory, parse_bytes(budget))
         self._known: dict[ModelId, _Known] = {}
         self._buffers: dict[Label, SharedBuffer] = {}
         self._opening = anyio.Lock()
-        self._drops = Drops()
+        self._drops = PendingDrops()
         self._changed = anyio.Event()
         self._tasks: TaskGroup | None = None
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        """Join those who share the directory; at the end unmap all, and leave the segments there.
+        """Join the processes that share the directory; at the end unmap all, and keep the segments.
 
         Raises:
-            ConfigError: others keep another budget there, the directory is not ours, or this is not Linux.
-            StoreError: it cannot be used.
+            ConfigError: the processes there have another budget, the directory is another user's, or this
+                is not Linux.
+            StoreError: the directory cannot be used.
         """
         try:
-            for path in await patiently(self._shelf.open):
-                _log.warning("Removed %r: it was half-filled, and nobody is there to fill it.", str(path))
+            for path in await retry_while_busy(self._segments.open):
+                _log.warning("Removed %r: it was incomplete, and no process was filling it.", str(path))
             async with background() as self._tasks:
                 try:
                     yield self
@@ -96,12 +97,12 @@ class SharedStore(HostTier):
                     self._tasks = None
         finally:
             with CancelScope(shield=True):
-                await unbroken(self._close_all)
+                await shielded(self._close_all)
 
     async def _close_all(self) -> None:
         async with self._opening:
             await self._close_idle()
-        await to_thread.run_sync(self._shelf.close)
+        await to_thread.run_sync(self._segments.close)
 
     async def manifest(self, model: ModelId) -> Manifest:
         await checkpoint()
@@ -115,13 +116,13 @@ class SharedStore(HostTier):
         await self.expect(manifest)
         if not is_nameable(manifest.model):
             raise TierFull(
-                f"The id {manifest.model!r} is no plain file name, so {self.name!r} does not take the model. "
+                f"The id {manifest.model!r} is no plain file name, so {self.name!r} refuses the model. "
                 "Use a PinnedStore, or give the model an id of letters, digits, '.', '_' and '-'."
             )
         if not all(shard.checksum for shard in manifest.shards):
             raise TierFull(
                 f"Model {manifest.model!r} has shards without checksums, so no other process could tell its "
-                f"weights from later ones; {self.name!r} does not take it. Use a PinnedStore."
+                f"weights from later ones; {self.name!r} refuses it. Use a PinnedStore."
             )
         async with self._in_use(manifest, rank, make=True) as buffer:
             assert buffer is not None
@@ -133,19 +134,19 @@ class SharedStore(HostTier):
             return False
         label = known.labels[shard.rank]
         buffer = self._buffers.get(label)
-        return buffer.has(shard) if buffer is not None else self._shelf.has(label)
+        return buffer.has(shard) if buffer is not None else self._segments.has(label)
 
     async def expect(self, manifest: Manifest) -> None:
         known = self._known.get(manifest.model)
         if is_nameable(manifest.model) and (known is None or known.manifest != manifest):
-            self._known[manifest.model] = await _know(manifest)
+            self._known[manifest.model] = await _known(manifest)
 
     async def drop(self, model: ModelId) -> None:
         with self._drops.waiting(model) as dropped:
             for pause_s in pauses(most_s=0.25):
                 if dropped.is_set():
                     return
-                if await self._removed(model):
+                if await self._try_remove(model):
                     self.keep(model)
                     return
                 with move_on_after(pause_s):
@@ -156,60 +157,60 @@ class SharedStore(HostTier):
             self._notify()
 
     def pin(self, model: ModelId) -> None:
-        self._shelf.pin(model)
+        self._segments.pin(model)
 
     def unpin(self, model: ModelId) -> None:
-        self._shelf.unpin(model)
+        self._segments.unpin(model)
 
     async def clear(self) -> int:
-        """Remove what no process uses and no other one pins, and return the bytes freed."""
+        """Remove models that no process uses and no other one pins, and return the bytes freed."""
         async with self._opening:
             await self._close_idle()
-        freed_bytes, _ = await patiently(self._shelf.clear)
+        freed_bytes, _ = await retry_while_busy(self._segments.clear)
         return freed_bytes
 
     def view(self) -> StoreView:
-        used_bytes, labels = self._shelf.snapshot()
+        used_bytes, labels = self._segments.snapshot()
         tier = TierView(
             name=self.name,
             used_bytes=used_bytes,
-            capacity_bytes=self._shelf.capacity_bytes,
+            capacity_bytes=self._segments.capacity_bytes,
             bytes_per_s=self._bandwidth.bytes_per_s,
         )
         return StoreView(tiers=(tier,), residency=tuple(self._residency(labels)))
 
     @property
     def num_lent(self) -> int:
-        """How many readers and fills of this process use a segment; 0 when nothing is open."""
+        """How many readers and fills of this process use a segment; 0 when none is open."""
         return sum(buffer.users for buffer in self._buffers.values())
 
     def __repr__(self) -> str:
-        used, capacity = self._shelf.snapshot()[0], self._shelf.capacity_bytes
+        used, capacity = self._segments.snapshot()[0], self._segments.capacity_bytes
         return (
             f"<SharedStore {str(self.directory)!r} [{used} of {capacity} bytes, {self.num_lent} in use here]>"
         )
 
     def _residency(self, labels: tuple[Label, ...]) -> Iterator[Residency]:
-        """The models all of whose ranks are there, of those known here in the conversion known here."""
+        """The models with all ranks resident; of a model whose manifest is known, in that conversion only."""
         ranks: dict[tuple[ModelId, str], list[Label]] = {}
         for label in labels:
             known = self._known.get(label.model)
             if known is None or known.digest == label.digest:
                 ranks.setdefault((label.model, label.digest), []).append(label)
-        told: set[ModelId] = set()
+        seen: set[ModelId] = set()
         for (model, _), group in ranks.items():
-            if len(group) == group[0].world_size and model not in told:
-                told.add(model)
+            if len(group) == group[0].world_size and model not in seen:
+                seen.add(model)
                 yield Residency(model=model, tier=self.name, size_bytes=group[0].weight_bytes)
 
     def _is_whole(self, known: _Known) -> bool:
         for label in known.labels:
             buffer = self._buffers.get(label)
-            if not (buffer.whole if buffer is not None else self._shelf.has(label)):
+            if not (buffer.whole if buffer is not None else self._segments.has(label)):
                 return False
         return True
 
-    # ------------------------------------------------------------------------------------ what is mapped
+    # ------------------------------------------------------------------------------------ mapped segments
 
     @asynccontextmanager
     async def _shard_in_use(self, shard: Shard) -> AsyncGenerator[SharedBuffer | None]:
@@ -235,13 +236,13 @@ class SharedStore(HostTier):
     async def _in_use(
         self, manifest: Manifest, rank: int, *, make: bool = False
     ) -> AsyncGenerator[SharedBuffer | None]:
-        """Keep a rank mapped while the block runs, made if need be; `None` if it is not there."""
+        """Use a mapped rank while the block runs, created if `make`; `None` if it is not resident."""
         if not is_nameable(manifest.model):
             yield None
             return
         known = self._known.get(manifest.model)
         if known is None or known.manifest != manifest:
-            known = await _know(manifest)
+            known = await _known(manifest)
         buffer = await self._use(known, rank, make=make)
         try:
             if buffer is not None:
@@ -250,7 +251,7 @@ class SharedStore(HostTier):
             yield buffer
         finally:
             if buffer is not None:
-                await self._leave(buffer)
+                await self._release(buffer)
 
     async def _use(self, known: _Known, rank: int, *, make: bool) -> SharedBuffer | None:
         label = known.labels[rank]
@@ -268,7 +269,7 @@ class SharedStore(HostTier):
         return None
 
     async def _map(self, known: _Known, rank: int, *, make: bool) -> None:
-        """Map a rank if it is there, or made; cancelled, let it go again. `_opening` is held."""
+        """Map a rank that exists or is created; unmap it again if cancelled. `_opening` is held."""
         label = known.labels[rank]
 
         async def enter() -> None:
@@ -277,7 +278,7 @@ class SharedStore(HostTier):
                 self._buffers[label] = SharedBuffer(known.manifest, rank, segment)
 
         try:
-            await unbroken(enter)
+            await shielded(enter)
         except get_cancelled_exc_class():
             if label in self._buffers:
                 await self._close(self._buffers[label])
@@ -287,17 +288,17 @@ class SharedStore(HostTier):
         if self._tasks is None:
             raise StoreError(f"{self!r} is not open; use it inside `async with`.")
         if not make:
-            return await to_thread.run_sync(partial(self._shelf.attach, label, writable=can_pin()))
-        take = partial(self._shelf.take, label, writable=can_pin())
+            return await to_thread.run_sync(partial(self._segments.attach, label, writable=can_pin()))
+        attach_or_create = partial(self._segments.attach_or_create, label, writable=can_pin())
         try:
-            return await to_thread.run_sync(take)
+            return await to_thread.run_sync(attach_or_create)
         except TierFull:
             if not await self._close_idle():
                 raise
-        return await to_thread.run_sync(take)
+        return await to_thread.run_sync(attach_or_create)
 
-    async def _leave(self, buffer: SharedBuffer) -> None:
-        """End one use, and with the last one unmap; what is not to be kept goes."""
+    async def _release(self, buffer: SharedBuffer) -> None:
+        """End one use; the last one unmaps, and removes a segment that is not kept."""
         buffer.users -= 1
         if buffer.users:
             return
@@ -307,12 +308,12 @@ class SharedStore(HostTier):
             await self._close_unused(buffer, buffer.uses)
 
     async def _linger(self, buffer: SharedBuffer, uses: int) -> None:
-        """Unmap when nobody has come back for a while: to pin memory anew takes as long as to copy it."""
+        """Unmap after a pause without use: pinning memory again takes as long as copying it."""
         await anyio.sleep(self.linger_s)
         await self._close_unused(buffer, uses)
 
     async def _close_unused(self, buffer: SharedBuffer, uses: int) -> None:
-        """Unmap what nobody has used since then."""
+        """Unmap a buffer unless it was used since."""
 
         async def close() -> None:
             async with self._opening:
@@ -321,10 +322,10 @@ class SharedStore(HostTier):
             self._notify()
 
         with CancelScope(shield=True):
-            await unbroken(close)
+            await shielded(close)
 
     async def _close_idle(self, model: ModelId | None = None) -> int:
-        """Unmap what nobody here uses; return how much it was. `_opening` is held."""
+        """Unmap the buffers without users; return their number. `_opening` is held."""
         idle = [b for b in self._buffers.values() if not b.users and model in (None, b.label.model)]
         for buffer in idle:
             await self._close(buffer)
@@ -336,13 +337,13 @@ class SharedStore(HostTier):
             with CancelScope(shield=True):
                 await in_thread(buffer.close)
 
-    async def _removed(self, model: ModelId) -> bool:
-        """Remove a model, unless somebody uses it."""
+    async def _try_remove(self, model: ModelId) -> bool:
+        """Remove a model unless it is in use; return whether it was removed."""
         async with self._opening:
             await self._close_idle(model)
             if not any(buffer.label.model == model for buffer in self._buffers.values()):
                 with suppress(Busy):
-                    return await in_thread(partial(self._shelf.remove, model))
+                    return await in_thread(partial(self._segments.remove, model))
         return False
 
     def _notify(self) -> None:
@@ -352,7 +353,7 @@ class SharedStore(HostTier):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What a model's weights are by now, as far as this process was told."""
+    """The current manifest of a model, as this process knows it, with its digest and labels."""
 
     manifest: Manifest
     digest: str
@@ -360,17 +361,17 @@ class _Known:
     shards: frozenset[Shard]
 
 
-async def _know(manifest: Manifest) -> _Known:
-    """Take the manifest's digest, which takes a moment where it has many tensors."""
+async def _known(manifest: Manifest) -> _Known:
+    """Compute a manifest's digest and labels; in a thread, because many tensors take a moment."""
     digest = await to_thread.run_sync(digest_of, manifest)
     labels = tuple(Label.of(manifest, rank, digest) for rank in range(manifest.world_size))
     return _Known(manifest, digest, labels, frozenset(manifest.shards))
 
 
 async def clear(directory: Path) -> tuple[int, int]:
-    """Remove what no process uses or pins; return the bytes freed, and those that stayed.
+    """Remove models that no process uses or pins; return the bytes freed, and those kept.
 
     Raises:
         StoreError: the directory cannot be used.
     """
-    return await patiently(SegmentShelf(directory, 0).clear)
+    return await retry_while_busy(SegmentDirectory(directory, 0).clear)

@@ -1,4 +1,4 @@
-"""A segment while this process has it mapped: pinned for a device, filled, and waited for."""
+"""A mapped segment in one process: its use count, pinning for a device, and exclusive filling."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from anyio import CancelScope, to_thread
 from hotswap.backends.memory import pin, unpin
 from hotswap.backends.stores.host_tier import Hold
 from hotswap.backends.stores.segment import Segment
-from hotswap.backends.stores.segment_shelf import Busy, map_memory_errors
-from hotswap.backends.stores.unbroken import in_thread, unbroken
+from hotswap.backends.stores.segment_directory import Busy, map_memory_errors
+from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.model import Manifest, Shard
 
-__all__ = ["SharedBuffer", "SharedHold", "patiently", "pauses"]
+__all__ = ["SharedBuffer", "SharedHold", "pauses", "retry_while_busy"]
 
 _T = TypeVar("_T")
-_LONG_S = 5.0  # the books are locked for as long as it takes to remove segments
+_LONG_S = 5.0  # the directory is locked for as long as the removal of segments takes
 
 _log = logging.getLogger("hotswap.stores")
 
 
 class SharedBuffer:
-    """A mapped segment, and how this process uses it; it goes with the last use unless it is `kept`."""
+    """A mapped segment and its uses in this process; removed with the last use unless it is `kept`."""
 
     def __init__(self, manifest: Manifest, rank: int, segment: Segment) -> None:
         self.segment = segment
@@ -39,9 +39,9 @@ class SharedBuffer:
         self.kept = not segment.created
         self.pinned = False
         self.preparing = anyio.Lock()
-        self.turn = anyio.Lock()
+        self.fill_lock = anyio.Lock()
         self.num_filling = 0
-        self._asked = False
+        self._tried_to_pin = False
 
     @property
     def whole(self) -> bool:
@@ -53,7 +53,7 @@ class SharedBuffer:
 
     @property
     def place(self) -> tuple[Path | None, int]:
-        return self.segment.path, self.label.head_bytes
+        return self.segment.path, self.label.header_bytes
 
     def has(self, shard: Shard) -> bool:
         return self.segment.has(self.numbers[shard])
@@ -64,45 +64,45 @@ class SharedBuffer:
         return part.toreadonly() if self.has(shard) else part
 
     async def prepare(self, directory: Path) -> None:
-        """See that the pages are there, and pin them; a cancellation is heard between parts of the memory."""
+        """Allocate the pages and pin them; a cancellation takes effect between parts of the memory."""
         for number in range(self.segment.num_reservations):
             with map_memory_errors(directory):
                 await in_thread(partial(self.segment.reserve, number))
-        if not self._asked:
+        if not self._tried_to_pin:
             await in_thread(self._pin)
 
     def _pin(self) -> None:
-        self._asked = True
+        self._tried_to_pin = True
         self.pinned = not self.segment.memory.readonly and pin(self.segment.memory)
 
     async def end_filling(self) -> None:
-        """End one of this process's turns to write."""
-        async with self.turn:
+        """End one fill of this process; the last one lets other processes fill."""
+        async with self.fill_lock:
             self.num_filling -= 1
             if not self.num_filling:
                 await to_thread.run_sync(self.segment.end_filling)
 
     def close(self) -> None:
-        """Unpin and unmap; blocks for as long as memory takes."""
+        """Unpin and unmap. Blocking."""
         if self.pinned:
             unpin(self.segment.memory)
         self.segment.close(discard=not self.kept)
 
 
 class SharedHold(Hold):
-    """A segment while this process fills it, alone among all processes inside `filling`."""
+    """Keeps a segment mapped while it is filled; inside `filling` this process alone writes to it."""
 
     def __init__(self, buffer: SharedBuffer) -> None:
         super().__init__(buffer)
-        self._mine = buffer
+        self._shared_buffer = buffer
 
     @asynccontextmanager
     async def filling(self) -> AsyncGenerator[None]:
-        buffer = self._mine
+        buffer = self._shared_buffer
         if buffer.whole:  # which it stays
             yield
             return
-        async with buffer.turn:
+        async with buffer.fill_lock:
             if not buffer.num_filling:
                 for pause_s in pauses():
                     if buffer.segment.try_filling():
@@ -113,25 +113,25 @@ class SharedHold(Hold):
             yield
         finally:
             with CancelScope(shield=True):
-                await unbroken(buffer.end_filling)
+                await shielded(buffer.end_filling)
 
     def commit(self, shard: Shard) -> None:
-        self._mine.segment.commit(self._mine.numbers[shard])
+        self._shared_buffer.segment.commit(self._shared_buffer.numbers[shard])
 
     def keep(self) -> None:
-        self._mine.kept = True
+        self._shared_buffer.kept = True
 
 
-async def patiently(ask: Callable[[], _T]) -> _T:
-    """Ask in a worker thread until no other process has the books; waiting can be cancelled."""
+async def retry_while_busy(call: Callable[[], _T]) -> _T:
+    """Call in a worker thread, again while another process has the directory locked; may be cancelled."""
     waited_s = 0.0
     for pause_s in pauses():
         with suppress(Busy):
-            return await in_thread(ask)
+            return await in_thread(call)
         if waited_s <= _LONG_S < waited_s + pause_s:
             _log.warning(
-                "Another process has had the books of a shared directory locked for %g s; waiting goes on. "
-                "If it hangs, end it, and those that were forked from it.",
+                "Another process has had a shared directory locked for %g s; waiting goes on. "
+                "If it hangs, end it and its child processes.",
                 _LONG_S,
             )
         waited_s += pause_s
@@ -140,7 +140,7 @@ async def patiently(ask: Callable[[], _T]) -> _T:
 
 
 def pauses(*, most_s: float = 0.05) -> Iterator[float]:
-    """How long to wait before asking again what another process does, without end."""
+    """Growing pauses between attempts that wait for another process, without end."""
     pause_s = 0.001
     while True:
         yield pause_s

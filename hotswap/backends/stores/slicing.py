@@ -1,8 +1,8 @@
-"""Cutting tensors for tensor parallelism: which part of each one a rank has.
+"""Slicing tensors for tensor parallelism: the part of each tensor that a rank has.
 
-The model's own plan decides, as transformers keeps it: a style for the parameters of each kind of layer.
-The parts are those that transformers' own sharding gives a rank, so that an engine which runs rank r of n
-with its local shapes finds them as they are. What the plan does not cut, every rank has whole.
+The model's own plan in transformers decides: it has a style for the parameters of each kind of layer. The
+parts equal those of transformers' own sharding, so an engine that runs rank r of n with its local shapes can
+use them as they are. A tensor that the plan does not cut is replicated on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Cut", "Shape", "cuts", "generic_name"]
 
 Shape: TypeAlias = tuple[int, ...]
 
-# Styles that leave every rank the whole parameter: they say what happens to activations or gradients.
+# Styles that replicate the parameter: they are about activations or gradients.
 _REPLICATED: Final = frozenset(
     {"all_reduce", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts", "replicate"}
     | {"replicated_with_grad_allreduce", "sequence_parallel"}
@@ -29,16 +29,16 @@ _REPLICATED: Final = frozenset(
 _COLWISE: Final = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
 _ROWWISE: Final = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
 
-# Projections whose output each rank splits into whole heads.
+# Projections whose output is split into whole heads.
 _HEADS: Final = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"})
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is cut: along `dim`, in each of `groups` equal groups that are packed one behind another.
+    """How a tensor is cut: along `dim`, in each of `groups` equal groups packed one after the other.
 
-    A size that the ranks do not divide is cut in chunks of the next whole number, as `torch.chunk` does: the
-    last ranks have less, perhaps nothing.
+    A size that the number of ranks does not divide is cut as `torch.chunk` does: chunks are rounded up, and
+    the last ranks have less, or nothing.
     """
 
     dim: int
@@ -79,8 +79,8 @@ def cuts(module: Any, shapes: Mapping[str, Shape], world_size: int) -> dict[str,
     `shapes` are those of the state dict's entries.
 
     Raises:
-        UnsupportedModel: the model has no plan, one that cuts no layer, or one that we do not know; or its
-            heads cannot be dealt out evenly.
+        UnsupportedModel: the model has no plan, one that cuts no layer, or one with an unknown style; or its
+            heads cannot be divided evenly.
     """
     if world_size == 1:
         return {}
@@ -127,7 +127,7 @@ def _cut(name: str, ndim: int, style: str | None) -> Cut | None:
     if style in {"embedding_rowwise", "embedding_colwise"}:
         return Cut(0 if style == "embedding_rowwise" else 1)
     raise UnsupportedModel(
-        f"The tensor-parallel plan cuts {name!r} in the unknown way {style!r}; convert it for one rank."
+        f"The tensor-parallel plan cuts {name!r} in the unknown style {style!r}; convert it for one rank."
     )
 
 
@@ -138,9 +138,9 @@ def _parameters_of(module: Any, layers: Iterable[Any]) -> set[str]:
 
 
 def _check_heads(config: Any, plan: Mapping[str, str], found: Iterable[str], world_size: int) -> None:
-    """Refuse to cut through a head: a rank's attention works on whole ones.
+    """Refuse cuts through a head: a rank's attention works on whole heads.
 
-    Nor are key and value heads repeated where there are fewer than ranks: transformers' modules do not.
+    Key and value heads are not repeated where there are fewer than ranks, as in transformers.
     """
     cut_heads = any(
         name.rsplit(".", 2)[-2] in _HEADS and _style(name, plan) == "colwise" for name in found if "." in name
@@ -151,6 +151,6 @@ def _check_heads(config: Any, plan: Mapping[str, str], found: Iterable[str], wor
         heads = getattr(config, kind, None)
         if isinstance(heads, int) and heads % world_size:
             raise UnsupportedModel(
-                f"The model has {heads} heads ({kind!r}), which {world_size} ranks cannot share evenly; "
+                f"The model has {heads} heads ({kind!r}), which cannot be divided among {world_size} ranks; "
                 f"convert it for a number of ranks that divides {heads}."
             )

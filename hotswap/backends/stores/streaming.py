@@ -1,9 +1,9 @@
-"""A checkpoint as the tensors of the module that will run it, read a few rows at a time.
+"""Reading a checkpoint as the tensors of the module that will run it, a few rows at a time.
 
-The module is built without data, each of its tensors has a recipe (`mapping`), and the files are mapped, so
-that the kernel keeps of them what it has room for. In memory are only the rows that are on their way: what
-`from_pretrained` would give, byte for byte, for checkpoints of any size. The few architectures whose
-conversions cannot be followed in parts are loaded whole, where that is allowed.
+The module is built without data, each of its tensors has a recipe (`mapping`), and the files are mapped into
+memory. Only the rows in use take memory, and the values are those of `from_pretrained`, byte for byte, for
+checkpoints of any size. Architectures whose conversions do not work on parts (a few) are loaded whole, within
+`memory_bytes`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _PIECE_BYTES = 16 << 20
 
 
 class _NotStreamable(Exception):
-    """The checkpoint cannot be followed in parts."""
+    """The checkpoint cannot be converted in parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of the module, and where its values come from.
+    """One tensor of the module, and how to read its values.
 
-    `read(start, stop)` gives rows of its first dimension; `whole` says that it computes all of them each
-    time. A tensor without dimensions has one row, itself.
+    `read(start, stop)` returns rows of its first dimension; if `whole`, each call computes all rows. A tensor
+    without dimensions has one row.
     """
 
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class Source:
     whole: bool = False
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """The tensor in order, in pieces of some MiB: the number of the first row, and the rows."""
+        """The tensor in pieces of some MiB, in order: the number of the first row, and the rows."""
         num_rows = self.shape[0] if self.shape else 1
         size_bytes = math.prod(self.shape) * self.dtype.itemsize
         step = num_rows if self.whole else max(1, _PIECE_BYTES * num_rows // max(1, size_bytes))
@@ -59,7 +59,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """The tensors of a module in the order of its state dict; tied names have one `Source`, the same object.
+    """The tensors of a module in the order of its state dict; tied names share one `Source` object.
 
     `module` is the module itself, on the meta device where the checkpoint is streamed.
     """
@@ -70,9 +70,9 @@ class Blueprint:
 
 @contextmanager
 def open_checkpoint(directory: Path, dtype: torch.dtype | None, *, memory_bytes: int) -> Generator[Blueprint]:
-    """Open a checkpoint for the block, in which its sources can be read.
+    """Open a checkpoint; its sources can be read inside the block.
 
-    `memory_bytes` is what may be used beside mapped files.
+    `memory_bytes` limits the memory used beside mapped files.
 
     Raises:
         ShardMissing, UnsafeFile, ShardCorrupt, UnsupportedModel: as `weights.load_checkpoint`.
@@ -100,7 +100,7 @@ def _streamed(directory: Path, dtype: torch.dtype | None, memory_bytes: int, fil
         model = _skeleton(config, main)
         state = dict(weights.named_tensors(model))
         made = [(recipe, recipe.shapes()) for recipe in recipes(model, entries, main, state)]
-    except Exception as exc:  # whatever transformers may raise: it then loads the model in its own way
+    except Exception as exc:  # transformers may raise anything; then it loads the model itself
         raise _NotStreamable(f"{type(exc).__name__}: {exc}") from exc
     supplied: dict[str, Source] = {}
     mismatched: list[str] = []
@@ -163,7 +163,7 @@ def _may_miss(model: Any) -> Iterable[str]:
 
 
 def _entries(directory: Path, files: ExitStack) -> dict[str, Entry]:
-    """Every tensor of the files that transformers would choose, of the last one where two have it."""
+    """Every tensor of the files that transformers would read; of two with one name, the last."""
     if (directory / "adapter_config.json").exists():
         raise _NotStreamable("it has an adapter")
     found: dict[str, Entry] = {}
@@ -189,12 +189,12 @@ def _files(directory: Path) -> list[Path]:
 
 def _index(directory: Path) -> dict[str, object]:
     path = directory / "model.safetensors.index.json"
-    # `read_checkpoint` has looked at it, and at the names in it.
+    # `read_checkpoint` has validated it and the names in it.
     return cast("dict[str, object]", json.loads(path.read_bytes())) if path.is_file() else {}
 
 
 def _own_dtype(config: Any, directory: Path, entries: Mapping[str, Entry]) -> torch.dtype:
-    """What `dtype="auto"` means: the config's, else that of the first floating-point tensor."""
+    """The dtype of `dtype="auto"`: the config's, else that of the first floating-point tensor."""
     named: object = config.dtype
     metadata = _index(directory).get("metadata") if not (directory / "model.safetensors").is_file() else None
     if named is None and isinstance(metadata, dict):
@@ -208,19 +208,19 @@ def _own_dtype(config: Any, directory: Path, entries: Mapping[str, Entry]) -> to
     return dtype
 
 
-# ----------------------------------------------------------------------------------- where values come from
+# ----------------------------------------------------------------------------------------------- sources
 
 
 def _source(recipe: Recipe, name: str, shape: tuple[int, ...], memory_bytes: int) -> Source:
     entry = recipe.only_entry
     if entry is not None:
         return Source(recipe.dtype, shape, lambda a, b: recipe.load(entry, slice(a, b) if shape else None))
-    # What goes in, what comes out, and what is between where a conversion has two steps.
+    # Inputs, outputs, and intermediate values of conversions in two steps.
     needed = 3 * recipe.size_bytes
     if recipe.is_stacked:
         _check_memory(f"A row of {name!r}", needed // max(1, shape[0]), memory_bytes)
         return Source(recipe.dtype, shape, lambda a, b: recipe.run(slice(a, b))[name])
-    _check_memory(f"The conversion of {name!r}, which works on whole tensors,", needed, memory_bytes)
+    _check_memory(f"The conversion of {name!r}, which needs whole tensors,", needed, memory_bytes)
     return Source(recipe.dtype, shape, lambda a, b: recipe.run()[name], whole=True)
 
 
@@ -233,9 +233,9 @@ def _check_memory(what: str, needed_bytes: int, memory_bytes: int) -> None:
 
 
 def _tied(model: Any, state: Mapping[str, Tensor], supplied: Mapping[str, Source]) -> dict[str, Source]:
-    """The source of every name that has one, of its own or by a tie.
+    """The source of every name that has one, its own or that of a tied name.
 
-    As transformers does, a tie between tensors that the checkpoint both has, and that differ, is dropped.
+    As in transformers, a tie is ignored where the checkpoint has both tensors and they differ.
     """
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():

@@ -1,4 +1,4 @@
-"""Several tiers as one store: read from the fastest that has it, keep what was read in the one above."""
+"""`TieredStore`: several tiers as one store, read fastest first, with faster tiers filled on a miss."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Self
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
-from hotswap.backends.stores.descend import Descending, descending
-from hotswap.backends.stores.fill import Fill, Follower, telling
+from hotswap.backends.stores.fill import Fill, FillReader, more_specific
 from hotswap.backends.stores.host_tier import HostTier
-from hotswap.backends.stores.link import Link
+from hotswap.backends.stores.prefetch_queue import PrefetchQueue
 from hotswap.backends.stores.reading import background
-from hotswap.backends.stores.unbroken import unbroken
+from hotswap.backends.stores.shielded import shielded
+from hotswap.backends.stores.write_through import WriteThroughStore, with_write_through
 from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
 from hotswap.model import HostBuffer, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
@@ -35,11 +35,11 @@ class TieredStore(WeightStore):
     """Tiers, fastest first: `TieredStore(PinnedStore("200 GiB"), NvmeStore("/var/cache/hotswap"))`.
 
     A shard is lent by the first tier that holds it. If the first tier is host memory (a `PinnedStore` or a
-    `SharedStore`), a shard read from below is written into it on the way, and lent from there: that is the
-    only copy in host memory, made once however many engines ask at the same time. Where the budget does not
-    allow it, or host memory fails in another way, which the log says, the shard passes by. A tier that fails
-    before its first chunk is passed over for the next; one that fails later raises. What is read from below a
-    `NvmeStore` is written there on the way (see `descend`).
+    `SharedStore`), a shard of a lower tier is read into it and lent from there: the only copy in host memory,
+    made once for all engines that ask at the same time. Where the budget has no room, or host memory fails
+    in another way (which is logged), the shard is lent by the lower tier itself. A tier that fails before its
+    first chunk is skipped for the next; one that fails later raises. Models read from below a `NvmeStore`
+    are copied to it (see `write_through`).
 
     `prefetches` models are prefetched from a tier at a time, and none while a load reads from it.
     """
@@ -54,12 +54,12 @@ class TieredStore(WeightStore):
             raise ConfigError(f"prefetches is {prefetches}; give 1 or more.")
         self.tiers = tiers
         self._host = tiers[0] if isinstance(tiers[0], HostTier) else None
-        self._below = descending(tiers if self._host is None else tiers[1:])
+        self._below = with_write_through(tiers if self._host is None else tiers[1:])
         self._manifests: dict[ModelId, Manifest] = {}
-        self._links: defaultdict[str, Link] = defaultdict(lambda: Link(prefetches))
-        self._due: list[Manifest] = []
+        self._queues: defaultdict[str, PrefetchQueue] = defaultdict(lambda: PrefetchQueue(prefetches))
+        self._tracked: list[Manifest] = []
         self._fills: dict[Shard, Fill] = {}
-        self._told: dict[ModelId, str] = {}
+        self._logged: dict[ModelId, str] = {}
         self._tasks: TaskGroup | None = None
 
     @asynccontextmanager
@@ -69,7 +69,7 @@ class TieredStore(WeightStore):
             for tier in self.tiers:
                 await stack.enter_async_context(tier)
             for tier in self._below:
-                if isinstance(tier, Descending):
+                if isinstance(tier, WriteThroughStore):
                     await stack.enter_async_context(tier)
             async with background() as self._tasks:
                 try:
@@ -91,36 +91,36 @@ class TieredStore(WeightStore):
 
     @asynccontextmanager
     async def lend(self, manifest: Manifest, rank: int = 0) -> AsyncGenerator[HostBuffer | None]:
-        """Lend a rank from the host tier, read into it first if need be; `None` if it cannot have it."""
+        """Lend a rank from the host tier, loaded into it first if need be; `None` if it cannot hold it."""
         async with AsyncExitStack() as stack:
             yield None if self._host is None else await self._enter_lent(stack, self._host, manifest, rank)
 
     async def prefetch(self, model: ModelId, *, priority: int = 0) -> None:
-        """Bring the model to the host tier, without one to the disk tier: see `SupportsPrefetch`.
+        """Load the model into the host tier, without one into the disk tier; see `SupportsPrefetch`.
 
-        Of several that wait, the one with the highest `priority` goes first; one whose model is being loaded
-        goes at once. While it waits it takes no room. Cancel it as any call.
+        The highest `priority` goes first; a model that is being loaded goes at once. A prefetch that waits
+        for its turn has no room reserved. It may be cancelled.
         """
         manifest = await self.manifest(model)
         if self._host is None:
-            await self._bring_to_disk(model)
+            await self._fetch_to_disk(model)
             return
         self._host.keep(model)
         async with AsyncExitStack() as stack:
             if not all(map(self._host.holds, manifest.shards)):
-                await stack.enter_async_context(self._link(model).turn(model, priority))
+                await stack.enter_async_context(self._queue(model).turn(model, priority))
             ranks = range(manifest.world_size)
             holds = [await stack.enter_async_context(self._host.hold(manifest, rank)) for rank in ranks]
             await self._complete(self._host, manifest, manifest.shards)
             for hold in holds:
                 hold.keep()
 
-    async def _bring_to_disk(self, model: ModelId) -> None:
-        """Copy the model from below the `NvmeStore` to it, if there is one and it does not lie there."""
+    async def _fetch_to_disk(self, model: ModelId) -> None:
+        """Copy the model from a lower tier to the `NvmeStore`, if there is one and it lacks the model."""
         for tier in self._below:
             with suppress(ShardMissing):
                 await tier.manifest(model)
-                if isinstance(tier, Descending):
+                if isinstance(tier, WriteThroughStore):
                     await tier.fetch(model)
                 return
 
@@ -129,12 +129,12 @@ class TieredStore(WeightStore):
             await self._host.drop(model)
 
     def pin(self, model: ModelId) -> None:
-        """Keep the model on the host tier from when it is there (`prefetch` brings it) until `unpin`."""
+        """Keep the model on the host tier, once it is loaded (see `prefetch`), until `unpin`."""
         if self._host is not None:
             self._host.pin(model)
 
     def unpin(self, model: ModelId) -> None:
-        """Let the host tier push the model out again when it needs room."""
+        """Allow the host tier to evict the model again."""
         if self._host is not None:
             self._host.unpin(model)
 
@@ -142,7 +142,7 @@ class TieredStore(WeightStore):
         for tier in self.tiers:
             if isinstance(tier, SupportsImport):
                 return await tier.import_model(model)
-        raise ConfigError(f"No tier of {self!r} can take in model {model.id!r}; add a NvmeStore.")
+        raise ConfigError(f"No tier of {self!r} can import model {model.id!r}; add a NvmeStore.")
 
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
         for tier in self.tiers:
@@ -152,10 +152,12 @@ class TieredStore(WeightStore):
 
     def view(self) -> StoreView:
         views = [tier.view() for tier in self.tiers]
-        due = {manifest.model: manifest for manifest in self._due}
-        rising = tuple(rise for manifest in due.values() if (rise := self._rise(manifest)).size_bytes)
+        manifests = {manifest.model: manifest for manifest in self._tracked}
+        loading = tuple(
+            entry for manifest in manifests.values() if (entry := self._remaining(manifest)).size_bytes
+        )
         queued: Counter[str] = Counter()
-        for entry in rising:
+        for entry in loading:
             queued[entry.tier] += entry.size_bytes
         return StoreView(
             tiers=tuple(
@@ -164,12 +166,12 @@ class TieredStore(WeightStore):
                 for tier in view.tiers
             ),
             residency=tuple(entry for view in views for entry in view.residency),
-            rising=rising,
+            loading=loading,
         )
 
     @property
     def num_lent(self) -> int:
-        """How much the tiers have lent, as they count it; 0 when nothing is open."""
+        """How many buffers the tiers have lent; 0 when nothing is open."""
         return sum(getattr(tier, "num_lent", 0) for tier in self.tiers)
 
     def __repr__(self) -> str:
@@ -183,7 +185,7 @@ class TieredStore(WeightStore):
             try:
                 return await tier.manifest(model)
             except StoreError as exc:
-                failure = telling(failure, exc)
+                failure = more_specific(failure, exc)
         raise failure or ShardMissing(f"No tier holds model {model!r}.")
 
     async def _enter(self, stack: AsyncExitStack, shard: Shard) -> AsyncIterator[HostChunk]:
@@ -193,11 +195,11 @@ class TieredStore(WeightStore):
             except ShardMissing:
                 pass
             except StoreError as exc:
-                self._pass_by(shard.model, exc)
+                self._log_bypass(shard.model, exc)
             if (manifest := await self._manifest_of(shard)) is not None:
-                rising = await stack.enter_async_context(self._rising(self._host, shard, manifest))
-                if rising is not None:
-                    return rising
+                loading = await stack.enter_async_context(self._loading(self._host, shard, manifest))
+                if loading is not None:
+                    return loading
         return await self._enter_below(stack, shard)
 
     async def _enter_lent(
@@ -212,9 +214,9 @@ class TieredStore(WeightStore):
                     return buffer
                 hold = await reserved.enter_async_context(host.hold(manifest, rank))
             except StoreError as exc:
-                self._pass_by(manifest.model, exc)
+                self._log_bypass(manifest.model, exc)
                 return None
-            with self._link(manifest.model).load(manifest.model):
+            with self._queue(manifest.model).load(manifest.model):
                 tier = await self._complete(host, manifest, manifest.shards_of(rank))
             hold.keep()
             buffer = await stack.enter_async_context(host.lend(manifest, rank))
@@ -229,25 +231,25 @@ class TieredStore(WeightStore):
                     chunks = await attempt.enter_async_context(tier.open(shard))
                     first = await anext(chunks, None)
                 except StoreError as exc:
-                    failure = telling(failure, exc)
+                    failure = more_specific(failure, exc)
                     continue
                 stack.push_async_exit(attempt.pop_all())
-                return _Begun(first, chunks)
+                return _Chained(first, chunks)
         raise failure or ShardMissing(f"No tier holds {shard.file!r} of model {shard.model!r}.")
 
     async def _manifest_of(self, shard: Shard) -> Manifest | None:
-        """The manifest that names the shard; `None` for a shard of a model that was converted anew since."""
+        """The manifest that names the shard; `None` for a shard of an earlier conversion of the model."""
         manifest = self._manifests.get(shard.model)
         if manifest is None or shard not in manifest.shards:
             with suppress(StoreError):
                 manifest = await self._manifest(self._below, shard.model)
         return manifest if manifest is not None and shard in manifest.shards else None
 
-    def _pass_by(self, model: ModelId, why: Exception) -> None:
-        """Say, once for each reason, that a load goes on without the host tier; that it is full is usual."""
-        if not isinstance(why, TierFull) and self._told.get(model) != str(why):
-            self._told[model] = str(why)
-            _log.warning("Model %r passes by %r: %s", model, self._host, why)
+    def _log_bypass(self, model: ModelId, error: Exception) -> None:
+        """Log, once for each reason, that a load goes on without the host tier; a full tier is not logged."""
+        if not isinstance(error, TierFull) and self._logged.get(model) != str(error):
+            self._logged[model] = str(error)
+            _log.warning("Model %r is loaded without %r: %s", model, self._host, error)
 
     def _not_open(self) -> StoreError:
         return StoreError(f"{self!r} is not open; use it inside `async with`.")
@@ -255,44 +257,45 @@ class TieredStore(WeightStore):
     # -------------------------------------------------------------------------- filling the host tier
 
     @asynccontextmanager
-    async def _rising(
+    async def _loading(
         self, host: HostTier, shard: Shard, manifest: Manifest
-    ) -> AsyncGenerator[Follower | None]:
-        """Follow the shard's way up; `None` if the host tier has no room for it."""
-        async with self._following(host, shard, manifest) as fill:
+    ) -> AsyncGenerator[FillReader | None]:
+        """Read the shard while it is loaded into the host tier; `None` if that has no room for it."""
+        async with self._fill_of(host, shard, manifest) as fill:
             fill.wanted = True
             while not fill.admitted and fill.error is None:
                 await fill.changed()
-            follower = Follower(fill, host.chunk_bytes) if fill.admitted else None
-            if follower is None and fill.error is not None:
-                self._pass_by(shard.model, fill.error)
+            reader = FillReader(fill, host.chunk_bytes) if fill.admitted else None
+            if reader is None and fill.error is not None:
+                self._log_bypass(shard.model, fill.error)
             try:
-                yield follower
+                yield reader
             finally:
-                if follower is not None:
-                    follower.close()
+                if reader is not None:
+                    reader.close()
 
     async def _complete(self, host: HostTier, manifest: Manifest, shards: Iterable[Shard]) -> str:
-        """Bring up the shards that are missing, one after the other; return which tier gave the last."""
+        """Load the missing shards one after the other; return the tier that the last came from."""
         tier = host.name
-        with self._on_its_way(manifest):
+        with self._tracking(manifest):
             for shard in shards:
                 if not host.holds(shard):
-                    async with self._following(host, shard, manifest, at_once=True) as fill:
+                    async with self._fill_of(host, shard, manifest, at_once=True) as fill:
                         await fill.finished()
                         tier = fill.tier
         return tier
 
     @contextmanager
-    def _on_its_way(self, manifest: Manifest) -> Generator[None]:
-        self._due.append(manifest)
+    def _tracking(self, manifest: Manifest) -> Generator[None]:
+        """Show the model as loading in the view while the block runs."""
+        self._tracked.append(manifest)
         try:
             yield
         finally:
-            self._due.remove(manifest)
+            self._tracked.remove(manifest)
 
-    def _rise(self, manifest: Manifest) -> Residency:
-        """From where a model on its way up comes, and how much of it is to come."""
+    def _remaining(self, manifest: Manifest) -> Residency:
+        """The tier that a model is being loaded from, and the bytes still to be read."""
         missing_bytes = 0
         for shard in manifest.shards:
             if self._host is not None and not self._host.holds(shard):
@@ -301,27 +304,27 @@ class TieredStore(WeightStore):
         return Residency(model=manifest.model, tier=self._source(manifest.model), size_bytes=missing_bytes)
 
     def _source(self, model: ModelId) -> str:
-        """The tier from which the model would be read into the host tier; the last if none says it has it."""
+        """The tier that the model is loaded into the host tier from; the last one if none shows it."""
         views = [tier.view() for tier in self._below]
         held = (name for view in views if (name := view.tier_of(model)) is not None)
         return next(held, views[-1].tiers[-1].name if views and views[-1].tiers else "")
 
-    def _link(self, model: ModelId) -> Link:
-        return self._links[self._source(model)]
+    def _queue(self, model: ModelId) -> PrefetchQueue:
+        return self._queues[self._source(model)]
 
     @asynccontextmanager
-    async def _following(
+    async def _fill_of(
         self, host: HostTier, shard: Shard, manifest: Manifest, *, at_once: bool = False
     ) -> AsyncGenerator[Fill]:
-        """Take part in the one fill of a shard; the last to leave waits until its books are closed."""
+        """Join the one fill of a shard; the last reader to leave waits until the fill has ended."""
         fill = await self._join(host, shard, manifest, at_once=at_once)
         try:
             yield fill
         finally:
             fill.leave()
-            if not fill.num_followers:
+            if not fill.num_readers:
                 with CancelScope(shield=True):
-                    await unbroken(fill.ended.wait)
+                    await shielded(fill.ended.wait)
 
     async def _join(self, host: HostTier, shard: Shard, manifest: Manifest, *, at_once: bool) -> Fill:
         while (fill := self._fills.get(shard)) is not None and fill.closing:
@@ -329,17 +332,17 @@ class TieredStore(WeightStore):
         if fill is None:
             if self._tasks is None:
                 raise self._not_open()
-            reading = nullcontext if at_once else partial(self._loading, manifest)
+            reading = nullcontext if at_once else partial(self._counted_as_load, manifest)
             fill = Fill(shard, manifest, self._below, host, at_once=at_once, reading=reading)
             self._fills[shard] = fill
             self._tasks.start_soon(self._run, fill)
-        fill.num_followers += 1
+        fill.num_readers += 1
         return fill
 
     @contextmanager
-    def _loading(self, manifest: Manifest) -> Generator[None]:
-        """A reader asked for a shard: what it waits for goes before prefetches."""
-        with self._link(manifest.model).load(manifest.model), self._on_its_way(manifest):
+    def _counted_as_load(self, manifest: Manifest) -> Generator[None]:
+        """Put the read of a shard before prefetches while the block runs, since a reader waits for it."""
+        with self._queue(manifest.model).load(manifest.model), self._tracking(manifest):
             yield
 
     async def _run(self, fill: Fill) -> None:
@@ -349,8 +352,8 @@ class TieredStore(WeightStore):
             del self._fills[fill.shard]
 
 
-class _Begun:
-    """An iterator whose first chunk was taken already."""
+class _Chained:
+    """An iterator over a first chunk and the rest."""
 
     def __init__(self, first: HostChunk | None, rest: AsyncIterator[HostChunk]) -> None:
         self._first = first

@@ -1,12 +1,13 @@
-"""Checking a store on a disk: every byte of a model against its index."""
+"""Verifying a model on a disk: every byte against the checksums of its index."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hotswap.backends.memory import aligned_buffer
 from hotswap.backends.stores.fields import CONVERT_AGAIN
-from hotswap.backends.stores.files import BlockFile, aligned_buffer
+from hotswap.backends.stores.files import BlockFile
 from hotswap.backends.stores.indexes import load_index
 from hotswap.backends.stores.layout import (
     ALIGNMENT_BYTES,
@@ -25,10 +26,10 @@ _PIECE_BYTES = 16 << 20
 def verify(root: Path, model: ModelId, *, progress: Callable[[int, int], None] | None = None) -> Manifest:
     """Read all bytes of a model, compare their checksums, and return its manifest. Blocking.
 
-    `progress` is told the bytes done and those in all.
+    `progress` is called with the bytes done and the total.
 
     Raises:
-        StoreError: whatever is wrong; see `load_index`.
+        StoreError: the model is damaged or missing; see `load_index`.
     """
     manifest = load_index(root, model)
     buffer = aligned_buffer(_PIECE_BYTES)
@@ -46,7 +47,7 @@ def verify(root: Path, model: ModelId, *, progress: Callable[[int, int], None] |
 
 
 def _damaged(directory: Path, manifest: Manifest, shard: Shard, buffer: memoryview) -> ShardCorrupt:
-    """Return the error that names the tensors in a shard whose bytes are not those that were written."""
+    """Return the error that names the damaged tensors of a shard."""
     begin, end = shard.buffer_offset_bytes, shard.buffer_offset_bytes + shard.size_bytes
     inside = [
         tensor
@@ -65,7 +66,7 @@ def _damaged(directory: Path, manifest: Manifest, shard: Shard, buffer: memoryvi
 
 
 def _checksum(directory: Path, manifest: Manifest, tensor: TensorSpec, buffer: memoryview) -> str:
-    """The checksum of a tensor's bytes, in however many files they are."""
+    """The checksum of a tensor's bytes, which may span files."""
     checksum = Checksum()
     for shard in manifest.shards_of(tensor.rank):
         start = max(0, tensor.offset_bytes - shard.buffer_offset_bytes)
@@ -76,10 +77,10 @@ def _checksum(directory: Path, manifest: Manifest, tensor: TensorSpec, buffer: m
 
 
 def _pieces(directory: Path, shard: Shard, buffer: memoryview, start: int, stop: int) -> Iterator[memoryview]:
-    """The bytes of a shard from `start` to `stop`; each piece is the buffer's until the next."""
+    """The bytes of a shard from `start` to `stop`; each piece is valid until the next."""
     if start >= stop:
         return
-    # Direct reads begin and end on blocks.
+    # Direct reads start and end at block boundaries.
     first, last = start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, min(align(stop), shard.size_bytes)
     file = BlockFile(directory / shard.file)
     try:

@@ -1,6 +1,6 @@
 """Writing a model: each rank's flat buffer into data files, with the checksums of files and tensors.
 
-It is there whole or not at all (`partial`), and can go on where a process was killed (`journal`).
+All of a model appears, or nothing (`partial`), and a killed conversion can be resumed (`journal`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from io import BufferedWriter
 from pathlib import Path
 
+from hotswap.backends.stores.durable import map_write_errors, sync_directory, write_file
 from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.journal import FinishedFile, Journal
 from hotswap.backends.stores.layout import (
@@ -25,12 +26,10 @@ from hotswap.backends.stores.layout import (
 from hotswap.backends.stores.partial import (
     AlreadyThere,
     already_there,
-    partial,
+    partial_directory,
     publish,
     sweep,
-    sync_directory,
 )
-from hotswap.errors import StoreError, TierFull
 from hotswap.model import Manifest, Shard, TensorSpec
 
 __all__ = [
@@ -46,12 +45,11 @@ __all__ = [
 
 _PIECE_BYTES = 8 << 20
 _ZEROS = memoryview(bytes(1 << 20))
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a conversion is: `phase` is `"read"` or `"write"`, with the bytes done of all."""
+    """Progress of a conversion: `phase` is `"read"` or `"write"`, with the bytes done and the total."""
 
     phase: str
     done_bytes: int
@@ -71,11 +69,11 @@ def write_model(
     """Write a model under `root` and return its manifest with shards and checksums.
 
     `ranks` yields each rank's flat buffer in pieces, in order and without gaps, `manifest.buffer_bytes` in
-    all; the manifest's own shards are ignored. Blocking. Whatever `progress` raises ends the writing.
+    all; the manifest's own shards are ignored. Blocking. An error raised by `progress` ends the writing.
 
     Raises:
         AlreadyThere: the store has the model, and `replace_existing` is false.
-        TierFull: the disk has no room; nothing of the model is left, and what was there before is untouched.
+        TierFull: the disk has no room; nothing of the model is left, and other models are untouched.
         StoreError: writing failed.
     """
     options = WriteOptions(
@@ -91,7 +89,7 @@ def write_model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """How a model is written. `key` names what is written, so that a conversion that died can go on."""
+    """How a model is written. `key` identifies the content, so that a dead conversion can be resumed."""
 
     max_file_bytes: int = 4 << 30
     replace_existing: bool = False
@@ -100,7 +98,7 @@ class WriteOptions:
 
 
 class ModelWriter:
-    """A model that is being written: one buffer for each rank, to be filled in any interleaving.
+    """A model being written: one buffer for each rank, which may be filled in any interleaving.
 
     `manifest` gains shards and checksums when the block of `writing` ends.
     """
@@ -110,7 +108,7 @@ class ModelWriter:
         self.ranks = tuple(ranks)
 
     def close_ranks(self) -> None:
-        """Pad every buffer and take down where its bytes are, and what they are."""
+        """Pad every buffer, and add its shards and checksums to the manifest."""
         for rank in self.ranks:
             rank.finish()
         ranks = {writer.rank: writer for writer in self.ranks}
@@ -129,18 +127,18 @@ class ModelWriter:
 def writing(
     root: Path, manifest: Manifest, *, side_files: Mapping[str, bytes], options: WriteOptions
 ) -> Generator[ModelWriter]:
-    """Write a model in the block: it is there when the block ends, and not if the block raises.
+    """Write a model in the block: it appears when the block ends, and not if the block raises.
 
-    An interrupt of the process (`KeyboardInterrupt`, a kill) leaves what was finished where `options.key` is
-    given, for the next writing with this key; any other error leaves nothing. Raises as `write_model` does.
+    An interrupt of the process (`KeyboardInterrupt`, a kill) keeps the finished files where `options.key` is
+    given, for the next writer with this key; any other error leaves nothing. Raises as `write_model` does.
     """
     final = root / manifest.model
     if final.exists() and not options.replace_existing:
         raise already_there(final)
     needed = align(manifest.buffer_bytes, manifest.alignment_bytes) * manifest.world_size
-    with _map_write_errors(root, needed):
+    with map_write_errors(root, needed):
         root.mkdir(parents=True, exist_ok=True)
-        with partial(root, manifest.model, options.key) as (directory, journal):
+        with partial_directory(root, manifest.model, options.key) as (directory, journal):
             done = sum(file.size_bytes for file in journal.finished) if journal else 0
             if shutil.disk_usage(root).free < needed - done:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -159,10 +157,10 @@ def writing(
                 yield writer
                 writer.close_ranks()
             index = dump_index(writer.manifest)
-            # What could not be read is not written.
+            # An index that cannot be read is not written.
             parse_index(index, path=directory / INDEX_NAME, model=manifest.model)
             for name, content in {**side_files, INDEX_NAME: index}.items():
-                _write_file(directory / name, content)
+                write_file(directory / name, content)
             if journal is not None:
                 journal.close()
             publish(directory, final, replace_existing=options.replace_existing)
@@ -171,8 +169,8 @@ def writing(
 class RankWriter:
     """Writes one rank's flat buffer to files of at most `max_file_bytes`, one shard each.
 
-    Bytes that a former writer has finished are taken and dropped: `finished_bytes` says how many, so that
-    a caller need not make them.
+    Bytes that an earlier writer has finished are accepted and dropped: `finished_bytes` says how many, so
+    that a caller need not compute them.
     """
 
     def __init__(
@@ -209,14 +207,14 @@ class RankWriter:
             self._write_piece(data[start : start + _PIECE_BYTES])
 
     def skip_to(self, position: int) -> None:
-        """Append what nobody looks at: zeros, or nothing where a former writer was here."""
+        """Pad with zeros up to `position`; bytes that an earlier writer has finished are skipped."""
         if self.position < self.finished_bytes:
             self.position = min(position, self.finished_bytes)
         while self.position < position:
             self.write(_ZEROS[: min(len(_ZEROS), position - self.position)])
 
     def finish(self) -> None:
-        """Append zeros up to the alignment, and put everything on the disk."""
+        """Append zeros up to the alignment, and sync the files to the disk."""
         self.skip_to(self._end)
         if self._file is not None:
             self._finish_file()
@@ -227,7 +225,7 @@ class RankWriter:
             self._file.close()
 
     def shards(self) -> list[Shard]:
-        """Where the buffer lies, once it is finished."""
+        """The shards of the finished buffer."""
         return [
             Shard(
                 model=self._model,
@@ -288,7 +286,7 @@ class RankWriter:
 
 
 class TensorChecksums:
-    """The checksums of a rank's tensors, taken as its buffer goes by in order."""
+    """The checksums of a rank's tensors, computed as its buffer is written in order."""
 
     def __init__(self, tensors: Sequence[TensorSpec], finished: Sequence[FinishedFile]) -> None:
         self._places = sorted(
@@ -314,28 +312,14 @@ class TensorChecksums:
             self._next += 1
 
     def take(self) -> tuple[dict[str, str], str]:
-        """The checksums that were finished since the last call, by offset, and the one so far of the next."""
+        """The checksums finished since the last call, by offset, and the running one of the next tensor."""
         new, self._new = self._new, {}
         self._done.update(new)
         return new, str(self._current)
 
     def of(self, tensor: TensorSpec) -> str:
-        """The checksum of a tensor, which must have gone by."""
+        """The checksum of a tensor that was written."""
         return self._done[str(tensor.offset_bytes)] if tensor.size_bytes else str(Checksum())
-
-
-@contextmanager
-def _created(path: Path) -> Generator[BufferedWriter]:
-    """A new file, on the disk once the block is left."""
-    with path.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    with _created(path) as file:
-        file.write(content)
 
 
 def _reporter(
@@ -348,16 +332,3 @@ def _reporter(
             progress(Progress(phase="write", done_bytes=done, total_bytes=total_bytes))
 
     return report
-
-
-@contextmanager
-def _map_write_errors(root: Path, needed_bytes: int) -> Generator[None]:
-    try:
-        yield
-    except OSError as exc:
-        if exc.errno in _FULL:
-            raise TierFull(
-                f"{str(root)!r} has no room for the {needed_bytes} bytes of the model ({exc.strerror}). "
-                "Free some, or choose another root; nothing was changed."
-            ) from exc
-        raise StoreError(f"Writing to {str(root)!r} failed: {exc.strerror or exc}. Check the disk.") from exc

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 
 from hotswap.backends.memory import aligned_buffer
 from hotswap.backends.stores.crc import crc32
-from hotswap.backends.transports.broken import Damaged
+from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.transport import Frame
 
 __all__ = ["PIECE_BYTES", "FrameReader", "frame_pieces"]
@@ -63,7 +63,7 @@ class FrameReader:
         """Take bytes, up to the end of a frame; return how many, and the frame if it is whole.
 
         Raises:
-            Damaged: they are none that `frame_pieces` could have made; the reader is of no more use.
+            ProtocolError: they are none that `frame_pieces` could have made; the reader is of no more use.
         """
         used = 0
         while True:
@@ -101,19 +101,21 @@ class FrameReader:
         tail = bytearray(_SUM.size)
         yield memoryview(tail)
         if _SUM.unpack(tail) != (checksum,):
-            raise Damaged("the checksum of a frame is not that of its bytes: they were damaged on the way")
+            raise ProtocolError(
+                "the checksum of a frame is not that of its bytes: they were damaged on the way"
+            )
         return Frame(bytes(message), payload)
 
     def _lengths(self, head: bytes) -> tuple[int, int]:
         magic, version, message_bytes, payload_bytes = _HEAD.unpack_from(head)
         if magic != _MAGIC:
-            raise Damaged(f"{head[:4]!r} came where a frame should begin")
+            raise ProtocolError(f"{head[:4]!r} came where a frame should begin")
         if _SUM.unpack_from(head, _HEAD.size) != (crc32(head[: _HEAD.size], 0),):
-            raise Damaged("the head of a frame was damaged on the way")
+            raise ProtocolError("the head of a frame was damaged on the way")
         if version != _VERSION:
-            raise Damaged(f"the other end speaks version {version}, this one {_VERSION}")
+            raise ProtocolError(f"the other end speaks version {version}, this one {_VERSION}")
         if message_bytes > self._max_message_bytes or payload_bytes > self._max_payload_bytes:
-            raise Damaged(
+            raise ProtocolError(
                 f"a frame of {message_bytes:,} and {payload_bytes:,} bytes came, and no more than "
                 f"{self._max_message_bytes:,} and {self._max_payload_bytes:,} are taken"
             )
@@ -124,5 +126,5 @@ class FrameReader:
             try:
                 self._memory = aligned_buffer(size_bytes)
             except MemoryError as exc:
-                raise Damaged(str(exc)) from exc
+                raise ProtocolError(str(exc)) from exc
         return self._memory[:size_bytes]

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from hotswap.backends.memory import aligned_buffer, copy_in_turns
-from hotswap.backends.transports.broken import broken
+from hotswap.backends.transports.link_errors import broken
 from hotswap.backends.transports.stream import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 from hotswap.transport import Channel, Frame
 

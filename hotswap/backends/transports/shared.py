@@ -25,7 +25,7 @@ from anyio.abc import ByteStream, TaskStatus
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import copy_in_turns
-from hotswap.backends.transports.broken import Damaged, broken, why
+from hotswap.backends.transports.link_errors import ProtocolError, broken, why
 from hotswap.backends.transports.pages import SharedPages
 from hotswap.backends.transports.ring import Ring
 from hotswap.backends.transports.serving import BACKLOG, Handle, serve_each
@@ -120,16 +120,16 @@ class SharedChannel(Channel):
             with anyio.fail_after(self._stall_s):
                 returned = await self._places.receive(_MAX_PLACES)
             if len(returned) > self._ring.num_taken:
-                raise Damaged("the other end gave more back than it was lent")
+                raise ProtocolError("the other end gave more back than it was lent")
             self._ring.give_back(len(returned))
         return at
 
     def _payload_of(self, frame: Frame) -> memoryview:
         if len(frame.message) < _PLACE.size:
-            raise Damaged("a message came without the place of its payload")
+            raise ProtocolError("a message came without the place of its payload")
         at, size_bytes = _PLACE.unpack_from(frame.message)
         if at + size_bytes > len(self._in.view):
-            raise Damaged("a payload came that lies outside of the shared memory")
+            raise ProtocolError("a payload came that lies outside of the shared memory")
         return self._in.view[at : at + size_bytes]
 
     @asynccontextmanager
@@ -252,16 +252,16 @@ async def _accept(connected: socket.socket, max_ring_bytes: int, stall_s: float)
                 received.callback(os.close, file)
                 os.set_inheritable(file, False)
             if len(hello) != _HELLO.size or len(files) != 3:
-                raise Damaged("the other end opened with something else than a link")
+                raise ProtocolError("the other end opened with something else than a link")
             magic, version, ring_bytes = _HELLO.unpack(hello)
             if magic != _MAGIC or version != _VERSION or not 0 < ring_bytes <= max_ring_bytes:
-                raise Damaged(
+                raise ProtocolError(
                     f"the other end offers {magic!r}, version {version}, rings of {ring_bytes:,} bytes"
                 )
             inward, out = (SharedPages.adopt(file, ring_bytes) for file in files[:2])
             places = socket.fromfd(files[2], socket.AF_UNIX, socket.SOCK_STREAM)
             places.setblocking(False)
-        except (OSError, ValueError, Damaged) as exc:
+        except (OSError, ValueError, ProtocolError) as exc:
             raise broken(why(exc) or str(exc)) from exc
         undo.pop_all()
         return SharedChannel(SocketBytes(connected), SocketBytes(places), out, inward, stall_s=stall_s)

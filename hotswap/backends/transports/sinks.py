@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 import anyio
 
 from hotswap.backends.transports import wire
-from hotswap.backends.transports.broken import Damaged, broken
+from hotswap.backends.transports.link_errors import ProtocolError, broken
 from hotswap.backends.transports.wire import Message
 from hotswap.errors import HotswapError, InstanceLost, MigrationAborted
 from hotswap.migration import KVPages, KVSink, SupportsMigration
@@ -107,13 +107,13 @@ class RemoteSink(KVSink):
             if answer.number == self._num_calls:
                 return answer
             if answer.number > self._num_calls:
-                raise Damaged(f"the other end answers a call {answer.number} that was never made")
+                raise ProtocolError(f"the other end answers a call {answer.number} that was never made")
 
     @asynccontextmanager
     async def _understood(self) -> AsyncGenerator[None]:
         try:
             yield
-        except Damaged as exc:
+        except ProtocolError as exc:
             await self._channel.aclose()
             raise broken(str(exc)) from exc
 
@@ -170,7 +170,7 @@ async def serve_sink(engine: SupportsMigration, channel: Channel, *, silence_s: 
             await moves.serve(frame)
         except BaseException as exc:
             await channel.aclose()
-            if isinstance(exc, Damaged):
+            if isinstance(exc, ProtocolError):
                 raise broken(str(exc)) from exc
             raise
 
@@ -199,7 +199,7 @@ class _Moves:
         if message.verb == "leave":
             return None
         if message.verb != "open":
-            raise Damaged(f"the other end began a move by {message.verb!r}")
+            raise ProtocolError(f"the other end began a move by {message.verb!r}")
         request = wire.request_of(message, wire.tokens_of(payload))
         return await lent.enter_async_context(self._engine.import_kv(request))
 
@@ -248,4 +248,4 @@ async def _carry_out(sink: KVSink, message: Message, payload: memoryview) -> Non
         case "commit":
             await sink.commit(wire.tokens_of(payload))
         case verb:
-            raise Damaged(f"the other end asks for {verb!r}, which is no verb of a sink")
+            raise ProtocolError(f"the other end asks for {verb!r}, which is no verb of a sink")

@@ -10,8 +10,8 @@ from anyio import ResourceGuard
 from anyio.abc import ByteStream
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.transports.broken import broken, why
 from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
+from hotswap.backends.transports.link_errors import broken, why
 from hotswap.errors import MigrationAborted
 from hotswap.transport import Channel, Frame
 

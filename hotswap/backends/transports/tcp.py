@@ -14,7 +14,7 @@ import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import SocketAttribute, TaskStatus
 
-from hotswap.backends.transports.broken import broken, why
+from hotswap.backends.transports.link_errors import broken, why
 from hotswap.backends.transports.serving import BACKLOG, Handle, serve_each
 from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.backends.transports.stream import MAX_PAYLOAD_BYTES, STALL_S, StreamChannel

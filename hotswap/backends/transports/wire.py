@@ -1,7 +1,7 @@
 """What the two ends of a remote sink say to each other, as JSON beside tokens and pages; nothing is believed.
 
 Tokens go as a payload of 64-bit numbers, pages as they are. No object is ever made from a name that arrives.
-Whatever cannot be read raises `Damaged`, and whoever reads it then breaks the link.
+Whatever cannot be read raises `ProtocolError`, and whoever reads it then breaks the link.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar, cast
 
 from hotswap.backends.stores.fields import LARGEST, Fields, parse_object
-from hotswap.backends.transports.broken import Damaged
+from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.errors import HotswapError, InstanceLost, InvalidRequest, MigrationAborted, StoreError
 from hotswap.migration import KVLayout
 from hotswap.request import AdapterId, ModelId, Request, RequestId, Sampling
@@ -52,11 +52,11 @@ class Message:
 
 @contextmanager
 def _understood() -> Generator[None]:
-    """Turn what cannot be read into `Damaged`."""
+    """Turn what cannot be read into `ProtocolError`."""
     try:
         yield
     except (StoreError, InvalidRequest) as exc:
-        raise Damaged(f"what the other end says is not understood ({exc})") from exc
+        raise ProtocolError(f"what the other end says is not understood ({exc})") from exc
 
 
 def pack(verb: str, number: int, **fields: object) -> bytes:
@@ -69,7 +69,7 @@ def unpack(message: bytes) -> Message:
     """Read a message.
 
     Raises:
-        Damaged: it is none.
+        ProtocolError: it is none.
     """
     with _understood():
         fields = parse_object(message, "a message", remedy="Use one version of hotswap at both ends.")
@@ -82,7 +82,7 @@ def size(message: Message, name: str) -> int:
     """Return a field that is a whole number, 0 or more.
 
     Raises:
-        Damaged: it is none.
+        ProtocolError: it is none.
     """
     with _understood():
         return message.fields.size(name)
@@ -102,7 +102,7 @@ def error_of(answer: Message) -> HotswapError | None:
     """Return the error that an answer tells, if it does.
 
     Raises:
-        Damaged: it is no answer.
+        ProtocolError: it is no answer.
     """
     with _understood():
         match answer.verb:
@@ -131,10 +131,10 @@ def tokens_of(payload: memoryview) -> tuple[int, ...]:
     """Return the tokens of a payload.
 
     Raises:
-        Damaged: it has none.
+        ProtocolError: it has none.
     """
     if len(payload) % _TOKEN_BYTES:
-        raise Damaged(f"tokens came as {len(payload)} bytes, which are no whole number of them")
+        raise ProtocolError(f"tokens came as {len(payload)} bytes, which are no whole number of them")
     tokens = array("q", bytes(payload))
     if sys.byteorder == "big":
         tokens.byteswap()
@@ -160,7 +160,7 @@ def request_of(message: Message, tokens: tuple[int, ...]) -> Request:
     """Return the request of a message.
 
     Raises:
-        Damaged: it is none.
+        ProtocolError: it is none.
     """
     with _understood():
         fields = message.fields
@@ -216,7 +216,7 @@ def layout_of(message: Message) -> KVLayout:
     """Return the layout of a message.
 
     Raises:
-        Damaged: it is none.
+        ProtocolError: it is none.
     """
     with _understood():
         fields = message.fields.record("layout")

@@ -22,7 +22,7 @@ import anyio
 import torch
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from hotswap.backends.stores.unbroken import in_thread, unbroken
+from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.backends.vllm.inside import worker
 from hotswap.backends.vllm.inside.pages import BlockShape
 from hotswap.backends.vllm.names import named
@@ -237,7 +237,7 @@ async def start(settings: Settings, staged: Staged) -> Core:
     try:
         # In a context of ours, so that vLLM's spans of its start are children of the current one.
         context = copy_context()
-        llm, directory = await unbroken(
+        llm, directory = await shielded(
             lambda: loop.run_in_executor(_maker, lambda: context.run(_make, settings, staged, stats))
         )
     except Exception as exc:

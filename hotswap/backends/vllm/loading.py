@@ -8,7 +8,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from opentelemetry.trace import get_current_span
 
 from hotswap.backends.life import Life
-from hotswap.backends.stores.unbroken import unbroken
+from hotswap.backends.stores.shielded import shielded
 from hotswap.backends.vllm.core import Core, CorePool, start
 from hotswap.backends.vllm.settings import Settings
 from hotswap.backends.vllm.staging import Staged, stage
@@ -82,11 +82,11 @@ class Loader:
         if staged is None:
             staged = await self._stage(model, store, 0)
         try:
-            await unbroken(partial(self._make_ready, staged))
+            await shielded(partial(self._make_ready, staged))
             self._life.refuse_if_lost()
             await checkpoint_if_cancelled()
         except BaseException:
-            await unbroken(self._give_ready_back)
+            await shielded(self._give_ready_back)
             raise
         finally:
             await staged.release()

@@ -1,4 +1,4 @@
-"""A disk with faults, and a notebook of every read."""
+"""A disk with faults that records every read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BadDisk(FileCalls):
 
 
 def io_error(fd: int, buffer: memoryview, offset: int) -> int:
-    """The device gave up."""
+    """The device fails."""
     raise OSError(errno.EIO, "Input/output error")
 
 

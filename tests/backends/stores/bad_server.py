@@ -1,4 +1,4 @@
-"""An HTTP server on loopback that misbehaves on request, as the servers and networks of this world do."""
+"""An HTTP server on loopback with faults on request: stalls, resets, wrong ranges, wrong bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Kind: TypeAlias = Literal[
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with one request: after `after` bytes of the body, or with the answer's `status`."""
+    """The fault of one response: after `after` bytes of the body, or in its `status`."""
 
     kind: Kind
     after: int = 0
@@ -60,7 +60,7 @@ class Request:
 
 
 class BadServer:
-    """Serves the files under `root`, read only, and works off the faults that were planned for each path."""
+    """Serves the files under `root`, read-only, with the faults planned for each path."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -70,17 +70,17 @@ class BadServer:
         self._forever: dict[str, Fault] = {}
 
     def plan(self, path: str, faults: Iterable[Fault | None]) -> None:
-        """Let the next requests for `path` go wrong, one fault each; `None` lets one pass."""
+        """Plan a fault for each of the next requests for `path`; `None` is no fault."""
         self._planned[path].extend(faults)
 
     def always(self, path: str, fault: Fault | None) -> None:
-        """Let every request for `path` go wrong for which nothing else is planned, until told otherwise."""
+        """Plan a fault for all requests for `path` that have no other plan."""
         self._forever.pop(path, None)
         if fault is not None:
             self._forever[path] = fault
 
     def clear(self) -> None:
-        """Behave from now on."""
+        """Remove all plans."""
         self._planned.clear()
         self._forever.clear()
         self.requests.clear()
@@ -159,7 +159,7 @@ async def _send_body(
 
 
 class _HungUp(Exception):
-    """The connection is done for."""
+    """The connection was closed."""
 
 
 async def _receive(stream: SocketStream) -> Request:

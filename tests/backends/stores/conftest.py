@@ -1,4 +1,4 @@
-"""A tiny checkpoint, made once."""
+"""A tiny checkpoint, created once."""
 
 from __future__ import annotations
 

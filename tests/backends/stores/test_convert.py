@@ -1,4 +1,4 @@
-"""Conversion: the bytes of the module that will run, or a typed error and nothing left behind."""
+"""Conversion gives the bytes of the module that will run, or a typed error and no leftovers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_the_converted_bytes_are_the_modules_own(tmp_path: Path, checkpoin
         assert torch.equal(value, state[tensor.name]), tensor.name
 
 
-def test_tied_weights_lie_there_once(tmp_path: Path, checkpoint: Path) -> None:
+def test_tied_weights_are_stored_once(tmp_path: Path, checkpoint: Path) -> None:
     manifest = convert(checkpoint, tmp_path, model_id=M)
     places = {tensor.name: tensor.offset_bytes for tensor in manifest.tensors}
     assert places["lm_head.weight"] == places["model.embed_tokens.weight"]

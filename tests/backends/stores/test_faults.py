@@ -1,4 +1,4 @@
-"""Disks that fail: the right bytes or a typed error that names the file, and nothing kept either way."""
+"""A failing disk gives the right bytes or a typed error that names the file, and keeps no resources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.backends.stores import bad_disk
 from tests.backends.stores.bad_disk import BadDisk
 from tests.backends.stores.models import UNIT, collect, exhaust, put, read, read_rank
 
-Way: TypeAlias = Callable[[NvmeStore, Shard], Awaitable[bytes]]
+Read: TypeAlias = Callable[[NvmeStore, Shard], Awaitable[bytes]]
 
 HARMLESS = [bad_disk.short, bad_disk.ragged]
 FATAL = [bad_disk.io_error, bad_disk.stale, bad_disk.end]
@@ -29,7 +29,7 @@ NUM_PIECES = 9
 
 
 async def place(store: NvmeStore, shard: Shard, *, unaligned: bool = False) -> bytes:
-    """Read a shard into place and return what lies there."""
+    """Read a shard into a buffer, and return its bytes."""
     start = 100 if unaligned else 0
     target = aligned_buffer(shard.size_bytes + start)[start:]
     chunk = await store.read_into(shard, target)
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest, byt
     return root, manifest, ranks[0]
 
 
-@pytest.mark.parametrize("way", [read, place])
+@pytest.mark.parametrize("method", [read, place])
 @given(
     fault=st.sampled_from([*HARMLESS, *FATAL, bad_disk.flipped]),
     at=st.integers(0, NUM_PIECES - 1),
@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest, byt
 @settings(max_examples=60, deadline=None)
 async def test_a_fault_anywhere_gives_the_right_bytes_or_a_typed_error(
     model: tuple[Path, Manifest, bytes],
-    way: Way,
+    method: Read,
     fault: bad_disk.Fault,
     at: int,
     threads: int,
@@ -68,15 +68,15 @@ async def test_a_fault_anywhere_gives_the_right_bytes_or_a_typed_error(
     disk = BadDisk(fault=fault, at=at % num_reads)
     async with NvmeStore(root, chunk_bytes=pieces * UNIT, threads=threads, depth=depth, calls=disk) as store:
         if fault in HARMLESS:
-            assert await way(store, shard) == whole
+            assert await method(store, shard) == whole
         else:
             expected = StoreError if fault in (bad_disk.io_error, bad_disk.stale) else ShardCorrupt
             with pytest.raises(expected, match=shard.file):
-                await way(store, shard)
+                await method(store, shard)
         assert store.num_lent == 0
         assert not disk.open_fds
         disk.fault = None
-        assert await way(store, shard) == whole
+        assert await method(store, shard) == whole
     assert all(offset + size <= shard.size_bytes for offset, size in disk.reads)
 
 
@@ -99,9 +99,9 @@ async def test_what_came_before_a_fault_is_lent_in_order(
     assert bytes(got) == whole[: at * UNIT]
 
 
-@pytest.mark.parametrize("way", [read, place])
+@pytest.mark.parametrize("method", [read, place])
 @pytest.mark.parametrize("harm", ["write", "truncate", "vanish", "replace"])
-async def test_a_file_changed_under_the_reader(tmp_path: Path, harm: str, way: Way) -> None:
+async def test_a_file_changed_under_the_reader(tmp_path: Path, harm: str, method: Read) -> None:
     manifest, ranks = put(tmp_path, size=8 * UNIT, file_bytes=8 * UNIT)
     shard = manifest.shards[0]
     file = tmp_path / "m" / shard.file
@@ -122,18 +122,18 @@ async def test_a_file_changed_under_the_reader(tmp_path: Path, harm: str, way: W
     disk = BadDisk(fault=meanwhile)
     async with NvmeStore(tmp_path, chunk_bytes=UNIT, verify="never", threads=1, calls=disk) as store:
         if harm in ("vanish", "replace"):  # the file that was opened is still whole
-            assert await way(store, shard) == ranks[0]
+            assert await method(store, shard) == ranks[0]
         else:
             with pytest.raises(ShardCorrupt, match=rf"{shard.file}.*(truncated|while it was being read)"):
-                await way(store, shard)
+                await method(store, shard)
         assert store.num_lent == 0
         if harm == "vanish":
             with pytest.raises(ShardMissing, match=shard.file):
-                await way(store, shard)
+                await method(store, shard)
 
 
 async def test_two_files_are_not_mixed_where_direct_reads_end(tmp_path: Path) -> None:
-    """The file is opened anew for buffered reads, and by then it may be another one."""
+    """The file is opened again for buffered reads, and may have been replaced."""
     manifest, _ = put(tmp_path, size=8 * UNIT, file_bytes=8 * UNIT)
     file = tmp_path / "m" / manifest.shards[0].file
 

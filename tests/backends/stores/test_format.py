@@ -1,4 +1,4 @@
-"""The format on disk, held to bytes that were written once: what is in `golden` can be read for ever."""
+"""The format on disk, compared with the files in `golden`, which must stay readable."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_golden_index_is_read_as_it_was_meant(tmp_path: Path) -> None:
 
 
 def test_an_index_may_be_written_in_any_form_of_json(tmp_path: Path) -> None:
-    """Ours is the one that is summed, which is checked without writing it again; others are as good."""
+    """Ours is canonical and is checked without writing it again; other forms are valid too."""
     path = GOLDEN / M / INDEX_NAME
     index: dict[str, Any] = json.loads(path.read_bytes())
     reordered = {name: index[name] for name in ("manifest", "version", "format", "checksum")}

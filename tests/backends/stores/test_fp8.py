@@ -1,4 +1,4 @@
-"""Conversion to FP8: what lies on the disk, how much less it is, and that every rank groups its own part."""
+"""Conversion to FP8: the stored tensors, their size, and the groups of each rank's part."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rank_bytes(root: Path, manifest: Manifest, rank: int) -> Tensor:
 
 
 def stored(root: Path, manifest: Manifest, rank: int = 0) -> dict[str, Tensor]:
-    """The tensors of a rank by name, as they lie on the disk."""
+    """The stored tensors of a rank by name."""
     flat = rank_bytes(root, manifest, rank)
     return {spec.name: tensor_at(flat, spec) for spec in manifest.tensors_of(rank)}
 
@@ -60,7 +60,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "mixtral", "gpt_oss"])
-def test_the_store_holds_codes_and_scales_and_the_rest_as_it_was(
+def test_the_store_has_quantized_values_and_scales_and_all_else_unchanged(
     architecture: str, scheme: str, tmp_path: Path
 ) -> None:
     model = make_model(architecture, dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def test_tied_weights_are_stored_once_and_as_they_were(tmp_path: Path) -> None:
     assert "lm_head.weight.scale" not in spec
 
 
-def test_a_model_with_nothing_to_quantise_is_stored_as_if_it_were_not_asked_for(tmp_path: Path) -> None:
+def test_a_model_with_nothing_to_quantize_is_stored_as_if_it_were_not_asked_for(tmp_path: Path) -> None:
     source = save(make_model("gpt2"), tmp_path / "source")
     asked = convert(source, tmp_path / "asked", model_id="m", quantize="fp8-e4m3")
     plain = convert(source, tmp_path / "plain", model_id="m")

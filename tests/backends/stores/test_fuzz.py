@@ -1,4 +1,4 @@
-"""Mutated models: a slice of `benchmarks.fuzz`, and proof that it would notice."""
+"""Mutated models: a slice of `benchmarks.fuzz`, and checks that it detects faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_mutated_models_load_right_or_are_refused(tmp_path: Path) -> None:
     assert set(report.outcomes) == {"loaded", "ShardCorrupt", "ShardMissing", "UnsafeFile"}
 
 
-def test_a_case_depends_on_the_seed_and_its_number_alone(tmp_path: Path) -> None:
+def test_a_case_depends_on_the_seed_and_its_number_only(tmp_path: Path) -> None:
     together = fuzz.fuzz(5, range(12), directory=tmp_path).outcomes
     alone = [fuzz.fuzz(5, [case], directory=tmp_path).outcomes for case in range(12)]
     assert sum((outcomes for outcomes in alone), start=type(together)()) == together

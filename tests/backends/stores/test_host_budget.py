@@ -1,4 +1,4 @@
-"""Whatever happens to a host tier, its budget holds, what is lent stays, and all bytes come back."""
+"""A host tier keeps its budget and lent models, and releases all bytes, under random operations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def manifest_of(model: str) -> Manifest:
 
 
 class Tier(RuleBasedStateMachine):
-    """Random admissions (some broken off), loans, pins and drops on a real store with real memory."""
+    """Random admissions (some cancelled), loans, pins and drops on a real store with real memory."""
 
     loans = Bundle("loans")
 

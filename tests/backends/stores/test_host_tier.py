@@ -1,4 +1,4 @@
-"""What both host tiers promise, a process's own memory and shared memory alike."""
+"""The contract of both host tiers, `PinnedStore` and `SharedStore`."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ async def test_a_buffer_of_which_a_shard_was_read_is_kept(tier: HostTier, tmp_pa
         assert residents(tier) == {"m"}
 
 
-async def test_what_was_used_last_goes_last_however_long_ago_that_began(
-    tier: HostTier, tmp_path: Path
-) -> None:
+async def test_the_end_of_a_use_decides_the_order_of_eviction(tier: HostTier, tmp_path: Path) -> None:
     a, b, c = (put(tmp_path, model, size=8 * UNIT)[0] for model in "abc")
     async with tier:
         await admit(tier, a)

@@ -1,4 +1,4 @@
-"""The index: what was written is read back, and nothing it says is believed unchecked."""
+"""The index reads back as it was written, and every field of it is validated."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ BAD_NAMES = [
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_file_name_that_leads_elsewhere_is_unsafe(manifest: Manifest, name: str) -> None:
+def test_a_file_name_that_leads_out_of_the_directory_is_unsafe(manifest: Manifest, name: str) -> None:
     with pytest.raises(UnsafeFile, match=r"index\.json.*hotswap store add"):
         parse(changed(manifest, "manifest", "shards", 0, "file", to=name))
 
 
-# Each change, and what the error must say.
+# Each change, and the text of its error.
 CONTRADICTIONS: list[tuple[tuple[str | int, ...], object, str]] = [
     (("format",), "safetensors", "format"),
     (("version",), 2, "version is 2"),
@@ -222,7 +222,7 @@ def test_no_more_indexes_are_kept_than_asked_for(tmp_path: Path) -> None:
 
 
 def _paths(value: object, path: tuple[str | int, ...] = ()) -> Any:
-    """The way to every value of a JSON document."""
+    """The path of every value of a JSON document."""
     if path:
         yield path
     steps = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -231,7 +231,7 @@ def _paths(value: object, path: tuple[str | int, ...] = ()) -> Any:
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"format": NaN}', b"1" * 5000])
-def test_what_is_no_index_is_refused(text: bytes) -> None:
+def test_a_text_that_is_no_index_is_refused(text: bytes) -> None:
     with pytest.raises(ShardCorrupt, match=r"index\.json"):
         parse(text)
 
@@ -255,6 +255,6 @@ def test_every_dtype_of_torch_that_holds_weights_is_known() -> None:
         for value in vars(torch).values()
         if isinstance(value, torch.dtype)
     }
-    # Those of less than a byte have no address, and quantised ones carry their scale outside of the tensor.
+    # Those of less than a byte have no address, and quantized ones carry their scale outside of the tensor.
     unstorable = re.compile(r"u?int[1-7]|bits\w+|q\w+|complex32")
     assert {name for name in dtypes if not unstorable.fullmatch(name)} == set(layout.DTYPE_BYTES)

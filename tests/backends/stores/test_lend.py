@@ -1,4 +1,4 @@
-"""A lent buffer: the store's own memory, whole, kept while it is lent."""
+"""A lent buffer is the store's own memory, whole, and kept while it is lent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def address(buffer: HostBuffer | None) -> int:
     return in_place(buffer.data).data_ptr()
 
 
-async def test_what_is_resident_is_lent_in_place(tmp_path: Path) -> None:
+async def test_a_resident_model_is_lent_in_place(tmp_path: Path) -> None:
     manifest, ranks = put(tmp_path, world_size=2)
     async with tiered(tmp_path) as store:
         assert isinstance(store, SupportsLend)
@@ -43,7 +43,7 @@ async def test_what_is_resident_is_lent_in_place(tmp_path: Path) -> None:
         assert used(store) == 2 * manifest.buffer_bytes
 
 
-async def test_what_is_not_resident_is_brought_up_first(tmp_path: Path) -> None:
+async def test_a_model_that_is_not_resident_is_loaded_first(tmp_path: Path) -> None:
     manifest, ranks = put(tmp_path)
     async with tiered(tmp_path) as store:
         async with store.lend(manifest) as buffer:
@@ -69,7 +69,7 @@ async def test_a_loan_and_many_readers_share_one_buffer(tmp_path: Path) -> None:
         assert await read_rank(store, manifest) == ranks[0]
 
 
-async def test_what_is_lent_is_neither_pushed_out_nor_dropped(tmp_path: Path) -> None:
+async def test_a_lent_model_is_neither_evicted_nor_dropped(tmp_path: Path) -> None:
     manifest, ranks = put(tmp_path, size=4 * UNIT)
     other, other_ranks = put(tmp_path, "other", size=8 * UNIT)
     async with tiered(tmp_path, units=8) as store, anyio.create_task_group() as tasks:
@@ -86,7 +86,7 @@ async def test_what_is_lent_is_neither_pushed_out_nor_dropped(tmp_path: Path) ->
         assert store.view().tier_of(M) == "nvme"
 
 
-async def test_what_was_converted_anew_is_not_lent(tmp_path: Path) -> None:
+async def test_a_model_of_another_conversion_is_not_lent(tmp_path: Path) -> None:
     old, _ = put(tmp_path)
     async with tiered(tmp_path) as store:
         await store.prefetch(M)
@@ -125,7 +125,7 @@ async def test_a_loan_cancelled_anywhere_leaves_no_trace(tmp_path: Path) -> None
         await cancel_everywhere(borrow, look)
 
 
-async def test_lent_memory_outlives_a_lender_that_forgets(tmp_path: Path) -> None:
+async def test_lent_memory_outlives_a_store_that_drops_it(tmp_path: Path) -> None:
     manifest, ranks = put(tmp_path)
     async with tiered(tmp_path) as store:
         async with store.lend(manifest) as buffer:

@@ -16,12 +16,12 @@ from anyio.lowlevel import checkpoint
 
 from hotswap import Manifest, ModelId
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore, pinned
-from hotswap.backends.stores.disk_shelf import Loan
+from hotswap.backends.stores.disk_directory import ReadLock
 from hotswap.backends.stores.reading import ReadAhead
 from hotswap.backends.stores.segment import Segment
-from hotswap.backends.stores.segment_shelf import SegmentShelf
+from hotswap.backends.stores.segment_directory import SegmentDirectory
 from hotswap.backends.stores.shared_buffer import SharedBuffer
-from hotswap.backends.stores.unbroken import unbroken
+from hotswap.backends.stores.shielded import shielded
 from tests.backends.stores.models import UNIT, exhaust, put
 from tests.backends.stores.test_shared import Machine, used
 
@@ -86,16 +86,16 @@ async def lend(store: TieredStore, manifest: Manifest) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "resident"),
     [
-        (SegmentShelf, "take", False),
-        (SegmentShelf, "attach", False),
-        (SegmentShelf, "attach", True),
+        (SegmentDirectory, "attach_or_create", False),
+        (SegmentDirectory, "attach", False),
+        (SegmentDirectory, "attach", True),
         (Segment, "reserve", False),
         (SharedBuffer, "_pin", True),
         (SharedBuffer, "close", True),
         (Segment, "end_filling", False),
     ],
 )
-async def test_a_shared_loan_leaves_nothing_mapped_locked_or_charged(
+async def test_a_shared_loan_leaves_nothing_mapped_locked_or_reserved(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, resident: bool
 ) -> None:
     manifest = machine.put()
@@ -111,10 +111,10 @@ async def test_a_shared_loan_leaves_nothing_mapped_locked_or_charged(
         await lend(store, manifest)
 
 
-async def test_a_shared_store_that_was_not_opened_has_no_books_open(
+async def test_a_shared_store_that_was_not_opened_keeps_no_file_open(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(monkeypatch, SegmentShelf, "open")
+    held = Held(monkeypatch, SegmentDirectory, "open")
 
     async def enter() -> None:
         async with machine.store():
@@ -140,7 +140,7 @@ async def test_pinned_memory_is_given_back(
         assert (store.num_lent, store.view().tiers[0].used_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Loan, "take"), (ReadAhead, "prepare")])
+@pytest.mark.parametrize(("owner", "name"), [(ReadLock, "acquire"), (ReadAhead, "prepare")])
 async def test_a_read_from_the_disk_leaves_nothing_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
@@ -158,7 +158,7 @@ async def test_a_read_from_the_disk_leaves_nothing_open(
         await store.remove(M)
 
 
-async def test_unbroken_work_returns_or_raises_as_it_is() -> None:
+async def test_shielded_work_returns_or_raises_as_it_is() -> None:
     async def fail() -> int:
         raise ValueError("as it is")
 
@@ -166,12 +166,12 @@ async def test_unbroken_work_returns_or_raises_as_it_is() -> None:
         await checkpoint()
         return 7
 
-    assert await unbroken(answer) == 7
+    assert await shielded(answer) == 7
     with pytest.raises(ValueError, match="as it is"):
-        await unbroken(fail)
+        await shielded(fail)
 
 
-async def test_unbroken_work_outlasts_a_timeout_of_asyncio() -> None:
+async def test_shielded_work_outlasts_a_timeout_of_asyncio() -> None:
     steps: list[str] = []
 
     async def work() -> None:
@@ -181,9 +181,9 @@ async def test_unbroken_work_outlasts_a_timeout_of_asyncio() -> None:
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
-            await unbroken(work)
+            await shielded(work)
     assert steps == ["a", "b", "c"]
     with anyio.move_on_after(0) as scope:
-        await unbroken(work)
+        await shielded(work)
     assert scope.cancelled_caught
     assert steps == ["a", "b", "c"] * 2

@@ -1,4 +1,4 @@
-"""The disk tier: what it reads is what was written, or a typed error that names the file."""
+"""The disk tier reads the bytes that were written, or raises a typed error that names the file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_a_chunk_kept_too_long_is_an_error_not_other_bytes(tmp_path: Path)
             bytes(first.data)
 
 
-async def test_the_view_tells_what_is_there(tmp_path: Path) -> None:
+async def test_the_view_shows_the_models(tmp_path: Path) -> None:
     one, _ = put(tmp_path, "one")
     async with NvmeStore(tmp_path, budget="1 MiB") as store:
         two, _ = put(tmp_path, "two", size=2 * UNIT)

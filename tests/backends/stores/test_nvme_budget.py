@@ -1,4 +1,4 @@
-"""The disk tier under its budget: what goes first, what never goes, and what a crash leaves."""
+"""The disk tier under its budget: eviction order, models in use, and crashes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hotswap import Manifest, Model, ModelId, ShardCorrupt, ShardMissing, StoreError, TierFull
 from hotswap.backends.stores import NvmeStore
-from hotswap.backends.stores.disk_shelf import DiskShelf, locked
+from hotswap.backends.stores.disk_directory import DiskDirectory, locked
 from hotswap.backends.stores.indexes import load_index
 from tests.backends.stores.models import UNIT, put, read, read_rank
 
@@ -27,7 +27,7 @@ SIZE = 5 * UNIT
 
 
 class Elsewhere:
-    """Models that lie in another directory, and how they come into a disk tier."""
+    """Models in another directory, and their admission into a disk tier."""
 
     def __init__(self, root: Path, *models: str, size: int = SIZE) -> None:
         self.models: dict[str, tuple[Manifest, list[bytes]]] = {
@@ -49,18 +49,18 @@ class Elsewhere:
 
 
 def there(root: Path) -> set[str]:
-    """The models that a directory shows; whatever is hidden must not outlive those who made it."""
+    """The models of a directory; hidden entries must not outlive the process that made them."""
     names = set(os.listdir(root))
     assert not {name for name in names if name.startswith(".")}
     return names
 
 
 def data_bytes(root: Path) -> int:
-    """What the data files take, hidden ones included."""
+    """The bytes of all data files, hidden ones included."""
     return sum(file.stat().st_size for file in root.rglob("*.bin"))
 
 
-async def test_what_was_read_longest_ago_goes_first_also_after_a_restart(tmp_path: Path) -> None:
+async def test_the_least_recently_read_model_is_evicted_first_also_after_a_restart(tmp_path: Path) -> None:
     here = tmp_path / "here"
     elsewhere = Elsewhere(tmp_path / "elsewhere", "a", "b", "c", "d", "e")
     budget = 3 * elsewhere.manifest("a").weight_bytes
@@ -207,7 +207,7 @@ ADMIT = """
 REMOVE = """
     import shutil, sys, time
     from pathlib import Path
-    from hotswap.backends.stores.disk_shelf import DiskShelf
+    from hotswap.backends.stores.disk_directory import DiskDirectory
 
     def rmtree(path, **options):
         next(Path(path).glob("*.bin")).unlink()
@@ -215,7 +215,7 @@ REMOVE = """
         sys.stdin.read()
 
     shutil.rmtree = rmtree
-    DiskShelf(Path(sys.argv[1]), None).remove("a")
+    DiskDirectory(Path(sys.argv[1]), None).remove("a")
 """
 
 PIN = """
@@ -260,7 +260,7 @@ async def test_a_process_killed_while_it_admits_leaves_no_half_model(tmp_path: P
         assert await to_thread.run_sync(line_of, process) == "writing"
         async with NvmeStore(here, budget=elsewhere.manifest("a").weight_bytes) as store:
             assert store.view().residency == ()
-            assert len(os.listdir(here)) == 2  # a living writer is left alone, and its room is counted
+            assert len(os.listdir(here)) == 2  # a living writer is left alone, and its reservation counts
             with pytest.raises(TierFull):
                 await Elsewhere(tmp_path / "elsewhere", "b").admit(store, "b")
         await to_thread.run_sync(kill, process)
@@ -367,23 +367,23 @@ async def test_the_budget_holds_and_what_is_lent_stays(
     assert all(load_index(here, ModelId(model)) for model in there(here))
 
 
-async def test_what_a_dead_conversion_can_go_on_from_counts(tmp_path: Path) -> None:
+async def test_the_files_of_a_conversion_that_can_be_resumed_count(tmp_path: Path) -> None:
     here = tmp_path / "here"
     elsewhere = Elsewhere(tmp_path / "elsewhere", "a", "b")
     size = elsewhere.manifest("a").weight_bytes
     left = here / ".c.0123456789abcdef.partial"
     left.mkdir(parents=True)
     (left / "rank-0-of-1.000.bin").write_bytes(bytes(UNIT))
-    shelf = DiskShelf(here, size + UNIT - 1)
-    with pytest.raises(TierFull), shelf.reserve(ModelId("a"), size):
+    directory = DiskDirectory(here, size + UNIT - 1)
+    with pytest.raises(TierFull), directory.reserve(ModelId("a"), size):
         pass
-    with shelf.reserve(ModelId("c"), size):  # it goes on from there
+    with directory.reserve(ModelId("c"), size):  # it is resumed
         assert len(os.listdir(here)) == 2
-    with DiskShelf(here, size + UNIT).reserve(ModelId("a"), size):
+    with DiskDirectory(here, size + UNIT).reserve(ModelId("a"), size):
         assert len(os.listdir(here)) == 2
 
 
-def test_a_fork_while_a_model_or_the_root_is_locked_stops_nobody(
+def test_a_fork_while_a_model_or_the_root_is_locked_keeps_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path)
@@ -391,19 +391,19 @@ def test_a_fork_while_a_model_or_the_root_is_locked_stops_nobody(
     close = os.close
 
     def close_here(fd: int) -> None:
-        kept.append(os.dup(fd))  # as a process that was forked meanwhile has it
+        kept.append(os.dup(fd))  # as in a child process forked meanwhile
         close(fd)
 
-    shelf = DiskShelf(tmp_path, None)
+    directory = DiskDirectory(tmp_path, None)
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", close_here)
-        loan = shelf.loan(ModelId("m"))
-        loan.take()
-        loan.close()
-        with shelf.reserve(ModelId("new"), 1):
+        lock = directory.read_lock(ModelId("m"))
+        lock.acquire()
+        lock.release()
+        with directory.reserve(ModelId("new"), 1):
             pass
     assert kept
-    assert not shelf.in_use(ModelId("m"))
+    assert not directory.in_use(ModelId("m"))
     with locked(tmp_path):
         pass
     for fd in kept:

@@ -1,4 +1,4 @@
-"""The host tier by itself: admission, loans, and pinning."""
+"""The host tier by itself: filling, lending and pinning."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_hold_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         assert await read_rank(store, small) == ranks[0]
 
 
-async def test_memory_that_the_system_does_not_have_is_passed_by(
+async def test_a_model_is_loaded_without_memory_that_the_system_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, ranks = put(tmp_path)
@@ -111,7 +111,7 @@ async def test_admission_cancelled_anywhere_gives_the_bytes_back(tmp_path: Path)
     new, ranks = put(tmp_path, "new", size=4 * UNIT)
     async with PinnedStore(4 * UNIT) as store:
 
-        async def push_out() -> None:
+        async def evict() -> None:
             await admit(store, new, ranks[0])
             await admit(store, old, old_ranks[0])
 
@@ -119,10 +119,10 @@ async def test_admission_cancelled_anywhere_gives_the_bytes_back(tmp_path: Path)
             assert store.num_lent == 0
             assert used(store) == sum(entry.size_bytes for entry in store.view().residency) <= 4 * UNIT
 
-        await cancel_everywhere(push_out, look)
+        await cancel_everywhere(evict, look)
 
 
-async def test_a_drop_is_taken_back_by_a_prefetch(tmp_path: Path) -> None:
+async def test_a_prefetch_cancels_a_drop(tmp_path: Path) -> None:
     manifest, _ = put(tmp_path)
     async with TieredStore(PinnedStore("1 MiB"), NvmeStore(tmp_path)) as store:
         await store.prefetch(M)
@@ -134,7 +134,7 @@ async def test_a_drop_is_taken_back_by_a_prefetch(tmp_path: Path) -> None:
         assert store.view().tier_of(M) == "pinned"
 
 
-async def test_a_pinned_model_is_not_pushed_out(tmp_path: Path) -> None:
+async def test_a_pinned_model_is_not_evicted(tmp_path: Path) -> None:
     for model in "abc":
         put(tmp_path, model, size=4 * UNIT)
     a, b, c = map(ModelId, "abc")

@@ -1,4 +1,4 @@
-"""Reading with several threads: the order, the sums, the memory, and the event loop's share."""
+"""Reading with several threads: order, checksums, memory, and the event loop."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ async def test_buffers_are_kept_for_the_next_read_and_no_more_than_one_ring(tmp_
         assert store.num_lent == 0
 
 
-def test_the_piece_that_is_due_always_has_a_buffer() -> None:
+def test_the_next_piece_in_order_always_has_a_buffer() -> None:
     ring = Ring(6, [memoryview(bytearray(1)) for _ in range(2)])
     first, second = ring.claim(), ring.claim()
     assert first is not None
     assert second is not None
     assert (first[0], second[0]) == (0, 1)
     assert ring.take() is None
-    assert not ring.fill(1, second[1]), "nobody waits for piece 1"
+    assert not ring.fill(1, second[1]), "no consumer waits for piece 1"
     assert ring.fill(0, first[1]), "the consumer waits for piece 0"
     lent = ring.take()
     assert isinstance(lent, memoryview)
@@ -153,7 +153,7 @@ def test_the_piece_that_is_due_always_has_a_buffer() -> None:
     assert third[0] == 2
 
 
-def test_a_ring_that_stops_lets_its_threads_go() -> None:
+def test_a_ring_that_stops_ends_its_threads() -> None:
     ring = Ring(6, [])
     claims: list[object] = []
     thread = threading.Thread(target=lambda: claims.append(ring.claim()))
@@ -195,8 +195,8 @@ async def test_the_last_bytes_are_not_lent_before_the_whole_was_compared(tmp_pat
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of memory")
-@pytest.mark.parametrize("way", ["lend", "into"])
-def test_loading_takes_a_ring_of_memory_and_little_more(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("method", ["lend", "into"])
+def test_loading_takes_a_ring_of_memory_and_little_more(tmp_path: Path, method: str) -> None:
     """In a process of its own, since memory that another test has freed would be used again unseen."""
     script = f"""
 import re, anyio
@@ -212,14 +212,14 @@ def memory(field):
 async def main(root):
     piece = memoryview(bytes(1 << 20))
     manifest = write_model(root, blank(size={MODEL_BYTES}), [[piece] * {MODEL_BYTES >> 20}])
-    target = aligned_buffer(manifest.buffer_bytes if {way == "into"} else 1)
+    target = aligned_buffer(manifest.buffer_bytes if {method == "into"} else 1)
     for start in range(0, len(target), 4096):
         target[start] = 1
     async with NvmeStore(root, chunk_bytes="4 MiB", depth={RING_BYTES >> 22}) as store:
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmRSS")
         for shard in manifest.shards:
-            if {way == "into"}:
+            if {method == "into"}:
                 await store.read_into(shard, target[shard.buffer_offset_bytes:][:shard.size_bytes])
             else:
                 async with store.open(shard) as chunks:

@@ -1,4 +1,4 @@
-"""The remote tier: whatever the network does, exact bytes or a typed error, and nothing stays lent."""
+"""The remote tier gives exact bytes or a typed error in any network, and all buffers are returned."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.backends.stores.models import UNIT, put, read, read_rank
 M = ModelId("m")
 INDEX = "/m/index.json"
 
-# What the next attempt cures, and what it does not. A stall costs its time, so it has tests of its own.
+# Faults that the next attempt survives, and faults that it does not. Stalls take time and have own tests.
 PASSING = (
     Fault("reset"),
     Fault("reset", after=1000),
@@ -51,16 +51,16 @@ PASSING = (
 )
 
 
-def before(server: BadServer, **settings: Any) -> RemoteStore:
-    """An impatient store before a server."""
+def store_of(server: BadServer, **settings: Any) -> RemoteStore:
+    """A store that reads from a server, with short time limits."""
     changed = {"part_bytes": 2 * UNIT, "piece_bytes": 1, "concurrency": 3, "retries": 3, "backoff_s": 0.0}
     return RemoteStore(server.url, **(changed | settings))
 
 
 @asynccontextmanager
 async def serving(root: Path, **settings: Any) -> AsyncGenerator[tuple[BadServer, RemoteStore]]:
-    """A server over `root`, a store before it, and a look at the books at the end."""
-    async with BadServer(root).run() as server, before(server, **settings) as store:
+    """A server over `root` and a store that reads from it; all buffers must be returned at the end."""
+    async with BadServer(root).run() as server, store_of(server, **settings) as store:
         yield server, store
         assert store.num_lent == 0
 
@@ -69,7 +69,7 @@ async def serving(root: Path, **settings: Any) -> AsyncGenerator[tuple[BadServer
 async def serving_tiers(root: Path, **settings: Any) -> AsyncGenerator[tuple[BadServer, TieredStore]]:
     """The same below a tier in host memory."""
     host = PinnedStore("1 MiB", chunk_bytes=UNIT)
-    async with BadServer(root).run() as server, TieredStore(host, before(server, **settings)) as store:
+    async with BadServer(root).run() as server, TieredStore(host, store_of(server, **settings)) as store:
         yield server, store
         assert store.num_lent == 0
 
@@ -165,7 +165,7 @@ async def test_pauses_double_up_to_a_limit_and_are_drawn_from_the_random_passed_
     assert dice.limits == [0.25, 0.5, 1, 2, 4, 8, 10, 10]
 
 
-async def test_bytes_that_nobody_asked_for_are_left_alone(tmp_path: Path) -> None:
+async def test_bytes_outside_of_the_range_are_dropped(tmp_path: Path) -> None:
     manifest, ranks = put(tmp_path, size=8 * UNIT, file_bytes=8 * UNIT)
     async with serving(tmp_path) as (server, store):
         server.always(file_of(manifest), Fault("excess"))
@@ -243,7 +243,7 @@ def faults(draw: st.DrawFn) -> Fault:
     part_units=st.integers(1, 6),
     concurrency=st.integers(1, 4),
 )
-async def test_any_course_of_faults_ends_in_exact_bytes_or_a_typed_error(
+async def test_any_sequence_of_faults_ends_in_exact_bytes_or_a_typed_error(
     schedule: list[Fault | None], units: int, part_units: int, concurrency: int
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -443,7 +443,7 @@ def test_a_set_up_that_cannot_work_is_refused_at_once(url: str, settings: dict[s
         RemoteStore(url, **settings)
 
 
-# --------------------------------------------------------------------------------------------- under others
+# --------------------------------------------------------------------------------------- below other tiers
 
 
 async def test_many_readers_of_a_tiered_store_make_one_download(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is pushed is there whole or not at all, and reads back as it was; on files and on S3."""
+"""A pushed model appears whole or not at all, and reads back unchanged; on files and on S3."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def over_files(far: Path) -> RemoteStore:
 
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize("size", [1024, 5 * UNIT, 23 * UNIT + 512])
-async def test_what_was_pushed_reads_back_as_it_was(near: Path, far: Path, size: int) -> None:
+async def test_a_pushed_model_reads_back_unchanged(near: Path, far: Path, size: int) -> None:
     manifest, ranks = put(near, size=size, world_size=2, file_bytes=8 * UNIT)
     (near / "m" / "tokenizer.json").write_text("{}")
     async with over_files(far) as store:
@@ -70,7 +70,7 @@ async def test_a_model_can_be_pushed_under_another_name(near: Path, far: Path) -
 
 
 @pytest.mark.usefixtures("_small_parts")
-async def test_a_damaged_model_is_not_there_until_it_was_mended(near: Path, far: Path) -> None:
+async def test_a_damaged_model_is_not_stored_until_it_is_repaired(near: Path, far: Path) -> None:
     manifest, ranks = put(near, size=10 * UNIT, file_bytes=5 * UNIT)
     last = near / "m" / manifest.shards[-1].file
     good = last.read_bytes()
@@ -104,7 +104,7 @@ async def test_a_push_cancelled_anywhere_leaves_no_model_that_cannot_be_read(nea
         assert await read_rank(store, manifest) == ranks[0]
 
 
-async def test_other_weights_are_put_in_the_place_of_a_model_only_on_request(near: Path, far: Path) -> None:
+async def test_a_model_is_replaced_by_other_weights_only_on_request(near: Path, far: Path) -> None:
     old, old_ranks = put(near)
     _, new_ranks = put(near.parent / "new", seed=1)
     async with over_files(far) as store:
@@ -119,7 +119,7 @@ async def test_other_weights_are_put_in_the_place_of_a_model_only_on_request(nea
 
 
 @pytest.mark.usefixtures("_small_parts")
-async def test_a_model_whose_replacement_broke_off_is_not_there(near: Path, far: Path) -> None:
+async def test_a_model_whose_replacement_failed_is_not_stored(near: Path, far: Path) -> None:
     put(near)
     manifest, ranks = put(near.parent / "new", seed=1)
     last = near.parent / "new" / "m" / manifest.shards[-1].file
@@ -154,7 +154,7 @@ async def test_a_server_that_takes_no_files_says_so(near: Path, far: Path) -> No
 
 @pytest.fixture(scope="module")
 def s3() -> Generator[Any]:
-    """An S3 server on loopback, and boto3's idea of it."""
+    """An S3 server on loopback, and a boto3 client of it."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""A conversion that was killed goes on where it stopped, and never takes others' bytes for its own."""
+"""A killed conversion is resumed, and never uses files of another conversion."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CHILD = """
 
 
 def killed(source: Path, root: Path, at: int) -> Path:
-    """Convert in a process that is killed, and return what it left."""
+    """Convert in a process that is killed, and return the directory that it left."""
     command = [sys.executable, "-c", textwrap.dedent(_CHILD), str(source), str(root), str(at)]
     subprocess.run(command, check=False, capture_output=True)
     (left,) = root.iterdir()
@@ -63,14 +63,14 @@ def contents(root: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> tuple[Manifest, dict[str, bytes]]:
-    """What an undisturbed conversion gives."""
+    """The result of an undisturbed conversion."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("whole")
     return convert(checkpoint, root, **OPTIONS), contents(root)
 
 
 async def opened(root: Path) -> NvmeStore:
-    """Open a store, which tidies up, and close it."""
+    """Open a store, which removes leftovers, and close it."""
     async with NvmeStore(root) as store:
         assert store.view().residency == ()
     return store
@@ -120,7 +120,7 @@ def test_any_interruptions_and_any_damage_end_in_the_same_bytes(
 
 
 def damage(directory: Path, data: st.DataObject) -> None:
-    """Perhaps lose, cut or flip something in one of the files that were left."""
+    """Perhaps delete, truncate or change one of the files that were left."""
     path = data.draw(st.sampled_from(sorted(directory.iterdir())))
     content = path.read_bytes()
     match data.draw(st.sampled_from(["nothing", "lose", "cut", "flip"])):

@@ -1,4 +1,4 @@
-"""Shared host memory as one process sees it, with two stores where it takes two."""
+"""Shared host memory in one process, with two stores where a test needs two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anyio.lowlevel import checkpoint
 from hotswap import ConfigError, HostBuffer, Manifest, ModelId, ShardMissing, StoreError, TierFull, UnsafeFile
 from hotswap.backends.stores import NvmeStore, SharedStore, TieredStore, segment
 from hotswap.backends.stores.segment import Label, digest_of
-from hotswap.backends.stores.segment_shelf import SegmentShelf
+from hotswap.backends.stores.segment_directory import SegmentDirectory
 from hotswap.backends.torch.buffers import in_place
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.bad_disk import BadDisk, io_error
@@ -47,10 +47,10 @@ class Machine:
         return TieredStore(shared, NvmeStore(self.root, chunk_bytes=UNIT, calls=self.disk))
 
     def files(self) -> set[str]:
-        return set(os.listdir(self.directory)) - {".books"}
+        return set(os.listdir(self.directory)) - {".budget"}
 
     def maps(self) -> list[str]:
-        """How this process has segments mapped: the permissions of each mapping."""
+        """The permissions of each mapping of a segment in this process."""
         lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
         return [line.split()[1] for line in lines if str(self.directory) in line]
 
@@ -61,7 +61,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def size_of(manifest: Manifest) -> int:
-    """What a model takes of the budget."""
+    """The bytes of the budget that a model takes."""
     ranks = range(manifest.world_size)
     return sum(Label.of(manifest, rank, digest_of(manifest)).size_bytes for rank in ranks)
 
@@ -102,7 +102,7 @@ async def test_a_model_that_one_store_has_loaded_is_lent_by_the_other_without_re
         assert machine.maps() == []
 
 
-async def test_both_look_at_the_same_pages(machine: Machine) -> None:
+async def test_both_stores_map_the_same_pages(machine: Machine) -> None:
     manifest = machine.put()
     async with (
         machine.store() as one,
@@ -146,14 +146,14 @@ async def test_a_restart_finds_its_models_warm(machine: Machine) -> None:
     assert len(machine.disk.reads) == num_reads
 
 
-async def test_what_was_converted_anew_is_never_lent_for_it(machine: Machine) -> None:
+async def test_weights_of_an_earlier_conversion_are_never_lent(machine: Machine) -> None:
     old = machine.put()
     async with machine.store() as store:
         await store.prefetch(M)
         (machine.root / M).rename(machine.root / "old")
         new = machine.put(seed=1)
         async with machine.store() as restarted:
-            assert restarted.view().tier_of(M) == "shared"  # so far it knows of one only
+            assert restarted.view().tier_of(M) == "shared"  # it knows one conversion so far
             assert await restarted.manifest(M) == new
             assert restarted.view().tier_of(M) == "nvme"
             async with restarted.lend(new) as buffer, store.lend(old) as former:
@@ -166,7 +166,7 @@ async def test_what_was_converted_anew_is_never_lent_for_it(machine: Machine) ->
             ]
 
 
-async def test_the_budget_is_one_and_what_was_used_longest_ago_goes_first_whoever_used_it(
+async def test_the_budget_is_shared_and_the_least_recently_used_model_of_all_stores_is_evicted_first(
     machine: Machine,
 ) -> None:
     manifests = {model: machine.put(model, size=4 * UNIT) for model in "abc"}
@@ -182,7 +182,7 @@ async def test_the_budget_is_one_and_what_was_used_longest_ago_goes_first_whoeve
         assert used(one) == used(other) == budget
 
 
-async def test_what_another_store_lends_or_pins_stays(machine: Machine) -> None:
+async def test_a_model_that_another_store_lends_or_pins_stays(machine: Machine) -> None:
     manifests = {model: machine.put(model, size=4 * UNIT) for model in "ab"}
     budget = size_of(manifests["a"])
     async with machine.store(budget) as one, machine.store(budget) as other:
@@ -215,7 +215,7 @@ async def test_a_pin_ends_with_its_store_and_may_come_before_it_is_open(machine:
         await store.prefetch(ModelId("b"))
 
 
-async def test_a_drop_waits_for_what_another_store_lends_and_can_be_taken_back(machine: Machine) -> None:
+async def test_a_drop_waits_for_loans_of_another_store_and_can_be_cancelled(machine: Machine) -> None:
     manifest = machine.put()
     async with machine.store() as one, machine.store() as other:
         await one.prefetch(M)
@@ -223,7 +223,7 @@ async def test_a_drop_waits_for_what_another_store_lends_and_can_be_taken_back(m
             with lent(buffer):
                 tasks.start_soon(one.drop, M)
                 await checkpoint()
-                await one.prefetch(M)  # takes it back: the task group could not end otherwise
+                await one.prefetch(M)  # cancels it: otherwise the task group could not end
         assert one.view().tier_of(M) == "shared"
         async with anyio.create_task_group() as tasks, other.lend(manifest) as buffer:
             tasks.start_soon(one.drop, M)
@@ -233,7 +233,7 @@ async def test_a_drop_waits_for_what_another_store_lends_and_can_be_taken_back(m
         assert machine.files() == set()
 
 
-async def test_clear_removes_what_nobody_uses(machine: Machine) -> None:
+async def test_clear_removes_models_that_are_not_in_use(machine: Machine) -> None:
     manifests = {model: machine.put(model) for model in "abc"}
     async with machine.store() as one, machine.store() as other:
         for model in "abc":
@@ -293,12 +293,12 @@ async def test_waiting_for_another_store_cancelled_anywhere_leaves_nothing(machi
         assert await read(store, shard) == machine.bytes_of(manifest)[: shard.size_bytes]
 
 
-async def test_what_one_store_left_half_filled_the_other_goes_on_with(machine: Machine) -> None:
+async def test_a_store_resumes_the_fill_that_another_left(machine: Machine) -> None:
     manifest = machine.put(size=6 * UNIT)
     first, *rest = manifest.shards
     async with machine.store() as one, machine.store() as other:
         await read(one, first)  # kept, since it was read
-        assert machine.files() == {Label.of(manifest, 0, digest_of(manifest)).coming_name}
+        assert machine.files() == {Label.of(manifest, 0, digest_of(manifest)).incoming_name}
         assert one.view().tier_of(M) == "nvme"
         machine.disk.reads.clear()
         await other.prefetch(M)
@@ -307,7 +307,7 @@ async def test_what_one_store_left_half_filled_the_other_goes_on_with(machine: M
         assert await read_rank(one, manifest) == machine.bytes_of(manifest)
 
 
-async def test_what_nobody_finished_goes_before_anything_else(machine: Machine) -> None:
+async def test_incomplete_segments_are_evicted_first(machine: Machine) -> None:
     whole, half, new = (machine.put(model, size=6 * UNIT) for model in ("whole", "half", "new"))
     budget = 2 * size_of(whole)
     async with machine.store(budget) as store:
@@ -329,7 +329,7 @@ async def test_a_failed_read_leaves_nothing(machine: Machine) -> None:
 
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
-async def test_memory_that_is_full_is_passed_by(
+async def test_a_model_is_loaded_without_full_memory(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, at: int, number: int
 ) -> None:
     manifest = machine.put(size=8 * UNIT)
@@ -371,7 +371,7 @@ def little(machine: Machine) -> Iterator[Machine]:
     subprocess.run(["umount", place], check=True)
 
 
-async def test_a_file_system_that_is_full_is_passed_by(little: Machine) -> None:
+async def test_a_model_is_loaded_without_a_full_file_system(little: Machine) -> None:
     large, small = little.put("large", size=16 * UNIT), little.put("small", size=4 * UNIT)
     async with little.store() as store:
         with pytest.raises(TierFull, match="No space left"):
@@ -416,7 +416,7 @@ async def test_a_segment_that_is_none_is_never_served_but_remade(
     async with machine.store() as store:
         await store.prefetch(M)
         (name,) = machine.files()
-        for path in (machine.directory / name, machine.directory / f".{name}.coming"):
+        for path in (machine.directory / name, machine.directory / f".{name}.incoming"):
             if not path.exists():
                 (machine.directory / name).rename(path)
             damage(path)
@@ -457,7 +457,7 @@ async def test_what_is_no_file_is_neither_read_nor_touched_and_passed_by(
     manifest = machine.put()
     label = Label.of(manifest, 0, digest_of(manifest))
     machine.directory.mkdir(mode=0o700)
-    make(machine.directory / (label.coming_name if coming else label.name))
+    make(machine.directory / (label.incoming_name if coming else label.name))
     async with machine.store() as store:
         with pytest.raises(UnsafeFile, match=r"store clear"):
             await store.prefetch(M)
@@ -522,9 +522,9 @@ async def test_a_host_tier_that_fails_is_passed_by_and_the_log_says_so_once(
 
     async with machine.store() as store:
         await store.manifest(M)
-        monkeypatch.setattr(SegmentShelf, "take", fail)
-        monkeypatch.setattr(SegmentShelf, "attach", fail)
-        monkeypatch.setattr(SegmentShelf, "has", lambda *_: True)
+        monkeypatch.setattr(SegmentDirectory, "attach_or_create", fail)
+        monkeypatch.setattr(SegmentDirectory, "attach", fail)
+        monkeypatch.setattr(SegmentDirectory, "has", lambda *_: True)
         with pytest.raises(StoreError, match="Too many"):
             async with host(store).hold(manifest, 0):
                 pass

@@ -1,4 +1,4 @@
-"""Whatever two stores do with the memory they share: one budget holds, and what either one lends stays."""
+"""Two stores that share memory keep one budget, and models that either lends, under random operations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def size_of(model: str) -> int:
 
 
 class Machine(RuleBasedStateMachine):
-    """Random admissions (some broken off, some half kept), loans, pins, drops and restarts of two stores."""
+    """Random admissions (some cancelled, some kept half), loans, pins, drops and restarts of two stores."""
 
     loans = Bundle("loans")
 
@@ -158,7 +158,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def one_budget_holds(self) -> None:
-        files = [file for file in self.directory.iterdir() if file.name != ".books"]
+        files = [file for file in self.directory.iterdir() if file.name != ".budget"]
         used = sum(file.stat().st_size for file in files)
         assert [store.view().tiers[0].used_bytes for store in self.stores] == [used, used]
         assert sum(map(size_of, self.resident())) <= used <= BUDGET

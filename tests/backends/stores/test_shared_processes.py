@@ -23,7 +23,7 @@ A, B = ModelId("a"), ModelId("b")
 
 
 class Process:
-    """Another process on the same machine, at one of the works of `sharing`."""
+    """Another process on the same machine that runs one of the jobs of `sharing`."""
 
     def __init__(self, machine: Machine, budget: int, work: str, model: str) -> None:
         words = (machine.root, machine.directory, budget, work, model)
@@ -64,7 +64,7 @@ async def process(machine: Machine, budget: int, work: str, model: str = "a") ->
 
 
 class Waiting:
-    """A load in this process that has to wait for another; `until` that one does something about it."""
+    """A load in this process that waits for another process, `until` that one continues."""
 
     def __init__(self, machine: Machine, store: TieredStore, manifest: Manifest) -> None:
         self.machine, self.store, self.manifest = machine, store, manifest
@@ -105,7 +105,7 @@ async def test_of_two_processes_that_load_a_model_one_reads_it(machine: Machine)
             theirs_bytes = int((await other.said()).removeprefix("filled "))
 
         await waiting.until(go)
-        # The next of its shards is read by whoever comes first; each is read once.
+        # Either process may read the next shard; each is read once.
         assert theirs_bytes
         assert theirs_bytes + sum(size for _, size in machine.disk.reads) == manifest.weight_bytes
         await other.end()
@@ -114,7 +114,7 @@ async def test_of_two_processes_that_load_a_model_one_reads_it(machine: Machine)
         assert await read_rank(store, manifest) == machine.bytes_of(manifest)
 
 
-async def test_who_waits_for_a_process_that_is_killed_goes_on_in_its_place(machine: Machine) -> None:
+async def test_a_waiting_process_resumes_the_fill_of_a_killed_one(machine: Machine) -> None:
     manifest = machine.put("a")
     budget = size_of(manifest)
     async with process(machine, budget, "fill") as other, machine.store(budget) as store:
@@ -133,7 +133,7 @@ async def test_a_process_killed_while_it_fills_leaves_nothing_behind(machine: Ma
     budget = size_of(manifest)
     async with machine.store(budget) as store, process(machine, budget, "fill") as other:
         assert await other.said() == "reading"
-        with pytest.raises(TierFull):  # who fills is alive
+        with pytest.raises(TierFull):  # the filling process is alive
             await store.prefetch(B)
         await other.kill()
         assert used(store) == budget
@@ -155,7 +155,7 @@ async def test_the_next_to_open_sweeps_what_a_killed_process_left(machine: Machi
 
 
 @pytest.mark.parametrize(("work", "says"), [("lend", "lent nvme"), ("pin", "pinned")])
-async def test_what_a_process_lends_or_pins_stays_until_it_ends_even_by_a_kill(
+async def test_a_model_that_a_process_lends_or_pins_stays_until_the_process_ends_or_is_killed(
     machine: Machine, work: str, says: str
 ) -> None:
     manifest = machine.put("a")

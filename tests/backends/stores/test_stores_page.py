@@ -1,4 +1,4 @@
-"""The page about stores: its code runs as it stands there, so do its commands, and they print its keys."""
+"""The code and the commands of docs/stores.md run, and the commands print its keys."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def test_the_keys_are_those_of_the_commands(
         assert main(["store", *words, "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         keys = list(told)
-        for part in ("models", "ways"):
+        for part in ("models", "methods"):
             keys += told[part][0] if part in told else []
         assert sorted(re.findall(r"`(\w+)`", rows[name])) == sorted(keys), name

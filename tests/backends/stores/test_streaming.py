@@ -1,4 +1,4 @@
-"""Streamed conversion: byte for byte what loading the whole model gives, in a bounded piece of memory."""
+"""Streamed conversion gives the bytes of the loaded model, in bounded memory."""
 
 from __future__ import annotations
 

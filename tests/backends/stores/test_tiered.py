@@ -1,4 +1,4 @@
-"""The tiered store: the fastest tier that has it, one copy in host memory, one read for all."""
+"""The tiered store reads the fastest tier, keeps one copy in host memory, and reads once for all readers."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_a_corrupt_shard_is_not_kept(tmp_path: Path, disk: Counting) -> No
         assert used(store) == 0
 
 
-async def test_a_host_tier_that_is_too_small_lets_the_shard_pass(tmp_path: Path, disk: Counting) -> None:
+async def test_a_shard_is_lent_without_a_host_tier_that_is_too_small(tmp_path: Path, disk: Counting) -> None:
     manifest, ranks = put(tmp_path)
     async with TieredStore(host(4), disk) as store:
         assert await read_rank(store, manifest) == ranks[0]
@@ -173,7 +173,7 @@ async def test_the_least_recently_used_model_makes_room(tmp_path: Path, disk: Co
         assert [view.tier_of(ModelId(model)) for model in "abc"] == ["pinned", "nvme", "pinned"]
 
 
-async def test_what_is_lent_is_never_pushed_out(tmp_path: Path, disk: Counting) -> None:
+async def test_a_lent_model_is_never_evicted(tmp_path: Path, disk: Counting) -> None:
     lent, ranks = put(tmp_path, "lent", size=4 * UNIT, file_bytes=4 * UNIT)
     other, other_ranks = put(tmp_path, "other", size=8 * UNIT)
     async with TieredStore(host(8), disk) as store:
@@ -203,9 +203,7 @@ async def test_drop_frees_once_nothing_is_lent(tmp_path: Path, disk: Counting) -
         await store.drop(M)
 
 
-async def test_a_tier_that_fails_before_its_first_chunk_is_passed_over(
-    tmp_path: Path, disk: Counting
-) -> None:
+async def test_a_tier_that_fails_before_its_first_chunk_is_skipped(tmp_path: Path, disk: Counting) -> None:
     manifest, ranks = put(tmp_path)
     bad = Counting(NvmeStore(tmp_path, name="bad"), failures=99)
     async with TieredStore(bad, disk) as store:
@@ -230,7 +228,7 @@ async def test_bytes_already_lent_are_not_taken_back(tmp_path: Path, disk: Count
             await read(store, manifest.shards[0])
 
 
-async def test_a_stranger_store_is_a_tier(tmp_path: Path) -> None:
+async def test_a_store_of_another_class_is_a_tier(tmp_path: Path) -> None:
     class Elsewhere(WrapperStore):
         """Raises what no store should."""
 
@@ -245,7 +243,7 @@ async def test_a_stranger_store_is_a_tier(tmp_path: Path) -> None:
         assert store.view().tier_of(M) == "nvme"
 
 
-async def test_a_model_converted_anew_is_not_served_from_the_old_copy(tmp_path: Path) -> None:
+async def test_a_model_is_not_served_from_the_copy_of_an_earlier_conversion(tmp_path: Path) -> None:
     old, _ = put(tmp_path)
     disk = NvmeStore(tmp_path)
     async with TieredStore(host(), disk) as store:

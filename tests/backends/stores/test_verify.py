@@ -1,4 +1,4 @@
-"""Verifying: every damaged byte is found, and what it belongs to is named."""
+"""Verifying finds every damaged byte, and names the tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing: a model is there whole or not at all, whatever happens while it is written."""
+"""Writing: a model appears whole or not at all, whatever fails while it is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ M = ModelId("m")
 
 
 class Interrupted(Exception):
-    """What a caller raises from `progress` to end a conversion."""
+    """Raised by a caller from `progress` to end a conversion."""
 
 
 def names(directory: Path) -> list[str]:

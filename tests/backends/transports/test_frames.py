@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap.backends.transports.broken import Damaged
 from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
+from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.backends.transports.ring import Ring
 
 MESSAGES = st.binary(max_size=100)
@@ -47,9 +47,9 @@ def test_frames_come_back_from_pieces_of_any_size(frames: list[tuple[bytes, byte
 
 @given(st.binary(max_size=200), MESSAGES)
 def test_garbage_is_never_a_frame(garbage: bytes, message: bytes) -> None:
-    with suppress(Damaged):
+    with suppress(ProtocolError):
         assert read(garbage) == []
-    with pytest.raises(Damaged):
+    with pytest.raises(ProtocolError):
         read(garbage + b"x" + written(message, b"") * 2)
 
 
@@ -58,7 +58,7 @@ def test_a_flipped_bit_anywhere_is_found(message: bytes, payload: bytes, data: s
     bits = bytearray(written(message, payload))
     at = data.draw(st.integers(0, 8 * len(bits) - 1))
     bits[at // 8] ^= 1 << at % 8
-    with pytest.raises(Damaged):
+    with pytest.raises(ProtocolError):
         read(bytes(bits) + written(message, payload))
 
 
@@ -70,7 +70,7 @@ def test_a_frame_that_is_cut_is_none_yet(frame: tuple[bytes, bytes], data: st.Da
 
 def test_lengths_beyond_the_limits_are_refused_by_the_head_alone() -> None:
     for message, payload in ((b"x" * 101, b""), (b"", b"x" * 101)):
-        with pytest.raises(Damaged, match="101"):
+        with pytest.raises(ProtocolError, match="101"):
             read(written(message, payload)[:24], most=100)
     assert read(written(b"x" * 100, b"x" * 100), most=100) == [(b"x" * 100, b"x" * 100)]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hotswap import InstanceLost, MigrationAborted, Request, Sampling, UnknownAdapter
 from hotswap.backends.transports import wire
-from hotswap.backends.transports.broken import Damaged
+from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.migration import KVLayout
 from hotswap.request import AdapterId, ModelId, RequestId
 from tests.backends.transports.recording import LAYOUT
@@ -91,7 +91,7 @@ def test_errors_come_back_with_their_stage_and_their_words() -> None:
 
 @given(st.binary(max_size=50) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_what_is_no_message_is_refused(message: bytes) -> None:
-    with pytest.raises(Damaged, match="not understood"):
+    with pytest.raises(ProtocolError, match="not understood"):
         wire.unpack(message)
 
 
@@ -108,10 +108,10 @@ def test_fields_of_other_types_are_refused(changes: dict[str, object], data: st.
         (layout, wire.layout_of),
         (fields, wire.error_of),
     ):
-        with suppress(Damaged):
+        with suppress(ProtocolError):
             read(wire.unpack(json.dumps(said).encode()))
 
 
 def test_tokens_that_are_none_are_refused() -> None:
-    with pytest.raises(Damaged, match="7 bytes"):
+    with pytest.raises(ProtocolError, match="7 bytes"):
         wire.tokens_of(memoryview(bytes(7)))

@@ -1,4 +1,4 @@
-"""The tier in an object store or behind an HTTP server: S3, GCS, Azure, any server of byte ranges."""
+"""`RemoteStore`: the tier in an object store or on an HTTP server: S3, GCS, Azure, any with byte ranges."""
 
 from __future__ import annotations
 

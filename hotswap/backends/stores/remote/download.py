@@ -1,4 +1,4 @@
-"""One shard on its way over a network: several parts in flight, verified and lent in order."""
+"""Downloading one shard in concurrent parts, verified and lent in order."""
 
 from __future__ import annotations
 
@@ -10,88 +10,71 @@ import anyio
 from anyio import to_thread
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.stores.bandwidth import Bandwidth
+from hotswap.backends.stores.bandwidth import Meter
 from hotswap.backends.stores.layout import Checksum
-from hotswap.backends.stores.reading import BufferPool, background, give_back
+from hotswap.backends.stores.reading import background, give_back
 from hotswap.backends.stores.remote.objects import PUSH_AGAIN, Objects, Part, Version
+from hotswap.backends.stores.ring import BufferPool
 from hotswap.errors import ShardCorrupt, StoreError
 from hotswap.model import HostChunk, Shard
 
-__all__ = ["Download", "Link"]
+__all__ = ["Download", "DownloadContext"]
 
-_Filled: TypeAlias = tuple[memoryview, Part]  # a buffer, and the part that lies in it
-
-
-class _Meter:
-    """Learns what a link gives to all transfers together, from the time in which there was at least one."""
-
-    def __init__(self, guess_bytes_per_s: float) -> None:
-        self.bandwidth = Bandwidth(guess_bytes_per_s)
-        self._active = 0
-        self._since_s = 0.0
-
-    def begin(self) -> None:
-        if not self._active:
-            self._since_s = anyio.current_time()
-        self._active += 1
-
-    def end(self, size_bytes: int) -> None:
-        now_s = anyio.current_time()
-        self.bandwidth.observe(size_bytes, now_s - self._since_s)
-        self._since_s = now_s
-        self._active -= 1
+_Filled: TypeAlias = tuple[memoryview, Part]  # a buffer, and the part that was read into it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """What the downloads of one store share: its name, its buffers, and its measured speed."""
+class DownloadContext:
+    """Shared by the downloads of one store: its name, buffers, and measured bandwidth."""
 
     tier: str
     pool: BufferPool
     concurrency: int
-    meter: _Meter = field(default_factory=lambda: _Meter(0.5e9))
+    meter: Meter = field(default_factory=lambda: Meter(0.5e9, anyio.current_time))
 
 
 class Download:
-    """The chunks of one shard in order, each one part; `fill` fetches them before they are asked for.
+    """The chunks of one shard in order, one for each part; `fill` fetches them ahead.
 
-    Run `fill` beside the consumer (`background`), then `close`. As many buffers as parts may be in flight,
-    and one that is lent, are all the memory it uses. The checksum is compared before the last chunk is lent.
+    Run `fill` beside the consumer (`background`), then `close`. It uses one buffer for each concurrent part
+    and one that is lent. The checksum is compared before the last chunk is lent.
     """
 
-    def __init__(self, objects: Objects, path: str, shard: Shard, link: Link) -> None:
+    def __init__(self, objects: Objects, path: str, shard: Shard, context: DownloadContext) -> None:
         self._objects = objects
         self._path = path
         self._shard = shard
-        self._link = link
+        self._context = context
         self._version = Version(least_bytes=shard.file_offset_bytes + shard.size_bytes)
         self._checksum = Checksum()
         self._error: StoreError | None = None
-        self._starts = iter(range(0, shard.size_bytes, link.pool.buffer_bytes))
+        self._starts = iter(range(0, shard.size_bytes, context.pool.buffer_bytes))
         self._num_lent_bytes = 0
         self._lent: _Filled | None = None
-        num_parts = -(-shard.size_bytes // link.pool.buffer_bytes)
-        self._num_workers = min(link.concurrency, num_parts)
-        self._buffers = [link.pool.take() for _ in range(min(link.concurrency + 1, num_parts))]
+        num_parts = -(-shard.size_bytes // context.pool.buffer_bytes)
+        self._num_workers = min(context.concurrency, num_parts)
+        self._buffers = [context.pool.take() for _ in range(min(context.concurrency + 1, num_parts))]
         depth = len(self._buffers)
         self._free_in, self._free_out = anyio.create_memory_object_stream[memoryview](depth)
-        self._come_in, self._come_out = anyio.create_memory_object_stream[_Filled | StoreError](2 * depth)
+        self._arrived_in, self._arrived_out = anyio.create_memory_object_stream[_Filled | StoreError](
+            2 * depth
+        )
         self._full_in, self._full_out = anyio.create_memory_object_stream[_Filled](depth)
         for buffer in self._buffers:
             self._free_in.send_nowait(buffer)
 
     def close(self) -> None:
-        """Give every buffer back; only after `fill` has ended."""
+        """Return every buffer to the pool; only after `fill` has ended."""
         self._return_lent()
         for sender, receiver in (
             (self._free_in, self._free_out),
-            (self._come_in, self._come_out),
+            (self._arrived_in, self._arrived_out),
             (self._full_in, self._full_out),
         ):
             sender.close()
             receiver.close()
         for buffer in self._buffers:
-            self._link.pool.put(buffer)
+            self._context.pool.put(buffer)
         self._buffers.clear()
 
     def __aiter__(self) -> AsyncIterator[HostChunk]:
@@ -107,10 +90,10 @@ class Download:
         part = self._lent[1]
         self._num_lent_bytes += part.done
         offset = self._shard.buffer_offset_bytes + part.start - self._shard.file_offset_bytes
-        return HostChunk(offset, part.target, self._link.tier)
+        return HostChunk(offset, part.target, self._context.tier)
 
     async def fill(self) -> None:
-        """Fetch the shard to its end; an error reaches the consumer after the chunks verified before it."""
+        """Fetch the whole shard; an error reaches the consumer after the chunks before it."""
         try:
             async with background() as tasks:
                 for _ in range(self._num_workers):
@@ -122,15 +105,15 @@ class Download:
             self._full_in.close()
 
     async def _end(self) -> None:
-        """Return if the shard was lent to its end; else say why not, lest a part be taken for the whole."""
+        """Return if the whole shard was lent, else raise: a part must not pass for the whole."""
         if self._error is not None:
             raise self._error
         if self._num_lent_bytes < self._shard.size_bytes:
-            await checkpoint()  # a cancellation ends `fill` too, and may reach it first
+            await checkpoint()  # a cancellation may have ended `fill` first
             raise StoreError(f"Reading {self._objects.url(self._path)!r} ended early: its block was left.")
 
     async def _fetch_parts(self) -> None:
-        """Fetch part after part; the buffer comes before the place, so that the part due next has one."""
+        """Fetch parts; the buffer is taken before the part, so that the next part in order always has one."""
         while True:
             buffer = await self._free_out.receive()
             start = next(self._starts, None)
@@ -141,27 +124,27 @@ class Download:
             try:
                 await self._fetch(part)
             except StoreError as exc:
-                self._come_in.send_nowait(exc)
+                self._arrived_in.send_nowait(exc)
                 return
-            self._come_in.send_nowait((buffer, part))
+            self._arrived_in.send_nowait((buffer, part))
 
     async def _fetch(self, part: Part) -> None:
-        self._link.meter.begin()
+        self._context.meter.begin()
         try:
             await self._objects.read_part(self._path, part, self._version)
         finally:
-            self._link.meter.end(part.done)
+            self._context.meter.end(part.done)
 
     async def _verify_in_order(self) -> None:
-        """Hand over the parts as they are due, and the last one only if all of them are what was written."""
+        """Hand over the parts in order, the last one after the checksum of the whole."""
         early: dict[int, _Filled] = {}
         due, end = self._shard.file_offset_bytes, self._shard.file_offset_bytes + self._shard.size_bytes
         while due < end:
             while due not in early:
-                come = await self._come_out.receive()
-                if isinstance(come, StoreError):
-                    raise come
-                early[come[1].start] = come
+                arrived = await self._arrived_out.receive()
+                if isinstance(arrived, StoreError):
+                    raise arrived
+                early[arrived[1].start] = arrived
             filled = early.pop(due)
             part = filled[1]
             await to_thread.run_sync(self._checksum.update, part.target)

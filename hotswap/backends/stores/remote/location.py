@@ -1,4 +1,4 @@
-"""Where a remote store lies: a URL that may be shown, and what the library is told besides."""
+"""The URL of a remote store, without credentials, and its connection options."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hotswap.errors import ConfigError
 
 __all__ = ["Location"]
 
-# A transfer may take as long as it takes while bytes arrive, and whether they do is watched here (`objects`).
+# No limit on a whole transfer: `objects` watches whether bytes arrive.
 _A_DAY = "86400s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """A URL without credentials, and the options to open it with, which may hold some."""
+    """A URL without credentials, and the options to open it with, which may have some."""
 
     url: str
     scheme: str
@@ -29,17 +29,17 @@ class Location:
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any], client_options: Mapping[str, Any]) -> Location:
-        """Take a URL apart; a name and password in it become a header.
+        """Parse a URL; a name and password in it become a header.
 
         Raises:
-            ConfigError: it has a query, or a password that its scheme has no use for. The message does not
-                repeat it.
+            ConfigError: it has a query, or a password in a scheme without passwords. The message does not
+                contain it.
         """
         parts = urlsplit(url)
         web = parts.scheme in ("http", "https")
         if parts.query or parts.fragment or (parts.password is not None and not web):
             raise ConfigError(
-                f"The URL of a remote store at {parts.hostname!r} holds more than a place. "
+                f"The URL of a remote store at {parts.hostname!r} has more than a location. "
                 "Give keys and tokens as `options`, or by the environment of the process."
             )
         client: dict[str, Any] = {"timeout": _A_DAY}
@@ -57,14 +57,14 @@ class Location:
         )
 
     @property
-    def keeps_notes(self) -> bool:
-        """Whether an object can carry names and values of ours: a file and a web page cannot."""
+    def has_attributes(self) -> bool:
+        """Whether objects can have user-defined attributes; files and plain HTTP cannot."""
         return self.scheme not in ("file", "memory", "http", "https")
 
     def open(self, *, writing: bool = False) -> store.ObjectStore:
-        """Return the library's store for this place.
+        """Return obstore's store for this location.
 
-        Reads are repeated by `objects`, so the library does not; when `writing` it does.
+        The library retries writes only; `objects` retries reads.
 
         Raises:
             ConfigError: the library knows no such kind of URL, or no such option.
@@ -80,4 +80,4 @@ class Location:
             raise ConfigError(
                 f"No remote store can be opened at {self.url!r}: {reason} "
                 "Give a URL such as 's3://bucket/path' or 'https://host/path', and options of its kind."
-            ) from None  # the library's text goes on with all it was given
+            ) from None  # the library's message repeats all its arguments

@@ -1,7 +1,7 @@
-"""Objects read through obstore, with patience of our own: resumed in the middle, and given up in the end.
+"""Reading objects through obstore, with retries that resume in the middle of an object.
 
-The library signs, connects, and speaks each cloud's dialect. Its retries are off for reads: they would
-multiply with ours, and cannot tell a stall from a long transfer.
+The library signs and sends the requests of each cloud. Its own retries are off for reads: they would multiply
+with these, and cannot tell a stall from a long transfer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from obstore import exceptions
 from hotswap.backends.stores.remote.location import Location
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError
 
-__all__ = ["PUSH_AGAIN", "Objects", "Part", "Patience", "Version", "mapped_errors", "reason"]
+__all__ = ["PUSH_AGAIN", "Objects", "Part", "RetryPolicy", "Version", "mapped_errors", "reason"]
 
 PUSH_AGAIN = "Push the model again with `RemoteStore.push(..., replace=True)`."
 
@@ -29,13 +29,13 @@ _T = TypeVar("_T")
 _STATUS = re.compile(r"status code: (\d{3}[ A-Za-z-]*)")
 _PREAMBLE = re.compile(r"Generic \w+ error: |Error performing \w+ \S+ in \S+ - ")
 _ADDRESS = re.compile(r"\S+://\S+")
-# How the library words it that a range lies outside the object; whether it does is asked then.
-_RANGE_TROUBLE = re.compile(r"status code: 416|Requested .* got |range was invalid")
+# The library's messages for a range outside of the object; the size is then checked by another request.
+_RANGE_ERROR = re.compile(r"status code: 416|Requested .* got |range was invalid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long to wait and how often to try: up to `retries` times more, after a pause with full jitter.
+class RetryPolicy:
+    """Stall limit and retries: up to `retries` further attempts, after pauses with full jitter.
 
     Source: Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015.
     """
@@ -47,19 +47,19 @@ class Patience:
     random: Random = field(default_factory=Random)
 
     def pause_s(self, failures: int) -> float:
-        """Return how long to wait after so many failures: anything up to twice what it was before."""
+        """Return a random pause after so many failures; its upper limit doubles each time."""
         return self.random.uniform(0.0, min(self.backoff_s * 2.0 ** (failures - 1), self.max_backoff_s))
 
 
 class Version:
-    """Which version of an object its parts belong to: the first one seen, by its entity tag and length."""
+    """The version of an object that all its parts must have: the first seen, by entity tag and length."""
 
     def __init__(self, *, least_bytes: int) -> None:
         self._least_bytes = least_bytes
         self._seen: tuple[object, ...] | None = None
 
     def check(self, meta: obstore.ObjectMeta, url: str) -> None:
-        """Raise `ShardCorrupt` if the object is another one than before, or ends before `least_bytes`."""
+        """Raise `ShardCorrupt` if the object is of another version, or ends before `least_bytes`."""
         tag = meta["e_tag"]
         now = (tag if tag is not None else meta["last_modified"], meta["size"])
         if self._seen is None:
@@ -78,7 +78,7 @@ class Version:
 
 @dataclass(slots=True)
 class Part:
-    """A range of an object, and the memory it is read into; `done` bytes of it are there."""
+    """A range of an object, and the memory it is read into; `done` bytes are read."""
 
     start: int
     target: memoryview
@@ -86,81 +86,81 @@ class Part:
 
     @property
     def end(self) -> int:
-        """The byte of the object after the last one wanted."""
+        """The end of the range in the object."""
         return self.start + len(self.target)
 
     def put(self, piece: bytes) -> None:
-        """Take in the next bytes; whatever is too much for the range is the server's mistake."""
+        """Copy the next bytes; bytes beyond the range, a fault of the server, are dropped."""
         piece = piece[: len(self.target) - self.done]
         self.target[self.done : self.done + len(piece)] = piece
         self.done += len(piece)
 
 
 class _Transient(Exception):
-    """An attempt failed in a way that the next one may not."""
+    """An attempt failed; the next one may succeed."""
 
 
 class Objects:
     """The objects below a URL. Every failure is a `StoreError` that names the object, without credentials.
 
-    A body is taken in pieces of at least `piece_bytes`; when none has come for `stall_s`, the attempt failed.
+    A body is read in pieces of at least `piece_bytes`; an attempt fails when none has arrived for `stall_s`.
     """
 
-    def __init__(self, location: Location, patience: Patience, *, piece_bytes: int) -> None:
+    def __init__(self, location: Location, retry_policy: RetryPolicy, *, piece_bytes: int) -> None:
         self.location = location
         self._store = location.open()
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._piece_bytes = max(piece_bytes, 1)
 
     def url(self, path: str) -> str:
-        """Return how to call an object."""
+        """Return the URL of an object."""
         return f"{self.location.url}/{path}"
 
     async def read_part(self, path: str, part: Part, version: Version) -> None:
-        """Fill the part, going on where an attempt that failed has left it.
+        """Fill the part; each attempt resumes where the last one failed.
 
         Raises:
             ShardMissing: there is no such object.
             ShardCorrupt: it is too short, or not the version that `version` has seen.
-            StoreError: access is refused, ranges are, or every attempt failed.
+            StoreError: access or ranges are refused, or every attempt failed.
         """
-        await self._persist(path, partial(self._continue, path, part, version))
+        await self._with_retries(path, partial(self._resume, path, part, version))
 
     async def read_small(
         self, path: str, *, most_bytes: int, unless: str | None = None
     ) -> tuple[bytes, str | None] | None:
-        """Return an object whole, and its entity tag; `None` if that still is `unless`.
+        """Return the content of an object and its entity tag; `None` if the tag is `unless`.
 
         Raises:
             ShardMissing: there is no such object.
             ShardCorrupt: it is longer than `most_bytes`.
             StoreError: as for `read_part`.
         """
-        return await self._persist(path, partial(self._read_whole, path, most_bytes, unless))
+        return await self._with_retries(path, partial(self._read_whole, path, most_bytes, unless))
 
     # ------------------------------------------------------------------------------------------- attempts
 
-    async def _persist(self, path: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+    async def _with_retries(self, path: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
         failures = 0
         while True:
             try:
                 return await attempt()
             except _Transient as exc:
                 failures += 1
-                if failures > self._patience.retries:
+                if failures > self._retry_policy.retries:
                     raise StoreError(
                         f"Reading {self.url(path)!r} failed {failures} times, the last time with: {exc}. "
                         "Check the server and the network, or give more `retries`."
                     ) from None
-            await anyio.sleep(self._patience.pause_s(failures))
+            await anyio.sleep(self._retry_policy.pause_s(failures))
 
-    async def _continue(self, path: str, part: Part, version: Version) -> None:
+    async def _resume(self, path: str, part: Part, version: Version) -> None:
         url, start = self.url(path), part.start + part.done
-        with self._watched(url):
+        with self._retryable(url):
             try:
                 answer = await self._get(path, {"range": (start, part.end)})
             except exceptions.GenericError as exc:
-                if _RANGE_TROUBLE.search(str(exc)):
+                if _RANGE_ERROR.search(str(exc)):
                     version.check((await self._get(path, {"head": True})).meta, url)
                 raise
         version.check(answer.meta, url)
@@ -169,9 +169,9 @@ class Objects:
     async def _receive(self, url: str, answer: obstore.GetResult, part: Part) -> None:
         pieces = answer.stream(min_chunk_size=self._piece_bytes)
         while part.done < len(part.target):
-            with self._watched(url):
+            with self._retryable(url):
                 try:
-                    piece = await self._in_time(anext(pieces))
+                    piece = await self._within_stall_limit(anext(pieces))
                 except StopAsyncIteration:
                     raise _Transient("a body shorter than announced") from None
             part.put(piece)
@@ -180,42 +180,42 @@ class Objects:
         self, path: str, most_bytes: int, unless: str | None
     ) -> tuple[bytes, str | None] | None:
         url = self.url(path)
-        with self._watched(url):
+        with self._retryable(url):
             try:
                 answer = await self._get(path, {} if unless is None else {"if_none_match": unless})
             except exceptions.NotModifiedError:
                 return None
         size = answer.meta["size"]
         if size > most_bytes:
-            raise ShardCorrupt(f"{url!r} is {size} bytes long, at most {most_bytes} make sense. {PUSH_AGAIN}")
+            raise ShardCorrupt(f"{url!r} is {size} bytes long, over the limit of {most_bytes}. {PUSH_AGAIN}")
         data = bytearray(size)
         await self._receive(url, answer, Part(0, memoryview(data)))
         return bytes(data), answer.meta["e_tag"]
 
     async def _get(self, path: str, options: obstore.GetOptions) -> obstore.GetResult:
-        return await self._in_time(obstore.get_async(self._store, path, options=options))
+        return await self._within_stall_limit(obstore.get_async(self._store, path, options=options))
 
-    async def _in_time(self, answer: Awaitable[_T]) -> _T:
-        with anyio.fail_after(self._patience.stall_s):
+    async def _within_stall_limit(self, answer: Awaitable[_T]) -> _T:
+        with anyio.fail_after(self._retry_policy.stall_s):
             return await answer
 
     @contextmanager
-    def _watched(self, url: str) -> Generator[None]:
-        """Tell what the next attempt may cure from what it may not."""
+    def _retryable(self, url: str) -> Generator[None]:
+        """Turn errors that another attempt may not have into `_Transient`."""
         try:
             with mapped_errors(url):
                 yield
         except TimeoutError:
-            raise _Transient(f"nothing came for {self._patience.stall_s} s") from None
+            raise _Transient(f"no bytes arrived for {self._retry_policy.stall_s} s") from None
         except (exceptions.BaseError, OSError) as exc:
             raise _Transient(reason(exc)) from None
 
 
 @contextmanager
 def mapped_errors(url: str) -> Generator[None]:
-    """Turn what the library says about an object, where no further attempt will help, into a `StoreError`.
+    """Turn the library's permanent errors about an object into a `StoreError`.
 
-    The causes are left out of the trace: their text quotes the whole request, whose URL may be signed.
+    The causes are left out: their text quotes the whole request, whose URL may be signed.
     """
     try:
         yield
@@ -233,13 +233,13 @@ def _unsupported(url: str, exc: Exception) -> NoReturn:
     if "Range" in str(exc):
         raise StoreError(
             f"The server of {url!r} ignores byte ranges and sends the whole object. "
-            "Use a server that knows them: any object store, nginx, Caddy."
+            "Use a server that supports them: any object store, nginx, Caddy."
         ) from None
     raise StoreError(f"The server of {url!r} cannot do it: {reason(exc)}. Use an object store.") from None
 
 
 def reason(exc: Exception) -> str:
-    """What happened, in the library's words but without addresses, which may be signed."""
+    """The library's message without URLs, which may be signed."""
     text = str(exc)
     if status := _STATUS.search(text):
         return f"the server answered {status[1].strip()}"

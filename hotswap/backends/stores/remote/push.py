@@ -1,4 +1,4 @@
-"""A model on its way from a local store to a remote one: the index last, so it is there whole or not."""
+"""Uploading a model from a local store to a remote one; the index goes last, so it appears whole."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hotswap.request import ModelId
 
 __all__ = ["LocalModel", "Upload"]
 
-# 10,000 parts are the most that S3 takes: files of up to 156 GiB.
+# S3 allows 10,000 parts: files of up to 156 GiB.
 _PART_BYTES = 16 << 20
 _CONCURRENCY = 4
-_NOTE = "hotswapcontent"  # letters alone are a name in every cloud
+_DIGEST = "hotswapcontent"  # an attribute; names of letters only are valid in every cloud
 
 
 class LocalModel:
-    """A model's directory in a store on disk. Blocking: use it in a worker thread."""
+    """The directory of a model in a store on disk. Blocking: use it in a worker thread."""
 
     def __init__(self, directory: Path, model: ModelId) -> None:
         self.directory = directory
@@ -39,18 +39,18 @@ class LocalModel:
         self.manifest = parse_index(self.index, path=path, model=model)
 
     def data_files(self) -> dict[str, list[Shard]]:
-        """The data files, and the shards that lie in each, in order."""
+        """The data files, and the shards in each, in order."""
         files: dict[str, list[Shard]] = {}
         for shard in sorted(self.manifest.shards, key=lambda shard: (shard.file, shard.file_offset_bytes)):
             files.setdefault(shard.file, []).append(shard)
         return files
 
     def side_files(self) -> dict[str, bytes]:
-        """The tokenizer and what belongs to it."""
+        """The tokenizer and its files, by name."""
         return {name: read_small(self.directory / name) for name in SIDE_FILES if self._has(name)}
 
     def pieces(self, file: str, shards: list[Shard]) -> Iterator[bytes]:
-        """Read a data file in pieces; raises `ShardCorrupt` at its end if it is not what its index says."""
+        """Read a data file in pieces; raises `ShardCorrupt` at its end if a checksum is wrong."""
         data = BlockFile(self.directory / file, direct=False)
         data.open()
         try:
@@ -83,14 +83,14 @@ def _pieces(data: BlockFile, start: int, end: int, checksum: Checksum) -> Iterat
         yield bytes(piece)
 
 
-def _note(shards: list[Shard]) -> str:
-    """What a data file is known by: short, since clouds allow two kilobytes of notes."""
+def _content_digest(shards: list[Shard]) -> str:
+    """A digest that identifies the content of a data file; clouds allow two kilobytes of attributes."""
     places = [(shard.file_offset_bytes, shard.size_bytes, shard.checksum) for shard in shards]
     return hashlib.sha256(repr(places).encode()).hexdigest()
 
 
 class Upload:
-    """Puts the files of one local model into its remote directory; the library tries again what fails."""
+    """Uploads the files of one local model into its remote directory; the library retries."""
 
     def __init__(self, location: Location, local: LocalModel) -> None:
         self._location = location
@@ -98,7 +98,7 @@ class Upload:
         self._store = location.open(writing=True)
 
     async def run(self) -> Manifest:
-        """Put the data files that are not there yet, then the side files, then the index."""
+        """Upload the missing data files, then the side files, then the index."""
         for file, shards in self._local.data_files().items():
             await self._put_data(file, shards)
         for name, text in (await to_thread.run_sync(self._local.side_files)).items():
@@ -107,21 +107,21 @@ class Upload:
         return self._local.manifest
 
     async def withdraw(self) -> None:
-        """Delete the index, so that nobody begins to read what is about to be replaced."""
+        """Delete the index, so that no new reader finds the model while it is replaced."""
         with self._writing(INDEX_NAME) as path:
             await obstore.delete_async(self._store, path)
 
     async def _put_data(self, file: str, shards: list[Shard]) -> None:
-        note = _note(shards)
-        if self._location.keeps_notes and await self._note_of(file) == note:
+        digest = _content_digest(shards)
+        if self._location.has_attributes and await self._digest_of(file) == digest:
             return
         pieces = self._local.pieces(file, shards)
         with self._writing(file) as path:
-            # Leaving the block by an error aborts the upload, so that what was damaged is never there.
+            # Leaving the block by an error aborts the upload, so that a damaged file never appears.
             async with obstore.open_writer_async(
                 self._store,
                 path,
-                attributes={_NOTE: note} if self._location.keeps_notes else None,
+                attributes={_DIGEST: digest} if self._location.has_attributes else None,
                 buffer_size=_PART_BYTES,
                 max_concurrency=_CONCURRENCY,
             ) as writer:
@@ -132,18 +132,18 @@ class Upload:
         with self._writing(name) as path:
             await obstore.put_async(self._store, path, text, use_multipart=False)
 
-    async def _note_of(self, file: str) -> str | None:
-        """What was said of the file when it was put, `None` if it is not there or nothing was said."""
+    async def _digest_of(self, file: str) -> str | None:
+        """The content digest of an uploaded file, `None` if it does not exist or has none."""
         with self._writing(file) as path:
             try:
                 answer = await obstore.get_async(self._store, path, options={"head": True})
             except FileNotFoundError:
                 return None
-            return answer.attributes.get(_NOTE)
+            return answer.attributes.get(_DIGEST)
 
     @contextmanager
     def _writing(self, name: str) -> Generator[str]:
-        """Give the path of a file, and turn what goes wrong there into a `StoreError`."""
+        """Yield the path of a file, and turn errors of writing it into a `StoreError`."""
         path = f"{self._local.model}/{name}"
         url = f"{self._location.url}/{path}"
         try:
@@ -151,5 +151,5 @@ class Upload:
         except (exceptions.BaseError, OSError, NotImplementedError) as exc:
             raise StoreError(
                 f"Writing {url!r} failed: {reason(exc)}. Check the server and the credentials, and push "
-                "again: what is there already is not sent twice where the store can tell."
+                "again: finished files are not sent twice where the store keeps attributes."
             ) from None

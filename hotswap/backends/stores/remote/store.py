@@ -1,4 +1,4 @@
-"""The tier that keeps models in an object store or behind an HTTP server, in the layout of `layout`."""
+"""`RemoteStore`: the tier in an object store or on an HTTP server, in the layout of `layout`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from hotswap.backends.stores.layout import (
     SIDE_FILES,
     check_file_name,
 )
-from hotswap.backends.stores.reading import BufferPool, background
-from hotswap.backends.stores.remote.download import Download, Link
+from hotswap.backends.stores.reading import background
+from hotswap.backends.stores.remote.download import Download, DownloadContext
 from hotswap.backends.stores.remote.location import Location
-from hotswap.backends.stores.remote.objects import Objects, Patience
+from hotswap.backends.stores.remote.objects import Objects, RetryPolicy
 from hotswap.backends.stores.remote.push import LocalModel, Upload
+from hotswap.backends.stores.ring import BufferPool
 from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from hotswap.hardware import parse_bytes
 from hotswap.model import HostChunk, Manifest, Shard
@@ -48,15 +49,15 @@ class _Known:
 class RemoteStore(WeightStore):
     """Models below a URL, one directory each: `RemoteStore("s3://bucket/weights")`.
 
-    `s3://`, `gs://`, `az://`, `https://`, `file://`, whatever obstore opens; `options` are its options for
-    that kind of store (`{"region": ..., "endpoint": ...}`), and credentials come from there or from the
-    environment. `client_options` are those of its HTTP client: proxies, certificates.
-    An HTTP server must know byte ranges. Needs an asyncio event loop.
+    `s3://`, `gs://`, `az://`, `https://`, `file://`, any URL that obstore opens. `options` are its options
+    for that kind of store (`{"region": ..., "endpoint": ...}`); credentials come from there or from the
+    environment. `client_options` are those of its HTTP client: proxies, certificates. An HTTP server must
+    support byte ranges. Needs an asyncio event loop.
 
-    Each shard is fetched in parts of `part_bytes`, `concurrency` at a time, and lent part by part:
-    `concurrency + 1` buffers for each open shard. A part whose transfer breaks off, or brings less than
-    `piece_bytes` in `stall_s`, goes on from the last piece received, `retries` times at most, after pauses
-    with jitter that begin at `backoff_s` and double. Bytes are verified before the last chunk of a shard is
+    Each shard is fetched in parts of `part_bytes`, `concurrency` at a time, and lent part by part, with
+    `concurrency + 1` buffers for each open shard. A part whose transfer fails, or brings less than
+    `piece_bytes` in `stall_s`, resumes from the last piece received, at most `retries` times, after pauses
+    with jitter that start at `backoff_s` and double. Bytes are verified before the last chunk of a shard is
     lent.
     """
 
@@ -85,27 +86,29 @@ class RemoteStore(WeightStore):
             )
         self.name = name
         self._location = Location.of(url, options or {}, client_options or {})
-        patience = Patience(retries=retries, stall_s=stall_s, backoff_s=backoff_s, random=random or Random())
-        self._objects = Objects(self._location, patience, piece_bytes=parse_bytes(piece_bytes))
+        retry_policy = RetryPolicy(
+            retries=retries, stall_s=stall_s, backoff_s=backoff_s, random=random or Random()
+        )
+        self._objects = Objects(self._location, retry_policy, piece_bytes=parse_bytes(piece_bytes))
         pool = BufferPool(size, keep=concurrency + 1)
-        self._link = Link(tier=name, pool=pool, concurrency=concurrency)
+        self._context = DownloadContext(tier=name, pool=pool, concurrency=concurrency)
         self._known: dict[ModelId, _Known] = {}
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        """Free the buffers at the end. What the store holds is found model by model, through `manifest`."""
+        """Free the buffers at the end. The store's models are discovered one by one, through `manifest`."""
         try:
             yield self
         finally:
-            self._link.pool.clear()
+            self._context.pool.clear()
 
     @property
     def url(self) -> str:
-        """Where the store lies, without credentials."""
+        """The store's URL, without credentials."""
         return self._location.url
 
     async def manifest(self, model: ModelId) -> Manifest:
-        """Return what the store knows of a model: one small request when its index is unchanged."""
+        """Return a model's manifest: one small request when its index is unchanged."""
         try:
             known = await self._load_index(model, self._known.get(model))
         except (ShardMissing, ShardCorrupt, UnsafeFile):
@@ -116,7 +119,7 @@ class RemoteStore(WeightStore):
 
     @asynccontextmanager
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
-        chunks = Download(self._objects, self._path(shard.model, shard.file), shard, self._link)
+        chunks = Download(self._objects, self._path(shard.model, shard.file), shard, self._context)
         try:
             async with background() as tasks:
                 tasks.start_soon(chunks.fill)
@@ -132,10 +135,10 @@ class RemoteStore(WeightStore):
         return await to_thread.run_sync(HfTokenizer.parse, text)
 
     async def side_files(self, model: ModelId) -> dict[str, bytes]:
-        """Return what lies beside a model's weights, by name: what a tier that keeps a copy has to keep too.
+        """Return the small files beside a model's weights, by name, for a tier that keeps a copy.
 
         Raises:
-            StoreError: one of them could not be read; that it is not there is no error.
+            StoreError: one of them could not be read; missing ones are left out.
         """
         found = {name: await self._side_file(model, name) for name in SIDE_FILES}
         return {name: text for name, text in found.items() if text is not None}
@@ -143,18 +146,17 @@ class RemoteStore(WeightStore):
     async def push(
         self, directory: str | Path, model: ModelId | None = None, *, replace: bool = False
     ) -> Manifest:
-        """Copy a model from its directory in a `NvmeStore` to here, under its directory's name or `model`.
+        """Upload a model from its directory in a `NvmeStore`, under its directory's name or `model`.
 
-        The index goes last, so that readers see the model whole or not at all. Pushing again goes on where a
-        push broke off, and does nothing when the model is there already. `replace` puts other weights in the
-        place of a model's; whoever reads the old ones meanwhile gets a `ShardCorrupt`. A push that is
-        cancelled or fails may leave data files, and in a bucket the parts of an upload: a life-cycle rule for
-        incomplete uploads removes those.
+        The index goes last, so that readers see the whole model or none of it. Pushing again resumes a failed
+        push, and does nothing when the model is stored already. `replace` replaces a model's weights; readers
+        of the old ones get a `ShardCorrupt`. A push that is cancelled or fails may leave data files, and in a
+        bucket the parts of an upload: a life-cycle rule for incomplete uploads removes those.
 
         Raises:
             ShardMissing: there is no model in the directory.
-            ShardCorrupt: its files are not what their index says; nothing of it can be read here.
-            StoreError: the model is here with other weights, or writing failed.
+            ShardCorrupt: its files do not match their index; no part of it can be read from this store.
+            StoreError: this store has the model with other weights, or writing failed.
         """
         directory = Path(directory)
         id = ModelId(directory.name) if model is None else model
@@ -173,7 +175,7 @@ class RemoteStore(WeightStore):
                 return there
             if not replace:
                 raise StoreError(
-                    f"{self.url!r} holds other weights of model {id!r} already. Give the new ones another "
+                    f"{self.url!r} holds other weights of model {id!r}. Give the new ones another "
                     "id, or push them with `replace=True`."
                 )
         await upload.withdraw()
@@ -184,15 +186,15 @@ class RemoteStore(WeightStore):
         tier = TierView(
             name=self.name,
             used_bytes=sum(sizes.values()),
-            bytes_per_s=self._link.meter.bandwidth.bytes_per_s,
+            bytes_per_s=self._context.meter.bytes_per_s,
         )
         residency = (Residency(model=model, tier=self.name, size_bytes=sizes[model]) for model in sizes)
         return StoreView(tiers=(tier,), residency=tuple(residency))
 
     @property
     def num_lent(self) -> int:
-        """How many buffers open shards have; 0 when nothing is open."""
-        return self._link.pool.num_lent
+        """How many buffers open shards use; 0 when none is open."""
+        return self._context.pool.num_lent
 
     def __repr__(self) -> str:
         return f"<RemoteStore {self.url!r} [{len(self._known)} models known]>"
@@ -215,7 +217,7 @@ class RemoteStore(WeightStore):
                 f"The store at {self.url!r} holds no model {model!r}. Push it there with `RemoteStore.push`."
             ) from None
         if found is None:
-            assert known is not None, "a condition came from nowhere"
+            assert known is not None, "the request had no condition"
             return known
         text, tag = found
         parse = partial(parse_index, text, path=self._objects.url(path), model=model)

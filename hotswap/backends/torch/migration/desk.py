@@ -9,7 +9,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.life import Life
-from hotswap.backends.stores.unbroken import in_thread
+from hotswap.backends.stores.shielded import in_thread
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.runner import Runner

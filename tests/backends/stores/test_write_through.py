@@ -1,4 +1,4 @@
-"""Models on their way down: what is read from a slow tier is on the disk afterwards, whole or not at all."""
+"""Write-through: a model read from a slow tier is on the disk afterwards, whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hotswap import (
 )
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.admission import ShardFile
-from hotswap.backends.stores.descend import Descending
+from hotswap.backends.stores.write_through import WriteThroughStore
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.models import UNIT, put, read, read_rank
 
@@ -32,7 +32,7 @@ M = ModelId("m")
 
 
 class Slow(WrapperStore):
-    """A tier far away: counts its reads, and breaks off in those of `broken`."""
+    """A slow tier that counts its reads, and fails in those of `broken`."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(NvmeStore(root, name="slow", chunk_bytes=UNIT))
@@ -69,13 +69,15 @@ def near(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def opened(slow: Slow, near: Path, **options: float) -> AsyncGenerator[tuple[Descending, NvmeStore]]:
-    async with slow, NvmeStore(near) as disk, Descending(slow, disk, **options) as tier:
+async def opened(
+    slow: Slow, near: Path, **options: float
+) -> AsyncGenerator[tuple[WriteThroughStore, NvmeStore]]:
+    async with slow, NvmeStore(near) as disk, WriteThroughStore(slow, disk, **options) as tier:
         yield tier, disk
 
 
 def names(near: Path) -> list[str]:
-    """What lies there, hidden or not."""
+    """All entries of the directory, hidden ones included."""
     return os.listdir(near) if near.exists() else []
 
 
@@ -112,11 +114,11 @@ async def test_many_loads_at_once_make_one_copy(
         assert await read_rank(disk, manifest, 1) == ranks[1]
 
 
-async def test_what_a_load_leaves_out_is_read_after_it(
+async def test_shards_that_a_load_leaves_out_are_read_after_it(
     model: tuple[Manifest, list[bytes]], slow: Slow, near: Path
 ) -> None:
     manifest, ranks = model
-    async with opened(slow, near, patience_s=0.0) as (tier, disk):
+    async with opened(slow, near, idle_s=0.0) as (tier, disk):
         assert await read_rank(tier, manifest, 1) == ranks[1]
         await tier.settled()
         assert disk.view().tiers[0].used_bytes == manifest.weight_bytes
@@ -200,7 +202,7 @@ async def test_a_disk_that_fills_up_does_not_disturb_the_load(
     assert told == ["No copy of model 'm' is kept on 'nvme': The disk is full."]
 
 
-async def test_a_model_that_does_not_fit_passes_by(
+async def test_a_model_that_does_not_fit_is_loaded_without_a_copy(
     model: tuple[Manifest, list[bytes]], slow: Slow, near: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest, ranks = model
@@ -244,7 +246,7 @@ async def test_a_damaged_copy_does_not_disturb_the_load_and_is_replaced(
         assert await read_rank(store, manifest) == ranks[0]
         assert slow.opened == [file.name]
     assert names(near) == ["m"]
-    async with opened(slow, near, patience_s=0.0) as (tier, disk):
+    async with opened(slow, near, idle_s=0.0) as (tier, disk):
         with pytest.raises(StoreError, match=file.name):
             await read_rank(disk, manifest)
         assert await read_rank(tier, manifest) == ranks[0]

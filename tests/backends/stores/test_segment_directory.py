@@ -1,4 +1,4 @@
-"""The books of shared memory where processes meet: each test holds one of their races open."""
+"""The directory of shared segments under races between processes, one race in each test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from hotswap import ConfigError, StoreError, TierFull
 from hotswap.backends.stores import locks, segment, shared_buffer
 from hotswap.backends.stores.segment import Label, Segment
-from hotswap.backends.stores.segment_shelf import Busy, SegmentShelf
+from hotswap.backends.stores.segment_directory import Busy, SegmentDirectory
 from hotswap.request import ModelId
 
 BYTES = 4096
@@ -42,25 +42,25 @@ def place(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def shelf_at(place: Path, budget: int = 4 * SIZE) -> Iterator[SegmentShelf]:
-    shelf = SegmentShelf(place, budget)
-    shelf.open()
+def joined(place: Path, budget: int = 4 * SIZE) -> Iterator[SegmentDirectory]:
+    directory = SegmentDirectory(place, budget)
+    directory.open()
     try:
-        yield shelf
+        yield directory
     finally:
-        shelf.close()
+        directory.close()
 
 
-def fill(shelf: SegmentShelf, label: Label) -> None:
+def fill(directory: SegmentDirectory, label: Label) -> None:
     """Leave a whole segment there."""
-    one = shelf.take(label, writable=True)
+    one = directory.attach_or_create(label, writable=True)
     one.reserve(0)
     one.commit(0)
     one.close()
 
 
 def used(place: Path) -> int:
-    return sum(file.stat().st_size for file in place.iterdir() if file.name != ".books")
+    return sum(file.stat().st_size for file in place.iterdir() if file.name != ".budget")
 
 
 class _Scan:
@@ -85,21 +85,21 @@ class _Scan:
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_segment_that_gets_its_name_while_the_directory_is_listed_counts(
+def test_a_segment_that_is_renamed_while_the_directory_is_listed_counts(
     place: Path, monkeypatch: pytest.MonkeyPatch, listed: bool
 ) -> None:
     scandir = os.scandir
     coming = label_of("coming")
-    with shelf_at(place, 2 * SIZE) as shelf, shelf_at(place, 2 * SIZE) as other:
-        fill(shelf, label_of("idle"))
-        one = other.take(coming, writable=True)
+    with joined(place, 2 * SIZE) as directory, joined(place, 2 * SIZE) as other:
+        fill(directory, label_of("idle"))
+        one = other.attach_or_create(coming, writable=True)
         one.commit(0)
         monkeypatch.setattr(
             os,
             "scandir",
-            lambda path: _Scan(scandir(path), coming.coming_name, one.publish, listed=listed),
+            lambda path: _Scan(scandir(path), coming.incoming_name, one.publish, listed=listed),
         )
-        shelf.take(label_of("new"), writable=True).close()
+        directory.attach_or_create(label_of("new"), writable=True).close()
         assert used(place) == 2 * SIZE
         one.close()
 
@@ -115,58 +115,58 @@ def test_too_many_open_files_do_not_make_a_good_segment_a_bad_one(
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return opened(path, flags, mode, **more)
 
-    with shelf_at(place) as shelf:
-        fill(shelf, label)
+    with joined(place) as directory:
+        fill(directory, label)
         monkeypatch.setattr(os, "open", refuse)
-        for ask in (shelf.take, shelf.attach):
+        for ask in (directory.attach_or_create, directory.attach):
             with pytest.raises(StoreError, match="Too many open files"):
                 ask(label, writable=False)
         assert (place / label.name).exists()
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_who_wants_a_segment_that_is_just_removed_asks_again(place: Path, whole: bool) -> None:
+def test_a_segment_that_is_being_removed_is_busy(place: Path, whole: bool) -> None:
     label = label_of()
-    with shelf_at(place) as shelf:
-        one = shelf.take(label, writable=True)
+    with joined(place) as directory:
+        one = directory.attach_or_create(label, writable=True)
         if whole:
             one.commit(0)
         one.close()
-        (path,) = (file for file in place.iterdir() if file.name != ".books")
+        (path,) = (file for file in place.iterdir() if file.name != ".budget")
         removing = os.open(path, os.O_RDWR)
         assert locks.lock(removing, 0, shared=False)
         with pytest.raises(Busy):
-            shelf.take(label, writable=True)
+            directory.attach_or_create(label, writable=True)
         path.unlink()
         locks.release(removing)
-        shelf.take(label, writable=True).close(discard=True)
+        directory.attach_or_create(label, writable=True).close(discard=True)
 
 
 @pytest.mark.parametrize("ask", ["take", "clear"])
-def test_what_its_user_removes_while_room_is_made_is_no_obstacle(
+def test_a_segment_that_is_removed_while_room_is_made_is_no_obstacle(
     place: Path, monkeypatch: pytest.MonkeyPatch, ask: str
 ) -> None:
-    with shelf_at(place, SIZE) as shelf:
-        shelf.take(label_of("going"), writable=True).close()
+    with joined(place, SIZE) as directory:
+        directory.attach_or_create(label_of("going"), writable=True).close()
         pinned = locks.is_locked
 
         def meanwhile(fd: int, byte: int) -> bool:
-            (place / label_of("going").coming_name).unlink(missing_ok=True)
+            (place / label_of("going").incoming_name).unlink(missing_ok=True)
             return pinned(fd, byte)
 
         monkeypatch.setattr(locks, "is_locked", meanwhile)
         if ask == "take":
-            shelf.take(label_of("new"), writable=True).close(discard=True)
+            directory.attach_or_create(label_of("new"), writable=True).close(discard=True)
         else:
-            shelf.clear()
+            directory.clear()
         assert used(place) == 0
 
 
-def test_what_got_its_name_while_room_is_made_is_not_taken_for_gone(
+def test_a_segment_that_is_renamed_while_room_is_made_still_counts(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with shelf_at(place, SIZE) as shelf, shelf_at(place, SIZE) as other:
-        one = other.take(label_of("theirs"), writable=True)
+    with joined(place, SIZE) as directory, joined(place, SIZE) as other:
+        one = other.attach_or_create(label_of("theirs"), writable=True)
         one.commit(0)
         pinned = locks.is_locked
 
@@ -176,46 +176,48 @@ def test_what_got_its_name_while_room_is_made_is_not_taken_for_gone(
 
         monkeypatch.setattr(locks, "is_locked", meanwhile)
         with pytest.raises(TierFull):
-            shelf.take(label_of("new"), writable=True)
+            directory.attach_or_create(label_of("new"), writable=True)
         assert used(place) == SIZE
         one.close()
 
 
 def test_a_label_with_a_bad_name_is_not_shown(place: Path) -> None:
     label = label_of("xxx")
-    with shelf_at(place) as shelf:
-        fill(shelf, label)
+    with joined(place) as directory:
+        fill(directory, label)
         path = place / label.name
         path.write_bytes(path.read_bytes().replace(b'"xxx"', b'"../"', 1))
-        assert shelf.snapshot() == (SIZE, ())
+        assert directory.snapshot() == (SIZE, ())
 
 
-def test_a_fork_while_the_books_are_locked_stops_nobody(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_while_the_directory_is_locked_keeps_no_lock(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[int] = []
     close = os.close
 
     def close_here(fd: int) -> None:
-        kept.append(os.dup(fd))  # as a process that was forked meanwhile has it
+        kept.append(os.dup(fd))  # as in a child process forked meanwhile
         close(fd)
 
-    with shelf_at(place) as shelf:
+    with joined(place) as directory:
         with monkeypatch.context() as patch:
             patch.setattr(os, "close", close_here)
-            shelf.pin(ModelId("m"))
-            fill(shelf, label_of())
-            shelf.take(label_of("half"), writable=True).close()
-            shelf.remove(ModelId("half"))
+            directory.pin(ModelId("m"))
+            fill(directory, label_of())
+            directory.attach_or_create(label_of("half"), writable=True).close()
+            directory.remove(ModelId("half"))
             Segment.create(place, label_of("more")).close()
-            shelf.close()
+            directory.close()
         assert kept
-        with shelf_at(place, SIZE) as other:  # another budget: nobody else has the books open
+        with joined(place, SIZE) as other:  # another budget: no other process shares the directory
             fill(other, label_of("new"))  # nor pins or uses a model
             assert used(place) == SIZE
     for fd in kept:
         close(fd)
 
 
-async def test_who_waits_long_for_the_books_says_so_once(
+async def test_a_long_wait_for_the_directory_is_logged_once(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shared_buffer, "_LONG_S", 0.002)
@@ -226,25 +228,23 @@ async def test_who_waits_long_for_the_books_says_so_once(
             raise Busy
         return True
 
-    assert await shared_buffer.patiently(ask)
+    assert await shared_buffer.retry_while_busy(ask)
     assert [record.message[:15] for record in caplog.records] == ["Another process"]
 
 
 # ------------------------------------------------------------------------------ restarts, and their directory
 
 
-def test_a_segment_from_before_the_machine_was_started_is_remade(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_from_before_a_reboot_is_replaced(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     label = label_of()
-    with shelf_at(place) as shelf:
-        fill(shelf, label)
-        assert shelf.snapshot() == (SIZE, (label,))
+    with joined(place) as directory:
+        fill(directory, label)
+        assert directory.snapshot() == (SIZE, (label,))
     monkeypatch.setattr(segment, "boot_id", lambda: "another")
-    with shelf_at(place) as shelf:
-        assert shelf.snapshot() == (SIZE, ())
-        assert shelf.attach(label, writable=False) is None
-        remade = shelf.take(label, writable=True)
+    with joined(place) as directory:
+        assert directory.snapshot() == (SIZE, ())
+        assert directory.attach(label, writable=False) is None
+        remade = directory.attach_or_create(label, writable=True)
         assert remade.created
         remade.close(discard=True)
 
@@ -253,65 +253,63 @@ def test_the_boot_is_known_on_linux() -> None:
     assert len(segment.boot_id()) == 36
 
 
-def test_opening_leaves_alone_what_others_have_half_filled(place: Path) -> None:
+def test_opening_keeps_segments_that_other_processes_are_filling(place: Path) -> None:
     half = label_of("half")
-    with shelf_at(place) as shelf:
-        shelf.take(half, writable=True).close()  # to be gone on with
-        with shelf_at(place):
+    with joined(place) as directory:
+        directory.attach_or_create(half, writable=True).close()  # to be resumed
+        with joined(place):
             pass
-        assert (place / half.coming_name).exists()
-    with shelf_at(place):
+        assert (place / half.incoming_name).exists()
+    with joined(place):
         assert used(place) == 0
 
 
-def test_what_was_whole_when_its_process_died_gets_its_name(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_segment_of_a_dead_process_is_published(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     label = label_of()
-    with shelf_at(place) as shelf, monkeypatch.context() as patch:
+    with joined(place) as directory, monkeypatch.context() as patch:
         patch.setattr(Segment, "publish", lambda _: None)  # where it was killed
-        left = shelf.take(label, writable=True)
+        left = directory.attach_or_create(label, writable=True)
         left.reserve(0)
         left.commit(0)
         left.close()
-    with shelf_at(place) as shelf:
-        assert shelf.snapshot() == (SIZE, (label,))
+    with joined(place) as directory:
+        assert directory.snapshot() == (SIZE, (label,))
 
 
 def test_a_smaller_budget_removes_what_it_can_beside_what_is_still_lent(place: Path) -> None:
-    with shelf_at(place, 4 * SIZE) as shelf:
+    with joined(place, 4 * SIZE) as directory:
         for model in "abc":
-            fill(shelf, label_of(model))
-        loan = shelf.attach(label_of("b"), writable=False)
+            fill(directory, label_of(model))
+        loan = directory.attach(label_of("b"), writable=False)
         assert loan is not None
-    small = SegmentShelf(place, SIZE - 1)
+    small = SegmentDirectory(place, SIZE - 1)
     small.open()
     assert [label.model for label in small.snapshot()[1]] == ["b"]
     small.close()
     loan.close()
 
 
-def test_a_use_counts_from_its_end(place: Path) -> None:
-    with shelf_at(place, 2 * SIZE) as shelf:
+def test_the_end_of_a_use_is_the_last_use(place: Path) -> None:
+    with joined(place, 2 * SIZE) as directory:
         for model in "ab":
-            fill(shelf, label_of(model))
-        long = shelf.attach(label_of("a"), writable=False)
+            fill(directory, label_of(model))
+        long = directory.attach(label_of("a"), writable=False)
         assert long is not None
         for number, model in enumerate("ab"):
             os.utime(place / label_of(model).name, (number, number))
         long.close()
-        shelf.take(label_of("c"), writable=True).close()
+        directory.attach_or_create(label_of("c"), writable=True).close()
         assert (place / label_of("a").name).exists()
         assert not (place / label_of("b").name).exists()
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_directory_removed_under_living_processes_is_made_and_shared_anew(place: Path, link: bool) -> None:
+def test_a_directory_removed_under_living_processes_is_made_and_joined_again(place: Path, link: bool) -> None:
     named = place.with_name("link") if link else place
     if link:
         place.mkdir(mode=0o700)
         named.symlink_to(place)
-    with shelf_at(named, SIZE) as one, shelf_at(named, SIZE) as other:
+    with joined(named, SIZE) as one, joined(named, SIZE) as other:
         one.pin(ModelId("m"))
         fill(one, label_of())
         shutil.rmtree(place)
@@ -319,42 +317,42 @@ def test_a_directory_removed_under_living_processes_is_made_and_shared_anew(plac
             place.mkdir(mode=0o700)
         fill(one, label_of())
         with pytest.raises(TierFull):
-            other.take(label_of("new"), writable=True)
+            other.attach_or_create(label_of("new"), writable=True)
         assert other.snapshot() == (SIZE, (label_of(),))
         with pytest.raises(ConfigError, match="budget"):
-            SegmentShelf(named, 2 * SIZE).open()
+            SegmentDirectory(named, 2 * SIZE).open()
 
 
-def test_a_directory_that_others_took_over_meanwhile_is_not_used(place: Path) -> None:
-    with shelf_at(place, SIZE) as shelf:
+def test_a_directory_that_was_made_again_with_another_budget_is_not_used(place: Path) -> None:
+    with joined(place, SIZE) as directory:
         shutil.rmtree(place)
-        with shelf_at(place, 2 * SIZE), pytest.raises(StoreError, match="made anew by somebody else"):
-            shelf.take(label_of(), writable=True)
-        shelf.take(label_of(), writable=True).close(discard=True)
+        with joined(place, 2 * SIZE), pytest.raises(StoreError, match="made again by another process"):
+            directory.attach_or_create(label_of(), writable=True)
+        directory.attach_or_create(label_of(), writable=True).close(discard=True)
 
 
-def test_what_was_removed_takes_no_name_from_what_came_after_it(place: Path) -> None:
+def test_a_removed_segment_does_not_replace_its_successor(place: Path) -> None:
     label = label_of()
-    with shelf_at(place) as one, shelf_at(place) as other:
-        removed = one.take(label, writable=True)
+    with joined(place) as one, joined(place) as other:
+        removed = one.attach_or_create(label, writable=True)
         shutil.rmtree(place)
-        made = other.take(label, writable=True)
+        made = other.attach_or_create(label, writable=True)
         removed.commit(0)
         removed.close(discard=True)
-        assert (place / label.coming_name).exists()
+        assert (place / label.incoming_name).exists()
         made.close(discard=True)
 
 
 def test_only_its_owner_clears_a_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with shelf_at(place) as shelf:
-        fill(shelf, label_of())
+    with joined(place) as directory:
+        fill(directory, label_of())
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="another user's"):
-        SegmentShelf(place, 0).clear()
+        SegmentDirectory(place, 0).clear()
     monkeypatch.undo()
     monkeypatch.setattr(locks, "supported", lambda: False)
     with pytest.raises(ConfigError, match="needs Linux"):
-        SegmentShelf(place, 0).clear()
+        SegmentDirectory(place, 0).clear()
     assert used(place) == SIZE
 
 
@@ -364,9 +362,9 @@ def test_memory_that_is_full_does_not_say_that_nothing_has_changed(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with shelf_at(place, SIZE) as shelf:
-        fill(shelf, label_of("idle"))
+    with joined(place, SIZE) as directory:
+        fill(directory, label_of("idle"))
         monkeypatch.setattr(os, "ftruncate", full)
-        with pytest.raises(TierFull, match="idle ones may have gone"):
-            shelf.take(label_of("new"), writable=True)
+        with pytest.raises(TierFull, match="idle ones may have been evicted"):
+            directory.attach_or_create(label_of("new"), writable=True)
         assert used(place) == 0

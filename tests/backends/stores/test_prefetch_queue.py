@@ -1,4 +1,4 @@
-"""Prefetches take turns, the most urgent first; loads never wait, and take along the prefetch they join."""
+"""Prefetches run in order of priority; loads never wait, and admit the prefetch of their model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint
 
 from hotswap import ConfigError, HostChunk, ModelId, Shard, WeightStore, WrapperStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
-from hotswap.backends.stores.link import Link
+from hotswap.backends.stores.prefetch_queue import PrefetchQueue
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.models import UNIT, put, read
 
@@ -21,7 +21,7 @@ A, B, C, D = map(ModelId, "abcd")
 
 
 class Gated(WrapperStore):
-    """Notes which model is read, and reads nothing before its gate is opened."""
+    """Records which model is read, and reads nothing before its gate is opened."""
 
     def __init__(self, store: WeightStore) -> None:
         super().__init__(store)
@@ -74,7 +74,7 @@ async def test_as_many_prefetches_run_as_were_allowed(disk: Gated) -> None:
 
 
 @pytest.mark.parametrize("by_loan", [True, False])
-async def test_a_load_takes_along_the_prefetch_it_joins(disk: Gated, by_loan: bool) -> None:
+async def test_a_load_admits_the_prefetch_of_its_model(disk: Gated, by_loan: bool) -> None:
     prefetched: list[str] = []
     async with tiered(disk) as store, anyio.create_task_group() as tasks:
         manifest = await store.manifest(B)
@@ -131,16 +131,16 @@ async def test_a_prefetch_cancelled_while_it_waits_lets_the_next_go(disk: Gated)
 
 
 async def test_a_turn_cancelled_anywhere_is_given_back() -> None:
-    link = Link()
+    queue = PrefetchQueue()
 
     async def take() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_hold, link, A)
-            tasks.start_soon(_hold, link, B)
+            tasks.start_soon(_hold, queue, A)
+            tasks.start_soon(_hold, queue, B)
 
     async def look() -> None:
-        assert link.waiting == ()
-        async with link.turn(C, 0):
+        assert queue.waiting == ()
+        async with queue.turn(C, 0):
             pass
 
     await cancel_everywhere(take, look)
@@ -153,10 +153,10 @@ async def test_the_view_says_what_is_queued(disk: Gated) -> None:
         tasks.start_soon(store.prefetch, B)
         await _settle()
         view = store.view()
-        link = next(tier for tier in view.tiers if tier.name == "nvme")
-        assert link.queued_bytes == 4 * UNIT, "a prefetch that waits does not count"
-        assert view.load_s(A) == pytest.approx(4 * UNIT / link.bytes_per_s)
-        assert view.load_s(B) == view.load_s(B, "nvme") == pytest.approx(8 * UNIT / link.bytes_per_s)
+        nvme = next(tier for tier in view.tiers if tier.name == "nvme")
+        assert nvme.queued_bytes == 4 * UNIT, "a prefetch that waits does not count"
+        assert view.load_s(A) == pytest.approx(4 * UNIT / nvme.bytes_per_s)
+        assert view.load_s(B) == view.load_s(B, "nvme") == pytest.approx(8 * UNIT / nvme.bytes_per_s)
         assert view.load_s(A, "pinned") == float("inf")
         assert view.load_bytes(A) == 4 * UNIT, "it is on its way, so its bytes are among those queued"
         assert view.load_bytes(B) == 8 * UNIT
@@ -165,29 +165,29 @@ async def test_the_view_says_what_is_queued(disk: Gated) -> None:
             disk.gates[model].set()
         await _until(lambda: store.view().tier_of(B) == "pinned")
         view = store.view()
-        assert view.rising == ()
+        assert view.loading == ()
         assert view.load_s(A) == pytest.approx(4 * UNIT / view.tiers[0].bytes_per_s)
-        link = view.tiers[1]
-        assert view.load_s(A, "nvme") == pytest.approx(4 * UNIT / link.bytes_per_s)
+        nvme = view.tiers[1]
+        assert view.load_s(A, "nvme") == pytest.approx(4 * UNIT / nvme.bytes_per_s)
 
 
 def _last_is(disk: Gated, model: ModelId) -> bool:
     return disk.began[-1] == model
 
 
-async def _hold(link: Link, model: ModelId) -> None:
-    async with link.turn(model, 0):
+async def _hold(queue: PrefetchQueue, model: ModelId) -> None:
+    async with queue.turn(model, 0):
         await checkpoint()
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Let others run until the condition holds."""
+    """Let other tasks run until the condition holds."""
     with anyio.fail_after(10):
-        while not condition():  # noqa: ASYNC110 - the store tells nobody; and spinning would starve its threads
+        while not condition():  # noqa: ASYNC110 - the store signals no event; and spinning would starve its threads
             await anyio.sleep(0.001)
 
 
 async def _settle() -> None:
-    """Let others run until whatever was about to begin has begun."""
+    """Let other tasks run until all that can start have started."""
     for _ in range(200):
         await anyio.wait_all_tasks_blocked()

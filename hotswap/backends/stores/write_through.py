@@ -1,4 +1,4 @@
-"""Models read from a slow tier are written to a disk tier on the way: the next load finds them there."""
+"""Write-through caching: a model read from a slow tier is written to the disk tier as its chunks pass."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.stores.admission import Admission, ShardFile
-from hotswap.backends.stores.doubt import Doubting
 from hotswap.backends.stores.nvme import NvmeStore
+from hotswap.backends.stores.quarantine import QuarantineStore
 from hotswap.backends.stores.reading import background
 from hotswap.errors import StoreError
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore, WrapperStore
 
-__all__ = ["Descending", "SupportsSideFiles", "descending"]
+__all__ = ["SupportsSideFiles", "WriteThroughStore", "with_write_through"]
 
 _log = logging.getLogger("hotswap.stores")
 
@@ -33,43 +33,44 @@ class SupportsSideFiles(Protocol):
     """A store that gives the small files beside a model's weights, so that a copy has them too."""
 
     async def side_files(self, model: ModelId) -> dict[str, bytes]:
-        """Return them by name, the tokenizer among them; those that are not there are left out."""
+        """Return the files by name, the tokenizer among them; missing ones are left out."""
         ...
 
 
-def descending(tiers: Sequence[WeightStore]) -> tuple[WeightStore, ...]:
-    """Return the tiers so that those below a `NvmeStore` leave copies there and replace what is damaged."""
+def with_write_through(tiers: Sequence[WeightStore]) -> tuple[WeightStore, ...]:
+    """Wrap tiers so that reads below a `NvmeStore` are copied to it, and damaged copies are replaced."""
     disk = next((tier for tier in tiers if isinstance(tier, NvmeStore)), None)
     if disk is None or disk is tiers[-1]:
         return tuple(tiers)
     at = tiers.index(disk)
-    return (*tiers[:at], Doubting(disk), *(Descending(tier, disk) for tier in tiers[at + 1 :]))
+    below = (WriteThroughStore(tier, disk) for tier in tiers[at + 1 :])
+    return (*tiers[:at], QuarantineStore(disk), *below)
 
 
-class Descending(WrapperStore):
-    """Reads from `store`, and writes what passes to `disk`; entering it does not enter the two.
+class WriteThroughStore(WrapperStore):
+    """Reads from `store` and writes the chunks to `disk`; entering it does not enter either.
 
-    One copy of a model is made at a time, however many read it, and none while another process makes it.
-    What a load leaves out, other ranks for instance, is read after it, once nobody has read from the model
-    for `patience_s`. A copy that fails is given up, the log says why, and the next is tried after `rest_s` at
-    the earliest; whoever loads does not notice. A load that is cancelled or fails takes its copy with it,
-    unless others are loading the model too.
+    Each model is copied once at a time, however many reads it has, and not while another process copies it.
+    Shards that the reads leave out, those of other ranks for instance, are read after them: once the model
+    has had no reads for `idle_s`. A copy that fails is abandoned and logged, and the next is tried no sooner
+    than `retry_after_s` later; reads go on. A read that is cancelled or fails abandons the copy, unless the
+    model has other reads.
     """
 
     def __init__(
-        self, store: WeightStore, disk: NvmeStore, *, patience_s: float = 1.0, rest_s: float = 60.0
+        self, store: WeightStore, disk: NvmeStore, *, idle_s: float = 1.0, retry_after_s: float = 60.0
     ) -> None:
         super().__init__(store)
         self._disk = disk
-        self._patience_s = patience_s
-        self._rest_s = rest_s
+        self._idle_s = idle_s
+        self._retry_after_s = retry_after_s
         self._copies: dict[ModelId, _Copy] = {}
-        self._resting: dict[ModelId, float] = {}
+        self._retry_at_s: dict[ModelId, float] = {}
         self._tasks: TaskGroup | None = None
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        """Make copies while the block runs; one that has all its bytes is still finished at its end."""
+        """Make copies while the block runs; at its end a copy that has all its bytes is still committed."""
         async with background() as self._tasks:
             try:
                 yield self
@@ -80,18 +81,18 @@ class Descending(WrapperStore):
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
         copy = await self._copy_of(shard)
         async with AsyncExitStack() as stack:
-            use = stack.enter_context(copy.used()) if copy is not None else _Use()
+            reader = stack.enter_context(copy.reader()) if copy is not None else _Reader()
             chunks = await stack.enter_async_context(self.wrapped.open(shard))
             file = await copy.begin(shard, stack) if copy is not None else None
             if copy is not None and file is not None:
                 tasks = await stack.enter_async_context(background())
-                chunks = _Tee(chunks, file, copy, use, tasks)
+                chunks = _Tee(chunks, file, copy, reader, tasks)
             else:
-                use.done = True
+                reader.done = True
             yield chunks
 
     async def fetch(self, model: ModelId) -> None:
-        """Return once the whole model is on the disk. Cancelling leaves the disk as it was.
+        """Return once the whole model is on the disk. A cancellation leaves the disk as it was.
 
         Raises:
             TierFull: there is no room.
@@ -100,9 +101,9 @@ class Descending(WrapperStore):
         manifest = await self.wrapped.manifest(model)
         while (copy := self._copies.get(model)) is not None and copy.closing:
             await copy.ended.wait()
-        copy = copy or self._begin(manifest)
-        with copy.used() as use:
-            use.eager = True
+        copy = copy or self._start_copy(manifest)
+        with copy.reader() as reader:
+            reader.eager = True
             copy.notify()
             await copy.ended.wait()
         if copy.error is not None:
@@ -115,23 +116,23 @@ class Descending(WrapperStore):
             await checkpoint()  # until its task has ended, too
 
     async def _copy_of(self, shard: Shard) -> _Copy | None:
-        """The copy that the shard belongs to, begun if need be; `None` if there is none to be had now."""
+        """The copy that the shard belongs to, started if need be; `None` if none can be made now."""
         if shard.model not in self._copies:
-            if self._tasks is None or self._resting.get(shard.model, 0.0) > anyio.current_time():
+            if self._tasks is None or self._retry_at_s.get(shard.model, 0.0) > anyio.current_time():
                 return None
             try:
                 manifest = await self.wrapped.manifest(shard.model)
-            except StoreError:  # reading the shard will say what is wrong
+            except StoreError:  # reading the shard raises it again
                 return None
             if shard.model not in self._copies and shard in manifest.shards:
-                return self._begin(manifest)
+                return self._start_copy(manifest)
         copy = self._copies.get(shard.model)
         return None if copy is None or copy.closing else copy
 
-    def _begin(self, manifest: Manifest) -> _Copy:
+    def _start_copy(self, manifest: Manifest) -> _Copy:
         if self._tasks is None:
             raise StoreError(f"{self!r} is not open; use it inside `async with`.")
-        copy = self._copies[manifest.model] = _Copy(manifest, self.wrapped, self._disk, self._patience_s)
+        copy = self._copies[manifest.model] = _Copy(manifest, self.wrapped, self._disk, self._idle_s)
         self._tasks.start_soon(self._run, copy)
         return copy
 
@@ -141,40 +142,40 @@ class Descending(WrapperStore):
             await copy.run()
         finally:
             del self._copies[model]
-        if copy.error is not None and not copy.given_up:
-            self._resting[model] = anyio.current_time() + self._rest_s
+        if copy.error is not None and not copy.abandoned:
+            self._retry_at_s[model] = anyio.current_time() + self._retry_after_s
             _log.warning("No copy of model %r is kept on %r: %s", model, self._disk.name, copy.error)
 
 
 @dataclass(slots=True, eq=False)
-class _Use:
-    """One who reads from a model while it is copied, or who waits for all of it (`eager`)."""
+class _Reader:
+    """One read of a model that is being copied; an `eager` one waits for the whole copy."""
 
     done: bool = False
     eager: bool = False
 
 
 class _Copy:
-    """One model on its way to the disk."""
+    """Copies one model to the disk."""
 
-    def __init__(self, manifest: Manifest, source: WeightStore, disk: NvmeStore, patience_s: float) -> None:
+    def __init__(self, manifest: Manifest, source: WeightStore, disk: NvmeStore, idle_s: float) -> None:
         self.manifest = manifest
         self.error: StoreError | None = None
-        self.given_up = False
+        self.abandoned = False
         self.closing = False
         self.ended = anyio.Event()
         self._source = source
         self._disk = disk
-        self._patience_s = patience_s
+        self._idle_s = idle_s
         self._admission: Admission | None = None
-        self._taken: set[Shard] = set()
-        self._uses: set[_Use] = set()
+        self._claimed: set[Shard] = set()
+        self._readers: set[_Reader] = set()
         self._scope = CancelScope()
         self._begun = anyio.Event()
         self._changed = anyio.Event()
 
     async def run(self) -> None:
-        """Make room, take what passes, read the rest, and finish; `error` says why it failed."""
+        """Reserve room, write the chunks that pass, read the rest, and commit; `error` says why it failed."""
         committed = False
         try:
             with self._scope:
@@ -182,42 +183,42 @@ class _Copy:
                     self._admission = admission
                     self._begun.set()
                     try:
-                        await self._make(admission)
+                        await self._complete(admission)
                     finally:
                         committed = admission.committed
         except StoreError as exc:
             self.error = exc
         finally:
             if not committed and self.error is None:
-                self.error = StoreError(f"The copy of model {self.manifest.model!r} was given up.")
+                self.error = StoreError(f"The copy of model {self.manifest.model!r} was abandoned.")
             self.closing, self._admission = True, None
             self._begun.set()
             self.ended.set()
 
     @contextmanager
-    def used(self) -> Generator[_Use]:
-        """Keep the copy going; if the last who does leaves without having come to an end, it is given up."""
-        use = _Use()
-        self._uses.add(use)
+    def reader(self) -> Generator[_Reader]:
+        """Keep the copy going for a read; the last read to leave without having finished abandons it."""
+        reader = _Reader()
+        self._readers.add(reader)
         failed = True
         try:
-            yield use
-            failed = not (use.done or use.eager)
+            yield reader
+            failed = not (reader.done or reader.eager)
         finally:
-            self._uses.remove(use)
-            if failed and not self._uses:
-                self.given_up = self.closing = True
+            self._readers.remove(reader)
+            if failed and not self._readers:
+                self.abandoned = self.closing = True
                 self._scope.cancel()
             self.notify()
 
     async def begin(self, shard: Shard, stack: AsyncExitStack) -> ShardFile | None:
-        """Return where to write the shard until `stack` ends; `None` if that is done, by whomever."""
+        """Return the file to write the shard to until `stack` ends; `None` if it is or was written."""
         await self._begun.wait()
         admission = self._admission
-        if admission is None or self.closing or shard in self._taken or shard not in admission.missing:
+        if admission is None or self.closing or shard in self._claimed or shard not in admission.missing:
             return None
-        self._taken.add(shard)
-        stack.callback(self._taken.discard, shard)
+        self._claimed.add(shard)
+        stack.callback(self._claimed.discard, shard)
         try:
             return await stack.enter_async_context(admission.shard(shard))
         except StoreError as exc:
@@ -225,39 +226,39 @@ class _Copy:
             return None
 
     def fail(self, error: StoreError) -> None:
-        """End the copy for a reason of its own."""
+        """End the copy with an error of its own."""
         self.error = self.error or error
         self.closing = True
         self._scope.cancel()
 
     def notify(self) -> None:
-        """Say that somebody came, left, or wants it all."""
+        """Wake `run`: a reader came, left, or became eager."""
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
-    async def _make(self, admission: Admission) -> None:
+    async def _complete(self, admission: Admission) -> None:
         side_files: dict[str, bytes] = {}
         if isinstance(self._source, SupportsSideFiles):
             side_files = await self._source.side_files(self.manifest.model)
         try:
             while admission.missing:
-                await self._go_on(admission)
+                await self._wait_or_read(admission)
         finally:
             if not admission.missing and self.error is None:  # also when the store is being closed
                 with CancelScope(shield=True):
                     await admission.commit(side_files)
 
-    async def _go_on(self, admission: Admission) -> None:
-        """Wait for those who read, and read what they leave out."""
-        if not any(use.eager for use in self._uses):
-            with move_on_after(inf if self._uses else self._patience_s):
+    async def _wait_or_read(self, admission: Admission) -> None:
+        """Wait while the model is read; afterwards read a shard that is missing."""
+        if not any(reader.eager for reader in self._readers):
+            with move_on_after(inf if self._readers else self._idle_s):
                 await self._changed.wait()
                 return
-        left_out = next((shard for shard in admission.missing if shard not in self._taken), None)
-        if left_out is None:
+        missing = next((shard for shard in admission.missing if shard not in self._claimed), None)
+        if missing is None:
             await self._changed.wait()
         else:
-            await self._read(left_out)
+            await self._read(missing)
 
     async def _read(self, shard: Shard) -> None:
         async with AsyncExitStack() as stack:
@@ -269,15 +270,20 @@ class _Copy:
 
 
 class _Tee:
-    """The chunks of a shard, each written to a file while it is lent; the next is asked for after both."""
+    """The chunks of a shard, each written to a file while it is lent; the next is fetched after both."""
 
     def __init__(
-        self, chunks: AsyncIterator[HostChunk], file: ShardFile, copy: _Copy, use: _Use, tasks: TaskGroup
+        self,
+        chunks: AsyncIterator[HostChunk],
+        file: ShardFile,
+        copy: _Copy,
+        reader: _Reader,
+        tasks: TaskGroup,
     ) -> None:
         self._chunks = chunks
         self._file: ShardFile | None = file
         self._copy = copy
-        self._use = use
+        self._reader = reader
         self._tasks = tasks
         self._written = anyio.Event()
         self._written.set()
@@ -307,7 +313,7 @@ class _Tee:
             self._written.set()
 
     def _finish(self) -> None:
-        self._use.done = True
+        self._reader.done = True
         if self._file is not None:
             try:
                 self._file.finish()

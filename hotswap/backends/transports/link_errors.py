@@ -6,10 +6,10 @@ import anyio
 
 from hotswap.errors import MigrationAborted
 
-__all__ = ["Damaged", "broken", "why"]
+__all__ = ["ProtocolError", "broken", "why"]
 
 
-class Damaged(Exception):
+class ProtocolError(Exception):
     """What arrived cannot be what was sent; private to the transports."""
 
 
@@ -35,7 +35,7 @@ def why(error: BaseException) -> str | None:
             return "the other end stalled"
         case OSError():
             return f"the system says {error}"
-        case Damaged():
+        case ProtocolError():
             return str(error)
         case _:
             return None

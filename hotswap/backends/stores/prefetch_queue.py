@@ -1,4 +1,4 @@
-"""The way up from a tier into host memory: who may use it next."""
+"""The order of prefetches from one tier into host memory, and their priority below loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import anyio
 
 from hotswap.request import ModelId
 
-__all__ = ["Link"]
+__all__ = ["PrefetchQueue"]
 
 
 @dataclass(slots=True, eq=False)
@@ -21,12 +21,11 @@ class _Waiter:
     admitted: anyio.Event = field(default_factory=anyio.Event)
 
 
-class Link:
-    """Lets prefetches read from one tier: `width` models at a time, and none while a load reads from it.
+class PrefetchQueue:
+    """Admits prefetches from one tier: `width` models at a time, and none while a load reads from it.
 
-    Of those that wait, the highest priority goes first, then the one that has waited longest. Loads never
-    wait. A prefetch of a model that is on its way already, by a load or another prefetch, goes at once: it
-    reads nothing that is not being read.
+    The highest priority is admitted first, then the longest wait. Loads never wait. A prefetch of a model
+    that is being loaded or prefetched already is admitted at once: it adds no reads.
     """
 
     def __init__(self, width: int = 1) -> None:
@@ -37,12 +36,12 @@ class Link:
 
     @property
     def waiting(self) -> tuple[ModelId, ...]:
-        """The models that wait, in the order in which they will go as things stand."""
+        """The models that wait, in the order of their admission as it stands."""
         return tuple(waiter.model for waiter in self._in_order())
 
     @asynccontextmanager
     async def turn(self, model: ModelId, priority: int) -> AsyncGenerator[None]:
-        """Wait for a prefetch's turn and hold it; a cancellation gives it to the next."""
+        """Wait for a prefetch's turn, and keep it while the block runs; a cancellation passes it on."""
         waiter = _Waiter(model, priority)
         self._waiting.append(waiter)
         self._admit()
@@ -58,7 +57,7 @@ class Link:
 
     @contextmanager
     def load(self, model: ModelId) -> Generator[None]:
-        """Count a load that reads; prefetches of the same model go along, others wait."""
+        """Count a load while the block runs; prefetches of the same model are admitted, others wait."""
         self._loading[model] += 1
         self._admit()
         try:
@@ -69,12 +68,12 @@ class Link:
 
     def _admit(self) -> None:
         for waiter in self._in_order():
-            if self._may_go(waiter.model):
+            if self._is_admissible(waiter.model):
                 self._waiting.remove(waiter)
                 self._prefetching[waiter.model] += 1
                 waiter.admitted.set()
 
-    def _may_go(self, model: ModelId) -> bool:
+    def _is_admissible(self, model: ModelId) -> bool:
         if model in self._prefetching or model in self._loading:
             return True
         return not self._loading and len(self._prefetching) < self._width

@@ -1,0 +1,328 @@
+"""The models in one directory of a disk, shared by processes: a byte budget, read locks and LRU removal.
+
+All state is in the directory, so that processes share one budget and none removes what another reads. Locks
+are `flock`s, which the kernel releases when the process that holds them ends.
+
+    <root>                          locked while room is made or a model gets its name
+    <root>/<model>                  locked shared by readers, exclusively for removal; mtime: last use
+    <root>/.<model>.<hex>.reserved  a number: bytes reserved for a model being written; locked by the writer
+    <root>/.<model>.<hex>.incoming  a model being written; locked by the writer
+    <root>/.<model>.<hex>.removed   a model being deleted; locked by the process that deletes it
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotswap.backends.stores.durable import map_write_errors, sync_directory
+from hotswap.backends.stores.files import is_at, map_read_errors
+from hotswap.backends.stores.layout import INDEX_NAME, align, check_file_name
+from hotswap.errors import ShardMissing, StoreError, TierFull
+from hotswap.request import ModelId
+
+__all__ = ["DiskDirectory", "ReadLock", "Reservation", "StoredModel", "locked"]
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LEFTOVERS = (".incoming", ".removed")
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """A model in the directory: the bytes of its data files, and when it was last used, in Unix time."""
+
+    model: ModelId
+    path: Path
+    size_bytes: int
+    used_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Bytes reserved for one writer; `evicted` are the models that were removed for them."""
+
+    evicted: Sequence[ModelId]
+    file: Path
+
+    def release(self) -> None:
+        """End the reservation, once: from now on the model itself counts against the budget."""
+        self.file.unlink(missing_ok=True)
+
+
+class ReadLock:
+    """Keeps one model from being removed, by any process, from `acquire` until `release`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._fd = -1
+
+    def acquire(self) -> None:
+        """Lock the model and count it as used now; waits while a removal is tried. Blocking.
+
+        Raises:
+            ShardMissing: there is no such model, or it was removed meanwhile.
+        """
+        while self._fd < 0:
+            with map_read_errors(self._directory):
+                fd = os.open(self._directory, _DIRECTORY)
+                try:
+                    _lock(fd, fcntl.LOCK_SH)
+                    if is_at(fd, self._directory):
+                        self._fd = fd
+                finally:
+                    if self._fd != fd:  # it was removed or replaced during the wait
+                        _unlock(fd)
+        _touch(self._fd)
+
+    def release(self) -> None:
+        """Unlock the model; may be called twice, and before `acquire`."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            _unlock(fd)
+
+
+class DiskDirectory:
+    """The models under one root, and their byte budget. All methods block: use them in worker threads.
+
+    `capacity_bytes` bounds the data files of all models, whatever wrote them, what `reserve` has reserved
+    for models being written, and what a dead conversion can be resumed from. Indexes and tokenizers, a few
+    megabytes, come on top. Without a capacity no model is removed for another.
+    """
+
+    def __init__(self, root: Path, capacity_bytes: int | None) -> None:
+        self.root = root
+        self.capacity_bytes = capacity_bytes
+
+    def models(self) -> list[StoredModel]:
+        """Return the models, least recently used first."""
+        found: list[StoredModel] = []
+        with suppress(FileNotFoundError), os.scandir(self.root) as entries:
+            for entry in entries:
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                    with suppress(FileNotFoundError):  # removed meanwhile, or no model
+                        found.append(_stored_model(Path(entry.path)))
+        return sorted(found, key=lambda stored: (stored.used_ns, stored.model))
+
+    def read_lock(self, model: ModelId) -> ReadLock:
+        """Return the lock that keeps a model from removal, not yet acquired."""
+        check_file_name(model, self.root)
+        return ReadLock(self.root / model)
+
+    def in_use(self, model: ModelId) -> bool:
+        """Whether any process reads, pins or removes the model now."""
+        with suppress(FileNotFoundError):
+            try:
+                with locked(self.root / model):
+                    return False
+            except BlockingIOError:
+                return True
+        return False
+
+    def remove(self, model: ModelId) -> int:
+        """Remove a model for all processes at once, then delete its files; return their bytes.
+
+        Raises:
+            ShardMissing: there is no such model.
+            StoreError: it is being read or pinned; nothing was changed.
+        """
+        check_file_name(model, self.root)
+        path = self.root / model
+        with map_write_errors(self.root, 0):
+            try:
+                stored = _stored_model(path)
+                with locked(path):
+                    self._delete(stored)
+            except (FileNotFoundError, NotADirectoryError) as exc:
+                raise ShardMissing(f"The store at {str(self.root)!r} holds no model {model!r}.") from exc
+            except BlockingIOError as exc:
+                raise StoreError(
+                    f"Model {model!r} in {str(self.root)!r} is in use; nothing was changed. Try again when "
+                    "its reads and pins have ended."
+                ) from exc
+        return stored.size_bytes
+
+    @contextmanager
+    def reserve(self, model: ModelId, size_bytes: int, *, exclusive: bool = False) -> Generator[Reservation]:
+        """Reserve room for a model while the block runs; models not in use are removed for it, LRU first.
+
+        With `exclusive` it is refused while another writer has room reserved for the same model.
+
+        Raises:
+            TierFull: it would not fit even then; nothing was removed.
+            StoreError: the same model is being written.
+        """
+        check_file_name(model, self.root)
+        file = self.root / f".{model}.{secrets.token_hex(4)}.reserved"
+        with ExitStack() as stack:
+            with map_write_errors(self.root, size_bytes):
+                self.root.mkdir(parents=True, exist_ok=True)
+                with locked(self.root, wait=True):
+                    reserved = self._reserved_bytes()
+                    if exclusive and model in reserved:
+                        raise StoreError(f"Another process is writing model {model!r} to {str(self.root)!r}.")
+                    unfinished = sum(self._unfinished_bytes(set(reserved) | {model}))
+                    evicted = self._make_room(sum(reserved.values()) + unfinished + align(size_bytes))
+                    stack.callback(file.unlink, missing_ok=True)
+                    file.write_text(str(align(size_bytes)))
+                    stack.enter_context(locked(file))
+            yield Reservation(evicted, file)
+
+    @contextmanager
+    def new_directory(self, model: ModelId) -> Generator[Path]:
+        """Make a hidden directory to write a model in; deleted at the end unless it was published."""
+        directory = self.root / f".{model}.{secrets.token_hex(4)}.incoming"
+        with ExitStack() as stack:
+            with (
+                map_write_errors(self.root, 0),
+                locked(self.root, wait=True),
+            ):  # so that `sweep` never sees it without a lock
+                directory.mkdir()
+                stack.callback(shutil.rmtree, directory, ignore_errors=True)
+                stack.enter_context(locked(directory))
+            yield directory
+
+    def publish(self, directory: Path, model: ModelId, reservation: Reservation) -> None:
+        """Give a finished directory its model's name, replacing a model of that name.
+
+        Raises:
+            StoreError: the replaced model is in use.
+        """
+        with map_write_errors(self.root, 0), locked(self.root, wait=True):
+            with suppress(ShardMissing):
+                self.remove(model)
+            sync_directory(directory)
+            directory.rename(self.root / model)
+            sync_directory(self.root)
+            os.utime(self.root / model, ns=(_now_ns(), _now_ns()))
+            reservation.release()
+
+    def sweep(self) -> list[Path]:
+        """Remove the hidden directories that dead processes have left, and return their paths."""
+        swept: list[Path] = []
+        with suppress(OSError), locked(self.root, wait=True):
+            for path in sorted(self.root.glob(".*")):
+                if path.suffix in _LEFTOVERS:
+                    with suppress(OSError), locked(path):
+                        shutil.rmtree(path)
+                        swept.append(path)
+        return swept
+
+    def _make_room(self, size_bytes: int) -> list[ModelId]:
+        """Remove models until `size_bytes` fit beside the rest; all that is needed, or none."""
+        if self.capacity_bytes is None:
+            return []
+        models = self.models()
+        used_bytes = sum(stored.size_bytes for stored in models)
+        missing = used_bytes + size_bytes - self.capacity_bytes
+        victims: list[StoredModel] = []
+        with ExitStack() as stack:
+            for stored in models if size_bytes <= self.capacity_bytes else ():
+                if missing <= 0:
+                    break
+                with suppress(OSError):  # in use
+                    stack.enter_context(locked(stored.path))
+                    victims.append(stored)
+                    missing -= stored.size_bytes
+            if missing > 0:
+                raise TierFull(
+                    f"The budget of {self.capacity_bytes} bytes for {str(self.root)!r} has no room for "
+                    f"{size_bytes} more, even without all that is not in use: it lacks {missing}. "
+                    "Raise it, or wait until loads end; nothing was changed."
+                )
+            for stored in victims:
+                self._delete(stored)
+        return [stored.model for stored in victims]
+
+    def _delete(self, stored: StoredModel) -> None:
+        """Delete a model that is locked; a crash leaves it whole, or for `sweep`."""
+        removed = self.root / f".{stored.model}.{secrets.token_hex(4)}.removed"
+        stored.path.rename(removed)
+        sync_directory(self.root)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _reserved_bytes(self) -> dict[str, int]:
+        """The bytes reserved by model; reservations of dead processes are deleted. The root is locked."""
+        reserved: dict[str, int] = {}
+        for file in self.root.glob(".*.reserved"):
+            with suppress(FileNotFoundError):
+                try:
+                    with locked(file):
+                        file.unlink()
+                except BlockingIOError:
+                    model = file.name[1:].rsplit(".", 2)[0]
+                    reserved[model] = reserved.get(model, 0) + int(file.read_text())
+        return reserved
+
+    def _unfinished_bytes(self, others: set[str]) -> Iterator[int]:
+        """The bytes of conversions that can be resumed, except those of the models in `others`."""
+        for directory in self.root.glob(".*.partial"):
+            if directory.name[1:].rsplit(".", 2)[0] not in others:
+                with suppress(FileNotFoundError):
+                    yield _data_bytes(directory)
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Generator[None]:
+    """Hold the exclusive lock on a file or directory while the block runs; a link is not followed.
+
+    Raises:
+        BlockingIOError: it is locked, and `wait` is false.
+        FileNotFoundError: it does not exist, or was removed meanwhile.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _lock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if not is_at(fd, path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        yield
+    finally:
+        _unlock(fd)
+
+
+def _stored_model(path: Path) -> StoredModel:
+    """Look at a model; `FileNotFoundError` if there is none."""
+    (path / INDEX_NAME).lstat()
+    size = _data_bytes(path)
+    used_ns = path.stat().st_mtime_ns
+    return StoredModel(model=ModelId(path.name), path=path, size_bytes=size, used_ns=used_ns)
+
+
+def _data_bytes(directory: Path) -> int:
+    with os.scandir(directory) as files:
+        return sum(file.stat(follow_symlinks=False).st_size for file in files if file.name.endswith(".bin"))
+
+
+def _lock(fd: int, operation: int) -> None:
+    """Lock a file or directory; on a file system without locks this does nothing."""
+    try:
+        fcntl.flock(fd, operation)
+    except OSError as exc:
+        if exc.errno not in _NO_LOCKS:
+            raise
+
+
+def _unlock(fd: int) -> None:
+    """Unlock and close; closing alone would not unlock where a child process has inherited the descriptor."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def _touch(fd: int) -> None:
+    """Set a model's time of last use to now."""
+    with suppress(OSError):  # a read-only root
+        os.utime(fd, ns=(_now_ns(), _now_ns()))
+
+
+def _now_ns() -> int:
+    """The wall clock, because times of last use are compared across restarts of the machine."""
+    return time.time_ns()
