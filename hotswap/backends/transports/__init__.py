@@ -1,7 +1,7 @@
 """Links that carry the KV blocks of a move: within a process, between processes, between machines.
 
-Each is a `Channel`. `remote_sink` at one end and `serve_sink` at the other make an engine that is elsewhere
-take blocks like one that is here. `docs/migration.md` shows how.
+Each is a `Channel`. With `remote_sink` at one end and `serve_sink` at the other, an engine of another process
+receives blocks like a local one. `docs/migration.md` shows how.
 """
 
 from __future__ import annotations

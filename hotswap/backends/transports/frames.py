@@ -1,7 +1,7 @@
-"""Frames as bytes, without any I/O: how they are written, and read from pieces of any size.
+"""The encoding of frames as bytes, and a parser that is fed pieces of any size; no I/O.
 
-head      magic, version, length of the message, length of the payload     20 bytes, big-endian
-CRC-32    of the head, so that no length is believed that was not sent       4 bytes
+header    magic, version, length of the message, length of the payload     20 bytes, big-endian
+CRC-32    of the header, so that a damaged length is never used              4 bytes
 message
 payload
 CRC-32    of message and payload                                             4 bytes
@@ -21,22 +21,22 @@ __all__ = ["PIECE_BYTES", "FrameReader", "frame_pieces"]
 
 _MAGIC = b"HSKV"
 _VERSION = 1
-_HEAD = struct.Struct("!4sH2xIQ")
+_HEADER = struct.Struct("!4sH2xIQ")
 _SUM = struct.Struct("!I")
 
-# What is copied and summed in one go, so that the event loop gets its turn.
+# Bytes copied and summed at once, so that the event loop is not blocked for long.
 PIECE_BYTES = 256 << 10
 
 
 def frame_pieces(message: bytes, payload: memoryview) -> Iterator[bytes]:
-    """Yield a frame's bytes: at once if they are few, else in pieces; each is a copy."""
-    head = _HEAD.pack(_MAGIC, _VERSION, len(message), len(payload))
-    opening = head + _SUM.pack(crc32(head, 0)) + message
+    """Yield the bytes of a frame, in pieces if they are many; each is a copy."""
+    header = _HEADER.pack(_MAGIC, _VERSION, len(message), len(payload))
+    start = header + _SUM.pack(crc32(header, 0)) + message
     checksum = crc32(message, 0)
     if len(payload) <= PIECE_BYTES:
-        yield b"".join((opening, payload, _SUM.pack(crc32(payload, checksum))))
+        yield b"".join((start, payload, _SUM.pack(crc32(payload, checksum))))
         return
-    yield opening
+    yield start
     for at in range(0, len(payload), PIECE_BYTES):
         piece = bytes(payload[at : at + PIECE_BYTES])
         checksum = crc32(piece, checksum)
@@ -45,10 +45,10 @@ def frame_pieces(message: bytes, payload: memoryview) -> Iterator[bytes]:
 
 
 class FrameReader:
-    """Puts frames together again; the payload of one is overwritten by that of the next.
+    """Parses frames from bytes; the payload of a frame is valid until the next frame.
 
     Args:
-        max_message_bytes: A longer message is refused before anything is reserved for it.
+        max_message_bytes: A longer message is refused before memory is allocated for it.
         max_payload_bytes: Likewise.
     """
 
@@ -60,10 +60,10 @@ class FrameReader:
         self._begin()
 
     def take(self, data: memoryview) -> tuple[int, Frame | None]:
-        """Take bytes, up to the end of a frame; return how many, and the frame if it is whole.
+        """Consume bytes up to the end of a frame; return their number, and the frame if it is complete.
 
         Raises:
-            ProtocolError: they are none that `frame_pieces` could have made; the reader is of no more use.
+            ProtocolError: the bytes are no frames; the reader cannot be used further.
         """
         used = 0
         while True:
@@ -81,15 +81,15 @@ class FrameReader:
             self.has_begun, used = True, used + size
 
     def _begin(self) -> None:
-        self.has_begun = False  # whether a part of a frame was taken
+        self.has_begun = False  # whether a part of a frame was consumed
         self._parts = self._read()
         self._room = next(self._parts)
 
     def _read(self) -> Generator[memoryview, None, Frame]:
-        """Yield the memory to be filled next, until the frame is there."""
-        head = bytearray(_HEAD.size + _SUM.size)
-        yield memoryview(head)
-        message_bytes, payload_bytes = self._lengths(bytes(head))
+        """Yield the memory to fill next, until the frame is complete."""
+        header = bytearray(_HEADER.size + _SUM.size)
+        yield memoryview(header)
+        message_bytes, payload_bytes = self._lengths(bytes(header))
         message = bytearray(message_bytes)
         yield memoryview(message)
         checksum = crc32(message, 0)
@@ -101,23 +101,21 @@ class FrameReader:
         tail = bytearray(_SUM.size)
         yield memoryview(tail)
         if _SUM.unpack(tail) != (checksum,):
-            raise ProtocolError(
-                "the checksum of a frame is not that of its bytes: they were damaged on the way"
-            )
+            raise ProtocolError("the checksum of a frame does not match its bytes")
         return Frame(bytes(message), payload)
 
-    def _lengths(self, head: bytes) -> tuple[int, int]:
-        magic, version, message_bytes, payload_bytes = _HEAD.unpack_from(head)
+    def _lengths(self, header: bytes) -> tuple[int, int]:
+        magic, version, message_bytes, payload_bytes = _HEADER.unpack_from(header)
         if magic != _MAGIC:
-            raise ProtocolError(f"{head[:4]!r} came where a frame should begin")
-        if _SUM.unpack_from(head, _HEAD.size) != (crc32(head[: _HEAD.size], 0),):
-            raise ProtocolError("the head of a frame was damaged on the way")
+            raise ProtocolError(f"{header[:4]!r} was received in the place of a frame")
+        if _SUM.unpack_from(header, _HEADER.size) != (crc32(header[: _HEADER.size], 0),):
+            raise ProtocolError("the header of a frame is damaged")
         if version != _VERSION:
             raise ProtocolError(f"the other end speaks version {version}, this one {_VERSION}")
         if message_bytes > self._max_message_bytes or payload_bytes > self._max_payload_bytes:
             raise ProtocolError(
-                f"a frame of {message_bytes:,} and {payload_bytes:,} bytes came, and no more than "
-                f"{self._max_message_bytes:,} and {self._max_payload_bytes:,} are taken"
+                f"a frame of {message_bytes:,} and {payload_bytes:,} bytes was received; the limits are "
+                f"{self._max_message_bytes:,} and {self._max_payload_bytes:,}"
             )
         return message_bytes, payload_bytes
 

@@ -1,4 +1,4 @@
-"""Why links break, in the one error that a `Channel` has for it."""
+"""The errors of a link, all told to callers as one: `MigrationAborted` of stage `"link"`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import anyio
 
 from hotswap.errors import MigrationAborted
 
-__all__ = ["ProtocolError", "broken", "why"]
+__all__ = ["ProtocolError", "link_broken", "reason_for"]
 
 
 class ProtocolError(Exception):
-    """What arrived cannot be what was sent; private to the transports."""
+    """The other end sent bytes that are damaged or not of the protocol; private to transports."""
 
 
-def broken(because: str) -> MigrationAborted:
+def link_broken(reason: str) -> MigrationAborted:
     """Return the error of a broken link."""
     return MigrationAborted(
-        f"The link of a move is broken: {because}. Open a new one; the request goes on where it is.",
+        f"The link of a move is broken: {reason}. Open a new one; the request goes on where it is.",
         stage="link",
     )
 
 
-def why(error: BaseException) -> str | None:
-    """Say what an error of a socket means for a link; `None` if it means nothing by itself."""
+def reason_for(error: BaseException) -> str | None:
+    """Return why an error of a socket breaks a link; `None` for an error that does not."""
     match error:
         case anyio.EndOfStream():
             return "the other end has closed it, or its process has ended"

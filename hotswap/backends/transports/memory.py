@@ -1,4 +1,4 @@
-"""Channels within a process, where nothing is between the ends: they pass what the others must pass."""
+"""Channels within a process, on memory object streams of anyio."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from hotswap.backends.memory import aligned_buffer, copy_in_turns
-from hotswap.backends.transports.link_errors import broken
+from hotswap.backends.transports.link_errors import link_broken
 from hotswap.backends.transports.stream import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 from hotswap.transport import Channel, Frame
 
@@ -23,11 +23,11 @@ _In: TypeAlias = MemoryObjectReceiveStream[Frame]
 
 
 class MemoryChannel(Channel):
-    """One of a pair that `memory_channels` makes.
+    """One end of a pair made by `memory_channels`.
 
     Args:
-        out: Takes frames for the other end.
-        inward: Has those from there.
+        out: The frames to the other end.
+        inward: The frames from the other end.
         close: Closes all streams of both ends.
         max_message_bytes: The longest message.
         max_payload_bytes: The longest payload.
@@ -69,7 +69,7 @@ class MemoryChannel(Channel):
         await checkpoint()
 
     def _broken(self) -> Exception:
-        return broken("this end was closed" if self._closed else "the other end has closed it")
+        return link_broken("this end was closed" if self._closed else "the other end has closed it")
 
 
 def memory_channels(

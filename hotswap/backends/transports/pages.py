@@ -1,4 +1,4 @@
-"""Memory that two processes map: a file without a name, whose pages go with the last of them."""
+"""Memory mapped by two processes: an unnamed file, freed with its last mapping."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else
 
 
 class SharedPages:
-    """A mapping, whose `view` is all of it."""
+    """A mapping of shared memory; `view` is all of it."""
 
     def __init__(self, file: int, size_bytes: int) -> None:
         self.view = memoryview(mmap.mmap(file, size_bytes))
 
     @classmethod
     def make(cls, size_bytes: int) -> tuple[Self, int]:
-        """Map new memory, and return it with the file that another process may `adopt`; close that one.
+        """Map new memory; return it with the file for `adopt` in another process, which the caller closes.
 
         Raises:
-            MemoryError: there is no room for it.
+            MemoryError: there is not enough memory.
         """
         try:
             file = nameless_file()
@@ -44,18 +44,20 @@ class SharedPages:
 
     @classmethod
     def adopt(cls, file: int, size_bytes: int) -> Self:
-        """Map what another process has made.
+        """Map memory that another process has made.
 
         Raises:
             ValueError: it is not of this size, or could be shortened.
             OSError: it cannot be mapped.
         """
         if os.fstat(file).st_size != size_bytes:
-            raise ValueError(f"shared memory of {os.fstat(file).st_size:,} bytes came, not of {size_bytes:,}")
+            raise ValueError(
+                f"shared memory of {os.fstat(file).st_size:,} bytes was received, not of {size_bytes:,}"
+            )
         if _SEALS and fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise ValueError("shared memory came that the other end could shorten")
+            raise ValueError("shared memory was received that the other end could shorten")
         return cls(file, size_bytes)
 
     def close(self) -> None:
-        """Let go of it; the mapping lasts as long as somebody holds a part of the view."""
+        """Release the view; the mapping lasts as long as any part of the view is used."""
         self.view.release()

@@ -1,4 +1,4 @@
-"""Room in a ring of bytes, given out in order and given back in the same order."""
+"""Allocation of contiguous places in a ring buffer, freed in the order of allocation."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ __all__ = ["Ring"]
 
 
 class Ring:
-    """The books of one ring; the memory is elsewhere. A place is one piece, never across the end.
+    """Tracks the allocated places of a ring buffer; it has no memory itself. A place is contiguous.
 
     Args:
-        size_bytes: Of the ring.
-        max_places: How many places may be taken at once.
+        size_bytes: The size of the ring.
+        max_places: The most places allocated at a time.
     """
 
     def __init__(self, size_bytes: int, max_places: int) -> None:
         self.size_bytes, self._max_places = size_bytes, max_places
-        self._taken: deque[tuple[int, int]] = deque()  # start and end, oldest first
+        self._allocated: deque[tuple[int, int]] = deque()  # start and end, oldest first
 
     @property
-    def num_taken(self) -> int:
-        """How many places are taken."""
-        return len(self._taken)
+    def num_allocated(self) -> int:
+        """How many places are allocated."""
+        return len(self._allocated)
 
-    def take(self, size_bytes: int) -> int | None:
-        """Return where a place of so many bytes begins, `None` if there is no room before some come back."""
+    def allocate(self, size_bytes: int) -> int | None:
+        """Allocate a place and return its start; `None` if there is no room until places are freed."""
         assert 0 < size_bytes <= self.size_bytes, f"{size_bytes} bytes of a ring of {self.size_bytes}"
         start = self._start_for(size_bytes)
         if start is not None:
-            self._taken.append((start, start + size_bytes))
+            self._allocated.append((start, start + size_bytes))
         return start
 
-    def give_back(self, num_places: int) -> None:
-        """Give the oldest places back."""
+    def free(self, num_places: int) -> None:
+        """Free the oldest places."""
         for _ in range(num_places):
-            self._taken.popleft()
+            self._allocated.popleft()
 
     def undo(self) -> None:
-        """Give the newest place back."""
-        self._taken.pop()
+        """Free the newest place."""
+        self._allocated.pop()
 
     def _start_for(self, size_bytes: int) -> int | None:
-        if not self._taken:
+        if not self._allocated:
             return 0
-        if len(self._taken) == self._max_places:
+        if len(self._allocated) == self._max_places:
             return None
-        oldest, head = self._taken[0][0], self._taken[-1][1]
-        if head <= oldest:  # the places go over the end of the ring: what is free lies in the middle
+        oldest, head = self._allocated[0][0], self._allocated[-1][1]
+        if head <= oldest:  # the places wrap around: the free bytes are in the middle
             return head if oldest - head >= size_bytes else None
         if self.size_bytes - head >= size_bytes:
             return head

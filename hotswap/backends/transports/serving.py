@@ -1,4 +1,4 @@
-"""Who connects to this process: each in a task, and what goes wrong with one is the loss of one."""
+"""Serving connections: each in a task of its own, so that the failure of one does not affect the others."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import anyio
 from hotswap.errors import HotswapError
 from hotswap.transport import Channel
 
-__all__ = ["BACKLOG", "Handle", "serve_each"]
+__all__ = ["BACKLOG", "Handle", "serve_connections"]
 
 _log = logging.getLogger("hotswap.transports")
 
 Handle: TypeAlias = Callable[[Channel], Awaitable[object]]
 
 BACKLOG = 128
-_PAUSE_S = 0.1  # before the next try to accept
+_PAUSE_S = 0.1  # before the next attempt to accept
 
 
-async def serve_each(
+async def serve_connections(
     listener: socket.socket, opened: Callable[[socket.socket], Awaitable[Channel]], handle: Handle
 ) -> None:
-    """Call `handle` with a channel for everyone who connects, until this is cancelled.
+    """Call `handle` with a channel for each connection, until this is cancelled.
 
-    `opened` makes a channel of a connected socket, which is its own from then on.
+    `opened` makes a channel of a connected socket, and owns the socket.
     """
 
     async def serve(connected: socket.socket) -> None:
@@ -36,14 +36,14 @@ async def serve_each(
                 await handle(channel)
         except* HotswapError as errors:
             for exc in errors.exceptions:
-                _log.warning("A link from elsewhere ended early. %s", exc)
+                _log.warning("An incoming link ended early. %s", exc)
 
     async with anyio.create_task_group() as tasks:
         while True:
             await anyio.wait_readable(listener)
             try:
                 connected, _ = listener.accept()
-            except OSError as exc:  # who connected is gone again, or there are too many open files
+            except OSError as exc:  # the client has disconnected, or there are too many open files
                 _log.warning("A connection was not accepted: %s.", exc)
                 await anyio.sleep(_PAUSE_S)
             else:

@@ -1,12 +1,12 @@
-"""Channels between processes of one machine: payloads lie in memory that both map.
+"""Channels between processes of one machine: payloads are in memory that both processes map.
 
-    Unix socket    connects the two; then messages, each with the place of its payload
-    two rings      payloads, one each way: written by one end, read by the other where they lie
-    socket pair    a byte for each place that its reader has done with
+    Unix socket    the connection; carries messages, each with the place of its payload
+    two rings      payloads, one ring each way: written by one end, read in place by the other
+    socket pair    one byte for each place that its reader has freed
 
-The memory and the pair have no names. They are made by the end that connects and go over the Unix socket, so
-when a process ends, in whatever way, the kernel takes back all that it held; only the path of a listener
-stays, and the next one removes it.
+The memory and the socket pair are unnamed. The connecting end makes them and sends them over the Unix socket,
+so that the kernel frees them when the processes end, even if killed. Only the path of a listener stays, and
+the next listener removes it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from anyio.abc import ByteStream, TaskStatus
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import copy_in_turns
-from hotswap.backends.transports.link_errors import ProtocolError, broken, why
+from hotswap.backends.transports.link_errors import ProtocolError, link_broken, reason_for
 from hotswap.backends.transports.pages import SharedPages
 from hotswap.backends.transports.ring import Ring
-from hotswap.backends.transports.serving import BACKLOG, Handle, serve_each
+from hotswap.backends.transports.serving import BACKLOG, Handle, serve_connections
 from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.backends.transports.stream import MAX_MESSAGE_BYTES, STALL_S, StreamChannel
 from hotswap.transport import Channel, Frame
@@ -36,21 +36,21 @@ from hotswap.transport import Channel, Frame
 __all__ = ["SharedChannel", "connect_shared", "serve_shared"]
 
 _RING_BYTES = 32 << 20
-_MAX_PLACES = 64  # so few bytes always fit in a socket: whoever gives a place back does not wait
+_MAX_PLACES = 64  # so few bytes always fit in a socket buffer: freeing a place never waits
 _HELLO = struct.Struct("=4sIQ")  # magic, version, bytes of a ring
 _MAGIC, _VERSION = b"HSSM", 1
-_PLACE = struct.Struct("=QQ")  # where a payload begins, and its length
+_PLACE = struct.Struct("=QQ")  # offset and length of a payload
 
 
 class SharedChannel(Channel):
-    """One end; `connect_shared` and `serve_shared` make it.
+    """One end of a link; made by `connect_shared` and `serve_shared`.
 
     Args:
         control: Carries messages.
-        places: Carries the places given back.
+        places: Carries a byte for each freed place.
         out: The ring that this end writes.
         inward: The ring that the other end writes.
-        stall_s: How long the other end may hold all room until the link counts as broken.
+        stall_s: The link breaks if the other end frees no place for so long.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SharedChannel(Channel):
         )
         self._places, self._out, self._in, self._stall_s = places, out, inward, stall_s
         self._ring = Ring(len(out.view), _MAX_PLACES)
-        self._lends = False  # a payload to whoever called `receive`
+        self._lends = False  # the last payload to the caller of `receive`
         self._sending, self._receiving = ResourceGuard("sending on"), ResourceGuard("receiving from")
 
     async def send(self, message: bytes, payload: memoryview | None = None) -> None:
@@ -87,7 +87,7 @@ class SharedChannel(Channel):
                     await self._control.send(_PLACE.pack(at, len(data)) + message)
                 except BaseException:
                     if data:
-                        self._ring.undo()  # if the other end got the message, the link is broken anyway
+                        self._ring.undo()  # if the other end got the message, the link is broken
                     raise
 
     async def receive(self) -> Frame:
@@ -112,37 +112,37 @@ class SharedChannel(Channel):
     # ------------------------------------------------------------------ places
 
     async def _place_for(self, size_bytes: int) -> int:
-        """Take a place for a payload, waiting until there is one; anywhere for none."""
+        """Allocate a place for a payload, waiting for room; 0 for no payload."""
         await checkpoint()
         if not size_bytes:
             return 0
-        while (at := self._ring.take(size_bytes)) is None:
+        while (at := self._ring.allocate(size_bytes)) is None:
             with anyio.fail_after(self._stall_s):
-                returned = await self._places.receive(_MAX_PLACES)
-            if len(returned) > self._ring.num_taken:
-                raise ProtocolError("the other end gave more back than it was lent")
-            self._ring.give_back(len(returned))
+                freed = await self._places.receive(_MAX_PLACES)
+            if len(freed) > self._ring.num_allocated:
+                raise ProtocolError("the other end freed more places than it was lent")
+            self._ring.free(len(freed))
         return at
 
     def _payload_of(self, frame: Frame) -> memoryview:
         if len(frame.message) < _PLACE.size:
-            raise ProtocolError("a message came without the place of its payload")
+            raise ProtocolError("a message was received without the place of its payload")
         at, size_bytes = _PLACE.unpack_from(frame.message)
         if at + size_bytes > len(self._in.view):
-            raise ProtocolError("a payload came that lies outside of the shared memory")
+            raise ProtocolError("the place of a payload is outside of the shared memory")
         return self._in.view[at : at + size_bytes]
 
     @asynccontextmanager
     async def _or_broken(self) -> AsyncGenerator[None]:
-        """Break the whole link by what breaks a part of it, and raise that it is broken."""
+        """Break the whole link if a part of it breaks, and raise the error of a broken link."""
         try:
             yield
         except BaseException as exc:
-            if (because := why(exc)) is not None:
-                await self._control.break_off(because)
+            if (reason := reason_for(exc)) is not None:
+                await self._control.break_off(reason)
             if self._control.is_broken:
                 await self.aclose()
-            if because is not None:
+            if reason is not None:
                 raise self._control.broken() from exc
             raise
 
@@ -150,15 +150,15 @@ class SharedChannel(Channel):
 async def connect_shared(
     path: Path | str, *, ring_bytes: int = _RING_BYTES, stall_s: float = STALL_S
 ) -> Channel:
-    """Return a channel to whoever serves at a path; close it by `async with`.
+    """Return a channel to the server at a path; use it with `async with`.
 
     Args:
-        path: Of a Unix socket.
-        ring_bytes: Of each ring, and so of the longest payload; taken as they are first written to.
-        stall_s: How long the other end may take nothing until the link counts as broken.
+        path: The path of a Unix socket.
+        ring_bytes: The size of each ring, and of the longest payload; pages are allocated on first use.
+        stall_s: The link breaks if the other end receives nothing for so long.
 
     Raises:
-        MigrationAborted: nobody answers, or there is no room.
+        MigrationAborted: the server cannot be reached, or there is not enough memory.
     """
     await checkpoint()
     with ExitStack() as undo:
@@ -168,7 +168,7 @@ async def connect_shared(
             connected.connect(os.fspath(path))
             channel = _offer(connected, ring_bytes, stall_s)
         except (OSError, MemoryError) as exc:
-            raise broken(f"{str(path)!r} cannot be reached, {why(exc) or exc}") from exc
+            raise link_broken(f"{str(path)!r} cannot be reached, {reason_for(exc) or exc}") from exc
         undo.pop_all()
         return channel
 
@@ -181,10 +181,10 @@ async def serve_shared(
     stall_s: float = STALL_S,
     task_status: TaskStatus[None] = TASK_STATUS_IGNORED,
 ) -> None:
-    """Call `handle` with a channel for everyone who connects, until this is cancelled.
+    """Call `handle` with a channel for each connection, until this is cancelled.
 
-    A channel is closed when its call ends. A link that breaks is logged and disturbs no other. Only
-    processes of the same user can connect. A path at which another process serves is taken from it.
+    A channel is closed when its call ends. A link that breaks is logged and affects no other. Only
+    processes of the same user can connect. A path that another process serves is taken over.
     """
 
     async def opened(connected: socket.socket) -> Channel:
@@ -192,12 +192,12 @@ async def serve_shared(
 
     with _listening(os.fspath(path)) as listener:
         task_status.started()
-        await serve_each(listener, opened, handle)
+        await serve_connections(listener, opened, handle)
 
 
 @contextmanager
 def _listening(path: str) -> Generator[socket.socket]:
-    """Lend a socket that listens at a path, which goes afterwards unless another has taken it."""
+    """Listen at a path, which is removed afterwards unless another process has taken it over."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
             os.unlink(path)
@@ -206,7 +206,7 @@ def _listening(path: str) -> Generator[socket.socket]:
         listener.bind(path)
         mine = os.stat(path).st_ino
         try:
-            os.chmod(path, 0o600)  # nobody can connect before it listens
+            os.chmod(path, 0o600)  # no client can connect before `listen`
             listener.listen(BACKLOG)
             yield listener
         finally:
@@ -216,7 +216,7 @@ def _listening(path: str) -> Generator[socket.socket]:
 
 
 def _offer(connected: socket.socket, ring_bytes: int, stall_s: float) -> SharedChannel:
-    """Make what a link is made of, and send the other end its half."""
+    """Make the memory and the socket pair of a link, and send them to the other end."""
     with ExitStack() as sent:
         rings: list[SharedPages] = []
         files: list[int] = []
@@ -238,10 +238,10 @@ def _offer(connected: socket.socket, ring_bytes: int, stall_s: float) -> SharedC
 
 
 async def _accept(connected: socket.socket, max_ring_bytes: int, stall_s: float) -> SharedChannel:
-    """Take the half of a link that the other end has made.
+    """Receive the memory and the socket pair that the other end has made.
 
     Raises:
-        MigrationAborted: it sent something else; the socket is closed.
+        MigrationAborted: something else was received; the socket is closed.
     """
     with ExitStack() as undo, ExitStack() as received:
         undo.callback(connected.close)
@@ -252,7 +252,7 @@ async def _accept(connected: socket.socket, max_ring_bytes: int, stall_s: float)
                 received.callback(os.close, file)
                 os.set_inheritable(file, False)
             if len(hello) != _HELLO.size or len(files) != 3:
-                raise ProtocolError("the other end opened with something else than a link")
+                raise ProtocolError("the other end sent something else than a link")
             magic, version, ring_bytes = _HELLO.unpack(hello)
             if magic != _MAGIC or version != _VERSION or not 0 < ring_bytes <= max_ring_bytes:
                 raise ProtocolError(
@@ -262,7 +262,7 @@ async def _accept(connected: socket.socket, max_ring_bytes: int, stall_s: float)
             places = socket.fromfd(files[2], socket.AF_UNIX, socket.SOCK_STREAM)
             places.setblocking(False)
         except (OSError, ValueError, ProtocolError) as exc:
-            raise broken(why(exc) or str(exc)) from exc
+            raise link_broken(reason_for(exc) or str(exc)) from exc
         undo.pop_all()
         return SharedChannel(SocketBytes(connected), SocketBytes(places), out, inward, stall_s=stall_s)
 

@@ -1,14 +1,14 @@
-"""The taking end of a move in another process: what it is told here, `serve_sink` does there.
+"""`remote_sink`: the `KVSink` of an engine in another process, over a channel; `serve_sink` is its server.
 
     remote_sink(channel, request)                      serve_sink(engine, channel)
         open      the request, its tokens                  engine.import_kv(request)
         reserve   how many tokens                          sink.reserve
-        write     the first block, pages                   sink.write, from where the link has put them
+        write     the first block, pages                   sink.write, from the channel's memory
         commit    all tokens                               sink.commit
         leave                                              leaves import_kv
 
-One call at a time is answered, in order, by its number. Whatever breaks the link leaves `import_kv` there,
-and so frees what was not committed. An end that says what the other cannot understand breaks it too.
+Calls are answered one at a time, in order, by number. A broken link leaves `import_kv` at the server, which
+frees the blocks that were not committed. A message that cannot be read breaks the link.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 import anyio
 
 from hotswap.backends.transports import wire
-from hotswap.backends.transports.link_errors import ProtocolError, broken
+from hotswap.backends.transports.link_errors import ProtocolError, link_broken
 from hotswap.backends.transports.wire import Message
 from hotswap.errors import HotswapError, InstanceLost, MigrationAborted
 from hotswap.migration import KVPages, KVSink, SupportsMigration
@@ -34,14 +34,14 @@ _LEAVE_S = 5.0
 
 
 class RemoteSink(KVSink):
-    """A sink whose blocks are behind a channel; `remote_sink` lends it.
+    """A sink in another process; `remote_sink` makes it.
 
-    Verbs raise what the sink at the other end raises, with its stage and its words, and `MigrationAborted`
-    of stage `"link"` when the link breaks. A cancelled one may have been carried out.
+    Methods raise the errors of the sink at the other end, with stage and message, and `MigrationAborted` of
+    stage `"link"` when the link breaks. A cancelled call may have been executed.
 
     Args:
-        channel: Where `serve_sink` is at the other end.
-        answer_s: How long the other end may take over one verb until it counts as silent.
+        channel: A channel to `serve_sink`.
+        answer_s: The time limit for the answer to one call.
     """
 
     def __init__(self, channel: Channel, *, answer_s: float = _ANSWER_S) -> None:
@@ -49,8 +49,8 @@ class RemoteSink(KVSink):
         self._num_calls = 0
 
     async def open(self, request: Request) -> None:
-        """Have the other end begin; afterwards `layout` and `num_present_blocks` are known."""
-        async with self._understood():
+        """Begin the move at the other end; afterwards `layout` and `num_present_blocks` are set."""
+        async with self._protocol_errors():
             answer = await self._call(
                 "open", wire.pack_tokens(request.tokens), **wire.request_fields(request)
             )
@@ -68,14 +68,14 @@ class RemoteSink(KVSink):
         await self._call("commit", wire.pack_tokens(tokens))
 
     async def leave(self) -> None:
-        """Have the other end free what was not committed."""
+        """End the move; the other end frees what was not committed."""
         await self._call("leave")
 
     def _parts(self, pages: KVPages) -> list[KVPages]:
-        """Cut pages into parts of whole blocks that the link takes."""
+        """Split pages into parts of whole blocks that fit the channel."""
         block_tokens, block_bytes = self.layout.block_tokens, self.layout.block_bytes
         most = max(1, self._channel.max_payload_bytes // max(1, block_bytes))
-        num_blocks = max(1, -(-pages.num_tokens // block_tokens))  # none at all is a call too
+        num_blocks = max(1, -(-pages.num_tokens // block_tokens))  # an empty write is a call too
         return [
             KVPages(
                 pages.first_block + at,
@@ -88,48 +88,49 @@ class RemoteSink(KVSink):
     async def _call(self, verb: str, payload: memoryview | None = None, **fields: object) -> Message:
         self._num_calls += 1
         try:
-            async with self._understood():
+            async with self._protocol_errors():
                 with anyio.fail_after(self._answer_s):
                     await self._channel.send(wire.pack(verb, self._num_calls, **fields), payload)
                     answer = await self._answer()
                 error = wire.error_of(answer)
         except TimeoutError:
             await self._channel.aclose()
-            raise broken(f"the other end took longer than {self._answer_s:g} s over {verb!r}") from None
+            raise link_broken(f"the other end did not answer {verb!r} within {self._answer_s:g} s") from None
         if error is not None:
             raise error
         return answer
 
     async def _answer(self) -> Message:
-        """Return the answer to the newest call, past those to calls that were cancelled."""
+        """Return the answer to the newest call; answers to cancelled calls are skipped."""
         while True:
             answer = wire.unpack((await self._channel.receive()).message)
             if answer.number == self._num_calls:
                 return answer
             if answer.number > self._num_calls:
-                raise ProtocolError(f"the other end answers a call {answer.number} that was never made")
+                raise ProtocolError(f"the other end answered call {answer.number}, which was not made")
 
     @asynccontextmanager
-    async def _understood(self) -> AsyncGenerator[None]:
+    async def _protocol_errors(self) -> AsyncGenerator[None]:
         try:
             yield
         except ProtocolError as exc:
             await self._channel.aclose()
-            raise broken(str(exc)) from exc
+            raise link_broken(str(exc)) from exc
 
 
 @asynccontextmanager
 async def remote_sink(
     channel: Channel, request: Request, *, answer_s: float = _ANSWER_S
 ) -> AsyncGenerator[RemoteSink]:
-    """Lend the taking end for a request, as `import_kv` of the engine at the other end does.
+    """Lend the sink of a request, as `import_kv` of the engine at the other end does.
 
-    Left, it has given back what it held there; or else the channel is closed, and the other end does it by
-    itself. Many may be lent over one channel, one after another; each move at the same time needs its own.
+    When the block ends, the other end has freed what was not committed; if it does not confirm that, the
+    channel is closed, which frees it too. One channel serves many moves, one after the other; concurrent
+    moves need a channel each.
 
     Raises:
-        MigrationAborted: what `import_kv` raised there; in stage `"link"`, the link is broken.
-        InstanceLost: that engine is lost.
+        MigrationAborted: the error of `import_kv` there; in stage `"link"`, the link is broken.
+        InstanceLost: the engine is lost.
     """
     sink = RemoteSink(channel, answer_s=answer_s)
     try:
@@ -147,15 +148,15 @@ async def remote_sink(
 
 
 async def serve_sink(engine: SupportsMigration, channel: Channel, *, silence_s: float = _SILENCE_S) -> None:
-    """Carry out on an engine what remote sinks at the other end ask, one move after another.
+    """Execute the calls of remote sinks on an engine, one move after the other.
 
     Returns when the link ends between two moves.
 
     Args:
-        engine: Who takes the blocks.
-        channel: Where `remote_sink` is at the other end.
-        silence_s: How long that end may say nothing during a move, until everything is freed and the
-            channel closed. Between two moves it may be silent for ever.
+        engine: The engine that receives the blocks.
+        channel: A channel to `remote_sink`.
+        silence_s: After so long without a call during a move, all is freed and the channel closed. Between
+            two moves the other end may be silent for any time.
 
     Raises:
         MigrationAborted: the link broke during a move, or the other end fell silent; all is freed.
@@ -171,74 +172,74 @@ async def serve_sink(engine: SupportsMigration, channel: Channel, *, silence_s: 
         except BaseException as exc:
             await channel.aclose()
             if isinstance(exc, ProtocolError):
-                raise broken(str(exc)) from exc
+                raise link_broken(str(exc)) from exc
             raise
 
 
 class _Moves:
-    """What `serve_sink` does with one move after another."""
+    """Serves one move after the other; see `serve_sink`."""
 
     def __init__(self, engine: SupportsMigration, channel: Channel, silence_s: float) -> None:
         self._engine, self._channel, self._silence_s = engine, channel, silence_s
 
     async def serve(self, frame: Frame) -> None:
-        """Serve one move, of which `frame` is the first that is heard."""
+        """Serve one move, whose first frame is `frame`."""
         message = wire.unpack(frame.message)
         async with AsyncExitStack() as lent:
             try:
                 sink = await self._open(message, frame.payload, lent)
             except HotswapError as exc:
-                await self._say(wire.pack_error(message.number, message.verb, exc))
+                await self._send(wire.pack_error(message.number, message.verb, exc))
                 return
             if sink is not None:
-                message = await self._until_left(sink, message)
-        await self._say(wire.pack("done", message.number))
+                message = await self._serve_calls(sink, message)
+        await self._send(wire.pack("done", message.number))
 
     async def _open(self, message: Message, payload: memoryview, lent: AsyncExitStack) -> KVSink | None:
-        """Have the engine lend a sink; none for the end of a move that never began."""
+        """Open the engine's sink; `None` for the `leave` of a move that was never opened."""
         if message.verb == "leave":
             return None
         if message.verb != "open":
-            raise ProtocolError(f"the other end began a move by {message.verb!r}")
+            raise ProtocolError(f"the first call of a move is {message.verb!r}")
         request = wire.request_of(message, wire.tokens_of(payload))
         return await lent.enter_async_context(self._engine.import_kv(request))
 
-    async def _until_left(self, sink: KVSink, message: Message) -> Message:
-        """Carry out what is asked until the other end leaves; return what it left by."""
+    async def _serve_calls(self, sink: KVSink, message: Message) -> Message:
+        """Execute calls until `leave`, and return that message."""
         layout, num_present = wire.layout_fields(sink.layout), sink.num_present_blocks
-        await self._say(wire.pack("done", message.number, layout=layout, num_present_blocks=num_present))
+        await self._send(wire.pack("done", message.number, layout=layout, num_present_blocks=num_present))
         while True:
-            frame = await self._hear()
+            frame = await self._receive()
             message = wire.unpack(frame.message)
             if message.verb == "leave":
                 return message
             try:
-                await _carry_out(sink, message, frame.payload)
+                await _execute(sink, message, frame.payload)
             except HotswapError as exc:
-                await self._say(wire.pack_error(message.number, message.verb, exc))
+                await self._send(wire.pack_error(message.number, message.verb, exc))
             else:
-                await self._say(wire.pack("done", message.number))
+                await self._send(wire.pack("done", message.number))
 
-    async def _hear(self) -> Frame:
-        with self._unless_silent():
+    async def _receive(self) -> Frame:
+        with self._silence_limit():
             return await self._channel.receive()
 
-    async def _say(self, answer: bytes) -> None:
-        with self._unless_silent():
+    async def _send(self, answer: bytes) -> None:
+        with self._silence_limit():
             await self._channel.send(answer)
 
     @contextmanager
-    def _unless_silent(self) -> Generator[None]:
+    def _silence_limit(self) -> Generator[None]:
         try:
             with anyio.fail_after(self._silence_s):
                 yield
         except TimeoutError:
-            raise broken(
-                f"the other end said nothing for {self._silence_s:g} s in the middle of a move"
+            raise link_broken(
+                f"the other end sent nothing for {self._silence_s:g} s in the middle of a move"
             ) from None
 
 
-async def _carry_out(sink: KVSink, message: Message, payload: memoryview) -> None:
+async def _execute(sink: KVSink, message: Message, payload: memoryview) -> None:
     match message.verb:
         case "reserve":
             await sink.reserve(wire.size(message, "num_tokens"))
@@ -248,4 +249,4 @@ async def _carry_out(sink: KVSink, message: Message, payload: memoryview) -> Non
         case "commit":
             await sink.commit(wire.tokens_of(payload))
         case verb:
-            raise ProtocolError(f"the other end asks for {verb!r}, which is no verb of a sink")
+            raise ProtocolError(f"{verb!r} is no method of a sink")

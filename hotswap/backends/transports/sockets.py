@@ -1,9 +1,9 @@
-"""A connected socket as a byte stream that reads nothing before it is asked to.
+"""A connected socket as a byte stream that reads from the socket only in `receive`.
 
-anyio has such streams, and in two points (4.16) they do not keep what a `Channel` promises. The TCP stream of
-whoever accepts a connection reads on behind their back, without bound, until `receive` has waited for the
-first time: a sender would find room for ever. The Unix stream closes its descriptor while somebody may still
-wait on it, and in that turn the number can become another socket's.
+anyio's own streams (4.16) break the contract of a `Channel` in two points. The TCP stream of an accepted
+connection reads ahead without bound until `receive` has waited for the first time, so that a sender never
+blocks. The Unix stream closes its descriptor while a task may still wait on it, and in that turn of the event
+loop the number may become another socket's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["SocketBytes"]
 
 
 class SocketBytes(ByteStream):
-    """Bytes over a socket that does not block; the socket is closed with the stream."""
+    """Bytes over a non-blocking socket; the socket is closed with the stream."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -60,7 +60,7 @@ class SocketBytes(ByteStream):
             self._closed = True
             anyio.notify_closing(self._socket)
             try:
-                # Who waits looks at the descriptor's number again, so that stays taken for this turn.
+                # A waiting task uses the descriptor's number once more: keep it open for this turn.
                 await cancel_shielded_checkpoint()
             finally:
                 self._socket.close()

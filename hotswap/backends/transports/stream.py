@@ -1,4 +1,4 @@
-"""A channel over any byte stream of anyio: TCP, TLS round it, a Unix socket."""
+"""`StreamChannel`: a channel over any byte stream of anyio: TCP, TLS, a Unix socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anyio.abc import ByteStream
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
-from hotswap.backends.transports.link_errors import broken, why
+from hotswap.backends.transports.link_errors import link_broken, reason_for
 from hotswap.errors import MigrationAborted
 from hotswap.transport import Channel, Frame
 
@@ -23,14 +23,14 @@ STALL_S = 30.0
 
 
 class StreamChannel(Channel):
-    """Frames with checksums, one after another.
+    """Sends frames with checksums over a byte stream.
 
     Args:
-        stream: What carries them; it is closed with the channel.
+        stream: The byte stream; it is closed with the channel.
         max_message_bytes: The longest message, sent or received.
         max_payload_bytes: The longest payload, likewise.
-        stall_s: How long the other end may send nothing in the middle of a frame, or take nothing, until the
-            link counts as broken. Between frames it may be silent for ever.
+        stall_s: The link breaks if the other end sends nothing for so long in the middle of a frame, or
+            receives nothing. Between frames it may be silent for any time.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class StreamChannel(Channel):
         self._stream, self._stall_s = stream, stall_s
         self._reader = FrameReader(max_message_bytes, max_payload_bytes)
         self._left = memoryview(b"")  # received beyond the frame that was returned
-        self._broken_because = ""
+        self._broken_reason = ""
         self._sending, self._receiving = ResourceGuard("sending on"), ResourceGuard("receiving from")
 
     @property
     def is_broken(self) -> bool:
-        """Whether this end knows that the link is broken."""
-        return bool(self._broken_because)
+        """Whether the link is known to be broken at this end."""
+        return bool(self._broken_reason)
 
     def broken(self) -> MigrationAborted:
-        """Return a new error that says why the link is broken."""
-        return broken(self._broken_because)
+        """Return a new error with the reason why the link is broken."""
+        return link_broken(self._broken_reason)
 
     async def send(self, message: bytes, payload: memoryview | None = None) -> None:
         data = self.fitting(message, payload)
@@ -87,18 +87,18 @@ class StreamChannel(Channel):
 
     @asynccontextmanager
     async def _or_broken(self) -> AsyncGenerator[None]:
-        """Break the link by what the stream raises, and raise that it is broken."""
+        """Break the link if the stream raises an error of a link, and raise the error of a broken link."""
         try:
             yield
         except Exception as exc:
-            if (because := why(exc)) is None:
+            if (reason := reason_for(exc)) is None:
                 raise
-            await self.break_off(because)
+            await self.break_off(reason)
             raise self.broken() from exc
 
     @asynccontextmanager
     async def _whole_or_broken(self) -> AsyncGenerator[None]:
-        """As above; and break the link if what is begun is cancelled half way."""
+        """As above; a cancellation in the middle of a frame breaks the link too."""
         try:
             async with self._or_broken():
                 yield
@@ -106,12 +106,14 @@ class StreamChannel(Channel):
             await self.break_off("a frame was cancelled half way")
             raise
 
-    async def break_off(self, because: str) -> None:
-        """Break the link for a reason that all verbs tell from now on; the first one counts."""
-        self._broken_because = self._broken_because or because
+    async def break_off(self, reason: str) -> None:
+        """Break the link; all methods raise the reason from now on, the first one given."""
+        self._broken_reason = self._broken_reason or reason
         with anyio.CancelScope(shield=True):
-            await anyio.aclose_forcefully(self._stream)  # TLS would say goodbye first, and wait for an answer
+            await anyio.aclose_forcefully(
+                self._stream
+            )  # TLS would send a close message first, and wait for an answer
 
     def _refuse_if_broken(self) -> None:
-        if self._broken_because:
+        if self._broken_reason:
             raise self.broken()

@@ -1,8 +1,7 @@
 """Channels between machines, over TCP.
 
-Frames have checksums, against what the network's own 16 bits let through. They are neither encrypted nor
-signed, and whoever reaches the port can send KV blocks to the engine: listen on a network of the machines
-alone.
+Frames have checksums, because TCP's own 16 bits miss some errors. They are neither encrypted nor signed, and
+any client of the port can send KV blocks to the engine: listen on a private network only.
 """
 
 from __future__ import annotations
@@ -14,37 +13,37 @@ import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import SocketAttribute, TaskStatus
 
-from hotswap.backends.transports.link_errors import broken, why
-from hotswap.backends.transports.serving import BACKLOG, Handle, serve_each
+from hotswap.backends.transports.link_errors import link_broken, reason_for
+from hotswap.backends.transports.serving import BACKLOG, Handle, serve_connections
 from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.backends.transports.stream import MAX_PAYLOAD_BYTES, STALL_S, StreamChannel
 from hotswap.transport import Channel
 
 __all__ = ["connect_tcp", "serve_tcp"]
 
-# A machine that is gone says nothing: after 30 s of silence the kernel asks three times, 10 s apart.
+# To detect a dead machine, the kernel probes after 30 s of silence, three times, 10 s apart.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 async def connect_tcp(
     host: str, port: int, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES, stall_s: float = STALL_S
 ) -> Channel:
-    """Return a channel to whoever serves there; close it by `async with`.
+    """Return a channel to a server; use it with `async with`.
 
     Args:
         host: A name or an address.
         port: Where `serve_tcp` listens.
         max_payload_bytes: The longest payload, sent or received.
-        stall_s: How long the other end may take to answer, and to go on in the middle of a frame.
+        stall_s: The time limit for connecting, and for a pause in the middle of a frame.
 
     Raises:
-        MigrationAborted: nobody answers.
+        MigrationAborted: the server cannot be reached.
     """
     try:
         with anyio.fail_after(stall_s):
             stream = await anyio.connect_tcp(host, port)
     except OSError as exc:
-        raise broken(f"{host}:{port} cannot be reached, {why(exc)}") from exc
+        raise link_broken(f"{host}:{port} cannot be reached, {reason_for(exc)}") from exc
     _set_options(stream.extra(SocketAttribute.raw_socket))
     return StreamChannel(stream, max_payload_bytes=max_payload_bytes, stall_s=stall_s)
 
@@ -58,10 +57,10 @@ async def serve_tcp(
     stall_s: float = STALL_S,
     task_status: TaskStatus[int] = TASK_STATUS_IGNORED,
 ) -> None:
-    """Call `handle` with a channel for everyone who connects, until this is cancelled.
+    """Call `handle` with a channel for each connection, until this is cancelled.
 
-    A channel is closed when its call ends. A link that breaks is logged and disturbs no other. The port is
-    told by `task_status`, for `port=0` lets the system choose.
+    A channel is closed when its call ends. A link that breaks is logged and affects no other. The port is
+    reported through `task_status`; `port=0` lets the system choose one.
     """
 
     async def opened(connected: socket.socket) -> Channel:
@@ -70,7 +69,7 @@ async def serve_tcp(
 
     with await _listening(host, port) as listener:
         task_status.started(listener.getsockname()[1])
-        await serve_each(listener, opened, handle)
+        await serve_connections(listener, opened, handle)
 
 
 async def _listening(host: str, port: int) -> socket.socket:
@@ -83,9 +82,9 @@ async def _listening(host: str, port: int) -> socket.socket:
 
 
 def _set_options(connected: socket.socket) -> None:
-    with suppress(OSError):  # the other end is gone again, which the first verb tells
+    with suppress(OSError):  # the other end has disconnected: the first method call raises it
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
-            if hasattr(socket, name):  # not everywhere
+            if hasattr(socket, name):  # not on every system
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,7 +1,7 @@
-"""What the two ends of a remote sink say to each other, as JSON beside tokens and pages; nothing is believed.
+"""The messages between a remote sink and its server: JSON, with tokens and pages as payloads.
 
-Tokens go as a payload of 64-bit numbers, pages as they are. No object is ever made from a name that arrives.
-Whatever cannot be read raises `ProtocolError`, and whoever reads it then breaks the link.
+Tokens are sent as 64-bit numbers, pages as they are. Messages are not trusted: none names a class to be made,
+and a message that cannot be read raises `ProtocolError`, which breaks the link.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: its `verb`, the `number` of the call that it is or answers, and the rest."""
+    """One message: its `verb`, the `number` of the call or answer, and its other fields."""
 
     verb: str
     number: int
@@ -51,27 +51,27 @@ class Message:
 
 
 @contextmanager
-def _understood() -> Generator[None]:
-    """Turn what cannot be read into `ProtocolError`."""
+def _protocol_errors() -> Generator[None]:
+    """Turn errors of reading a message into `ProtocolError`."""
     try:
         yield
     except (StoreError, InvalidRequest) as exc:
-        raise ProtocolError(f"what the other end says is not understood ({exc})") from exc
+        raise ProtocolError(f"a message cannot be read ({exc})") from exc
 
 
 def pack(verb: str, number: int, **fields: object) -> bytes:
-    """Return a message."""
-    said = {"version": _VERSION, "verb": verb, "number": number, **fields}
-    return json.dumps(said, allow_nan=False).encode()
+    """Encode a message."""
+    body = {"version": _VERSION, "verb": verb, "number": number, **fields}
+    return json.dumps(body, allow_nan=False).encode()
 
 
 def unpack(message: bytes) -> Message:
-    """Read a message.
+    """Decode a message.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is not valid.
     """
-    with _understood():
+    with _protocol_errors():
         fields = parse_object(message, "a message", remedy="Use one version of hotswap at both ends.")
         if fields.get("version") != _VERSION:
             raise fields.wrong(f"it is of version {fields.get('version')!r}, not {_VERSION}")
@@ -82,9 +82,9 @@ def size(message: Message, name: str) -> int:
     """Return a field that is a whole number, 0 or more.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is not.
     """
-    with _understood():
+    with _protocol_errors():
         return message.fields.size(name)
 
 
@@ -92,24 +92,24 @@ def size(message: Message, name: str) -> int:
 
 
 def pack_error(number: int, verb: str, error: HotswapError) -> bytes:
-    """Return the answer that a call failed; what is no error of a move becomes one of the stage `verb`."""
+    """Encode an error as an answer; one without a stage gets the stage `verb`."""
     kind = "lost" if isinstance(error, InstanceLost) else "aborted"
     stage = error.stage if isinstance(error, MigrationAborted) else verb
-    return pack(kind, number, stage=stage, because=str(error))
+    return pack(kind, number, stage=stage, message=str(error))
 
 
 def error_of(answer: Message) -> HotswapError | None:
-    """Return the error that an answer tells, if it does.
+    """Return the error of an answer, `None` if the call succeeded.
 
     Raises:
         ProtocolError: it is no answer.
     """
-    with _understood():
+    with _protocol_errors():
         match answer.verb:
             case "lost":
-                return InstanceLost(answer.fields.text("because"))
+                return InstanceLost(answer.fields.text("message"))
             case "aborted":
-                return MigrationAborted(answer.fields.text("because"), stage=answer.fields.text("stage"))
+                return MigrationAborted(answer.fields.text("message"), stage=answer.fields.text("stage"))
             case "done":
                 return None
             case _:
@@ -120,7 +120,7 @@ def error_of(answer: Message) -> HotswapError | None:
 
 
 def pack_tokens(tokens: Iterable[int]) -> memoryview:
-    """Return tokens as a payload."""
+    """Encode tokens as a payload."""
     packed = array("q", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -128,13 +128,13 @@ def pack_tokens(tokens: Iterable[int]) -> memoryview:
 
 
 def tokens_of(payload: memoryview) -> tuple[int, ...]:
-    """Return the tokens of a payload.
+    """Decode the tokens of a payload.
 
     Raises:
-        ProtocolError: it has none.
+        ProtocolError: it is not valid.
     """
     if len(payload) % _TOKEN_BYTES:
-        raise ProtocolError(f"tokens came as {len(payload)} bytes, which are no whole number of them")
+        raise ProtocolError(f"{len(payload)} bytes are no whole number of tokens")
     tokens = array("q", bytes(payload))
     if sys.byteorder == "big":
         tokens.byteswap()
@@ -145,7 +145,7 @@ def tokens_of(payload: memoryview) -> tuple[int, ...]:
 
 
 def request_fields(request: Request) -> dict[str, object]:
-    """Return a request without its tokens, and without `arrived_s`: the other end has another clock."""
+    """Return a request's fields, except its tokens, and `arrived_s`: the other end has another clock."""
     return {
         "id": request.id,
         "model": request.model,
@@ -157,12 +157,12 @@ def request_fields(request: Request) -> dict[str, object]:
 
 
 def request_of(message: Message, tokens: tuple[int, ...]) -> Request:
-    """Return the request of a message.
+    """Decode the request of a message.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is not valid.
     """
-    with _understood():
+    with _protocol_errors():
         fields = message.fields
         num_prompt = fields.size("num_prompt")
         if num_prompt > len(tokens):
@@ -208,17 +208,17 @@ def _bias(fields: Fields, pair: object) -> tuple[int, float]:
 
 
 def layout_fields(layout: KVLayout) -> dict[str, object]:
-    """Return a layout for a message."""
+    """Return the fields of a layout."""
     return asdict(layout)
 
 
 def layout_of(message: Message) -> KVLayout:
-    """Return the layout of a message.
+    """Decode the layout of a message.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is not valid.
     """
-    with _understood():
+    with _protocol_errors():
         fields = message.fields.record("layout")
         return KVLayout(
             model=ModelId(fields.text("model")),

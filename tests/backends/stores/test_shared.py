@@ -187,7 +187,7 @@ async def test_a_model_that_another_store_lends_or_pins_stays(machine: Machine) 
     budget = size_of(manifests["a"])
     async with machine.store(budget) as one, machine.store(budget) as other:
         async with other.lend(manifests["a"]) as buffer:
-            with pytest.raises(TierFull, match="whatever process"):
+            with pytest.raises(TierFull, match="one process or another"):
                 await one.prefetch(ModelId("b"))
             async with one.lend(manifests["b"]) as nothing:
                 assert nothing is None
@@ -450,14 +450,14 @@ def _pipe(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_link, _directory, _pipe])
-@pytest.mark.parametrize("coming", [False, True])
-async def test_what_is_no_file_is_neither_read_nor_touched_and_passed_by(
-    machine: Machine, make: Callable[[Path], None], coming: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("incoming", [False, True])
+async def test_a_path_that_is_no_file_is_neither_read_nor_removed(
+    machine: Machine, make: Callable[[Path], None], incoming: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest = machine.put()
     label = Label.of(manifest, 0, digest_of(manifest))
     machine.directory.mkdir(mode=0o700)
-    make(machine.directory / (label.incoming_name if coming else label.name))
+    make(machine.directory / (label.incoming_name if incoming else label.name))
     async with machine.store() as store:
         with pytest.raises(UnsafeFile, match=r"store clear"):
             await store.prefetch(M)
@@ -465,7 +465,7 @@ async def test_what_is_no_file_is_neither_read_nor_touched_and_passed_by(
             assert nothing is None
         assert await read_rank(store, manifest) == machine.bytes_of(manifest)
         assert len(machine.files()) == 1
-    assert [record.message.split(" by ")[0] for record in caplog.records] == ["Model 'm' passes"]
+    assert [record.message.split(" <")[0] for record in caplog.records] == ["Model 'm' is loaded without"]
 
 
 async def test_processes_must_name_one_budget(machine: Machine) -> None:

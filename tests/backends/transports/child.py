@@ -1,4 +1,4 @@
-"""The other end of a link, in a process of its own: `python -m ... KIND WORK WHERE`."""
+"""The other end of a link, in its own process: `python -m ... KIND WORK WHERE`."""
 
 from __future__ import annotations
 

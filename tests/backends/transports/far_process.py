@@ -1,4 +1,4 @@
-"""A process with an engine, which others reach over links: `python -m ... KIND FOLDER`."""
+"""A process that serves an engine over links: `python -m ... KIND FOLDER`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def request_from(message: bytes) -> Request:
 
 
 async def serve_stream(engine: TorchEngine, channel: Channel) -> None:
-    """One request, whose tokens go back one by one."""
+    """Stream one request's tokens back."""
     request = request_from((await channel.receive()).message)
     async with engine.stream(request) as tokens:
         async for token in tokens:

@@ -23,7 +23,7 @@ Link: TypeAlias = Callable[[], AbstractAsyncContextManager[tuple[Channel, Channe
 
 
 class Accepted:
-    """Holds the channel of whoever connects."""
+    """Keeps the channel of each connection."""
 
     def __init__(self) -> None:
         self._channel: Channel | None = None

@@ -1,4 +1,4 @@
-"""An engine that only takes KV blocks, and keeps the books of it."""
+"""An engine that only imports KV blocks, and records the calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUT = KVLayout(
 
 @dataclass
 class RecordingEngine:
-    """`fail` maps a verb to what it raises."""
+    """`fail` maps a method to the error that it raises."""
 
     fail: dict[str, Exception] = field(default_factory=dict[str, Exception])
     num_present_blocks: int = 0

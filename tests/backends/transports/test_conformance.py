@@ -1,4 +1,4 @@
-"""Every link passes the suite of all links."""
+"""Every channel passes the conformance suite of channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine in another process takes: a sink over a link, and a running request moves to it.
+"""A running request moves to an engine in another process, through a remote sink.
 
 hotswap has no such engine of its own; this is how somebody writes one.
 """
@@ -48,11 +48,11 @@ from tests.backends.transports.test_moves import KIND, PROMPT, SAMPLING, make_en
 from tests.runtime.support import Idle
 
 ROOT = Path(__file__).parents[3]
-LONG = replace(SAMPLING, max_tokens=300)  # so that it is still running when something happens to it
+LONG = replace(SAMPLING, max_tokens=300)  # long enough to be running during the whole test
 
 
 class FarEngine(Engine):
-    """The engine of another process, with its one model; each stream and each move has its own link."""
+    """The engine of another process, with its one model; each stream and move has a link of its own."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self.id = InstanceId("far")
@@ -107,7 +107,7 @@ class FarEngine(Engine):
 
 
 class FarStream(TokenStream):
-    """Tokens that another process says."""
+    """Tokens streamed by another process."""
 
     def __init__(self, engine: FarEngine, channel: Channel) -> None:
         self._engine, self._channel = engine, channel

@@ -1,4 +1,4 @@
-"""Frames as bytes: whole in pieces of any size, and nothing but an error from bytes that are none."""
+"""Frames are parsed from pieces of any size, and other bytes raise an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def written(message: bytes, payload: bytes) -> bytes:
 
 
 def read(data: bytes, *, step: int = 1 << 30, most: int = 1 << 20) -> list[tuple[bytes, bytes]]:
-    """All frames in `data`, of which `step` bytes arrive at a time."""
+    """Parse all frames in `data`, fed `step` bytes at a time."""
     reader, frames = FrameReader(most, most), list[tuple[bytes, bytes]]()
     for at in range(0, len(data), step):
         left = memoryview(data)[at : at + step]
@@ -63,12 +63,12 @@ def test_a_flipped_bit_anywhere_is_found(message: bytes, payload: bytes, data: s
 
 
 @given(FRAMES, st.data())
-def test_a_frame_that_is_cut_is_none_yet(frame: tuple[bytes, bytes], data: st.DataObject) -> None:
+def test_a_truncated_frame_is_not_returned(frame: tuple[bytes, bytes], data: st.DataObject) -> None:
     whole = written(*frame)
     assert read(whole[: data.draw(st.integers(0, len(whole) - 1))]) == []
 
 
-def test_lengths_beyond_the_limits_are_refused_by_the_head_alone() -> None:
+def test_lengths_beyond_the_limits_are_refused_by_the_header() -> None:
     for message, payload in ((b"x" * 101, b""), (b"", b"x" * 101)):
         with pytest.raises(ProtocolError, match="101"):
             read(written(message, payload)[:24], most=100)
@@ -76,13 +76,13 @@ def test_lengths_beyond_the_limits_are_refused_by_the_head_alone() -> None:
 
 
 @given(st.lists(st.integers(1, 40) | st.just(0), max_size=80))
-def test_a_ring_gives_no_byte_twice_and_all_of_it_when_empty(steps: list[int]) -> None:
+def test_a_ring_allocates_no_byte_twice_and_all_of_it_when_empty(steps: list[int]) -> None:
     ring, taken = Ring(40, max_places=5), list[range]()
     for size in steps:
         if size == 0:
-            ring.give_back(len(taken[:1]))
+            ring.free(len(taken[:1]))
             del taken[:1]
-        elif (at := ring.take(size)) is not None:
+        elif (at := ring.allocate(size)) is not None:
             place = range(at, at + size)
             assert place.start >= 0
             assert place.stop <= 40
@@ -90,16 +90,16 @@ def test_a_ring_gives_no_byte_twice_and_all_of_it_when_empty(steps: list[int]) -
             taken.append(place)
         else:
             assert taken
-    assert ring.num_taken == len(taken) <= 5
-    ring.give_back(len(taken))
-    assert ring.take(40) == 0
+    assert ring.num_allocated == len(taken) <= 5
+    ring.free(len(taken))
+    assert ring.allocate(40) == 0
 
 
-def test_a_ring_is_filled_round_its_end() -> None:
+def test_places_of_a_ring_wrap_around_its_end() -> None:
     ring = Ring(10, max_places=8)
-    assert [ring.take(4), ring.take(4), ring.take(4)] == [0, 4, None]
-    ring.give_back(1)
-    assert ring.take(4) == 0, "what is free at the end is too little"
-    assert ring.take(1) is None
+    assert [ring.allocate(4), ring.allocate(4), ring.allocate(4)] == [0, 4, None]
+    ring.free(1)
+    assert ring.allocate(4) == 0, "what is free at the end is too little"
+    assert ring.allocate(1) is None
     ring.undo()
-    assert [ring.take(2), ring.take(2), ring.take(1)] == [8, 0, 2]
+    assert [ring.allocate(2), ring.allocate(2), ring.allocate(1)] == [8, 0, 2]

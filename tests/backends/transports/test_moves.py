@@ -63,7 +63,7 @@ async def undisturbed(store: DictStore, skeletons: SkeletonCache, sampling: Samp
 
 
 @pytest.mark.parametrize("kind", LINKS)
-async def test_a_request_goes_on_from_the_blocks_that_came(
+async def test_a_request_continues_from_the_received_blocks(
     store: DictStore, skeletons: SkeletonCache, kind: str
 ) -> None:
     request, read = make_request(store), list[int]()
@@ -101,7 +101,7 @@ async def test_a_request_goes_on_from_the_blocks_that_came(
 
 
 class FarEngine(WrapperEngine):
-    """An engine that takes KV blocks over a link."""
+    """An engine that imports KV blocks over a link."""
 
     def __init__(self, engine: TorchEngine, kind: str) -> None:
         super().__init__(engine)
@@ -161,7 +161,7 @@ async def test_a_fleet_moves_requests_over_a_link(
     assert read == await undisturbed(store, skeletons)
 
 
-async def test_a_request_goes_as_tokens_where_the_link_is_broken(
+async def test_a_request_moves_as_tokens_when_the_link_is_broken(
     store: DictStore, skeletons: SkeletonCache
 ) -> None:
     engines = [FarEngine(make_engine(name, skeletons), "tcp") for name in ("e0", "e1")]
@@ -194,7 +194,7 @@ async def test_a_request_goes_as_tokens_where_the_link_is_broken(
 
 
 class FarChecks(MigrationChecks):
-    """What holds for engines that give each other requests holds over a link."""
+    """The conformance suite of migration between engines, over a link."""
 
     models = (Model("a"), Model("b"))
     can_lose = True

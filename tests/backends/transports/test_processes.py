@@ -1,4 +1,4 @@
-"""Links to another process, which is killed: an error at once, and nothing of it stays."""
+"""A link to a killed process raises at once, and all its resources are released."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ async def said(process: subprocess.Popen[str]) -> str:
 
 
 def open_files(of: Path = SELF) -> list[str]:
-    """What a process has open, sockets and pipes without their numbers."""
+    """The open files of a process, sockets and pipes without their numbers."""
     found: list[str] = []
     for file in (of / "fd").iterdir():
         try:
             found.append(str(file.readlink()).split(":[")[0])
-        except FileNotFoundError:  # the one that lists them
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return sorted(found)
 
@@ -86,7 +86,7 @@ async def expect_end(channel: Channel) -> None:
 
 @asynccontextmanager
 async def served(kind: str, accepted: Accepted, folder: Path) -> AsyncGenerator[str]:
-    """Serve links of a kind; what is lent is where."""
+    """Serve links of a kind; yields the address."""
     async with anyio.create_task_group() as tasks:
         if kind == "tcp":
             yield str(await tasks.start(serve_tcp, accepted.handle, "127.0.0.1"))
@@ -131,7 +131,7 @@ async def test_a_killed_receiver(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
-async def test_a_killed_server_whose_place_another_takes(kind: str, tmp_path: Path) -> None:
+async def test_a_killed_server_that_another_replaces(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "s"
     with nothing_stays():
         for _ in range(2):
@@ -155,7 +155,7 @@ async def flood(channel: Channel) -> None:
     assert raised.value.stage == "link"
 
 
-async def test_nobody_there(tmp_path: Path) -> None:
+async def test_an_address_without_a_server(tmp_path: Path) -> None:
     with nothing_stays():
         with pytest.raises(MigrationAborted, match="cannot be reached"):
             await connect_shared(tmp_path / "nobody")

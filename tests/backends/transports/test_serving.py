@@ -1,4 +1,4 @@
-"""Whoever listens goes on listening, whatever becomes of those who connect."""
+"""A server goes on listening, whatever its clients do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = "/proc/self/fd"
 
 
 class Server:
-    """Answers every message by itself, unless it has `errors` to raise."""
+    """Echoes every message, unless it has `errors` to raise."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.errors: list[Exception] = []
@@ -73,7 +73,7 @@ class Server:
         ExceptionGroup("of tasks", [MigrationAborted("no room", stage="reserve")]),
     ],
 )
-async def test_a_handler_that_fails_disturbs_no_other(
+async def test_a_handler_that_fails_affects_no_other(
     kind: str, error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(kind, tmp_path)
@@ -87,7 +87,7 @@ async def test_a_handler_that_fails_disturbs_no_other(
 
 @KINDS
 @pytest.mark.parametrize("hello", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100)])
-async def test_strangers_are_sent_away(kind: str, hello: bytes, tmp_path: Path) -> None:
+async def test_clients_of_another_protocol_are_disconnected(kind: str, hello: bytes, tmp_path: Path) -> None:
     server = Server(kind, tmp_path)
     async with server.serving():
         with server.connected_by_hand() as stranger:
@@ -109,7 +109,7 @@ async def test_too_many_open_files_are_a_pause(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with server.serving():
         with server.connected_by_hand():
-            # Nothing is accepted before this task waits, and by then there is no number left for it.
+            # The connection is accepted when this task waits; no descriptor is free then.
             fillers: list[int] = []
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (1 + max(map(int, os.listdir(FILES))), hard))

@@ -1,4 +1,4 @@
-"""A sink that is elsewhere does what one here does, and nothing stays there, whatever becomes of the link."""
+"""A remote sink behaves like a local one, and a broken link leaves nothing reserved."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MOVED = [
 
 @asynccontextmanager
 async def served(engine: RecordingEngine, kind: str = "memory") -> AsyncGenerator[Channel]:
-    """The near end of a link whose far end takes blocks for an engine."""
+    """One end of a link whose other end imports blocks into an engine."""
     async with anyio.create_task_group() as tasks, LINKS[kind]() as (near, far):
         tasks.start_soon(serve_sink, engine, far)
         yield near
@@ -89,7 +89,7 @@ async def test_no_pages_are_written_too() -> None:
     assert engine.heard == [("open",), ("write", 0, 0, b"")]
 
 
-async def test_pages_are_cut_where_the_link_is_narrow() -> None:
+async def test_pages_are_split_to_fit_the_channel() -> None:
     engine = RecordingEngine()
     near, far = memory_channels(max_payload_bytes=3 * BLOCK)
     whole = KVPages(4, 7 * LAYOUT.block_tokens - 1, pages(4, 7).data)
@@ -104,7 +104,7 @@ async def test_pages_are_cut_where_the_link_is_narrow() -> None:
 
 @pytest.mark.parametrize("kind", LINKS)
 @pytest.mark.parametrize("verb", ["open", "reserve", "write", "commit"])
-async def test_errors_arrive_as_they_were_and_the_link_goes_on(kind: str, verb: str) -> None:
+async def test_errors_arrive_unchanged_and_the_link_stays_open(kind: str, verb: str) -> None:
     async with served(engine := RecordingEngine(), kind) as channel:
         for error in (MigrationAborted("no room", stage="reserve"), InstanceLost("it is gone")):
             engine.fail[verb] = error
@@ -123,7 +123,7 @@ async def test_errors_arrive_as_they_were_and_the_link_goes_on(kind: str, verb: 
 
 
 @pytest.mark.parametrize("kind", LINKS)
-async def test_a_move_that_fails_here_is_left_there(kind: str) -> None:
+async def test_a_move_that_fails_at_this_end_is_left_at_the_other(kind: str) -> None:
     async with served(engine := RecordingEngine(), kind) as channel:
         with suppress(KeyError):
             async with remote_sink(channel, REQUEST) as sink:
@@ -134,7 +134,7 @@ async def test_a_move_that_fails_here_is_left_there(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LINKS)
-async def test_a_link_that_breaks_frees_what_was_taken(kind: str) -> None:
+async def test_a_broken_link_frees_the_reserved_blocks(kind: str) -> None:
     engine = RecordingEngine()
     async with LINKS[kind]() as (near, far), anyio.create_task_group() as tasks:
 
@@ -153,7 +153,7 @@ async def test_a_link_that_breaks_frees_what_was_taken(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LINKS)
-async def test_a_link_that_breaks_there_is_told_here(kind: str) -> None:
+async def test_a_link_that_breaks_at_the_other_end_raises_at_this_one(kind: str) -> None:
     async with LINKS[kind]() as (near, far), anyio.create_task_group() as tasks:
         tasks.start_soon(serve_sink, engine := RecordingEngine(), far)
         async with remote_sink(near, REQUEST) as sink:
@@ -164,7 +164,7 @@ async def test_a_link_that_breaks_there_is_told_here(kind: str) -> None:
     assert engine.num_open == 0
 
 
-def test_who_falls_silent_in_a_move_loses_what_was_taken() -> None:
+def test_silence_during_a_move_frees_the_reserved_blocks() -> None:
     engine = RecordingEngine()
 
     async def silent() -> None:
@@ -178,13 +178,13 @@ def test_who_falls_silent_in_a_move_loses_what_was_taken() -> None:
                     await sink.reserve(5)
 
     async def in_vain(far: Channel) -> None:
-        with pytest.raises(MigrationAborted, match="said nothing for 10 s"):
+        with pytest.raises(MigrationAborted, match="sent nothing for 10 s"):
             await serve_sink(engine, far, silence_s=10)
 
     run(silent)
 
 
-def test_between_moves_silence_means_nothing() -> None:
+def test_silence_between_moves_is_allowed() -> None:
     async def patient() -> None:
         async with served(engine := RecordingEngine()) as channel:
             await move(channel)
@@ -195,11 +195,11 @@ def test_between_moves_silence_means_nothing() -> None:
     run(patient)
 
 
-def test_who_takes_too_long_to_answer_is_given_up() -> None:
+def test_an_answer_that_takes_too_long_breaks_the_link() -> None:
     async def mute() -> None:
         near, far = memory_channels()
         async with near, far:
-            with pytest.raises(MigrationAborted, match="longer than 5 s over 'open'"):
+            with pytest.raises(MigrationAborted, match="did not answer 'open' within 5 s"):
                 async with remote_sink(near, REQUEST, answer_s=5):
                     pass
             with pytest.raises(MigrationAborted):
@@ -277,7 +277,10 @@ def test_garbage_in_whole_frames_ends_the_link(message: bytes, payload: bytes, i
         assert engine.num_open == 0
 
     async def refuse(engine: RecordingEngine, far: Channel) -> None:
-        with pytest.raises(MigrationAborted, match=r"is broken: (what |tokens )?(the other end|came)"):
+        with pytest.raises(
+            MigrationAborted,
+            match=r"is broken: (a message cannot be read|the first call|'.*' is no method|\d+ bytes)",
+        ):
             await serve_sink(engine, far)
         with pytest.raises(MigrationAborted, match="closed"):
             await far.receive()
@@ -294,7 +297,9 @@ def test_an_answer_that_is_none_ends_the_link(answer: bytes) -> None:
         near, far = memory_channels()
         async with near, far:
             await far.send(answer)
-            with pytest.raises(MigrationAborted, match=r"is broken: (what )?the other end"):
+            with pytest.raises(
+                MigrationAborted, match=r"is broken: (a message cannot be read|the other end answered)"
+            ):
                 async with remote_sink(near, REQUEST):
                     pass
             with pytest.raises(MigrationAborted, match="closed"):
@@ -303,14 +308,14 @@ def test_an_answer_that_is_none_ends_the_link(answer: bytes) -> None:
     run(strange)
 
 
-# ---------------------------------------------------------------------- damage on the way
+# ---------------------------------------------------------------------- damaged bytes
 
 
 @asynccontextmanager
 async def damaged_link(
     engine: RecordingEngine, damage: Callable[[int, bytes], bytes | None]
 ) -> AsyncGenerator[tuple[Channel, list[HotswapError]]]:
-    """A TCP link through somebody who changes what goes to the engine; `None` cuts it."""
+    """A TCP link through a proxy that changes the bytes to the engine; `None` closes it."""
     errors: list[HotswapError] = []
 
     async def serve(channel: Channel) -> None:
@@ -380,7 +385,7 @@ async def test_damaged_pages_are_never_written(
     assert all(isinstance(error, MigrationAborted) for error in errors)
 
 
-async def test_an_undamaged_link_through_the_same_hands() -> None:
+async def test_an_undamaged_link_through_the_same_proxy() -> None:
     engine = RecordingEngine()
     async with damaged_link(engine, lambda at, data: data) as (channel, errors):
         await move(channel)

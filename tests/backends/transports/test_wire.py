@@ -1,4 +1,4 @@
-"""What is said over a link comes back as it was, and nothing else comes in."""
+"""Messages decode to what was encoded, and all other bytes are refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_layout_comes_back(layout: KVLayout) -> None:
     assert wire.layout_of(wire.unpack(wire.pack("done", 1, layout=wire.layout_fields(layout)))) == layout
 
 
-def test_errors_come_back_with_their_stage_and_their_words() -> None:
+def test_errors_come_back_with_stage_and_message() -> None:
     def back(error: Any) -> Any:
         return wire.error_of(wire.unpack(wire.pack_error(1, "open", error)))
 
@@ -90,8 +90,8 @@ def test_errors_come_back_with_their_stage_and_their_words() -> None:
 
 
 @given(st.binary(max_size=50) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_what_is_no_message_is_refused(message: bytes) -> None:
-    with pytest.raises(ProtocolError, match="not understood"):
+def test_bytes_that_are_no_message_are_refused(message: bytes) -> None:
+    with pytest.raises(ProtocolError, match="cannot be read"):
         wire.unpack(message)
 
 
@@ -112,6 +112,6 @@ def test_fields_of_other_types_are_refused(changes: dict[str, object], data: st.
             read(wire.unpack(json.dumps(said).encode()))
 
 
-def test_tokens_that_are_none_are_refused() -> None:
+def test_a_payload_that_is_no_tokens_is_refused() -> None:
     with pytest.raises(ProtocolError, match="7 bytes"):
         wire.tokens_of(memoryview(bytes(7)))
