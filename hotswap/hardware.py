@@ -1,4 +1,4 @@
-"""Sizes as people write them, and how fast a device is."""
+"""`DeviceProfile`, the cost model of a simulated device, and `parse_bytes`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_bytes(size: int | str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """How long a device takes, as a linear model of a step and of the links that weights cross.
+    """A linear cost model of engine steps, loads and copies on a device.
 
     A step over `n` tokens (decodes and prefill chunks together), `batch` requests, `context` cached tokens
     and `chunks` prefill chunks of `s` tokens, `S` together, lasts
@@ -42,14 +42,13 @@ class DeviceProfile:
         + (decode_s if it decodes) + S prefill_token_s + sum s (s + 2 cached) prefill_square_s
         + chunks chunk_s + joined join_s + left leave_s
 
-    the shape that published simulators of serving engines agree on: a weight-bound floor, then linear in
-    tokens, batch and context, and attention within prompts, which is the same however they are cut. The last
-    line is what an engine does as requests come and go, and 0 unless it was measured: the attention of each
-    prompt is a call of its own; the keys of a request that `joined`, whose first decode this is, are laid
-    beside those of the others; and the others close up where one has `left` since they decoded last. An
-    adapter is there after `adapter_s`. KV blocks of moving requests are copied at `kv_bytes_per_s`, and one
-    that stands still to be handed over does so for `handover_s` more than its last copy takes, for the
-    messages of both ends.
+    the form that published simulators of serving engines agree on: a weight-bound floor, then linear in
+    tokens, batch and context, and attention within prompts, whose sum does not depend on the chunks. The
+    terms of the last line are 0 unless they were measured. They are the costs of requests that come and go:
+    an attention call for each prefill chunk; adding the keys of a request that `joined`, whose first decode
+    this is, to those of the batch; and closing the gap of one that has `left` since the last decode. An
+    adapter is loaded in `adapter_s`. KV blocks of moving requests are copied at `kv_bytes_per_s`; the
+    downtime of a move is its last copy plus `handover_s`, for the messages of both ends.
     """
 
     name: str = "laptop"
@@ -82,10 +81,10 @@ class DeviceProfile:
         prefill_squares: int = 0,
         chunks: int = 0,
     ) -> float:
-        """Seconds of one engine step between others of the same requests; 0 for an empty one.
+        """Seconds of one engine step of requests that were there in the last one; 0 for an empty step.
 
-        `prefill` of the tokens are of prompts, in so many chunks, and `prefill_squares` the sum of
-        `s (s + 2 cached)` over them. Where requests joined or left, `turnover_s` is added.
+        `prefill` of the tokens are prompt tokens, in `chunks` chunks, and `prefill_squares` is the sum of
+        `s (s + 2 cached)` over them. Add `turnover_s` where requests joined or left.
         """
         if not tokens:
             return 0.0
@@ -97,7 +96,7 @@ class DeviceProfile:
         return work + requests_s + context * self.context_token_s + decode_s + attention_s + chunks_s
 
     def turnover_s(self, *, joined: int, left: int) -> float:
-        """Seconds that a step lasts longer for those who decode for the first time, or no more."""
+        """Additional seconds of a step for requests that decode for the first time, or have left."""
         return joined * self.join_s + left * self.leave_s
 
     def kv_s(self, size_bytes: int) -> float:
@@ -105,5 +104,5 @@ class DeviceProfile:
         return size_bytes / self.kv_bytes_per_s
 
     def load_s(self, size_bytes: int) -> float:
-        """Seconds to bring `size_bytes` from host memory to the device."""
+        """Seconds to copy `size_bytes` of weights from host memory to the device."""
         return size_bytes / self.load_bytes_per_s

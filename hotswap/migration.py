@@ -1,13 +1,13 @@
-"""Requests that move with their KV blocks: what an engine offers, and what is recorded of a move.
+"""Live migration: requests that move between engines with their KV blocks.
 
-KV blocks are append-only, so those that are full can be copied while the request goes on decoding, and only
-what has come since is left for the moment in which it stops (Llumnix: Sun et al., arXiv:2406.03243, section
-4.2). What arrives is a prefix that the destination need not compute: the request itself moves as its tokens
-do, by the one loop of its flight, and whatever of its blocks is missing there is computed again. So nothing
-that goes wrong with blocks can cost a token.
+KV blocks are append-only, so full blocks are copied while the request decodes, and only the blocks filled
+since are left for the moment in which it stops (Llumnix: Sun et al., arXiv:2406.03243, section 4.2). The
+blocks are a prefix that the destination need not compute. The request itself moves as its tokens, like after
+an eviction, and blocks that are missing at the destination are computed again: no error with blocks can lose
+a token.
 
     source       EXPORTING --stop--> STOPPED --release--> gone       left before release: decodes on
-    destination  RESERVED --write--> ... --commit--> COMMITTED       left, or no news for long: freed
+    destination  RESERVED --write--> ... --commit--> COMMITTED       left, or a timeout: freed
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """What KV blocks mean: only between equal layouts may they move.
+    """The format of KV blocks, which move between engines with equal layouts only.
 
     Attributes:
-        model: The model that computed them.
-        weights: Stands for its very weights; the same id with new weights is another.
-        adapter: The adapter that took part, if one did.
-        block_tokens: Tokens of a block.
+        model: The model that computes them.
+        weights: Identifies the model's weights; new weights under the same id have another value.
+        adapter: The adapter that is applied, if any.
+        block_tokens: Tokens per block.
         layers: For each layer `(kv_heads, key_dim, value_dim, dtype)`.
         block_bytes: Bytes of one block, all layers.
     """
@@ -58,13 +58,13 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVPages:
-    """The content of neighbouring blocks of one request.
+    """The content of consecutive blocks of one request.
 
     Attributes:
-        first_block: Which of the request's blocks the first is, counted from 0.
-        num_tokens: How many tokens they have keys and values of; a last block may be part full.
-        data: All bytes, writable, in the order that the layout's engines agree on; valid until the next are
-            read. Empty in a simulation.
+        first_block: The index of the first of the blocks in the request, from 0.
+        num_tokens: The number of tokens in the blocks; the last block may be partly full.
+        data: The bytes, writable, in the order that engines of the layout use; valid until the next read.
+            Empty in a simulation.
     """
 
     first_block: int
@@ -74,56 +74,57 @@ class KVPages:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A request that stopped: its `tokens`, prompt included; the first `num_computed` are in KV blocks."""
+    """A stopped request: its `tokens`, prompt included; the first `num_computed` are in KV blocks."""
 
     tokens: tuple[int, ...]
     num_computed: int
 
 
 class KVSource(ABC):
-    """The giving end of a move, lent by `SupportsMigration.export_kv`; one task uses it.
+    """The source end of a move, lent by `SupportsMigration.export_kv`; used by one task.
 
-    Every verb raises `MigrationAborted` once the request has left the engine's batch: it ended, was aborted
-    or evicted, or gave its blocks back for others. `InstanceLost` if the engine is lost.
+    Each method raises `MigrationAborted` once the request has left the engine's batch: it ended, was aborted,
+    evicted or preempted. `InstanceLost` if the engine is lost.
 
     Attributes:
-        layout: What the blocks mean.
+        layout: The format of the blocks.
     """
 
     layout: KVLayout
 
     @abstractmethod
     async def num_tokens(self) -> int:
-        """Return how many tokens have keys and values now. Only ever grows while the source is open."""
+        """Return how many tokens are in KV blocks now. Never shrinks while the source is open."""
 
     @abstractmethod
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
-        """Return what blocks hold of `num_tokens` tokens from the start of `first_block` on.
+        """Return the content of the blocks of `num_tokens` tokens from the start of `first_block`.
 
-        Copied in small pieces between steps, so that others are not held up. A cancellation copies no more.
+        Copied in small pieces between steps, so that other requests are not delayed. A cancellation stops it.
         """
 
     @abstractmethod
     async def stop(self) -> Stopped:
-        """Stop the request at a step boundary, its blocks kept, and return how it stands.
+        """Stop the request at a step boundary, keep its blocks, and return its state.
 
-        Every token that it has by then is in its stream already.
+        All its tokens are in its stream by then.
         """
 
     @abstractmethod
     async def release(self) -> None:
-        """Give a stopped request up: its stream ends by `RequestEvicted` after the tokens it holds."""
+        """Release a stopped request: its stream ends with `RequestEvicted` after its tokens."""
 
 
 class KVSink(ABC):
-    """The taking end of a move, lent by `SupportsMigration.import_kv`; one task uses it.
+    """The destination end of a move, lent by `SupportsMigration.import_kv`; used by one task.
 
-    Blocks are reserved, so that a move that began finds room. Verbs raise `MigrationAborted` once the engine
-    has freed them: it turned to another model, or heard nothing for too long. `InstanceLost` if it is lost.
+    Blocks are reserved, so that a move that has begun has room. Methods raise `MigrationAborted` once the
+    engine has freed them: it was swapped to another model, or got no call for too long. `InstanceLost` if the
+    engine is lost.
 
     Attributes:
-        layout: What the blocks mean.
-        num_present_blocks: How many of the request's first blocks the engine has already, full ones: they
+        layout: The format of the blocks.
+        num_present_blocks: How many of the request's first blocks the engine has in its prefix cache; they
             need not be written.
     """
 
@@ -132,10 +133,10 @@ class KVSink(ABC):
 
     @abstractmethod
     async def reserve(self, num_tokens: int) -> None:
-        """Reserve blocks for `num_tokens` tokens in all, those that are present included.
+        """Reserve blocks for `num_tokens` tokens in total, present blocks included.
 
         Raises:
-            MigrationAborted: there are too few.
+            MigrationAborted: too few blocks are free.
         """
 
     @abstractmethod
@@ -144,31 +145,31 @@ class KVSink(ABC):
 
     @abstractmethod
     async def commit(self, tokens: Sequence[int]) -> None:
-        """Let a stream of the request that is opened from now on find what was written.
+        """Make the blocks available to a stream of the request that is opened from now on.
 
-        `tokens` are all that the request has, prompt included. The blocks are kept until the sink is left.
+        `tokens` are all tokens of the request, prompt included. The blocks are kept until the sink is left.
         """
 
 
 @runtime_checkable
 class SupportsMigration(Protocol):
-    """An engine whose requests can leave with their KV blocks, and arrive with them.
+    """An engine that can export the KV blocks of its requests, and import those of others.
 
-    Serving goes on beside all of it. Leaving either block gives back what it holds: a request that was
-    stopped and not released decodes on, blocks that were not committed are freed.
+    The engine serves meanwhile. Leaving either context ends the move: a request that was stopped and not
+    released decodes on, and blocks that were not committed are freed.
     """
 
     def export_kv(self, request: RequestId) -> AbstractAsyncContextManager[KVSource]:
-        """Lend the giving end for a request that the engine has.
+        """Lend the source end for a request that the engine has.
 
         Raises:
-            MigrationAborted: it has no such request, or none whose blocks could be copied.
+            MigrationAborted: it has no such request, or no blocks of it that could be copied.
             InstanceLost: the engine is gone.
         """
         ...
 
     def import_kv(self, request: Request) -> AbstractAsyncContextManager[KVSink]:
-        """Lend the taking end for a request; nothing is reserved yet.
+        """Lend the destination end for a request; nothing is reserved yet.
 
         Raises:
             MigrationAborted: the engine does not serve its model, or could not hold it.
@@ -179,14 +180,14 @@ class SupportsMigration(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveView:
-    """What a choice between ways is made from.
+    """The input of a `Mover`: a request, its source and its destination.
 
     Attributes:
-        num_tokens: Of the request so far.
-        num_remaining: How many more it may get.
-        kv_bytes_per_token: Of its model; 0 where the store does not know.
+        num_tokens: Tokens of the request so far.
+        num_remaining: The most tokens still to be generated.
+        kv_bytes_per_token: KV bytes per token of its model; 0 if unknown.
         source: The instance that runs it.
-        destination: The one that could.
+        destination: The instance to move it to.
         kv_possible: Whether both engines can move KV blocks.
     """
 
@@ -200,18 +201,18 @@ class MoveView:
 
 @dataclass(frozen=True, slots=True)
 class MoveChoice:
-    """A way to go, and the `downtime_s` that is expected of it."""
+    """A method of migration, and its expected downtime."""
 
     way: MigrationWay
     estimated_s: float = 0.0
 
 
 class Mover(ABC):
-    """Chooses how a request moves, and learns from what became of it. Pure but for what it learns."""
+    """Chooses how a request moves. Pure, except for what it learns from past moves."""
 
     @abstractmethod
     def choose(self, move: MoveView) -> MoveChoice:
-        """Return a way; `"wait"` if the request had better end where it is."""
+        """Return a method; `"wait"` if the request should finish where it is."""
 
     def learn(self, record: MigrationRecord) -> None:  # noqa: B027 - not all learn
-        """See what became of a move."""
+        """Learn from the record of a move."""

@@ -1,4 +1,4 @@
-"""What a model is to the fleet, and what its weights are to a store."""
+"""Models and adapters as users register them, and the description of their weights in stores."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Adapter", "HostBuffer", "HostChunk", "Manifest", "Model", "ModelCard
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as the user registers it: a name, where its checkpoint lies, and what is expected of it.
+    """A model as the user registers it: an id, the path of its checkpoint, and how it is to be served.
 
-    `source` is a local Hugging Face directory (or whatever the store understands); `None` when the store
-    already holds the model under its id. `min_replicas` is the floor that the shipped schedulers keep and
-    restore. `weight` is the weight *w* of the swap policy: twice the value for half the throughput.
-    `max_context_tokens` shortens the model's own context.
+    `source` is a local Hugging Face directory, or another source that the store supports; `None` if the store
+    has the model under its id. `min_replicas` is the minimum that the shipped schedulers keep and restore.
+    `weight` is the weight *w* of the swap policy: twice the value for half the throughput.
+    `max_context_tokens` limits the model's own context.
     """
 
     id: str
@@ -31,7 +31,7 @@ class Model:
     def __post_init__(self) -> None:
         if not self.id or "/" in self.id or "\\" in self.id or self.id in {".", ".."}:
             raise ConfigError(
-                f"Model id {self.id!r} names a directory in stores; use letters, digits, '.', '_', '-'."
+                f"Model id {self.id!r} is no valid directory name; use letters, digits, '.', '_', '-'."
             )
         if self.min_replicas < 0:
             raise ConfigError(f"min_replicas of {self.id!r} is {self.min_replicas}; it must be 0 or more.")
@@ -45,11 +45,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A low-rank adapter as the user registers it: a name, the model it was trained on, and where it lies.
+    """A low-rank adapter as the user registers it: an id, the model it was trained on, and its path.
 
-    Requests for `model` name it by `id`; another model may have one of the same name. `source` is a local
-    directory in PEFT's format (or whatever the engine understands). `epoch` counts its versions; a fleet sets
-    it.
+    Requests for `model` name it by `id`; another model may have an adapter of the same id. `source` is a
+    local directory in PEFT's format, or another source that the engine supports. `epoch` counts its versions;
+    the fleet sets it.
     """
 
     id: str
@@ -61,23 +61,25 @@ class Adapter:
         if not self.id:
             raise ConfigError(f"An adapter of model {self.model!r} has an empty id; give it a name.")
         if re.search(r"@\d+$", self.id):
-            raise ConfigError(f"Adapter {self.id!r} has the name of a version of another; give it another.")
+            raise ConfigError(
+                f"Adapter {self.id!r} has the form of a version, 'name@number'; choose another id."
+            )
         if self.epoch < 0:
             raise ConfigError(f"epoch of adapter {self.id!r} is {self.epoch}; give 0 or more.")
 
     @property
     def version(self) -> AdapterId:
-        """Stands for these very weights, held by engines and carried by requests: `id`, or `id@epoch`."""
+        """The id of these weights in engines and requests: `id`, or `id@epoch` for later versions."""
         return AdapterId(f"{self.id}@{self.epoch}" if self.epoch else self.id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Where one named tensor, or the part of it that a tensor-parallel rank has, lies in the rank's buffer.
+    """The place of a tensor, or of a tensor-parallel rank's part of it, in the rank's flat buffer.
 
-    Tied names carry the same offset, and their bytes exist once. `stride` counts elements, as torch does;
-    left out, it is that of row-major order. `checksum` is `"<algorithm>:<hex>"` over the tensor's bytes,
-    empty where nobody has taken it.
+    Tied names have the same offset; their bytes are stored once. `stride` counts elements, as in torch;
+    the default is row-major order. `checksum` is `"<algorithm>:<hex>"` over the tensor's bytes, empty if it
+    was not computed.
     """
 
     name: str
@@ -103,7 +105,7 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A contiguous piece of one tensor-parallel rank's flat weight buffer, held in one file.
+    """A contiguous piece of one tensor-parallel rank's flat weight buffer, stored in one file.
 
     `buffer_offset_bytes` is its place in the flat buffer; `file_offset_bytes` and `size_bytes` its place in
     `file`, a plain name inside the model's directory. `checksum` is `"<algorithm>:<hex>"` over its bytes.
@@ -120,14 +122,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything an engine needs before the first byte: architecture, tensors, shards, sizes.
+    """The description of a model that an engine reads before its weights: architecture, tensors, shards.
 
-    `config` is the text of the checkpoint's `config.json`; an engine that simulates may leave it empty.
-    `buffer_bytes` is the size of one rank's flat buffer, padding included. Ranks hold different parts of the
-    model, perhaps of different shapes: `tensors` lists those of all ranks, `tensors_of` those of one.
+    `config` is the text of the checkpoint's `config.json`; it may be empty in a simulation. `buffer_bytes` is
+    the size of one rank's flat buffer, padding included. Ranks have different parts of the model, which may
+    have different shapes: `tensors` lists the tensors of all ranks, `tensors_of` those of one.
 
-    `quantization` names how tensors that have a `<name>.scale` beside them are stored, empty where none are;
-    `unquantized_dtype` is what those were, and become again where an engine computes with them.
+    `quantization` is the scheme of tensors that are stored with a `<name>.scale`, empty if there are none;
+    `unquantized_dtype` is their dtype before quantization and after dequantization.
     """
 
     model: ModelId
@@ -146,11 +148,11 @@ class Manifest:
 
     @property
     def weight_bytes(self) -> int:
-        """All shards of all ranks."""
+        """The bytes of all shards of all ranks."""
         return sum(shard.size_bytes for shard in self.shards)
 
     def tensors_of(self, rank: int) -> tuple[TensorSpec, ...]:
-        """What lies in the buffer of one rank, in the manifest's order."""
+        """The tensors of one rank, in the manifest's order."""
         return tuple(tensor for tensor in self.tensors if tensor.rank == rank)
 
     def shards_of(self, rank: int) -> tuple[Shard, ...]:
@@ -161,7 +163,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """A registered model together with its manifest's facts: what engines load and policies weigh."""
+    """A registered model with the facts of its manifest that engines and policies use."""
 
     id: ModelId
     weight_bytes: int
@@ -174,7 +176,7 @@ class ModelCard:
 
     @classmethod
     def of(cls, model: Model, manifest: Manifest) -> ModelCard:
-        """Join what the user asked for with what the store knows."""
+        """Combine the user's settings with the manifest."""
         context = manifest.max_context_tokens
         if model.max_context_tokens is not None:
             context = min(context, model.max_context_tokens)
@@ -192,11 +194,11 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class HostChunk:
-    """Bytes of a shard in host memory, lent: valid until the next chunk is asked for.
+    """Lent bytes of a shard in host memory, valid until the next chunk is requested.
 
-    `offset_bytes` is the chunk's place in the rank's flat buffer, so an engine copies it there and forgets
-    it. `tier` names where the bytes came from; `pinned` says that a device may copy from it asynchronously,
-    `buffered` that they went through the page cache, as where a file system refuses direct reads.
+    `offset_bytes` is the chunk's place in the rank's flat buffer, where the engine copies it to. `tier` is
+    the tier that the bytes were read from. If `pinned`, a device may copy from the chunk asynchronously; if
+    `buffered`, the bytes went through the page cache, as on file systems that refuse direct reads.
     """
 
     offset_bytes: int
@@ -208,11 +210,11 @@ class HostChunk:
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """A rank's whole flat buffer in host memory, lent to be read in place; `data` cannot be written.
+    """A rank's whole flat buffer in host memory, lent read-only, to be used in place.
 
-    `tier` names where the bytes were when they were asked for; `pinned` says that a device may copy from
-    them asynchronously. Other processes of the machine find them in `file` from `file_offset_bytes` on, and
-    may map them while they are lent; `None` where they lie in this process alone.
+    `tier` is the tier that had the bytes when they were requested. If `pinned`, a device may copy from them
+    asynchronously. Other processes of the machine may map them from `file` at `file_offset_bytes` while they
+    are lent; `None` if they are private to this process.
     """
 
     data: memoryview

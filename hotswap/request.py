@@ -1,4 +1,4 @@
-"""What a client asks for, and what it gets back token by token."""
+"""`Request`, `Sampling` and `Token`: the input and the output of a generation."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ def _check_grammar(json_schema: object, regex: object, min_tokens: int) -> None:
         _check(
             isinstance(text, str), f"{name} is {text!r}, it must be text (of a schema, json.dumps makes it)."
         )
-    _check(not (json_schema and regex), "Give a json_schema or a regex; a generation is held to one grammar.")
-    _check(min_tokens == 0, "A grammar says where a generation ends: with one, min_tokens must be 0.")
+    _check(not (json_schema and regex), "Give a json_schema or a regex, not both.")
+    _check(
+        min_tokens == 0,
+        "min_tokens must be 0 with a json_schema or a regex, which decide where a generation ends.",
+    )
     if json_schema:
         try:
             parsed: object = json.loads(str(json_schema))
@@ -48,22 +51,22 @@ def _check_grammar(json_schema: object, regex: object, min_tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen and when to stop; the default is greedy.
+    """Sampling and stop parameters of a request; the default is greedy.
 
-    The token at position `n` of a request depends on the logits, `seed` and `n` alone, never on the batch, so
-    a request that moves samples what it would have sampled.
+    The token at position `n` of a request depends on the logits, `seed` and `n` only, never on the batch:
+    a request that moves to another engine gets the same tokens.
 
     `top_k=0` and `top_p=1.0` are off. `repetition_penalty` divides the positive and multiplies the negative
     logits of every token seen so far, prompt included (Keskar et al., CTRL, arXiv:1909.05858, section 4.1).
-    `frequency_penalty` and `presence_penalty` are taken from the logits of tokens generated so far, the one
-    for each time, the other once. `logit_bias` adds to the logits of tokens, before all penalties.
+    `frequency_penalty` is subtracted from the logits of generated tokens for each occurrence,
+    `presence_penalty` once. `logit_bias` adds to the logits of tokens, before all penalties.
     `stop` strings match the decoded text and are cut from it; `stop_token_ids` add to the model's own end
     tokens, which `ignore_eos` switches off. No stop of any kind fires before `min_tokens` tokens.
 
-    `json_schema` (the text of one) and `regex` hold the generation to a grammar: it is such JSON, or matches
-    as a whole, unless `max_tokens` come first. Engines that cannot do that refuse the request, but
-    simulated ones, which have no text. The model's own end tokens count even with `ignore_eos`, since nothing
-    may follow.
+    `json_schema` (its text) and `regex` constrain the generation: it is JSON of that schema, or matches as a
+    whole, unless `max_tokens` end it before. Engines without this ability refuse the request, except
+    simulated ones, which have no text. The model's own end tokens stop it even with `ignore_eos`, because no
+    text may follow.
     """
 
     max_tokens: int = 128
@@ -116,17 +119,17 @@ class Sampling:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the generation is held to a grammar."""
+        """Whether the generation is constrained by a grammar."""
         return bool(self.json_schema or self.regex)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One generation: a prompt, what was generated so far elsewhere, and how to go on.
+    """One generation: a prompt, the tokens generated so far, and how to continue.
 
-    An engine treats `prompt + generated` as the tokens to prefill and continues with position
-    `len(generated)`; it need not know that the request has lived before. A higher `priority` goes first, in
-    the waiting room as inside engines that have a queue.
+    An engine prefills `prompt + generated` and continues at position `len(generated)`; it need not know that
+    another engine has generated tokens before. A higher `priority` goes first, in the fleet's queue and in
+    those of engines.
     """
 
     id: RequestId
@@ -157,7 +160,7 @@ class Request:
         return self.sampling.max_tokens - len(self.generated)
 
     def continued(self, tokens: Sequence[int]) -> Request:
-        """Return the same request after it generated `tokens` more; the next engine prefills them."""
+        """Return the same request after generating `tokens` more; the next engine prefills them."""
         return replace(self, generated=self.generated + tuple(tokens))
 
     def __repr__(self) -> str:
@@ -168,10 +171,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One generated token: its id, its `index` from 0 in the generation, and the text it completes.
+    """One generated token: its id, its `index` in the generation from 0, and the text that it completes.
 
     `text` is empty while a character or a possible stop string is still incomplete, and always empty for a
-    model without a tokenizer. `finish_reason` is set on the last token alone: `"stop"` for an end token or a
+    model without a tokenizer. `finish_reason` is set on the last token only: `"stop"` for an end token or a
     stop string, `"length"` for `max_tokens` or the end of the context.
     """
 

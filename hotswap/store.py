@@ -1,4 +1,4 @@
-"""The `WeightStore` interface: where weights lie, and how they are lent to an engine."""
+"""The `WeightStore` interface: stores hold weights, and lend them to engines chunk by chunk."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = [
 class WeightStore(AsyncContextManagerMixin, ABC):
     """Holds the weights of many models; engines read them chunk by chunk. Weights are immutable.
 
-    `async with store` brackets its life: the fleet enters the store it is given and leaves it last. All
-    three verbs may be called concurrently. Nothing blocks the event loop: files are read in worker threads.
+    A store is used inside `async with`: the fleet enters its store first and leaves it last. All methods may
+    be called concurrently. Nothing blocks the event loop: files are read in worker threads.
     """
 
     @asynccontextmanager
@@ -40,7 +40,7 @@ class WeightStore(AsyncContextManagerMixin, ABC):
 
     @abstractmethod
     async def manifest(self, model: ModelId) -> Manifest:
-        """Return what the store knows of a model without reading its weights.
+        """Return the description of a model; its weights are not read.
 
         Raises:
             ShardMissing: the store does not hold the model.
@@ -50,10 +50,10 @@ class WeightStore(AsyncContextManagerMixin, ABC):
 
     @abstractmethod
     def open(self, shard: Shard) -> AbstractAsyncContextManager[AsyncIterator[HostChunk]]:
-        """Lend the bytes of a shard, chunk after chunk, in ascending order and without gaps.
+        """Lend the bytes of a shard in chunks, in ascending order and without gaps.
 
-        A chunk is valid until the next is asked for or the block is left; leaving it early (an error, a
-        cancellation) returns whatever was lent.
+        A chunk is valid until the next one is requested or the block is left. The block may be left early, by
+        an error or a cancellation; all buffers are returned then.
 
         Raises:
             ShardMissing: the store holds no such shard.
@@ -64,12 +64,12 @@ class WeightStore(AsyncContextManagerMixin, ABC):
 
     @abstractmethod
     def view(self) -> StoreView:
-        """Return residency and room by tier. Synchronous, cheap and frozen."""
+        """Return a frozen view of the tiers: residency and free bytes. Synchronous and cheap."""
 
 
 @runtime_checkable
 class SupportsPrefetch(Protocol):
-    """A store with a faster tier that can be filled before a model is needed, and emptied of it again."""
+    """A store with a fast tier that models can be loaded into before they are needed, and dropped from."""
 
     async def prefetch(self, model: ModelId) -> None:
         """Return once the model is resident on the fastest tier. Cancelling leaves the tier as it was.
@@ -81,21 +81,21 @@ class SupportsPrefetch(Protocol):
         ...
 
     async def drop(self, model: ModelId) -> None:
-        """Free the fastest tier of the model once nothing lends from it; other tiers keep it."""
+        """Free the model's bytes on the fastest tier once they are not lent; other tiers keep the model."""
         ...
 
 
 @runtime_checkable
 class SupportsReadInto(Protocol):
-    """A store that can put weights where the reader wants them, without a copy on the way."""
+    """A store that can read weights straight into a buffer of the caller."""
 
     async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk | None:
-        """Fill `destination` with the bytes of a shard, and return it as the one chunk that the shard is.
+        """Fill `destination` with the bytes of a shard, and return it as one chunk.
 
-        `None` says that the store would rather lend this shard chunk by chunk, and that nothing was written.
-        `destination` is contiguous, writable, as long as the shard, and the reader's own; one that begins on
-        a page is served fastest. The bytes are as good as those that `open` lends. After an error or a
-        cancellation, which both wait until nobody writes there any more, what it holds is undefined.
+        `None` means that this shard can only be lent by `open`; nothing was written. `destination` is
+        contiguous, writable, as long as the shard, and owned by the caller; reading is fastest if it begins
+        on a page. The bytes are verified as those of `open` are. An error or a cancellation is raised after
+        all writing has ended; the content of `destination` is undefined then.
 
         Raises:
             ShardMissing: the store holds no such shard.
@@ -107,14 +107,14 @@ class SupportsReadInto(Protocol):
 
 @runtime_checkable
 class SupportsLend(Protocol):
-    """A store that can lend the weights in place: an engine in the same memory then loads without a copy."""
+    """A store that can lend weights in place: an engine on a CPU then loads without a copy."""
 
     def lend(self, manifest: Manifest, rank: int = 0) -> AbstractAsyncContextManager[HostBuffer | None]:
-        """Lend the flat buffer of a rank in host memory, or `None`; it is brought there first if it is not.
+        """Lend the flat buffer of a rank in host memory, loaded first if need be.
 
-        It is neither moved, changed nor dropped before the block is left, which may be hours later and by
-        another task than the one that entered it. `None` (no room, no such tier, the model was converted
-        anew) is no failure: read the shards instead.
+        It is neither moved, changed nor dropped before the block is left, which may be hours later, and by
+        another task than the one that entered it. `None` (no room, no such tier, another conversion of the
+        model) is no error: read the shards instead.
 
         Raises:
             StoreError: the weights could not be read; see `open`.
@@ -124,12 +124,12 @@ class SupportsLend(Protocol):
 
 @runtime_checkable
 class SupportsNodes(Protocol):
-    """A store with tiers that belong to nodes: where an engine is decides from which it reads."""
+    """A store with tiers that belong to nodes: an engine reads from the tiers of its node."""
 
     def on(self, node: str) -> WeightStore:
-        """Return the store as engines of a node use it (`InstanceView.node`); entered and left with this one.
+        """Return the store for engines of a node (`InstanceView.node`); it is open while this store is.
 
-        Its manifests are those of this store. `view` of this store tells of all nodes, by `TierView.node`.
+        It has the manifests of this store. `view` of this store covers all nodes, by `TierView.node`.
 
         Raises:
             StoreError: it has no such node.
@@ -139,17 +139,17 @@ class SupportsNodes(Protocol):
 
 @runtime_checkable
 class SupportsImport(Protocol):
-    """A store that can take in a checkpoint from where the user has it."""
+    """A store that can import the checkpoint of a model."""
 
     async def import_model(self, model: Model) -> None:
-        """Make `model` available under its id from `model.source`; return at once when it is there already.
+        """Import `model` under its id from `model.source`; return at once if the store has it.
 
-        Single-flight per model; a crash or a cancellation leaves nothing half made.
+        Concurrent calls for one model import it once. A crash or a cancellation leaves no part of it.
 
         Raises:
             ShardMissing: there is no checkpoint at the source.
             UnsafeFile: the checkpoint holds pickled weights only.
-            TierFull: the disk filled up; what was there before still serves.
+            TierFull: the disk has no room; other models are untouched.
         """
         ...
 
@@ -164,10 +164,10 @@ class SupportsTokenizer(Protocol):
 
 
 class WrapperStore(WeightStore):
-    """Forwards the three verbs to another store: subclass it and override what should differ.
+    """Forwards `manifest`, `open` and `view` to another store: subclass it and override what should differ.
 
-    Optional abilities are not forwarded, since what they give must differ in the same way: a wrapper whose
-    `open` decrypts must not have a `lend` that does not. A subclass that knows better defines them.
+    Optional abilities are not forwarded, because a wrapper must change all methods alike: one whose `open`
+    decrypts must not have a `lend` that does not. A subclass may define them.
     """
 
     def __init__(self, store: WeightStore) -> None:

@@ -1,4 +1,4 @@
-"""What a store holds, as it can be seen at one moment: tiers, who is resident where, what is on its way."""
+"""`StoreView`: a frozen view of a store's tiers, the models on them, and the models being loaded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Residency", "StoreView", "TierView"]
 class TierView:
     """One tier of a store, fastest first in `StoreView.tiers`; `capacity_bytes` is `None` when unbounded.
 
-    `queued_bytes` are still to be read from it for models on their way up now; prefetches that wait for
-    their turn do not count, since a load overtakes them. `bytes_per_s` is learned from the reads so far.
-    `node` is whose it is, "" if every instance reads from it alike; tiers of several nodes may share a name.
+    `queued_bytes` are still to be read from it by running loads and prefetches; waiting prefetches do not
+    count, because a load overtakes them. `bytes_per_s` is measured on past reads. `node` is the node that the
+    tier belongs to, "" if all nodes share it; tiers of several nodes may have one name.
     """
 
     name: str
@@ -27,13 +27,13 @@ class TierView:
 
     @property
     def free_bytes(self) -> float:
-        """Room left; infinite for an unbounded tier."""
+        """Free bytes; infinite for an unbounded tier."""
         return float("inf") if self.capacity_bytes is None else self.capacity_bytes - self.used_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residency:
-    """A model that lies whole on a tier, of a node where tiers belong to nodes."""
+    """A model that is complete on a tier; `node` is the tier's."""
 
     model: ModelId
     tier: str
@@ -43,12 +43,12 @@ class Residency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreView:
-    """Which model is resident on which tier, how much room each tier has, and what is on its way up.
+    """The tiers of a store, the models resident on them, and the models being loaded.
 
-    An entry of `loading` names the tier from which a model is being read, and the bytes of it to come.
+    An entry of `loading` names the tier that a model is being read from, and the bytes still to be read.
 
-    Where tiers belong to nodes, ask `seen_from(instance.node)` what an instance there would find. Asked
-    directly, it tells of the best place on any node.
+    Where tiers belong to nodes, `seen_from(instance.node)` is the view of an instance there; the methods of
+    this view choose among all nodes.
     """
 
     tiers: tuple[TierView, ...] = ()
@@ -56,7 +56,7 @@ class StoreView:
     loading: tuple[Residency, ...] = ()
 
     def seen_from(self, node: str) -> StoreView:
-        """The store as an instance on a node reads it: the tiers of that node, and those of none."""
+        """The view of an instance on a node: the tiers of that node, and the shared ones."""
         if not any(tier.node for tier in self.tiers):
             return self
         return StoreView(
@@ -71,21 +71,21 @@ class StoreView:
         return next((tier.name for tier in self.tiers if (tier.name, tier.node) in held), None)
 
     def load_s(self, model: ModelId, tier: str | None = None) -> float:
-        """Seconds to load the model from a tier, or else from its fastest; infinite if it is not there.
+        """Seconds to load the model from a tier, by default its fastest; infinite if it is not there.
 
         The bytes queued on the tier, then those of the model, over the tier's bandwidth (ServerlessLLM,
-        section 5.1: `q + n / b`). What is on its way up already is among those queued and counts once.
+        section 5.1: `q + n / b`). A model that is being loaded is among the queued bytes, and counts once.
         """
         link = self.source(model, tier)
         return float("inf") if link is None else self._bytes_from(model, link) / link.bytes_per_s
 
     def load_bytes(self, model: ModelId, tier: str | None = None) -> int | None:
-        """Bytes to be read before the model is loaded, as in `load_s`; `None` if it is not there."""
+        """Bytes to be read until the model is loaded, as in `load_s`; `None` if it is not there."""
         link = self.source(model, tier)
         return None if link is None else self._bytes_from(model, link)
 
     def source(self, model: ModelId, tier: str | None = None) -> TierView | None:
-        """The tier that a load would read from, of several of one name the soonest; `None` if none is."""
+        """The tier that a load would read from; of several of one name the fastest; `None` without any."""
         name = self.tier_of(model) if tier is None else tier
         held = {(entry.tier, entry.node) for entry in self.residency if entry.model == model}
         links = [link for link in self.tiers if link.name == name and (name, link.node) in held]

@@ -1,4 +1,4 @@
-"""Tokens on their way from an engine to whoever reads them."""
+"""`TokenStream`: the tokens of one request, iterated asynchronously; `TokenQueue` is fed by a producer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TokenStream(ABC):
     gets it.
 
     Attributes:
-        num_reused_tokens: How many of the request's tokens the engine had computed for others before; 0 until
-            the first token is here, and from engines that cannot tell.
+        num_reused_tokens: How many of the request's tokens were in the engine's prefix cache; 0 until the
+            first token arrives, and from engines without this count.
     """
 
     num_reused_tokens: int = 0
@@ -32,7 +32,7 @@ class TokenStream(ABC):
 
     @abstractmethod
     async def __anext__(self) -> Token:
-        """Return the next token, waiting for it if need be."""
+        """Wait for the next token and return it."""
 
     async def collect(self) -> list[Token]:
         """Read the stream to its end."""
@@ -40,9 +40,9 @@ class TokenStream(ABC):
 
 
 class TokenQueue(TokenStream):
-    """A stream fed from the other side: `put`, then `close`; both return at once.
+    """A stream fed by a producer: `put`, then `close`; both return at once.
 
-    Holds at most one request's tokens, so it needs no bound. Producer and consumer share an event loop; a
+    It holds at most one request's tokens, so it needs no bound. Producer and consumer share an event loop; a
     worker thread feeds it through `loop.call_soon_threadsafe` or `anyio.from_thread`.
     """
 
@@ -59,21 +59,21 @@ class TokenQueue(TokenStream):
             self._changed.set()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the stream after the tokens it holds, by raising `error` if given; the first call counts."""
+        """End the stream after its present tokens, with `error` if given; only the first call counts."""
         if not self._closed:
             self._closed, self._error = True, error
             self._changed.set()
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called; tokens may still be waiting to be read."""
+        """Whether `close` was called; unread tokens may remain."""
         return self._closed
 
     async def __anext__(self) -> Token:
         while not self._tokens:
             if self._closed:
                 if self._error is not None:
-                    await checkpoint_if_cancelled()  # what ends everything ends the reader as a cancellation
+                    await checkpoint_if_cancelled()  # a cancelled reader gets its cancellation instead
                     raise self._error
                 raise StopAsyncIteration
             self._changed = anyio.Event()

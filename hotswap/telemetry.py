@@ -1,7 +1,7 @@
-"""Names of spans, metrics and attributes, and how they are stamped.
+"""OpenTelemetry spans and metrics: their names, attributes, and timestamps.
 
-Spans carry the event loop's time: the wall clock read once plus what the loop has counted since, so that a
-simulated hour traces like a real one.
+Spans have the event loop's time: the wall clock, read once, plus the loop time since then. So simulations in
+virtual time are traced like real ones.
 """
 
 from __future__ import annotations
@@ -90,9 +90,11 @@ class Telemetry:
     ) -> None:
         self.tracer = trace.get_tracer("hotswap", tracer_provider=tracer_provider)
         self.meter = metrics.get_meter("hotswap", meter_provider=meter_provider)
-        # Whether anybody may ever ask for what is measured: a global provider may still be installed.
+        # Whether measurements can be exported: a global provider may still be installed later.
         self.measures = not isinstance(self.meter, metrics.NoOpMeter)
-        self.ttft = self.meter.create_histogram(TTFT, "s", "Arrival to first token, waiting room included")
+        self.ttft = self.meter.create_histogram(
+            TTFT, "s", "Arrival to first token, time in the queue included"
+        )
         self.tpot = self.meter.create_histogram(TPOT, "s", "Mean time per output token after the first")
         self.swaps = self.meter.create_counter(SWAPS, "{swap}", "Swaps by outcome")
         self.swap_seconds = self.meter.create_histogram(SWAP_SECONDS, "s", "Duration of swaps")
@@ -100,12 +102,12 @@ class Telemetry:
             ADAPTER_SECONDS, "s", "Duration of adapters' loads"
         )
         self.migrations = self.meter.create_counter(MIGRATIONS, "{move}", "Moves of requests by outcome")
-        self.downtime = self.meter.create_histogram(DOWNTIME, "s", "What a client waits for a move")
+        self.downtime = self.meter.create_histogram(DOWNTIME, "s", "Downtime of requests that move")
         self.estimate_error = self.meter.create_histogram(
-            ESTIMATE_ERROR, "s", "Downtime of moves less what was expected"
+            ESTIMATE_ERROR, "s", "Downtime of moves minus the estimate"
         )
         self.control_errors = self.meter.create_counter(
-            CONTROL_ERRORS, "{error}", "Plans that failed, and actions of plans that could not be begun"
+            CONTROL_ERRORS, "{error}", "Plans that failed, and planned actions that could not be started"
         )
         self._wall_ns_at_zero: int | None = None
 
@@ -150,9 +152,9 @@ class Telemetry:
         parent: Span | None = None,
         links: Sequence[SpanContext] = (),
     ) -> Generator[Span]:
-        """Bracket a block by a span; what the block raises is recorded on it.
+        """Run a block in a span; an error of the block is recorded on it.
 
-        In the block it is the current span, so that those of engines and stores become its children.
+        It is the current span in the block, so that spans of engines and stores become its children.
         """
         span = self.start(name, attributes, parent=parent, links=links)
         error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""Text at the edge: what a tokenizer must offer, and the text that leaves a stream token by token."""
+"""The `Tokenizer` protocol, and `TextStream`, which decodes tokens incrementally and finds stop strings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Tokenizer(Protocol):
 
 
 class TextStream:
-    """Turns tokens into text as they come, and says when a stop string is complete.
+    """Decodes tokens as they arrive, and detects stop strings.
 
-    Holds back what may still change: a character split over tokens, and the beginning of a possible stop
-    string. The text released is, put together, the decoded generation up to the stop string that is complete
-    first, however the tokens split it; nothing is ever taken back. Because it is fed from the request's
-    journal it goes on unchanged when the request moves to another instance.
+    Text that may still change is held back: an incomplete character, and the beginning of a possible stop
+    string. The released texts, joined, are the decoded generation up to the first complete stop string,
+    however the tokens split it; released text is never changed. The stream is fed from the request's journal,
+    so it continues unchanged when the request moves to another instance.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int, *, last: bool = False) -> str:
-        """Take the next token and return the text that is now certain; `last` releases all that is held.
+        """Add the next token and return the text that is now final; `last` releases all held text.
 
-        Once a stop string is complete `stopped` is true; the stop string and what follows it is dropped.
-        One that is complete within the first `min_tokens` tokens is text like any other.
+        Once a stop string is complete, `stopped` is true; the stop string and all text after it are dropped.
+        One that is complete within the first `min_tokens` tokens is ordinary text.
         """
         if self.stopped:
             return ""
@@ -65,14 +65,14 @@ class TextStream:
         return text
 
     def _find_stop(self) -> int | None:
-        """Where the stop string begins that is complete first; of those that end together the longest."""
+        """The start of the stop string that ends first; of those that end together the longest."""
         if self._num_tokens <= self._min_tokens:
             return None
         found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         return min(found)[1] if found else None
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with, and goes on from."""
+        """Length of the longest suffix of the held text that is a proper prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             end = self._held[-length:]
@@ -82,26 +82,26 @@ class TextStream:
 
 
 class _Characters:
-    """Decodes tokens one by one into whole characters, each in the light of a few tokens before it.
+    """Decodes tokens one by one into whole characters, each with a few tokens before it as context.
 
-    `_context` is the last group of tokens that made up whole characters: without it a decoder would take the
-    next token for the first of a text and strip its space, and bytes that continue a run of byte tokens would
-    be decoded apart from it. `_pending` are the tokens since, `_shown` what was released of their text.
+    `_context` is the last group of tokens that made up whole characters. Without it a decoder would strip the
+    space of the next token, as at the start of a text, and would decode a run of byte tokens in parts.
+    `_pending` are the tokens after it, `_shown` is the part of their text that was released.
 
-    Where a run of byte tokens (as of SentencePiece) turns out not to be UTF-8, some decoders show every byte
-    of it as U+FFFD, also the characters that were whole before; here those stay as they were released.
+    If a run of byte tokens (as of SentencePiece) is not UTF-8, some decoders show each of its bytes as
+    U+FFFD, also of characters that were complete before; those stay as they were released.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._decode = tokenizer.decode
-        tail = self._tail(prompt)
+        tail = self._context_of(prompt)
         split = self._last_whole(tail)
         self._context, self._pending = tail[:split], tail[split:]
         self._before = self._decode(self._context)
         self._shown = self._text()
 
     def push(self, token: int, *, last: bool) -> str:
-        """Take a token and return the characters that no later token will change; all of them if `last`."""
+        """Add a token and return the characters that no later token can change; all of them if `last`."""
         self._pending.append(token)
         text = self._text()
         whole = last or not text.endswith(_UNFINISHED)
@@ -110,9 +110,9 @@ class _Characters:
         new = text[_common(self._shown, text) : end]
         self._shown = text[:end] if new else self._shown
         if whole:
-            self._settle(text)
+            self._become_context(text)
         elif len(self._pending) > _MOST_GARBAGE:
-            self._forget()
+            self._shorten()
         return new
 
     def _text(self) -> str:
@@ -120,28 +120,28 @@ class _Characters:
         text = self._decode(self._context + self._pending)
         if text.startswith(self._before):
             return text[len(self._before) :]
-        # What follows has changed how the context reads: a run of byte tokens is no UTF-8, or not yet.
+        # The new tokens change the text of the context: a run of byte tokens is not UTF-8, or incomplete.
         return self._decode(self._pending)
 
-    def _settle(self, text: str) -> None:
-        """Let the pending tokens be the context of the next."""
+    def _become_context(self, text: str) -> None:
+        """Make the pending tokens the context of the next ones."""
         if text:
             self._context = self._pending
         elif not self._before:
             self._context = self._context + self._pending
-        # Else they are special tokens, which leave no trace: the context stays what showed something last.
+        # Else they are special tokens without text: the context stays the last group with text.
         self._before = self._decode(self._context)
         self._pending, self._shown = [], ""
 
-    def _forget(self) -> None:
-        """Shorten a long run of bytes that are no text; a few are enough to tell the next character."""
+    def _shorten(self) -> None:
+        """Shorten a long run of bytes that are no text; a few are enough to decode the next character."""
         self._context = self._pending[-2 * _MOST_PENDING : -_MOST_PENDING]
         self._pending = self._pending[-_MOST_PENDING:]
         self._before = self._decode(self._context)
         self._shown = self._text()[:-1]
 
-    def _tail(self, prompt: Sequence[int]) -> list[int]:
-        """As many of the last tokens as begin with a whole character and show something."""
+    def _context_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, so many that they begin with a whole character and have text."""
         length = _CONTEXT
         while length < len(prompt):
             text = self._decode(prompt[-length:])
@@ -151,14 +151,14 @@ class _Characters:
         return list(prompt[-length:])
 
     def _last_whole(self, tokens: list[int]) -> int:
-        """How many tokens there are up to the end of the last whole character, if it is near."""
+        """The number of tokens up to the end of the last whole character, if it is near."""
         least = max(len(tokens) - _MOST_GARBAGE, 0)
         ends = range(len(tokens), least, -1)
         return next((end for end in ends if not self._decode(tokens[:end]).endswith(_UNFINISHED)), least)
 
 
 def _common(one: str, other: str) -> int:
-    """Length of the common beginning of two texts."""
+    """Length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -1,7 +1,7 @@
-"""The `Channel` interface: a link that carries the KV blocks of a move, whatever lies between its two ends.
+"""The `Channel` interface: a bidirectional link that carries the KV blocks of moves.
 
-A frame is a short message and, if need be, a payload. What a link is made of stops here: memory, sockets, or
-the network cards of a cluster (NIXL, UCX), whoever sends KV blocks says the same to each.
+A frame is a short message and an optional payload. The interface hides what carries it: memory, sockets, or
+the network cards of a cluster (NIXL, UCX).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Channel", "Frame"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """What one `send` sent.
+    """One message with its payload, as given to `send`.
 
     Attributes:
-        message: All of it.
-        payload: All of it, writable, often where the link has put it: valid until the next `receive`.
+        message: The message.
+        payload: The payload, writable, often in memory of the link: valid until the next `receive`.
     """
 
     message: bytes
@@ -34,12 +34,12 @@ class Frame:
 
 
 class Channel(AsyncContextManagerMixin, ABC):
-    """One end of a link between two: frames arrive whole, unchanged, once and in order, or not at all.
+    """One end of a link: frames arrive whole, unchanged, once and in order, or not at all.
 
     Both directions are independent. One task at a time sends, and one receives; more raise anyio's
-    `BusyResourceError`. A link works, or it is broken for good: then every verb raises `MigrationAborted` of
-    stage `"link"`, which says what broke it. It breaks when either end is closed or its process ends, and
-    when what arrives is not what was sent. Frames sent and not received by then may be lost.
+    `BusyResourceError`. A link works, or it is broken for good: then each method raises `MigrationAborted` of
+    stage `"link"`, with the reason. A link breaks when either end is closed or its process ends, and when
+    damaged bytes arrive. Frames that were sent and not received by then may be lost.
 
     Attributes:
         max_message_bytes: The longest message.
@@ -62,17 +62,17 @@ class Channel(AsyncContextManagerMixin, ABC):
     async def send(self, message: bytes, payload: memoryview | None = None) -> None:
         """Send a frame; when this returns, `payload` may be written to again.
 
-        Waits while the other end takes nothing, which holds no more than a bounded number of bytes: two ends
-        that only send wait for each other. Cancelled, it has sent nothing, or all of it, or has broken the
-        link, so that half a frame is never received.
+        Waits while the link is full; it buffers a bounded number of bytes, so two ends that only send
+        deadlock. A cancelled call has sent nothing, or the whole frame, or has broken the link: a part of a
+        frame is never received.
 
         Raises:
-            MigrationAborted: the link is broken; or the frame is too large, then nothing was sent.
+            MigrationAborted: the link is broken; or the frame is too large, and nothing was sent.
         """
 
     @abstractmethod
     async def receive(self) -> Frame:
-        """Return the next frame; what the one before has lent is the link's again. Cancelled, it loses none.
+        """Return the next frame, which ends the loan of the last payload. A cancelled call loses no frame.
 
         Raises:
             MigrationAborted: the link is broken.
@@ -80,10 +80,10 @@ class Channel(AsyncContextManagerMixin, ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Break the link and give back all it holds here, at once and also if cancelled; may be repeated."""
+        """Break the link and release its resources, at once and even if cancelled; may be called again."""
 
     def fitting(self, message: bytes, payload: memoryview | None) -> memoryview:
-        """Return the bytes of a payload; raise `MigrationAborted` for a frame that the link does not take."""
+        """Return the bytes of a payload; raise `MigrationAborted` for a frame that is too large."""
         data = memoryview(b"") if payload is None else payload.cast("B")
         for what, size, most in (
             ("message", len(message), self.max_message_bytes),
@@ -91,8 +91,8 @@ class Channel(AsyncContextManagerMixin, ABC):
         ):
             if size > most:
                 raise MigrationAborted(
-                    f"A {what} of {size:,} bytes was not sent: the link takes {most:,}. Open it with room "
-                    "for more, at both ends.",
+                    f"A {what} of {size:,} bytes was not sent: the limit of the link is {most:,}. Open it "
+                    "with a larger limit at both ends.",
                     stage="link",
                 )
         return data

@@ -40,7 +40,7 @@ def test_a_field_out_of_range_is_refused_by_name(field: str, wrong: Any) -> None
 
 
 def test_a_grammar_stands_alone() -> None:
-    with pytest.raises(InvalidRequest, match="one grammar"):
+    with pytest.raises(InvalidRequest, match="not both"):
         Sampling(json_schema="{}", regex="a+")
     with pytest.raises(InvalidRequest, match="min_tokens"):
         Sampling(regex="a+", min_tokens=3)
