@@ -24,7 +24,7 @@ __all__ = ["FINDINGS", "Scenario", "Setup", "soak"]
 
 # Parts of a report that are empty in a good run.
 FINDINGS = ("wrong", "errors", "leftovers", "logged")
-_SETTLE_S = 60.0
+_SETTLE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engine, overhead
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.slow
@@ -26,7 +27,7 @@ def test_the_engine_report_has_every_figure_of_those_that_ran(
         mixed={"streams": 2, "prompt": 4, "output": 40, "long_prompts": 1, "long_prompt": 64, "budget": 64},
         vllm_python=tmp_path / "missing",
         directory=tmp_path,
-        timeout_s=120,
+        timeout_s=PATIENCE_S,
     )
     report = engine.measure(settings)
     tokens = report["tokens_per_cpu_s"]["fp32"]

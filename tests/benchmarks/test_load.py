@@ -15,6 +15,7 @@ from benchmarks.measure import ratios, rounds
 from benchmarks.peers import CONTESTANTS, LIMITS
 from benchmarks.runner import Runner
 from benchmarks.timed_run import Source
+from tests.patience import PATIENCE_S
 
 HERE = [contestant for contestant in CONTESTANTS if not contestant.apart]
 SIZE = 3_000_000
@@ -33,6 +34,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             warm_up_bytes=1_000_000,
             rank_width=128,
             swap_bytes=(),
+            timeout_s=PATIENCE_S,
         )
     )
 
@@ -42,7 +44,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     warm_up = _write(tmp_path_factory.mktemp("runner"), "warm_up")
     defaults = {"threads": 2, "chunk_bytes": 1 << 20}
     with Runner(
-        HERE, python=Path(sys.executable), peers_python=None, warm_up=warm_up, timeout_s=120
+        HERE, python=Path(sys.executable), peers_python=None, warm_up=warm_up, timeout_s=PATIENCE_S
     ) as runner:
         runner.defaults.update(dict.fromkeys(LIMITS.values(), defaults))
         yield runner

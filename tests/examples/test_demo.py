@@ -212,7 +212,7 @@ def test_the_command_ends_well(checkpoints: tuple[Checkpoint, ...], tmp_path: Pa
         "--crowd",
         "0",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("Every text is exact: no character lost, doubled or foreign.")
     assert done.stderr == ""

@@ -242,9 +242,8 @@ async def test_a_client_that_hangs_up_ends_its_request() -> None:
             await client.send(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
             assert (await client.receive()).startswith(b"HTTP/1.1 200 OK")
             assert fleet.view().model(MODEL).num_running == 1
-        with anyio.fail_after(20):
-            while fleet.view().model(MODEL).num_requests:
-                await anyio.lowlevel.checkpoint()
+        while fleet.view().model(MODEL).num_requests:
+            await anyio.lowlevel.checkpoint()
         service.cancel_scope.cancel()
 
 

@@ -25,6 +25,7 @@ from hotswap.kernels.packed_linear import (
     packed_bytes,
     supported,
 )
+from tests.patience import PATIENCE_S
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAN = float("nan")
@@ -156,7 +157,7 @@ def test_as_many_threads_as_were_asked_for_are_at_work_together(
     all_there = Barrier(3)  # nobody passes before the third one comes
 
     def meet(_: int) -> None:
-        all_there.wait(60)
+        all_there.wait(PATIENCE_S)
 
     for_c = ctypes.CFUNCTYPE(None, ctypes.c_int64)(meet)
 

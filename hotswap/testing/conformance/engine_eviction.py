@@ -14,7 +14,7 @@ from hotswap.view import InstanceState
 __all__ = ["EvictionChecks"]
 
 SOON_S = 0.02
-LATE_S = 50.0
+LATE_S = 500.0
 
 
 class EvictionChecks(EngineSuite):

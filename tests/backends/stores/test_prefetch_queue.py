@@ -182,9 +182,8 @@ async def _hold(queue: PrefetchQueue, model: ModelId) -> None:
 
 async def _until(condition: Callable[[], bool]) -> None:
     """Let other tasks run until the condition holds."""
-    with anyio.fail_after(10):
-        while not condition():  # noqa: ASYNC110 - the store signals no event; and spinning would starve its threads
-            await anyio.sleep(0.001)
+    while not condition():  # noqa: ASYNC110 - the store signals no event; and spinning would starve its threads
+        await anyio.sleep(0.001)
 
 
 async def _settle() -> None:

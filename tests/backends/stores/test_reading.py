@@ -20,6 +20,7 @@ from hotswap.backends.stores.bandwidth import Meter
 from hotswap.backends.stores.crc import combine, crc32, fastest
 from hotswap.backends.stores.ring import BufferPool, Ring
 from tests.backends.stores.models import UNIT, collect, exhaust, first_chunk, put, read
+from tests.patience import PATIENCE_S
 
 RING_BYTES = 16 << 20
 SLACK_BYTES = 64 << 20
@@ -95,7 +96,7 @@ async def test_a_shielded_reader_in_a_cancelled_scope_comes_to_an_end(tmp_path: 
                     for _ in range(num_before):
                         got += (await anext(chunks)).data
                     scope.cancel()
-                    with anyio.CancelScope(shield=True), anyio.fail_after(20):
+                    with anyio.CancelScope(shield=True):
                         failure = ""
                         try:
                             async for chunk in chunks:
@@ -115,9 +116,8 @@ async def test_several_readers_of_few_buffers_do_not_wait_for_each_other(tmp_pat
             await anext(two)
             await anext(three)
             assert await read(store, shard) == ranks[0]
-            with anyio.fail_after(20):
-                for chunks in (three, one, two):
-                    await exhaust(chunks)
+            for chunks in (three, one, two):
+                await exhaust(chunks)
         assert store.num_lent == 0
 
 
@@ -159,7 +159,7 @@ def test_a_ring_that_stops_ends_its_threads() -> None:
     thread = threading.Thread(target=lambda: claims.append(ring.claim()))
     thread.start()
     ring.stop()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert claims == [None]
 
 

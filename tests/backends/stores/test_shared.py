@@ -625,13 +625,12 @@ async def test_what_lingers_lets_go_by_itself(machine: Machine, monkeypatch: pyt
             await loans.enter_async_context(store.lend(manifests["a"]))
             assert len(cuda.pinned) == 1
             await loans.enter_async_context(store.lend(manifests["a"]))
-        with anyio.fail_after(20):
-            while cuda.pinned:
-                await checkpoint()
-            while True:  # what was unpinned is let go of next
-                with suppress(TierFull):
-                    await other.prefetch(ModelId("b"))
-                    break
+        while cuda.pinned:
+            await checkpoint()
+        while True:  # what was unpinned is let go of next
+            with suppress(TierFull):
+                await other.prefetch(ModelId("b"))
+                break
 
 
 async def test_the_same_pages_pinned_by_two_are_unpinned_by_each(

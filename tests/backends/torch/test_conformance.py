@@ -16,6 +16,7 @@ from tests.backends.torch.zoo import make_model
 
 class TestTorchEngine(EngineConformance):
     models = (Model("a"), Model("b"))
+    step_s = 60.0  # on a machine however busy
     can_lose = True
     device: ClassVar[str] = "cpu"
     skeletons: ClassVar[SkeletonCache]

@@ -196,11 +196,10 @@ async def test_the_model_that_serves_is_packed_again_once_a_preload_beside_it_ha
 
 async def packed(engine: TorchEngine, least_bytes: int) -> None:
     """Return once the idle engine has packed so much, and no more than it does by itself."""
-    with anyio.fail_after(30):
-        while engine.packed_bytes < least_bytes or not (runner := engine._running_worker._runner):  # noqa: ASYNC110
-            await anyio.sleep(0.01)
-        while not runner.tidy:  # noqa: ASYNC110 - another thread packs
-            await anyio.sleep(0.01)
+    while engine.packed_bytes < least_bytes or not (runner := engine._running_worker._runner):  # noqa: ASYNC110
+        await anyio.sleep(0.01)
+    while not runner.tidy:  # noqa: ASYNC110 - another thread packs
+        await anyio.sleep(0.01)
 
 
 @pytest.mark.parametrize("packed_bytes", [0, "100 KiB"])

@@ -17,6 +17,7 @@ from hotswap.backends.torch.linear import Shelf, linear_layers
 from hotswap.kernels import packed_linear
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
+from tests.patience import PATIENCE_S
 
 
 class Rests(list[float]):
@@ -42,12 +43,12 @@ def another_steps(now: Callable[[], bool] = lambda: True) -> Iterator[None]:
         with pace.engine_thread(Rests()):
             pace.steps(now())
             begun.set()
-            ends.wait(30)
+            ends.wait(PATIENCE_S)
 
     thread = Thread(target=run)
     thread.start()
     try:
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         yield
     finally:
         ends.set()
@@ -140,6 +141,5 @@ async def test_an_engine_is_swapped_in_the_middle_of_a_rest(monkeypatch: pytest.
     with another_steps():
         async with TorchEngine("e0", kv_tokens=256, threads=1) as engine:
             await engine.load(card, store)
-            assert await anyio.to_thread.run_sync(rested.wait, 30)
-            with anyio.fail_after(60):
-                await engine.unload()
+            assert await anyio.to_thread.run_sync(rested.wait, PATIENCE_S)
+            await engine.unload()

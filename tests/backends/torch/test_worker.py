@@ -18,6 +18,7 @@ from hotswap.backends.torch.forward import Forward, Work
 from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.backends.torch.worker import Pieces, Worker
+from tests.patience import PATIENCE_S
 
 
 class Chores(Forward):
@@ -52,7 +53,7 @@ def test_chores_wait_for_requests_only_where_steps_are_timed(is_timed: bool) -> 
     worker = Worker("test", threads=1, publish=publish, ended=lambda error: ended.set())
     worker.attach(Runner(forward, forward.batcher, budget))
     worker.add(Sequence(1, [1, 2, 3], 3, 60, Sampler(Sampling(), (), ())))
-    assert done.wait(30)
+    assert done.wait(PATIENCE_S)
     while 0 not in forward.seen:  # chores go on when it has ended
         assert not ended.is_set()
     worker.stop()
@@ -82,7 +83,7 @@ def test_whoever_is_told_of_a_detachment_finds_the_model_gone() -> None:
 
     def publish(report: Report) -> None:
         attached.set()
-        go_on.wait(30)
+        go_on.wait(PATIENCE_S)
 
     def done() -> None:
         gone.append(watched() is None)
@@ -92,12 +93,12 @@ def test_whoever_is_told_of_a_detachment_finds_the_model_gone() -> None:
     runner = Runner(forward, forward.batcher, None)
     watched = weakref.ref(runner)
     worker.attach(runner)
-    assert attached.wait(30)
+    assert attached.wait(PATIENCE_S)
     worker.work(Idle(runner))
     worker.detach(done)
     del runner
     go_on.set()
-    assert told.wait(30)
+    assert told.wait(PATIENCE_S)
     worker.stop()
     worker.join()
     assert gone == [True]

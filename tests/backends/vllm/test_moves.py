@@ -38,6 +38,7 @@ from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 from tests.backends.vllm.support import llama, make_engine, make_store
 from tests.backends.vllm.test_resumption import KINDS, asked
+from tests.patience import PATIENCE_S
 from tests.runtime.support import Idle
 
 # Tokens that a core takes longer over than a test over what it does meanwhile.
@@ -88,7 +89,7 @@ async def books(engine: VllmEngine) -> list[int]:
 
 
 async def until_let_go(engine: VllmEngine, num_free: int) -> None:
-    with anyio.move_on_after(10):
+    with anyio.move_on_after(PATIENCE_S):
         while await books(engine) != [0, 0, num_free]:
             await anyio.lowlevel.checkpoint()
     assert await books(engine) == [0, 0, num_free]

@@ -25,6 +25,7 @@ from hotswap.kernels.targets import TARGETS, Device
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
+from tests.patience import PATIENCE_S
 
 MODEL = make_model("llama")
 SKELETONS = SkeletonCache()
@@ -56,10 +57,10 @@ class Gate:
 
     def pass_through(self) -> None:
         self.reached.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(PATIENCE_S)
 
     async def wait_until_reached(self) -> None:
-        assert await anyio.to_thread.run_sync(self.reached.wait, 30)
+        assert await anyio.to_thread.run_sync(self.reached.wait, PATIENCE_S)
 
 
 async def test_an_adapter_read_for_a_model_that_went_and_came_back_is_not_held(

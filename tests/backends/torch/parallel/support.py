@@ -11,6 +11,7 @@ from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.parallel.loader import RankedLoader
 from tests.backends.torch.zoo import VOCABULARY
+from tests.patience import PATIENCE_S
 
 
 def add(root: Path, name: str, model: Any, *, tp: int = 1, **options: Any) -> Manifest:
@@ -28,6 +29,7 @@ def make_engine(name: str = "e0", **options: Any) -> TorchEngine:
         "token_budget": 48,
         "max_requests": 8,
         "memory_bytes": "256 MiB",
+        "rank_timeout_s": PATIENCE_S,
     }
     return TorchEngine(name, **(given | options))
 

@@ -17,6 +17,7 @@ from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.parallel.support import ask, loader_of, make_engine, make_prompts, tokens_of
 from tests.backends.torch.parallel.test_loss import is_alive
 from tests.backends.torch.zoo import generate, make_model
+from tests.patience import PATIENCE_S
 
 EMPTY, LOST = InstanceState.EMPTY, InstanceState.LOST
 BROKEN = "raise RuntimeError('no such device')"
@@ -44,7 +45,7 @@ def be_impatient(engine: TorchEngine, patch: pytest.MonkeyPatch) -> None:
     honest = Ranks.start
 
     def start(ranks: Ranks) -> None:
-        ranks.timeout_s = 120.0
+        ranks.timeout_s = 10 * PATIENCE_S  # longer than a test may last
         honest(ranks)
 
     patch.setattr(Ranks, "start", start)
@@ -68,9 +69,8 @@ async def test_a_refused_model_leaves_ranks_for_the_next(monkeypatch: pytest.Mon
         assert await tokens_of(engine, ask("llama", prompt, 5)) == generate(make_model("llama"), prompt, 5)
         await engine.unload()
         os.kill(loader_of(engine).pids[0], signal.SIGKILL)
-        with anyio.fail_after(30):
-            while engine.status().state is not LOST:  # noqa: ASYNC110 - another process ends
-                await anyio.sleep(0.01)
+        while engine.status().state is not LOST:  # noqa: ASYNC110 - another process ends
+            await anyio.sleep(0.01)
 
 
 async def test_an_engine_whose_ranks_do_not_start_anew_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,18 +107,17 @@ async def test_a_silent_rank_is_replaced_when_its_model_goes_and_not_waited_for_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, card = stored()
-    with anyio.fail_after(100):  # less than the patience with a rank
-        async with make_engine(pp=2) as engine:
-            await engine.load(card, store)
-            before = loader_of(engine).pids
-            be_impatient(engine, monkeypatch)
-            os.kill(before[1], signal.SIGSTOP)
-            await engine.unload()
-            assert engine.status().state is EMPTY
-            after = loader_of(engine).pids
-            assert not set(before) & set(after)
-            await engine.load(card, store)
-            os.kill(after[1], signal.SIGSTOP)
+    async with make_engine(pp=2) as engine:
+        await engine.load(card, store)
+        before = loader_of(engine).pids
+        be_impatient(engine, monkeypatch)
+        os.kill(before[1], signal.SIGSTOP)
+        await engine.unload()
+        assert engine.status().state is EMPTY
+        after = loader_of(engine).pids
+        assert not set(before) & set(after)
+        await engine.load(card, store)
+        os.kill(after[1], signal.SIGSTOP)
     assert not any(map(is_alive, (*before, *after)))
 
 
