@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotswap import ConfigError
 from hotswap.kernels.low_rank import ALIGNMENT, DTYPES, add_low_rank, call
+from hotswap.kernels.low_rank.sizes import TOGETHER
 
 ALL = sorted(DTYPES, key=str)
 
@@ -73,7 +74,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_from_any_place(
             lone = out[row : row + 1].clone()
             add_low_rank(hidden[row : row + 1], lone, down, up, ints([(0, first + moved, last + moved)]))
             assert torch.equal(lone[0], together[row])
-    few = spans[: 4 * call.TOGETHER - 1]  # claimed one by one
+    few = spans[: 4 * TOGETHER - 1]  # claimed one by one
     all_of_them = [*spans, *((row, 8, 16) for row in range(1, 60, 2))]
     by_range = sorted(all_of_them, key=lambda span: span[1:])
     alone = out.clone()
@@ -90,7 +91,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_from_any_place(
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_rows_of_one_adapter_have_the_bits_of_lone_ones(dtype: torch.dtype) -> None:
-    count, before = 4 * call.TOGETHER + 3, 3  # so that no four of one adapter begin where they are claimed
+    count, before = 4 * TOGETHER + 3, 3  # so that no four of one adapter begin where they are claimed
     for width_in, width_out in ((77, 200), (1024, 40), (16, 1)):
         hidden, out = some(dtype, count, width_in, seed=1), some(dtype, count, width_out, seed=2)
         down, up = some(dtype, 24, width_in, seed=3), some(dtype, 24, width_out, seed=4)

@@ -6,6 +6,7 @@ kernel is asked for. On a GPU it is `segmented_lora`.
 
 from __future__ import annotations
 
-from hotswap.kernels.low_rank.call import ALIGNMENT, DTYPES, add_low_rank, compile_for
+from hotswap.kernels.low_rank.call import DTYPES, add_low_rank, compile_for
+from hotswap.kernels.low_rank.sizes import ALIGNMENT
 
 __all__ = ["ALIGNMENT", "DTYPES", "add_low_rank", "compile_for"]

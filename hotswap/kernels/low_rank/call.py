@@ -10,18 +10,13 @@ import torch
 from torch import Tensor
 
 from hotswap.errors import ConfigError
+from hotswap.kernels.low_rank.sizes import ALIGNMENT, TOGETHER
 from hotswap.kernels.team import run_together
 
-__all__ = ["ALIGNMENT", "DTYPES", "TOGETHER", "add_low_rank", "compile_for"]
+__all__ = ["DTYPES", "add_low_rank", "compile_for"]
 
 DTYPES: Final[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """That there are kernels for."""
-
-ALIGNMENT: Final = 8
-"""Ranks that are multiplied together; a row's number of ranks is a multiple of it."""
-
-TOGETHER: Final = 4
-"""Rows of one adapter that are multiplied together, if they follow each other."""
 
 _SHARED_NUMBERS: Final = 1 << 18  # of matrices, if each row read eight ranks, worth other threads' work
 

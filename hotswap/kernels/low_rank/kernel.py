@@ -17,7 +17,7 @@ from numba import njit, types
 
 from hotswap.kernels.compiling import compiled_for_c, part
 from hotswap.kernels.lanes import LANES, address, claim, dots
-from hotswap.kernels.low_rank.call import ALIGNMENT, TOGETHER
+from hotswap.kernels.low_rank.sizes import ALIGNMENT, TOGETHER
 from hotswap.kernels.low_rank.vectors import expand
 from hotswap.kernels.numbers import rounding
 
