@@ -28,7 +28,7 @@ from hotswap.backends.torch.admission import to_sequence
 from hotswap.backends.torch.forward import Forward, LocalForward
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.migration import (
-    Desk,
+    MigrationContext,
     TorchKVSink,
     TorchKVSource,
     aborted,
@@ -71,7 +71,7 @@ class _Models:
         is_staging: Whether one is being preloaded.
         num_blocks: KV blocks of the one that serves.
         cache_bytes: What they take.
-        desk: What moves of them use; `None` where they cannot move.
+        migration: What moves of KV blocks use; `None` where the model has none that can move.
     """
 
     serving: LoadedModel | None = None
@@ -79,7 +79,7 @@ class _Models:
     is_staging: bool = False
     num_blocks: int = 0
     cache_bytes: int = 0
-    desk: Desk | None = None
+    migration: MigrationContext | None = None
 
 
 class TorchEngine(Engine):
@@ -298,24 +298,24 @@ class TorchEngine(Engine):
 
     @asynccontextmanager
     async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
-        desk, found = self._desk(), self._streams.find(request)
+        context, found = self._migration_context(), self._streams.find(request)
         if found is None:
             raise aborted("export", f"engine {self.id!r} has no request {request!r}")
         ticket, asked = found
         async with lent_source(
-            TorchKVSource(desk, ticket, desk.layout_for(asked), partial(self._give_up, ticket))
+            TorchKVSource(context, ticket, context.layout_for(asked), partial(self._give_up, ticket))
         ) as source:
             yield source
 
     @asynccontextmanager
     async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
-        desk = self._desk()
+        context = self._migration_context()
         if self._life.state is not _SERVING or self._model != request.model:
             raise aborted("reserve", f"engine {self.id!r} is {self._life.state} with {self._model!r}")
         adapter = self._adapters.use(request.adapter)
         try:
             ranks = adapter.place if adapter else None
-            async with lent_sink(TorchKVSink(desk, request, desk.layout_for(request), ranks)) as sink:
+            async with lent_sink(TorchKVSink(context, request, context.layout_for(request), ranks)) as sink:
                 yield sink
         finally:
             if adapter is not None:
@@ -435,7 +435,7 @@ class TorchEngine(Engine):
             forward.num_blocks,
             forward.size_bytes,
         )
-        self._models.desk = self._make_desk(loaded, forward, runner)
+        self._models.migration = self._make_migration_context(loaded, forward, runner)
         self._books = runner.report()
         self._adapters.serve(loaded.card.id, loaded.targets())
         self._running_worker.attach(runner)
@@ -490,7 +490,7 @@ class TorchEngine(Engine):
             await self._models.serving.release()
         self._models.serving, self._books = None, Report()
         self._models.num_blocks = self._models.cache_bytes = 0
-        self._models.desk = None
+        self._models.migration = None
 
     async def _drop_staged(self) -> None:
         staged, self._models.staged = self._models.staged, None
@@ -520,15 +520,17 @@ class TorchEngine(Engine):
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open(request)
         ranks = adapter.place if adapter else None
-        keys_of = self._models.desk.keys_of if self._models.desk is not None else None
+        keys_of = self._models.migration.keys_of if self._models.migration is not None else None
         sequence = to_sequence(request, ticket, model, ranks, epoch=self._num_loads, keys_of=keys_of)
         self._running_worker.add(sequence)
         return ticket, tokens, adapter
 
-    def _make_desk(self, model: LoadedModel, forward: Forward, runner: Runner) -> Desk | None:
+    def _make_migration_context(
+        self, model: LoadedModel, forward: Forward, runner: Runner
+    ) -> MigrationContext | None:
         if not (isinstance(forward, LocalForward) and self._settings.prefix_reuse and model.fingerprint):
             return None
-        return Desk(
+        return MigrationContext(
             life=self._life,
             worker=self._running_worker,
             runner=runner,
@@ -536,21 +538,21 @@ class TorchEngine(Engine):
             cache=forward.cache,
             weights=f"{model.fingerprint} {self._settings.invariant}",
             epoch=self._num_loads,
-            current=lambda: self._models.desk,
+            current=lambda: self._models.migration,
         )
 
-    def _desk(self) -> Desk:
+    def _migration_context(self) -> MigrationContext:
         self._life.refuse_if_lost()
-        if self._models.desk is None:
+        if self._models.migration is None:
             raise aborted(
                 "export",
                 f"the KV blocks of engine {self.id!r} cannot move: that takes a model of one rank, prefix "
                 "reuse, and a store with checksums",
             )
-        return self._models.desk
+        return self._models.migration
 
     def _give_up(self, ticket: int) -> bool:
-        error = RequestEvicted(f"Engine {self.id!r} gave a request up that moves on.")
+        error = RequestEvicted(f"Engine {self.id!r} gave up a request that continues on another engine.")
         if was_open := self._streams.close(ticket, error):
             self._running_worker.remove(ticket)
         return was_open

@@ -16,7 +16,7 @@ from torch import Tensor
 from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.kv import KVCache
-from hotswap.backends.torch.migration import desk
+from hotswap.backends.torch.migration import context
 from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.runner import Report, Runner
 from tests.backends.torch.dict_store import DictStore
@@ -79,15 +79,15 @@ async def test_a_request_goes_on_whose_stop_was_cancelled_during_a_step(
 async def test_what_was_announced_of_a_request_is_believed_of_that_very_one_alone(store: DictStore) -> None:
     """Or another would be given the blocks of tokens that it does not have, or of another adapter's."""
     async with serving(store) as engine:
-        front, request = engine._desk(), ask(prompt_tokens=100)
+        context, request = engine._migration_context(), ask(prompt_tokens=100)
         async with engine.import_kv(request):
-            root = root_key(front.epoch)
-            assert len(front.keys_of(request, root)) == 100 // engine.status().kv_block_tokens
-            assert front.keys_of(request.continued([7]), root) == front.keys_of(request, root)
-            assert front.keys_of(replace(request, prompt=(9, *request.prompt[1:])), root) == ()
-            assert front.keys_of(replace(request, id=RequestId("another")), root) == ()
-            assert front.keys_of(request, root_key(front.epoch, 1)) == ()
-        assert front.keys_of(request, root) == ()
+            root = root_key(context.epoch)
+            assert len(context.keys_of(request, root)) == 100 // engine.status().kv_block_tokens
+            assert context.keys_of(request.continued([7]), root) == context.keys_of(request, root)
+            assert context.keys_of(replace(request, prompt=(9, *request.prompt[1:])), root) == ()
+            assert context.keys_of(replace(request, id=RequestId("another")), root) == ()
+            assert context.keys_of(request, root_key(context.epoch, 1)) == ()
+        assert context.keys_of(request, root) == ()
 
 
 async def test_blocks_are_kept_while_they_are_written_although_the_move_is_cancelled(
@@ -122,7 +122,7 @@ async def test_blocks_are_kept_while_they_are_written_although_the_move_is_cance
                 await sink.write(await source.read(0, 96))
 
         monkeypatch.setattr(KVCache, "restore", restore)
-        monkeypatch.setattr(desk, "PIECE_BYTES", 0)  # what is smaller is written in one go
+        monkeypatch.setattr(context, "PIECE_BYTES", 0)  # what is smaller is written in one go
         task = asyncio.get_running_loop().create_task(move())
         await anyio.to_thread.run_sync(began.wait)
         task.cancel()  # as `asyncio.timeout` does, which no shield holds back

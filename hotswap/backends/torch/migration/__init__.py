@@ -1,18 +1,18 @@
-"""Both ends of a move of KV blocks: copies between the steps of an engine's thread.
+"""Migration of KV blocks: copies that the engine's thread makes between two steps.
 
-    desk    what both use of an engine, and how they have its thread do something
-    source  the giving end
-    sink    the taking end
+    context  the parts of an engine that source and sink use, and jobs for the engine's thread
+    source   reads the KV blocks of a request that leaves
+    sink     reserves and fills KV blocks for a request that arrives
 
-What arrives is published like the prefix of an ended request, so the stream that follows finds it by its
-tokens (`prefix`), under the root of the very weights that serve here. Blocks that a sink holds are nobody's
-to take until it is left.
+Blocks that arrived are published like the prefix of an ended request. The stream that follows finds them by
+its tokens (`prefix`), under the root key of the weights that serve here. Blocks that a sink holds are not
+free until the sink is closed.
 """
 
 from __future__ import annotations
 
-from hotswap.backends.torch.migration.desk import Desk, aborted
+from hotswap.backends.torch.migration.context import MigrationContext, aborted
 from hotswap.backends.torch.migration.sink import TorchKVSink, lent_sink
 from hotswap.backends.torch.migration.source import TorchKVSource, lent_source
 
-__all__ = ["Desk", "TorchKVSink", "TorchKVSource", "aborted", "lent_sink", "lent_source"]
+__all__ = ["MigrationContext", "TorchKVSink", "TorchKVSource", "aborted", "lent_sink", "lent_source"]

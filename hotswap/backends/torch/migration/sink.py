@@ -1,4 +1,4 @@
-"""The taking end of a move: blocks set aside for a request, filled, and then found by its tokens."""
+"""The KV sink of a migration: blocks are reserved for a request, filled, and then found by its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import blocks_for
-from hotswap.backends.torch.migration.desk import PIECE_BYTES, Announced, Desk, aborted, beside
+from hotswap.backends.torch.migration.context import PIECE_BYTES, Announced, MigrationContext, aborted, beside
 from hotswap.backends.torch.prefix import block_content, extend_keys, find_prefix, root_key
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.worker import Pieces
@@ -24,59 +24,59 @@ from hotswap.request import Request
 
 __all__ = ["LAPSE_S", "TorchKVSink", "lent_sink"]
 
-# Pages of so few bytes, or of so few blocks, are written at once, beside the step that runs: those of a last
-# copy among them, for which a client waits.
+# Pages of at most so many bytes or blocks are written at once, during a step: a client waits for the last
+# copy, which is one of these.
 _SMALL_BYTES, _SMALL_BLOCKS = 4 << 20, 4
-# A sink that hears nothing for so long frees its blocks (Llumnix's engine: 10 s).
+# A sink that gets no call for so long frees its blocks (Llumnix's engine: 10 s).
 LAPSE_S = 10.0
 
 
 class TorchKVSink(KVSink):
-    """Blocks that an engine reserves for a request that arrives.
+    """Reserves and fills KV blocks for a request that arrives.
 
     Args:
-        desk: The engine's.
+        context: The engine's.
         request: The request as it was when the move began.
-        layout: What the blocks mean.
+        layout: The layout of the blocks.
         ranks: Where its adapter lies.
-        lapse_s: How long it may hear nothing.
+        lapse_s: The longest time between two calls.
     """
 
     def __init__(
         self,
-        desk: Desk,
+        context: MigrationContext,
         request: Request,
         layout: KVLayout,
         ranks: Place | None,
         lapse_s: float = LAPSE_S,
     ) -> None:
         self.layout = layout
-        self._desk, self._request, self._lapse_s = desk, request, lapse_s
-        self._root = root_key(desk.epoch, 0 if ranks is None else ranks.serial)
-        self._present: list[int] = []  # found here already, held
-        self._blocks: list[int] = []  # taken for what is to come
+        self._context, self._request, self._lapse_s = context, request, lapse_s
+        self._root = root_key(context.epoch, 0 if ranks is None else ranks.serial)
+        self._present: list[int] = []  # blocks found in the prefix cache, held
+        self._blocks: list[int] = []  # blocks reserved for tokens that arrive
         self._keys: list[bytes] = []  # of the request's full blocks
-        self._num_tokens = 0  # there, from the first on
+        self._num_tokens = 0  # written so far, or found
         self._num_published = 0  # of the request's blocks
         self._closed = self._writing = False
         self._timer = asyncio.get_running_loop().call_later(lapse_s, self._lapse)
 
     async def open(self) -> None:
-        """Find what the engine has already of the request's tokens."""
-        await self._desk.between_steps(self._find)
+        """Find and hold the blocks that the prefix cache has of the request's tokens."""
+        await self._context.between_steps(self._find)
         announced = Announced(self._request.tokens, self._root, tuple(self._keys))
-        self._desk.arriving[self._request.id] = announced
+        self._context.arriving[self._request.id] = announced
         self._num_tokens = self.num_present_blocks * self.layout.block_tokens
 
     async def reserve(self, num_tokens: int) -> None:
-        self._hear()
+        self._renew()
         if blocks_for(num_tokens, self.layout.block_tokens) > self.num_present_blocks + len(self._blocks):
-            await self._desk.between_steps(partial(self._take, num_tokens))
+            await self._context.between_steps(partial(self._take, num_tokens))
         else:
             await checkpoint()
 
     async def write(self, pages: KVPages) -> None:
-        self._hear()
+        self._renew()
         size_bytes = blocks_for(pages.num_tokens, self.layout.block_tokens) * self.layout.block_bytes
         first = pages.first_block * self.layout.block_tokens
         room = (self.num_present_blocks + len(self._blocks)) * self.layout.block_tokens
@@ -90,37 +90,37 @@ class TorchKVSink(KVSink):
             if size_bytes <= max(_SMALL_BYTES, _SMALL_BLOCKS * self.layout.block_bytes):
                 await beside(partial(self._write_now, pages, data), size_bytes)
             else:
-                await self._desk.between_steps(partial(self._write, pages, data))
+                await self._context.between_steps(partial(self._write, pages, data))
         finally:
             self._writing = False
-        self._hear()
+        self._renew()
         self._num_tokens = max(self._num_tokens, first + pages.num_tokens)
 
     async def commit(self, tokens: Items[int]) -> None:
-        self._hear()
+        self._renew()
         if tuple(tokens[: self._request.num_tokens]) != self._request.tokens:
             raise aborted("commit", "the request is not the one that was announced")
-        # The stream that follows is sent to the same thread, and so comes after it.
-        self._desk.ask(partial(self._publish, list(tokens[: self._num_tokens])))
+        # The stream that follows is queued on the same thread, after this job.
+        self._context.ask(partial(self._publish, list(tokens[: self._num_tokens])))
 
     def close(self) -> None:
-        """Let go of all blocks; those that were published stay for as long as nobody wants the room."""
+        """Release all blocks; published ones stay in the prefix cache until their memory is needed."""
         self._timer.cancel()
-        self._desk.arriving.pop(self._request.id, None)
-        if not self._closed and not self._desk.life.is_lost:
-            self._desk.ask(self._give)
+        self._context.arriving.pop(self._request.id, None)
+        if not self._closed and not self._context.life.is_lost:
+            self._context.ask(self._give)
         self._closed = True
 
-    def _hear(self) -> None:
-        self._desk.refuse_if_gone()
+    def _renew(self) -> None:
+        self._context.refuse_if_gone()
         if self._closed:
-            raise aborted("copy", f"its destination heard nothing for {self._lapse_s:g} s")
+            raise aborted("copy", f"its destination got no call for {self._lapse_s:g} s")
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(self._lapse_s, self._lapse)
 
     def _lapse(self) -> None:
         if self._writing:
-            self._hear()
+            self._renew()
         else:
             self.close()
 
@@ -138,7 +138,7 @@ class TorchKVSink(KVSink):
         batcher = runner.batcher
         have = self.num_present_blocks + len(self._blocks)
         more = blocks_for(num_tokens, self.layout.block_tokens) - have
-        # Those that run may each want a block with the next step, and the newcomer two, one for a copy.
+        # Each running request may need a block in the next step, and the arriving one two, one for a copy.
         room = batcher.blocks.num_free - len(batcher.running) - len(batcher.parked) - 2
         if more > room:
             raise aborted("reserve", f"{more} KV blocks are wanted and {max(0, room)} free")
@@ -155,23 +155,23 @@ class TorchKVSink(KVSink):
             if self._closed:
                 return
             part = blocks[at : at + most]
-            self._desk.cache.restore(part, data[at * size : (at + len(part)) * size])
+            self._context.cache.restore(part, data[at * size : (at + len(part)) * size])
             yield
         num_full = (
             pages.first_block * self.layout.block_tokens + pages.num_tokens
         ) // self.layout.block_tokens
         if self._closed:
             return
-        # What was announced and is here needs no commit: it is the prefix of those tokens, whoever has them.
+        # Announced tokens need no commit: their blocks are a prefix that any request may reuse.
         yield from self._publish(self._request.tokens, runner, sequences, most=num_full)
 
     def _write_now(self, pages: KVPages, data: Tensor) -> None:
         blocks, data = self._missing(pages, data)
         if blocks:
-            self._desk.cache.restore(blocks, data)
+            self._context.cache.restore(blocks, data)
 
     def _missing(self, pages: KVPages, data: Tensor) -> tuple[list[int], Tensor]:
-        """The pages' blocks with their bytes, those left out that were here before."""
+        """Return the pages' blocks with their bytes, without those that were found in the prefix cache."""
         size = self.layout.block_bytes
         first = max(pages.first_block, self.num_present_blocks)
         end = pages.first_block + len(data) // size
@@ -186,7 +186,7 @@ class TorchKVSink(KVSink):
         *,
         most: int | None = None,
     ) -> Pieces:
-        """Let requests find the blocks of these tokens that they do not yet: the first `most`, or all."""
+        """Publish the blocks of these tokens that are not published yet: the first `most`, or all."""
         block_tokens, pool, keys = self.layout.block_tokens, runner.batcher.blocks, self._keys_of(tokens)
         end = blocks_for(len(tokens), block_tokens) if most is None else min(most, len(keys))
         for at in range(self._num_published, end):
@@ -210,7 +210,7 @@ class TorchKVSink(KVSink):
 
 @asynccontextmanager
 async def lent_sink(sink: TorchKVSink) -> AsyncGenerator[TorchKVSink]:
-    """Lend a sink; its blocks are let go afterwards."""
+    """Open a sink; at the end its blocks are released."""
     try:
         await sink.open()
         yield sink

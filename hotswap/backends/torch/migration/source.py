@@ -1,4 +1,4 @@
-"""The giving end of a move: KV blocks are read while their request decodes, the rest once it has stopped."""
+"""The KV source of a migration: blocks are read while their request decodes, the rest once it is parked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import blocks_for
-from hotswap.backends.torch.migration.desk import PIECE_BYTES, Desk, aborted, beside
+from hotswap.backends.torch.migration.context import PIECE_BYTES, MigrationContext, aborted, beside
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.worker import Pieces
 from hotswap.migration import KVLayout, KVPages, KVSource, Stopped
@@ -22,18 +22,20 @@ __all__ = ["TorchKVSource", "lent_source"]
 
 
 class TorchKVSource(KVSource):
-    """The blocks of one request of an engine.
+    """Reads the KV blocks of one request of an engine.
 
     Args:
-        desk: The engine's.
-        ticket: The request's in the engine.
-        layout: What the blocks mean.
-        give_up: Ends the request's stream, and has the engine forget it; false if it had ended before.
+        context: The engine's.
+        ticket: The request's ticket in the engine.
+        layout: The layout of the blocks.
+        give_up: Ends the request's stream and removes it from the engine; false if it had ended before.
     """
 
-    def __init__(self, desk: Desk, ticket: int, layout: KVLayout, give_up: Callable[[], bool]) -> None:
+    def __init__(
+        self, context: MigrationContext, ticket: int, layout: KVLayout, give_up: Callable[[], bool]
+    ) -> None:
         self.layout = layout
-        self._desk, self._ticket, self._give_up = desk, ticket, give_up
+        self._context, self._ticket, self._give_up = context, ticket, give_up
         self._tokens: tuple[int, ...] = ()
         self._num_tokens = 0
         self._num_read = 0  # of the request's blocks, so far
@@ -43,49 +45,51 @@ class TorchKVSource(KVSource):
         self._was_asked_to_stop = False
 
     async def num_tokens(self) -> int:
-        await self._desk.between_steps(self._count)
+        await self._context.between_steps(self._count)
         return self._num_tokens
 
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
-        rest, self._rest = self._rest, None  # it lies where the next are copied to
+        rest, self._rest = self._rest, None  # its buffer is reused by the next read
         if rest is not None and (rest.first_block, rest.num_tokens) == (first_block, num_tokens):
             await checkpoint()
             self._require_parked()
             return rest
         out = self._room_for(num_tokens)
         if self._parked is None:
-            await self._desk.between_steps(partial(self._copy, first_block, num_tokens, out))
+            await self._context.between_steps(partial(self._copy, first_block, num_tokens, out))
         else:
             await self._copy_parked(self._parked[1], first_block, num_tokens, out)
         self._num_read = first_block + num_tokens // self.layout.block_tokens
         return KVPages(first_block, num_tokens, out.numpy().data)
 
     async def stop(self) -> Stopped:
-        self._was_asked_to_stop = True  # the thread will do it, also if nobody waits for that any more
-        await self._desk.between_steps(self._park)
+        self._was_asked_to_stop = True  # the thread parks it even if this call is cancelled
+        await self._context.between_steps(self._park)
         return Stopped(self._tokens, self._num_tokens)
 
     async def release(self) -> None:
-        self._desk.refuse_if_gone()
+        self._context.refuse_if_gone()
         if not self._give_up():
             raise aborted("release", "the request has ended or was taken away")
         self._was_asked_to_stop = False
 
     def resume(self) -> None:
-        """Let the request go on where it stopped, if it did; there is nothing to read any more."""
+        """Unpark the request if it was parked and not released; nothing can be read afterwards."""
         self._parked = None
-        if self._was_asked_to_stop and not self._desk.life.is_lost:
-            self._desk.ask(self._unpark)
+        if self._was_asked_to_stop and not self._context.life.is_lost:
+            self._context.ask(self._unpark)
 
     def _room_for(self, num_tokens: int) -> Tensor:
         size_bytes = blocks_for(num_tokens, self.layout.block_tokens) * self.layout.block_bytes
         if len(self._buffer) < size_bytes:
-            is_pinned = self._desk.cache.device.type == "cuda"  # or a copy from there goes twice
+            is_pinned = (
+                self._context.cache.device.type == "cuda"
+            )  # a copy to pageable memory is staged by the driver
             self._buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         return self._buffer[:size_bytes]
 
     async def _copy_parked(self, sequence: Sequence, first_block: int, num_tokens: int, out: Tensor) -> None:
-        """Copy beside the step that runs: a client waits, and no step writes where a parked request reads."""
+        """Copy during a step: a client waits for it, and no step writes to a parked request's blocks."""
         num_blocks = len(out) // self.layout.block_bytes
         blocks = sequence.blocks[first_block : first_block + num_blocks]
         if self._num_tokens < first_block * self.layout.block_tokens + num_tokens:
@@ -93,15 +97,15 @@ class TorchKVSource(KVSource):
         if len(blocks) < num_blocks:
             raise aborted("copy", "the request has ended or was taken away")
         await beside(partial(self._save, blocks, out), len(out))
-        self._require_parked()  # others write to its blocks only after it has left the parked ones
+        self._require_parked()  # its blocks are reused only after it has left `parked`
 
     def _require_parked(self) -> None:
-        self._desk.refuse_if_gone()
+        self._context.refuse_if_gone()
         if self._parked is not None and self._parked[1] not in self._parked[0].batcher.parked:
             raise aborted("copy", "the request has ended or was taken away")
 
     def _save(self, blocks: Items[int], out: Tensor) -> None:
-        self._desk.cache.save(blocks, out)
+        self._context.cache.save(blocks, out)
 
     # ------------------------------------------------------------------ on the engine's thread
 
@@ -138,7 +142,7 @@ class TorchKVSource(KVSource):
         yield from ()
 
     def _read_rest(self, sequence: Sequence) -> None:
-        """Copy what is left if it is little: here it takes no turns with the next step."""
+        """Copy the remaining blocks if they are few, so that no other job is needed after the next step."""
         first, num_tokens = self._num_read, self._num_tokens - self._num_read * self.layout.block_tokens
         num_blocks = blocks_for(num_tokens, self.layout.block_tokens)
         if 0 < num_blocks * self.layout.block_bytes <= PIECE_BYTES:
@@ -162,7 +166,7 @@ class TorchKVSource(KVSource):
 
 @asynccontextmanager
 async def lent_source(source: TorchKVSource) -> AsyncGenerator[TorchKVSource]:
-    """Lend a source; a request that was stopped and not released goes on afterwards."""
+    """Open a source; at the end a request that was stopped and not released continues."""
     try:
         await source.num_tokens()
         yield source

@@ -1,4 +1,4 @@
-"""What both ends of a move use of an engine, and how they have its thread do something between two steps."""
+"""The parts of an engine that a KV source and a KV sink use, and jobs for its thread between two steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hotswap.errors import MigrationAborted
 from hotswap.migration import KVLayout
 from hotswap.request import Request, RequestId
 
-__all__ = ["PIECE_BYTES", "Announced", "Desk", "aborted", "beside"]
+__all__ = ["PIECE_BYTES", "Announced", "MigrationContext", "aborted", "beside"]
 
 # Bytes that are copied in one go, between two steps; a block is the least.
 PIECE_BYTES = 1 << 20
@@ -26,7 +26,7 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """The tokens of a request that arrives, when its move began, and the keys of its full blocks."""
+    """A request that arrives: its tokens when the move began, the root key and the keys of its blocks."""
 
     tokens: tuple[int, ...]
     root: bytes
@@ -34,20 +34,19 @@ class Announced:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
-    """What both ends use of an engine, as long as one model serves.
+class MigrationContext:
+    """The parts of an engine that a KV source and a KV sink use, valid while one model serves.
 
     Attributes:
         life: Ends every wait when the engine is lost.
-        worker: Does the work.
-        runner: What it steps for now; with another, the blocks are others too.
-        post: Has the event loop make a call, from any thread.
-        cache: Where the blocks lie.
-        weights: Stands for the weights that compute.
-        epoch: Which load they came with.
-        current: The engine's desk now; with another, or none, the model has gone.
-        arriving: What was announced of requests that arrive: their tokens then, and the keys of their full
-            blocks behind a root.
+        worker: The engine's thread, which runs the jobs.
+        runner: The runner that owns the blocks; a job fails if the thread has another one by then.
+        post: Calls a function on the event loop, from any thread.
+        cache: The KV cache.
+        weights: A fingerprint of the weights that compute.
+        epoch: The number of the load.
+        current: Returns the engine's context now; the model was unloaded if it is not this one.
+        arriving: The announced tokens and keys of requests that arrive.
     """
 
     life: Life
@@ -57,18 +56,18 @@ class Desk:
     cache: KVCache
     weights: str
     epoch: int
-    current: Callable[[], Desk | None]
+    current: Callable[[], MigrationContext | None]
     arriving: dict[RequestId, Announced] = field(default_factory=dict[RequestId, Announced])
 
     def keys_of(self, request: Request, root: bytes) -> tuple[bytes, ...]:
-        """Return the keys of a request's first blocks if it was announced, so that nobody waits for them."""
+        """Return the keys of a request's first blocks if it was announced with this root, else none."""
         announced = self.arriving.get(request.id)
         if announced is None or announced.root != root:
             return ()
         return announced.keys if request.tokens[: len(announced.tokens)] == announced.tokens else ()
 
     def layout_for(self, request: Request) -> KVLayout:
-        """Return what the KV blocks of a request mean here."""
+        """Return the layout of a request's KV blocks on this engine."""
         layers = tuple(
             (shape.kv_heads, shape.key_dim, shape.value_dim, str(shape.dtype).removeprefix("torch."))
             for _, shape in sorted(self.cache.layers.items())
@@ -89,7 +88,7 @@ class Desk:
             raise _gone()
 
     async def between_steps(self, begin: Callable[[Runner, Mapping[int, Sequence]], Pieces]) -> None:
-        """Do something on the thread, between two steps.
+        """Run a job on the engine's thread between two steps, and wait for it.
 
         Raises:
             MigrationAborted: the model has gone.
@@ -104,16 +103,16 @@ class Desk:
                 raise job.error
         finally:
             job.cancelled = True
-            job.error = None  # or it and the job keep each other, and with them the blocks
+            job.error = None  # an error and its job refer to each other, and would keep the blocks alive
 
     def ask(self, begin: Callable[[Runner, Mapping[int, Sequence]], Pieces]) -> None:
-        """Have something done on the thread before whatever is asked later; nobody waits for it."""
+        """Queue a job on the engine's thread before everything that is queued later, without waiting."""
         self.worker.work(_Job(begin, self.runner, self.post))
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Something that the event loop waits for."""
+    """A job of the engine's thread whose end sets an event on the event loop."""
 
     work: Callable[[Runner, Mapping[int, Sequence]], Pieces]
     runner: Runner
@@ -147,9 +146,9 @@ def aborted(stage: str, because: str) -> MigrationAborted:
 
 
 async def beside(copy: Callable[[], None], size_bytes: int) -> None:
-    """Copy without the engine's thread: here if that is sooner done than handed to another thread.
+    """Copy without the engine's thread: in this thread if there are few bytes, else in another one.
 
-    Cancelled, it ends first: blocks go back when nobody writes to them any more.
+    A cancellation waits for the end of the copy, since blocks may be freed only when no copy writes to them.
     """
     if size_bytes <= PIECE_BYTES:
         copy()
