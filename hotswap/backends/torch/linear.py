@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hotswap.backends.torch import pace
+from hotswap.backends.torch import throttle
 from hotswap.backends.torch.buffers import host_bytes
 from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.kernels import packed_linear
@@ -194,10 +194,10 @@ class LinearLayer:
             return pack(weight.to(self.dtype), _TYPICAL_ROWS)
         outputs, inputs = weight.shape
         out, panel = host_bytes(self.packed_bytes), packed_linear.PANEL
-        at_once = max(1, pace.PIECE_BYTES // (panel * inputs * self.dtype.itemsize)) * panel
+        at_once = max(1, throttle.PIECE_BYTES // (panel * inputs * self.dtype.itemsize)) * panel
         at, worked_s = 0, 0.0
         for first in range(0, outputs, at_once):
-            if first and not pace.rest(worked_s):
+            if first and not throttle.pause(worked_s):
                 return None
             began_s = time.perf_counter()
             piece = weight[first : first + at_once].to(self.dtype)
@@ -313,7 +313,7 @@ class Shelf:
         False if none is left or there is no room.
         """
         # Before room is made: a swap, which packing follows, has itself taken time from others' steps.
-        if not packs.complete and not pace.rest(math.inf):
+        if not packs.complete and not throttle.pause(math.inf):
             return True
         index = self._reserve(packs)
         if index is None:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from hotswap.backends.torch import pace
+from hotswap.backends.torch import throttle
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.runner import Report, Runner
 
@@ -72,7 +72,7 @@ class Worker:
     @property
     def others_step(self) -> bool:
         """Whether other engines of the process have requests to step for."""
-        return pace.others_step(self._thread.ident)
+        return throttle.others_are_stepping(self._thread.ident)
 
     def attach(self, runner: Runner) -> None:
         """Serve with `runner` from now on."""
@@ -152,7 +152,7 @@ class Worker:
         error: Exception | None = None
         torch.set_num_threads(self._threads)
         try:
-            with torch.inference_mode(), pace.engine_thread(self._wanted_within):
+            with torch.inference_mode(), throttle.engine_thread(self._wanted_within):
                 while self._obey():
                     self._turn()
         except Exception as exc:
@@ -182,7 +182,7 @@ class Worker:
             # None is kept: who is told of a `detach` may count on it that earlier ones hold no runner.
             commands.popleft()()
         if had_commands:
-            pace.steps(self._runner is not None and not self._runner.idle)
+            throttle.set_stepping(self._runner is not None and not self._runner.idle)
             if self._runner is not None:
                 self._publish(self._runner.report())
         return True
@@ -195,7 +195,7 @@ class Worker:
         return self._runner is not None and not (self._runner.idle and self._runner.tidy and not self._jobs)
 
     def _turn(self) -> None:
-        """Step if there are requests, then do chores for about as long as that took: they halve the pace.
+        """Step if there are requests, then do chores for about as long as that took: they halve the throttle.
 
         Where steps are to keep to a latency, chores wait until there are no requests.
         """
@@ -204,7 +204,7 @@ class Worker:
             return
         if not runner.idle:
             self._step(runner)
-            pace.steps(not runner.idle)
+            throttle.set_stepping(not runner.idle)
         self._work(perf_counter() - began if not runner.idle else None)
         if runner.is_timed and not runner.idle:
             return
