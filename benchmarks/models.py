@@ -68,7 +68,8 @@ def llama_in_engine(hidden: int, layers: int, dtype: torch.dtype) -> Any:
 
     from hotswap.backends.torch import attention
     from hotswap.backends.torch.fused import fuse
-    from hotswap.backends.torch.linear import Shelf, linear_layers
+    from hotswap.backends.torch.linear import linear_layers
+    from hotswap.backends.torch.packed_cache import PackedCache
 
     config: Any = transformers.LlamaConfig(
         vocab_size=512,
@@ -83,9 +84,9 @@ def llama_in_engine(hidden: int, layers: int, dtype: torch.dtype) -> Any:
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(config, attn_implementation=attention.IMPLEMENTATION)
     model.to(dtype).eval().requires_grad_(False)
-    shelf = Shelf(1 << 32)
+    cache = PackedCache(1 << 32)
     fuse(model)
-    packs = shelf.take(None, linear_layers(model))
-    while shelf.pack_next(packs):  # as an engine does between its steps
+    packed = cache.acquire(None, linear_layers(model))
+    while cache.pack_next(packed):  # as an engine does between its steps
         pass
     return model

@@ -1,12 +1,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # Of transformers, whose Conv1D has no types.
-"""Linear layers on a CPU, whose weights are packed into another layout when there is time for it.
+"""Linear layers on a CPU, from weights as stored or packed into a faster layout.
 
-A kernel of hotswap's own computes them where the CPU has the instructions for it (`packed_linear`), and
-elsewhere oneDNN's inner product. Both take a weight as it lies in memory or packed, and give the same bits
-for either: oneDNN wherever an input has two rows or more, measured for fp32 and bf16, one and several
-threads. So a layer may be packed or unpacked at any moment, also in the middle of a stream; only the speed
-changes. Which of the two computes depends on the CPU and the dtype alone.
+hotswap's kernel computes them where the CPU has the instructions for it (`packed_linear`), and elsewhere
+oneDNN's inner product. Both take a weight as stored or packed, and give the same bits for either: oneDNN
+wherever an input has two rows or more, measured for fp32 and bf16, one and several threads. So a layer may be
+packed or unpacked at any moment, also in the middle of a stream; only the speed changes. Which of the two
+computes depends on the CPU and the dtype alone.
 
 On an x86 CPU without bf16 instructions, bf16 products take up to four times as long as fp32 ones. There a
 bf16 layer is *widened*: packed as fp32, its input and output converted. The products of bf16 numbers are
@@ -18,16 +18,14 @@ kernel:
 - With AVX2 alone there is none, and bf16 layers are always computed in fp32. A weight that is not packed is
   converted in each product, with the same bits.
 
-PyTorch offers oneDNN's operators to its own compiler. Where they are missing, layers stay as they were.
+PyTorch has oneDNN's operators for its own compiler. Where they are missing, layers are computed by PyTorch.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, cast
 
@@ -43,12 +41,11 @@ from hotswap.kernels import packed_linear
 __all__ = [
     "LEAST_ROWS",
     "LinearLayer",
-    "Packs",
-    "Shelf",
     "kernels",
     "linear_layers",
     "product",
     "widened",
+    "widens",
 ]
 
 log = logging.getLogger("hotswap")
@@ -124,42 +121,55 @@ def _by_onednn(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 @cache
 def _widens() -> bool:
-    """Whether this CPU is better off with bf16 layers in fp32."""
+    """Whether bf16 layers are faster in fp32 on this CPU."""
     x86 = torch.cpu.get_capabilities().get("architecture") == "x86_64"
     return x86 and not multiplies_bf16() and _has_kernel(torch.float32)
 
 
 def widened() -> bool:
-    """Whether bf16 layers are computed in fp32 here, where there is memory for it."""
+    """Whether bf16 layers are computed in fp32 on this CPU, where there is memory for it."""
     return _widens()
 
 
+def widens(layers: Iterable[LinearLayer], limit_bytes: int) -> bool:
+    """Whether the bf16 layers of a model are computed in fp32: by the CPU, their size and the limit alone.
+
+    Args:
+        layers: All linear layers of the model.
+        limit_bytes: The most bytes that packed copies may take; never what is free, which varies.
+    """
+    if not _has_kernel(torch.bfloat16):
+        return _has_kernel(torch.float32)
+    narrow = [layer.weight for layer in layers if layer.weight.dtype is torch.bfloat16]
+    return _widens() and sum(4 * weight.numel() for weight in narrow) <= limit_bytes
+
+
 class LinearLayer:
-    """What computes a linear layer in place of its `forward`; hooks of the layer run as ever.
+    """Computes a linear layer in place of its `forward`; hooks of the layer run as before.
 
     Attributes:
-        packed: The weight in the layout of what computes it; while it is `None` the layer's own is used.
-        wide: Whether it computes in fp32 what is stored in bf16.
+        packed: The weight in the kernel's layout; `None` while the weight is used as stored.
+        is_wide: Whether it computes in fp32 what is stored in bf16.
     """
 
-    __slots__ = ("_parameters", "_transposed", "packed", "wide")
+    __slots__ = ("_parameters", "_transposed", "is_wide", "packed")
 
     def __init__(self, layer: nn.Module) -> None:
         self._parameters = cast("dict[str, Tensor | None]", layer._parameters)  # pyright: ignore[reportPrivateUsage]
         self._transposed = isinstance(layer, Conv1D)
         self.packed: Tensor | None = None
-        self.wide = False
+        self.is_wide = False
 
     @property
     def stored(self) -> Tensor:
-        """The weight as the store has it."""
+        """The weight of the layer, as loaded."""
         weight = self._parameters["weight"]
         assert weight is not None, "these layers always have one"
         return weight
 
     @property
     def weight(self) -> Tensor:
-        """`[out, in]`, a view of what is stored."""
+        """The weight as `[out, in]`, a view of `stored`."""
         return self.stored.t() if self._transposed else self.stored
 
     @property
@@ -170,7 +180,7 @@ class LinearLayer:
 
     @property
     def packed_bytes(self) -> int:
-        """What the packed weight takes, or would take."""
+        """The size of the packed weight, whether it is packed or not."""
         dtype = self.dtype
         if packed_linear.supported(dtype):
             outputs, inputs = self.weight.shape
@@ -179,14 +189,14 @@ class LinearLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
-        return torch.float32 if self.wide else self.stored.dtype
+        """The dtype that the layer is computed in."""
+        return torch.float32 if self.is_wide else self.stored.dtype
 
     def pack(self) -> Tensor | None:
-        """Return the weight in the layout of what computes it; the layer does not use it yet.
+        """Return the weight in the kernel's layout, without attaching it to the layer.
 
-        Where other engines of the process step meanwhile, it rests between pieces, and returns `None` if the
-        thread is wanted for something else.
+        Pauses between pieces while other engines of the process are stepping (`throttle`). Returns `None` if
+        the thread gets a command meanwhile.
         """
         weight = self.weight.detach()
         if not packed_linear.supported(self.dtype):
@@ -212,8 +222,8 @@ class LinearLayer:
         if self.packed is None and not self.packable:
             return nn.functional.linear(hidden, self.weight, bias)
         if self.packed is None:
-            return (_in_fp32 if self.wide else product)(hidden, self.weight, bias)
-        if not self.wide:
+            return (_in_fp32 if self.is_wide else product)(hidden, self.weight, bias)
+        if not self.is_wide:
             return self._multiply(hidden, self.packed, bias)
         wide_bias = None if bias is None else bias.float()
         return self._multiply(hidden.float(), self.packed, wide_bias).to(hidden.dtype)
@@ -225,9 +235,9 @@ class LinearLayer:
 
 
 def linear_layers(module: nn.Module) -> tuple[LinearLayer, ...]:
-    """Have the linear layers of a module computed by `LinearLayer`s, and return these in order.
+    """Replace `forward` of the linear layers of a module by `LinearLayer`s, and return these in order.
 
-    Only `nn.Linear` and GPT-2's `Conv1D` themselves: what is derived from them computes something else.
+    Replaces `nn.Linear` and GPT-2's `Conv1D` alone: classes derived from them may compute something else.
     """
     made: list[LinearLayer] = []
     for layer in module.modules():
@@ -235,155 +245,3 @@ def linear_layers(module: nn.Module) -> tuple[LinearLayer, ...]:
             made.append(LinearLayer(layer))
             vars(layer)["forward"] = made[-1]  # what `nn.Module` calls, hooks before and after
     return tuple(made)
-
-
-class Packs:
-    """The packed weights of one model, layer by layer; made and changed by its `Shelf` alone.
-
-    Attributes:
-        key: What the weights are, so that they are found again; `None` if nobody could tell.
-        weights: One for each layer, `None` for what is not packed.
-        layers: Those that use them now; empty while nobody does.
-        complete: Whether there is no more to be packed, or no room for it.
-    """
-
-    def __init__(self, key: Hashable | None, layers: tuple[LinearLayer, ...]) -> None:
-        self.key = key
-        self.weights: list[Tensor | None] = [None] * len(layers)
-        self.layers = layers
-        self.complete = False
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory that they take."""
-        return sum(weight.nbytes for weight in self.weights if weight is not None)
-
-
-class Shelf:
-    """Keeps packed weights, also of models that nobody runs, within a budget of memory.
-
-    They are copies that can be made again: whoever needs the memory lowers `fit`, and they go, those of idle
-    models first. All methods may be called from any thread.
-
-    Args:
-        limit_bytes: The most that they may take together.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self._room_bytes = limit_bytes
-        self._used_bytes = 0
-        self._shelf: list[Packs] = []  # the one used last is last
-        self._lock = threading.Lock()
-
-    @property
-    def used_bytes(self) -> int:
-        """What they take now."""
-        return self._used_bytes
-
-    def take(self, key: Hashable | None, layers: tuple[LinearLayer, ...]) -> Packs:
-        """Let bound layers use the packed weights that are kept for `key`, or new ones, as yet empty."""
-        wide = self._widens(layers)
-        for layer in layers:
-            layer.wide = wide and layer.weight.dtype is torch.bfloat16
-        for dtype in {layer.dtype for layer in layers if layer.packable}:
-            if packed_linear.supported(dtype):
-                packed_linear.compile_for(dtype)
-        with self._lock:
-            kept = [p for p in self._shelf if key is not None and p.key == key and not p.layers]
-            packs = kept[0] if kept else Packs(key, layers)
-            self._shelf = [*(p for p in self._shelf if p is not packs), packs]
-            packs.layers = layers
-            for layer, weight in zip(layers, packs.weights, strict=True):
-                layer.packed = weight
-        return packs
-
-    def give(self, packs: Packs) -> None:
-        """Take packed weights back from layers that are about to be unbound, and keep them if that helps."""
-        with self._lock:
-            for layer in packs.layers:
-                layer.packed, layer.wide = None, False
-            packs.layers = ()
-            if packs.key is None:
-                self._drop(packs)
-
-    def pack_next(self, packs: Packs) -> bool:
-        """Pack one more layer, unless the thread is wanted for something else; what it began is lost then.
-
-        False if none is left or there is no room.
-        """
-        # Before room is made: a swap, which packing follows, has itself taken time from others' steps.
-        if not packs.complete and not throttle.pause(math.inf):
-            return True
-        index = self._reserve(packs)
-        if index is None:
-            return False
-        layer = packs.layers[index]
-        size_bytes = layer.packed_bytes
-        fails = False
-        try:
-            weight = layer.pack()
-        except (RuntimeError, MemoryError) as exc:
-            log.warning("A layer stays unpacked and slower, for want of memory or a kernel (%s).", exc)
-            weight, fails = None, True
-        with self._lock:
-            fits = packs in self._shelf and packs.layers and self._used_bytes <= self._room_bytes
-            if weight is not None and fits:
-                packs.weights[index] = layer.packed = weight
-                return True
-            self._used_bytes -= size_bytes
-            packs.complete = fails or not fits
-            return not packs.complete
-
-    def fit(self, room_bytes: int) -> None:
-        """Take no more than `room_bytes` from now on, whatever has to go for it."""
-        with self._lock:
-            self._room_bytes = max(0, min(self.limit_bytes, room_bytes))
-            for packs in self._shelf:
-                packs.complete = False
-            self._shrink(self._room_bytes)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        with self._lock:
-            self._shrink(0)
-
-    def _widens(self, layers: Iterable[LinearLayer]) -> bool:
-        """Whether a model is widened: by the CPU, its size and the limit, not by what is free."""
-        if not _has_kernel(torch.bfloat16):
-            return _has_kernel(torch.float32)
-        narrow = [layer.weight for layer in layers if layer.weight.dtype is torch.bfloat16]
-        return _widens() and sum(4 * weight.numel() for weight in narrow) <= self.limit_bytes
-
-    def _reserve(self, packs: Packs) -> int | None:
-        """The first layer to be packed, whose bytes are now spoken for."""
-        with self._lock:
-            if packs.complete or not packs.layers:
-                return None
-            for index, layer in enumerate(packs.layers):
-                if packs.weights[index] is not None or not layer.packable:
-                    continue
-                size_bytes = layer.packed_bytes
-                self._shrink(self._room_bytes - size_bytes, idle_only=True)
-                if self._used_bytes + size_bytes <= self._room_bytes:
-                    self._used_bytes += size_bytes
-                    return index
-            packs.complete = True
-            return None
-
-    def _shrink(self, target_bytes: int, *, idle_only: bool = False) -> None:
-        """Drop idle packs, oldest first, then those in use unless only idle ones may go."""
-        idle = [packs for packs in self._shelf if not packs.layers]
-        used = [packs for packs in self._shelf if packs.layers and not idle_only]
-        for packs in (*idle, *used):
-            if self._used_bytes <= target_bytes:
-                return
-            self._drop(packs)
-
-    def _drop(self, packs: Packs) -> None:
-        self._used_bytes -= packs.size_bytes
-        packs.weights = [None] * len(packs.weights)
-        for layer in packs.layers:
-            layer.packed = None
-        if not packs.layers:
-            self._shelf.remove(packs)

@@ -21,9 +21,9 @@ from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.identity import fingerprint_of, identity, way_of
 from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
-from hotswap.backends.torch.linear import Packs, Shelf
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
+from hotswap.backends.torch.packed_cache import PackedCache, PackedWeights
 from hotswap.backends.torch.preflight import preflight
 from hotswap.backends.torch.weights import check_world_size, convert, recast
 from hotswap.errors import InstanceLost, OutOfMemory
@@ -62,7 +62,7 @@ class LocalModel(LoadedModel):
         card: What the fleet knows of it.
         skeleton: The modules, borrowed.
         weights: What their parameters are views of.
-        packs: The packed copies of their linear weights, as far as they are made.
+        packed: The packed copies of their linear weights, as far as they are made.
         layers: What each layer keeps of a token.
         context: The longest request, in tokens.
         eos_token_ids: Its end tokens.
@@ -73,7 +73,7 @@ class LocalModel(LoadedModel):
     card: ModelCard
     skeleton: Skeleton
     weights: Weights
-    packs: Packs
+    packed: PackedWeights
     layers: tuple[LayerShape, ...]
     context: int
     eos_token_ids: frozenset[int]
@@ -127,7 +127,7 @@ class LocalLoader(Loader):
         self.weight_bytes = 0
         self._device, self._dtype, self._keep_fp8 = device, dtype, keep_fp8
         self._buffers, self._released = FlatBuffers(device, idle_bytes), Released(device)
-        self._shelf = Shelf(packed_bytes)
+        self._packed = PackedCache(packed_bytes)
         self._skeletons = skeletons
         self._block_tokens, self._invariant = block_tokens, invariant
         self._others_bytes = 0
@@ -159,7 +159,7 @@ class LocalLoader(Loader):
     async def release(self, model: LocalModel) -> None:
         """Free the weights of a model that nobody runs any more; not interrupted by a cancellation."""
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._shelf.give, model.packs)
+            await anyio.to_thread.run_sync(self._packed.release, model.packed)
         self._skeletons.give_back(model.skeleton, self._device)
         await self._free(model.weights)
 
@@ -170,15 +170,15 @@ class LocalLoader(Loader):
         """Free the buffers and the packed weights that are kept for the next load."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._buffers.clear)
-            await anyio.to_thread.run_sync(self._shelf.clear)
+            await anyio.to_thread.run_sync(self._packed.clear)
 
     @property
     def packed_bytes(self) -> int:
-        return self._shelf.used_bytes
+        return self._packed.used_bytes
 
     def pack_next(self, model: LocalModel) -> bool:
         """Pack one more linear layer, on the thread that calls; false if there is none left to be packed."""
-        return self._shelf.pack_next(model.packs)
+        return self._packed.pack_next(model.packed)
 
     async def reclaimed(self) -> None:
         await self._released.freed()
@@ -334,7 +334,7 @@ class LocalLoader(Loader):
 
     def _fit(self) -> None:
         """Leave packed weights what weights and KV blocks do not take. May free much."""
-        self._shelf.fit(self.memory_bytes - self.weight_bytes - self._others_bytes)
+        self._packed.fit(self.memory_bytes - self.weight_bytes - self._others_bytes)
 
     def _bind(
         self,
@@ -349,15 +349,15 @@ class LocalLoader(Loader):
         skeleton.bind(weights.flat, weights.specs, coding)
         with out_of_memory_mapped(f"the kernels of {card.id!r}"):
             prepare(skeleton.coded, skeleton.dtype)
-        packs = self._shelf.take(identity(manifest), skeleton.linears)
+        packed = self._packed.acquire(identity(manifest), skeleton.linears)
         try:
-            return self._known(card, manifest, skeleton, weights, packs)
+            return self._known(card, manifest, skeleton, weights, packed)
         except BaseException:
-            self._shelf.give(packs)
+            self._packed.release(packed)
             raise
 
     def _known(
-        self, card: ModelCard, manifest: Manifest, skeleton: Skeleton, weights: Weights, packs: Packs
+        self, card: ModelCard, manifest: Manifest, skeleton: Skeleton, weights: Weights, packed: PackedWeights
     ) -> LocalModel:
         """The model, whose architecture was found to be served exactly."""
         key = (skeleton.key, f"{self._device} {way_of(skeleton)}")
@@ -382,7 +382,7 @@ class LocalLoader(Loader):
             card=card,
             skeleton=skeleton,
             weights=weights,
-            packs=packs,
+            packed=packed,
             layers=layers,
             context=min(card.max_context_tokens, positions),
             eos_token_ids=frozenset(card.eos_token_ids or manifest.eos_token_ids),

@@ -29,7 +29,7 @@ from hotswap import (
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.buffers import FlatBuffers
-from hotswap.backends.torch.linear import Shelf
+from hotswap.backends.torch.packed_cache import PackedCache
 from hotswap.backends.torch.runner import Runner
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
@@ -221,9 +221,9 @@ async def test_kv_blocks_take_no_more_than_the_memory_has() -> None:
 async def test_memory_is_not_freed_by_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """To give gigabytes back takes as long as many steps."""
     freeing = {
-        (Shelf, "fit"),
-        (Shelf, "give"),
-        (Shelf, "clear"),
+        (PackedCache, "fit"),
+        (PackedCache, "release"),
+        (PackedCache, "clear"),
         (FlatBuffers, "give"),
         (FlatBuffers, "clear"),
     }

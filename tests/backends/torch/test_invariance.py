@@ -20,7 +20,8 @@ from hotswap.backends.torch.batcher import Batcher, Sequence
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import LocalForward, Piece, Work, assemble
 from hotswap.backends.torch.kv import KVCache
-from hotswap.backends.torch.linear import Shelf, linear_layers
+from hotswap.backends.torch.linear import linear_layers
+from hotswap.backends.torch.packed_cache import PackedCache
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.kernels import packed_linear
 from tests.backends.torch import zoo
@@ -38,8 +39,8 @@ Logits = dict[tuple[int, int], Tensor]
 def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: torch.dtype) -> None:
     random = Random(3)
     model = _paged(make_model(architecture, dtype=dtype))
-    shelf = Shelf(1 << 30)
-    packs = shelf.take(None, linear_layers(model))
+    cache = PackedCache(1 << 30)
+    packed = cache.acquire(None, linear_layers(model))
     # One is longer than a chunk of values, and longer than every window.
     lengths = (3, 20, 70, 130, 260, 600)
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
@@ -57,11 +58,11 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
             random=random,
             p_preempt=0.1,
             reuse=True,
-            chore=lambda: shelf.pack_next(packs),
+            chore=lambda: cache.pack_next(packed),
         )
         differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
         assert differing == [], f"of {len(lone)}, with a budget of {budget}"
-    assert packs.complete
+    assert packed.complete
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hotswap.backends.torch import TorchEngine, linear
-from hotswap.backends.torch.linear import Shelf, linear_layers
+from hotswap.backends.torch.linear import linear_layers
+from hotswap.backends.torch.packed_cache import PackedCache, PackedWeights
 from hotswap.kernels import packed_linear
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.test_engine import ask, collect
 from tests.backends.torch.zoo import generate, make_model
 
-CHECKED = "crc32c:0"  # a store that takes checksums; nobody compares them here
+CHECKED = "crc32c:0"  # a store that takes checksums, which are not compared here
 
 
 def made(outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = True) -> nn.Sequential:
@@ -29,11 +30,11 @@ def made(outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = True) ->
     return module.to(dtype).requires_grad_(False)
 
 
-def pack_all(shelf: Shelf, module: nn.Module, key: str | None = None) -> linear.Packs:
-    packs = shelf.take(key, linear_layers(module))
-    while shelf.pack_next(packs):
+def pack_all(cache: PackedCache, module: nn.Module, key: str | None = None) -> PackedWeights:
+    packed = cache.acquire(key, linear_layers(module))
+    while cache.pack_next(packed):
         pass
-    return packs
+    return packed
 
 
 @pytest.fixture(params=[False, True], ids=["as stored", "widened"])
@@ -60,13 +61,13 @@ def test_bits_depend_neither_on_packing_nor_on_the_number_of_rows(dtype: torch.d
     def check(outputs: int, inputs: int, rows: int, bias: bool) -> None:
         module = made(outputs, inputs, dtype, bias=bias)
         hidden = torch.randn(80, inputs).to(dtype)
-        shelf = Shelf(1 << 30)
-        packs = shelf.take(None, linear_layers(module))
+        cache = PackedCache(1 << 30)
+        packed = cache.acquire(None, linear_layers(module))
         unpacked = module(hidden)
-        assert shelf.pack_next(packs)
+        assert cache.pack_next(packed)
         half = module(hidden[:rows])
-        assert shelf.pack_next(packs)
-        assert not shelf.pack_next(packs)
+        assert cache.pack_next(packed)
+        assert not cache.pack_next(packed)
         assert torch.equal(half, unpacked[:rows])
         assert torch.equal(module(hidden[:rows]), unpacked[:rows])
 
@@ -79,7 +80,7 @@ def test_a_widened_layer_is_as_precise_as_one_in_its_own_dtype(monkeypatch: pyte
     errors: list[float] = []
     for widens in (False, True):
         monkeypatch.setattr(linear, "_widens", lambda widens=widens: widens)
-        pack_all(Shelf(1 << 30), module)
+        pack_all(PackedCache(1 << 30), module)
         errors.append(float((module[0](hidden).double() - exact).abs().max()))
     assert errors[1] <= 1.01 * errors[0]
 
@@ -95,7 +96,7 @@ def test_a_layers_hooks_run_and_its_relatives_are_left_alone() -> None:
     module[0].register_forward_hook(lambda *_: seen.append(0))
     hidden = torch.randn(3, 16)
     expected, routed = module(hidden), router(hidden)
-    pack_all(Shelf(1 << 30), nn.Sequential(module, router))
+    pack_all(PackedCache(1 << 30), nn.Sequential(module, router))
     assert torch.allclose(module(hidden), expected, atol=1e-5)
     assert torch.equal(router(hidden), routed)
     assert seen == [0, 0]
@@ -106,43 +107,43 @@ def test_without_the_kernels_layers_stay_as_they_were(monkeypatch: pytest.Monkey
     monkeypatch.setattr(linear, "_widens", lambda: False)
     module, hidden = made(32, 16, torch.float32), torch.randn(3, 16)
     expected = module(hidden)
-    shelf = Shelf(1 << 30)
-    pack_all(shelf, module)
-    assert shelf.used_bytes == 0
+    cache = PackedCache(1 << 30)
+    pack_all(cache, module)
+    assert cache.used_bytes == 0
     assert torch.equal(module(hidden), expected)
 
 
 @pytest.mark.usefixtures("computed")
-def test_a_shelf_stays_within_its_room_and_lets_idle_models_go_first() -> None:
+def test_the_cache_stays_within_its_room_and_lets_idle_models_go_first() -> None:
     modules = {name: made(64, 64, torch.float32) for name in "abc"}
     one = 2 * 64 * 64 * 4
-    shelf = Shelf(2 * one)
-    first = pack_all(shelf, modules["a"], "a")
-    second = pack_all(shelf, modules["b"], "b")
-    assert shelf.used_bytes == 2 * one
-    shelf.give(first)
-    third = pack_all(shelf, modules["c"], "c")
-    assert shelf.used_bytes == second.size_bytes + third.size_bytes == 2 * one
-    assert shelf.take("b", linear_layers(modules["b"])) is not second, "somebody uses those"
-    shelf.fit(one)
-    assert shelf.used_bytes <= one
-    shelf.fit(0)
-    assert shelf.used_bytes == 0
+    cache = PackedCache(2 * one)
+    first = pack_all(cache, modules["a"], "a")
+    second = pack_all(cache, modules["b"], "b")
+    assert cache.used_bytes == 2 * one
+    cache.release(first)
+    third = pack_all(cache, modules["c"], "c")
+    assert cache.used_bytes == second.size_bytes + third.size_bytes == 2 * one
+    assert cache.acquire("b", linear_layers(modules["b"])) is not second, "they are in use"
+    cache.fit(one)
+    assert cache.used_bytes <= one
+    cache.fit(0)
+    assert cache.used_bytes == 0
     assert torch.isfinite(modules["c"](torch.randn(3, 64))).all()
 
 
 def test_packed_weights_come_back_with_their_model_and_with_no_other() -> None:
-    shelf = Shelf(1 << 20)
+    cache = PackedCache(1 << 20)
     module, other = made(64, 64, torch.float32), made(64, 64, torch.float32)
-    packs = pack_all(shelf, module, "a")
-    shelf.give(packs)
-    assert shelf.used_bytes == packs.size_bytes
-    assert shelf.take("b", linear_layers(other)).size_bytes == 0
-    assert shelf.take("a", linear_layers(module)) is packs
-    unknown = pack_all(shelf, made(64, 64, torch.float32))
-    before = shelf.used_bytes
-    shelf.give(unknown)
-    assert before - shelf.used_bytes == 2 * 64 * 64 * 4, "nobody could find them again"
+    packed = pack_all(cache, module, "a")
+    cache.release(packed)
+    assert cache.used_bytes == packed.size_bytes
+    assert cache.acquire("b", linear_layers(other)).size_bytes == 0
+    assert cache.acquire("a", linear_layers(module)) is packed
+    unknown = pack_all(cache, made(64, 64, torch.float32))
+    before = cache.used_bytes
+    cache.release(unknown)
+    assert before - cache.used_bytes == 2 * 64 * 64 * 4, "no key would find them again"
 
 
 async def test_an_engine_packs_by_and_by_and_keeps_it_across_swaps() -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hotswap.backends.torch import TorchEngine, throttle
-from hotswap.backends.torch.linear import Shelf, linear_layers
+from hotswap.backends.torch.linear import linear_layers
+from hotswap.backends.torch.packed_cache import PackedCache
 from hotswap.kernels import packed_linear
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
@@ -99,31 +100,31 @@ def test_a_thread_of_no_engine_does_not_pause(pauses: Pauses) -> None:
 def test_a_layer_is_packed_in_pieces_to_the_bits_of_the_whole(pauses: Pauses) -> None:
     model = nn.Sequential(nn.Linear(1000, 333, bias=False))
     layers = linear_layers(model)
-    shelf = Shelf(1 << 30)
-    packs = shelf.take(None, layers)
+    cache = PackedCache(1 << 30)
+    packed = cache.acquire(None, layers)
     with another_steps(), throttle.engine_thread(pauses), torch.inference_mode():
-        assert shelf.pack_next(packs)
+        assert cache.pack_next(packed)
     assert len(pauses) == -(-333 // (throttle.PIECE_BYTES // 128_000 * 32))
-    packed = layers[0].packed
-    assert packed is not None
-    assert not shelf.pack_next(packs)
+    weight = layers[0].packed
+    assert weight is not None
+    assert not cache.pack_next(packed)
     whole = packed_linear.pack(layers[0].weight.detach())
-    assert torch.equal(packed.view(torch.int32), whole.view(torch.int32))
+    assert torch.equal(weight.view(torch.int32), whole.view(torch.int32))
 
 
 @pytest.mark.skipif(not packed_linear.supported(torch.float32), reason="this CPU packs a layer at once")
 @pytest.mark.parametrize("ended_by_command", [0, 1], ids=["before it", "in the middle of it"])
 def test_a_thread_that_gets_a_command_packs_the_layer_later(ended_by_command: int) -> None:
     layers = linear_layers(nn.Sequential(nn.Linear(1000, 333, bias=False)))
-    shelf, pauses = Shelf(1 << 30), Pauses()
-    packs = shelf.take(None, layers)
+    cache, pauses = PackedCache(1 << 30), Pauses()
+    packed = cache.acquire(None, layers)
     pauses.ended_by_command = ended_by_command
     with another_steps(), throttle.engine_thread(pauses), torch.inference_mode():
-        assert shelf.pack_next(packs)
-        assert (packs.size_bytes, shelf.used_bytes) == (0, 0)
+        assert cache.pack_next(packed)
+        assert (packed.size_bytes, cache.used_bytes) == (0, 0)
         assert len(pauses) == ended_by_command + 1
-    assert shelf.pack_next(packs)
-    assert packs.size_bytes == shelf.used_bytes == layers[0].packed_bytes
+    assert cache.pack_next(packed)
+    assert packed.size_bytes == cache.used_bytes == layers[0].packed_bytes
 
 
 @pytest.mark.skipif(not packed_linear.supported(torch.float32), reason="this CPU packs a layer at once")
