@@ -35,6 +35,8 @@ _SAME = {kind.__name__: kind for kind in (OutOfMemory, ShardCorrupt, Unsupported
 
 # How long the others are waited for when one has failed, to learn which of them was the first.
 _AFTERMATH_S = 2.0
+# How long a process that has closed its connection may take to exit, on a busy machine too.
+_EXIT_S = 30.0
 
 
 class RemoteTraceback(Exception):
@@ -80,7 +82,7 @@ class _Process:
     def loss(self, engine: str) -> InstanceLost:
         """Return the error of an engine whose rank ended without a word; its standard error is the cause."""
         with suppress(subprocess.TimeoutExpired):
-            self.popen.wait(_AFTERMATH_S)
+            self.popen.wait(_EXIT_S)
         error = InstanceLost(
             f"The {self.place} of engine {engine!r} ended (exit code {self.popen.returncode}); "
             "unload the engine to start its ranks anew."
