@@ -240,7 +240,8 @@ class Ranks:
                 send_handle(process.connection, file, process.popen.pid)
         except OSError:
             process.ended = True
-            raise self._loss() from None
+        if process.ended:  # outside of the handler, whose error would take the place of the loss's own cause
+            raise self._loss()
 
     def _collect(self, asked: Sequence[_Process], number: int) -> list[Done]:
         """Return the answers of ranks to one command, in their order; forget those to earlier ones."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -15,7 +17,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from hotswap import Fleet, InstanceLost, InstanceState, Model, Sampling
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch.parallel import processes
-from hotswap.backends.torch.parallel.processes import RemoteTraceback
+from hotswap.backends.torch.parallel.messages import Setup
+from hotswap.backends.torch.parallel.processes import Ranks, RemoteTraceback
 from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas
 from tests.backends.torch.parallel.support import add, loader_of, make_engine, make_prompts
 from tests.backends.torch.zoo import generate, make_model
@@ -73,8 +76,12 @@ async def test_streams_of_a_killed_rank_finish_elsewhere_and_the_instance_comes_
     assert not any(map(is_alive, (*first_pids, *last_pids)))
 
 
-async def test_a_rank_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_PROGRAM", "raise RuntimeError('no such device')")
+@pytest.mark.parametrize("is_told", [True, False], ids=["after its first command", "before it"])
+async def test_a_rank_that_cannot_start_says_why(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = "import sys; open(int(sys.argv[1]), 'rb').read(1);" if is_told else ""
+    monkeypatch.setattr(processes, "_PROGRAM", f"{waits} raise RuntimeError('no such device')")
+    if not is_told:
+        monkeypatch.setattr(Ranks, "_setup", _after_the_end(Ranks._setup))
     with pytest.raises(InstanceLost, match=r"Engine 'e0' cannot start: .*ended \(exit code 1\)") as caught:
         async with make_engine(tp=2):
             pytest.fail("it started")
@@ -82,6 +89,17 @@ async def test_a_rank_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch
     cause = caught.value.__cause__.__cause__
     assert isinstance(cause, RemoteTraceback)
     assert "no such device" in str(cause)
+
+
+def _after_the_end(setup: Callable[..., Setup]) -> Callable[..., Setup]:
+    """What is sent to ranks, made only when their processes have ended."""
+
+    def make(ranks: Ranks, *arguments: Any) -> Setup:
+        for process in ranks._processes:
+            process.popen.wait()
+        return setup(ranks, *arguments)
+
+    return make
 
 
 async def test_a_rank_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
