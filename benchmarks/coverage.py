@@ -321,20 +321,20 @@ def _short(error: Exception) -> str:
 
 _HEAD = """# Models
 
-Which architectures `TorchEngine` serves, found by `python -m benchmarks.coverage --full --write` with
+The architectures that `TorchEngine` serves, tested by `python -m benchmarks.coverage --full --write` with
 transformers {version} and PyTorch {torch}; a test repeats a part of it.
 
-- **Exact**: in fp32 every greedy token was the one that transformers' `generate` gives for the request alone,
-  through a store and an engine, with prompts cut into chunks, requests batched, left and continued, on a
-  small random model of the architecture in which windows, soft caps, sinks and the like change the tokens.
-  For a few, `generate` departs from the model's own forward of the whole text; there the forward's count.
+- **Exact**: in fp32 every greedy token equals that of transformers' `generate` for the request alone, through
+  a store and an engine, with chunked prompts, and requests that are batched, aborted and continued, on a small
+  random model of the architecture in which windows, soft caps, sinks and the like change the tokens. For a
+  few, `generate` differs from the model's own forward of the whole text; these are compared with the forward.
 - **Refused**: `UnsupportedModel` is raised, before any weight is read; the reason is its text.
-- **Unknown**: no small model of transformers' default config could be run, so nothing was tried. What is
-  loaded is then decided by the checks of the load, which compare the model itself with its own attention.
+- **Unknown**: no small model of transformers' default config could be run. The checks of the load decide,
+  which compare the model with its own attention.
 
-Names are transformers' `model_type`, in brackets variants of an architecture. Default configs were tried,
-with biases, windows and grouped queries switched on where there are such switches. A checkpoint's own config
-may differ in what decides: `hotswap models check DIRECTORY` says what becomes of it.
+Names are transformers' `model_type`, in brackets variants of an architecture. Default configs were tested, with
+biases, windows and grouped queries where they can be switched on. The config of a checkpoint may lead to
+another result: `hotswap models check DIRECTORY` tells it.
 
 {exact} exact, {refused} refused, {unknown} unknown.
 """
