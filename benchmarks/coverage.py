@@ -324,17 +324,18 @@ _HEAD = """# Models
 The architectures that `TorchEngine` serves, tested by `python -m benchmarks.coverage --full --write` with
 transformers {version} and PyTorch {torch}; a test repeats a part of it.
 
-- **Exact**: in fp32 every greedy token equals that of transformers' `generate` for the request alone, through
-  a store and an engine, with chunked prompts, and requests that are batched, aborted and continued, on a small
-  random model of the architecture in which windows, soft caps, sinks and the like change the tokens. For a
-  few, `generate` differs from the model's own forward of the whole text; these are compared with the forward.
+- **Exact**: in fp32 every greedy token equals that of transformers' `generate` for the request alone,
+  through a store and an engine, with chunked prompts, and requests that are batched, aborted and continued,
+  on a small random model of the architecture in which windows, soft caps, sinks and the like change the
+  tokens. For a few, `generate` differs from the model's own forward of the whole text; these are compared
+  with the forward.
 - **Refused**: `UnsupportedModel` is raised, before any weight is read; the reason is its text.
 - **Unknown**: no small model of transformers' default config could be run. The checks of the load decide,
   which compare the model with its own attention.
 
-Names are transformers' `model_type`, in brackets variants of an architecture. Default configs were tested, with
-biases, windows and grouped queries where they can be switched on. The config of a checkpoint may lead to
-another result: `hotswap models check DIRECTORY` tells it.
+Names are transformers' `model_type`, in brackets variants of an architecture. Default configs were tested,
+with biases, windows and grouped queries where they can be switched on. The config of a checkpoint may lead
+to another result: `hotswap models check DIRECTORY` tells it.
 
 {exact} exact, {refused} refused, {unknown} unknown.
 """
