@@ -71,7 +71,7 @@ __all__ = [
 
 
 class HotswapError(Exception):
-    """The root: `except HotswapError` catches whatever hotswap raises on purpose."""
+    """The root of all errors that hotswap raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException would call __init__ with the message alone, and leave the cause behind.
@@ -139,7 +139,7 @@ class DeadlineExceeded(RequestError):
 
 
 class LoadsExhausted(RequestError):
-    """The request's model failed to load so often that waiting for it was given up."""
+    """The request's model failed to load too often, and no instance serves it."""
 
 
 class InstanceError(HotswapError):
@@ -155,7 +155,7 @@ class MemoryNotReclaimed(InstanceError):
 
 
 class SwapRefused(InstanceError):
-    """A swap that was not begun: the instance is busy with another, half way, or already serves the model."""
+    """A swap that did not start: another one holds the instance, or it serves the model already."""
 
 
 class SwapFailed(InstanceError):
@@ -195,7 +195,7 @@ class UnsafeFile(StoreError):
 
 
 class TierFull(StoreError):
-    """The tier's budget or its disk has no room; what it held before is untouched."""
+    """The tier's budget or its disk has no room; the models on it are untouched."""
 
 
 class BackendMissing(HotswapError, ImportError):
@@ -203,7 +203,7 @@ class BackendMissing(HotswapError, ImportError):
 
 
 class RequestEvicted(HotswapError):
-    """The engine gave the request back so that it can go on elsewhere; private to engines and the fleet."""
+    """An engine ended a stream so that its request continues elsewhere; private to engines and the fleet."""
 
 
 def _without_init(kind: type[HotswapError], args: tuple[Any, ...]) -> HotswapError:
@@ -211,7 +211,7 @@ def _without_init(kind: type[HotswapError], args: tuple[Any, ...]) -> HotswapErr
 
 
 def _picklable(cause: BaseException) -> BaseException:
-    """The cause, or its type and message where it is another library's and does not survive pickle."""
+    """Return the cause, or its type and message if it is another library's and does not survive pickle."""
     if not isinstance(cause, HotswapError):
         try:
             pickle.loads(pickle.dumps(cause))

@@ -25,7 +25,7 @@ SPAN_FIRST_TOKEN = "hotswap.first_token"
 SPAN_PREFETCH = "hotswap.prefetch"
 SPAN_ADAPTER = "hotswap.adapter"
 SPAN_ADAPTER_UPDATE = "hotswap.adapter.update"
-SPAN_ADAPTER_HOLD = "hotswap.adapter.hold"
+SPAN_ADAPTER_PIN = "hotswap.adapter.pin"
 SPAN_MIGRATE = "hotswap.migrate"
 SPAN_MIGRATE_STAGE = "hotswap.migrate.stage"
 

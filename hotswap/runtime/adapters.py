@@ -200,7 +200,7 @@ class Adapters:
             return
         wanted = [found for name in action.adapters if (found := self._version(action.model, name))]
         attributes = {tm.INSTANCE: instance.id, tm.MODEL: action.model}
-        with self._telemetry.span(tm.SPAN_ADAPTER_HOLD, attributes) as span:
+        with self._telemetry.span(tm.SPAN_ADAPTER_PIN, attributes) as span:
             await self.shelves.hold(wanted, instance, span)
 
     def _version(self, model: ModelId, version: AdapterId) -> Adapter | None:

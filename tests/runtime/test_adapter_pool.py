@@ -356,6 +356,6 @@ async def test_loads_ahead_can_be_seen() -> None:
         await fleet.swap("e0", to="a")
         await anyio.sleep(2)
     (load,) = recorder.spans("hotswap.adapter")
-    (hold,) = [span for span in recorder.spans("hotswap.adapter.hold") if load in recorder.children(span)]
+    (hold,) = [span for span in recorder.spans("hotswap.adapter.pin") if load in recorder.children(span)]
     assert hold.attributes is not None
     assert hold.attributes["hotswap.instance"] == "e0"

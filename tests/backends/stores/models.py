@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from hotswap import HostChunk, Manifest, ModelId, Shard, TensorSpec, WeightStore
@@ -52,6 +52,13 @@ def put(
     ranks = content(manifest, seed=seed)
     whole = write_model(root, manifest, [[memoryview(rank)] for rank in ranks], max_file_bytes=file_bytes)
     return whole, [rank.ljust(whole.buffer_bytes, b"\0") for rank in ranks]
+
+
+def put_all(root: Path, models: Iterable[str]) -> Path:
+    """Write models with several chunks a shard, several shards a rank, and two ranks; return their root."""
+    for model in models:
+        put(root, model, size=9 * UNIT, world_size=2, file_bytes=6 * UNIT)
+    return root
 
 
 async def read(store: WeightStore, shard: Shard) -> bytes:

@@ -1,7 +1,7 @@
 """A second process that shares host memory, led by lines on its standard input; see `test_shared_processes`.
 
 Run as `python -m tests.backends.stores.sharing ROOT DIRECTORY BUDGET WORK MODEL`. It says on standard output
-how far it has come, and goes on with the next line it is given:
+its progress, and continues with the next line of its input:
 
     fill    prefetch the model, saying "reading" when the `STOP`-th read from the disk is due, and at the end
             "filled", with the bytes that it has read

@@ -11,18 +11,15 @@ import pytest
 from hotswap import ModelId
 from hotswap.backends.stores import NvmeStore, PinnedStore, SharedStore, TieredStore
 from hotswap.testing.conformance import WeightStoreConformance
-from tests.backends.stores.models import UNIT, put
+from tests.backends.stores.models import UNIT, put_all
 
 MODELS = (ModelId("a"), ModelId("b"), ModelId("c"))
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of three models on a disk: several chunks a shard, several shards a rank, two ranks."""
-    directory = tmp_path_factory.mktemp("root")
-    for model in MODELS:
-        put(directory, model, size=9 * UNIT, world_size=2, file_bytes=6 * UNIT)
-    return directory
+    """Three models on a disk."""
+    return put_all(tmp_path_factory.mktemp("root"), MODELS)
 
 
 class OnDisk(WeightStoreConformance):

@@ -12,18 +12,15 @@ from hotswap import ModelId, WeightStore
 from hotswap.backends.stores import PinnedStore, RemoteStore, TieredStore
 from hotswap.testing import WeightStoreConformance
 from tests.backends.stores.bad_server import BadServer
-from tests.backends.stores.models import UNIT, put
+from tests.backends.stores.models import UNIT, put_all
 
 MODELS = (ModelId("a"), ModelId("b"))
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of several chunks a shard, several shards a rank, and two ranks."""
-    directory = tmp_path_factory.mktemp("root")
-    for model in MODELS:
-        put(directory, model, size=9 * UNIT, world_size=2, file_bytes=6 * UNIT)
-    return directory
+    """Two models on a disk."""
+    return put_all(tmp_path_factory.mktemp("root"), MODELS)
 
 
 class Remote(WeightStoreConformance):
@@ -55,6 +52,6 @@ class TestBelowTheHostTier(Remote):
         async with BadServer(self.root).run() as server:
             remote = RemoteStore(server.url, part_bytes=2 * UNIT, concurrency=2)
             async with TieredStore(PinnedStore("1 MiB", chunk_bytes=UNIT), remote) as store:
-                for model in MODELS:  # a remote store knows of a model what it was asked about
+                for model in MODELS:  # a remote store shows the models whose manifests were read
                     await store.manifest(model)
                 yield store

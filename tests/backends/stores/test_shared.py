@@ -576,7 +576,7 @@ async def test_a_store_that_is_not_open_says_so(machine: Machine) -> None:
             pass
 
 
-async def test_lent_memory_outlives_a_lender_that_forgets(machine: Machine) -> None:
+async def test_lent_memory_outlives_a_store_that_drops_it(machine: Machine) -> None:
     manifest = machine.put()
     async with machine.store() as store:
         async with store.lend(manifest) as buffer:

@@ -1,6 +1,6 @@
 """A running request moves to an engine in another process, through a remote sink.
 
-hotswap has no such engine of its own; this is how somebody writes one.
+hotswap has no such engine of its own; this is an example of one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A request moves between two engines over every link, and goes on as if it had never moved."""
+"""A request moves between two engines over every link, and its tokens are those of a run without moves."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import ClassVar, Self
@@ -133,19 +133,22 @@ class FarEngine(WrapperEngine):
             yield sink
 
 
-@pytest.mark.parametrize("kind", LINKS)
-async def test_a_fleet_moves_requests_over_a_link(
-    store: DictStore, skeletons: SkeletonCache, kind: str
-) -> None:
-    engines = [FarEngine(make_engine(name, skeletons), kind) for name in ("e0", "e1")]
-    fleet = Fleet(
+def fleet_of(engines: Sequence[FarEngine], store: DictStore) -> Fleet:
+    return Fleet(
         engines=engines,
         store=store,
         models=[Model(KIND)],
         router=LeastLoadedRouter(),
         scheduler=Idle(),
     )
-    async with fleet:
+
+
+@pytest.mark.parametrize("kind", LINKS)
+async def test_a_fleet_moves_requests_over_a_link(
+    store: DictStore, skeletons: SkeletonCache, kind: str
+) -> None:
+    engines = [FarEngine(make_engine(name, skeletons), kind) for name in ("e0", "e1")]
+    async with fleet_of(engines, store) as fleet:
         for engine in engines:
             await fleet.swap(engine.id, to=KIND)
         read: list[int] = []
@@ -165,14 +168,7 @@ async def test_a_request_moves_as_tokens_when_the_link_is_broken(
     store: DictStore, skeletons: SkeletonCache
 ) -> None:
     engines = [FarEngine(make_engine(name, skeletons), "tcp") for name in ("e0", "e1")]
-    fleet = Fleet(
-        engines=engines,
-        store=store,
-        models=[Model(KIND)],
-        router=LeastLoadedRouter(),
-        scheduler=Idle(),
-    )
-    async with fleet:
+    async with fleet_of(engines, store) as fleet:
         for engine in engines:
             await fleet.swap(engine.id, to=KIND)
             await engine.break_link()

@@ -1,4 +1,4 @@
-"""A server goes on listening, whatever its clients do."""
+"""A server keeps listening, whatever its clients do."""
 
 from __future__ import annotations
 
