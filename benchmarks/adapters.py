@@ -31,6 +31,7 @@ from benchmarks.measure import Summary, brief, machine, ratios, rounds, versions
 from benchmarks.models import llama_in_engine
 from benchmarks.table import show
 from hotswap import Adapter, AdapterId, InstanceId, ModelId
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.adapters.holder import AdapterHolder
 from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.adapters.targets import targets
@@ -87,7 +88,7 @@ def _measure_model(model: Any, kinds: Sequence[str], repeats: int) -> dict[str, 
 
 
 async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], repeats: int) -> dict[str, Any]:
-    holder = AdapterHolder(InstanceId("e0"), CPU, most=64, size_bytes=1 << 30)
+    holder = AdapterHolder(InstanceId("e0"), CPU, most=64, size_bytes=1 << 30, notifier=StatusNotifier())
     holder.serve(ModelId("m"), targets(model, frozenset()))
     first_s = [await _timed(lambda a=adapter: holder.load(a)) for adapter in adapters]  # type: ignore[misc]
     drop_s, files_s, again_s = [], [], []

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.errors import InstanceError, OutOfMemory, ShardMissing, UnknownAdapter, UnsupportedAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
@@ -30,10 +31,11 @@ class AdapterBooks(Generic[PlaceT]):
     Args:
         engine: Its name, for errors.
         most: How many it may hold.
+        notifier: Told when an adapter comes or goes.
     """
 
-    def __init__(self, engine: InstanceId, *, most: int) -> None:
-        self._engine, self._most = engine, most
+    def __init__(self, engine: InstanceId, *, most: int, notifier: StatusNotifier) -> None:
+        self._engine, self._most, self._notifier = engine, most, notifier
         self._model: ModelId | None = None
         self._held: dict[AdapterId, Held[PlaceT]] = {}
 
@@ -50,6 +52,7 @@ class AdapterBooks(Generic[PlaceT]):
         """Forget the model and every adapter, and return where they were."""
         places = [held.place for held in self._held.values()]
         self._model, self._held = None, {}
+        self._notifier.state_changed()
         return places
 
     def wanted(self, adapter: Adapter) -> Path | None:
@@ -83,6 +86,7 @@ class AdapterBooks(Generic[PlaceT]):
     def enter(self, adapter: AdapterId, place: PlaceT) -> None:
         """Hold an adapter."""
         self._held[adapter] = Held(place)
+        self._notifier.state_changed()
 
     def remove(self, adapter: AdapterId) -> PlaceT | None:
         """Hold an adapter no more and return where it was; `None` if it was not held.
@@ -98,6 +102,7 @@ class AdapterBooks(Generic[PlaceT]):
                 f"{held.num_users} requests of engine {self._engine!r} use adapter {adapter!r}; let them end."
             )
         del self._held[adapter]
+        self._notifier.state_changed()
         return held.place
 
     def use(self, adapter: AdapterId | None) -> Held[PlaceT] | None:

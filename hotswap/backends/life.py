@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import anyio
 
+from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.errors import InstanceError, InstanceLost
 from hotswap.view import InstanceId, InstanceState
 
@@ -18,12 +19,19 @@ _T = TypeVar("_T")
 class Life:
     """One engine's state, which only its event loop changes.
 
+    Args:
+        id: The engine's.
+        notifier: Told of each change.
+
     Attributes:
-        state: As the view tells it.
+        state: The engine's, as its status has it.
         has_begun: Whether the engine was started by `async with`.
     """
 
-    def __init__(self, id: InstanceId) -> None:
+    state = Observed[InstanceState](lambda life: life.notifier.state_changed())
+
+    def __init__(self, id: InstanceId, notifier: StatusNotifier) -> None:
+        self.notifier = notifier
         self.state = InstanceState.EMPTY
         self.has_begun = False
         self._id = id

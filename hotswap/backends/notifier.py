@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from hotswap.engine import StatusListener
 
@@ -50,18 +50,10 @@ class Observed(Generic[_T]):
     def __set_name__(self, owner: type[Any], name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, of: None, owner: type[Any]) -> Observed[_T]: ...
-
-    @overload
-    def __get__(self, of: object, owner: type[Any]) -> _T: ...
-
-    def __get__(self, of: object | None, owner: type[Any]) -> _T | Observed[_T]:
-        if of is None:
-            return self
+    def __get__(self, of: object, owner: type[Any]) -> _T:
         try:
             value: _T = of.__dict__[self._name]
-        except KeyError:
+        except (AttributeError, KeyError):  # of the class, which has none, or before the first assignment
             raise AttributeError(f"{owner.__name__} has no {self._name} yet") from None
         return value
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -21,6 +20,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.adapter_books import Held
 from hotswap.backends.life import Life
+from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
 from hotswap.backends.torch.adapters.holder import AdapterHolder
 from hotswap.backends.torch.adapters.places import Place
@@ -41,7 +41,7 @@ from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.settings import Settings
 from hotswap.backends.torch.streams import Streams
 from hotswap.backends.torch.worker import Worker
-from hotswap.engine import Engine
+from hotswap.engine import Engine, StatusListener
 from hotswap.errors import InstanceError, InstanceLost, RequestEvicted
 from hotswap.hardware import parse_bytes
 from hotswap.migration import KVSink, KVSource
@@ -61,9 +61,11 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
 )
 
 
-@dataclass(slots=True, eq=False)
 class _Models:
     """The models of an engine.
+
+    Args:
+        notifier: Told when one comes or goes.
 
     Attributes:
         serving: The one that serves, or is about to go.
@@ -74,12 +76,15 @@ class _Models:
         migration: What moves of KV blocks use; `None` where the model has none that can move.
     """
 
-    serving: LoadedModel | None = None
-    staged: LoadedModel | None = None
-    is_staging: bool = False
-    num_blocks: int = 0
-    cache_bytes: int = 0
-    migration: MigrationContext | None = None
+    serving = Observed[LoadedModel | None](lambda models: models.notifier.state_changed())
+    staged = Observed[LoadedModel | None](lambda models: models.notifier.state_changed())
+
+    def __init__(self, notifier: StatusNotifier) -> None:
+        self.notifier = notifier
+        self.serving = self.staged = None
+        self.is_staging = False
+        self.num_blocks = self.cache_bytes = 0
+        self.migration: MigrationContext | None = None
 
 
 class TorchEngine(Engine):
@@ -181,17 +186,22 @@ class TorchEngine(Engine):
         self.id = InstanceId(id)
         self.device = settings.first_device
         self._settings, self._kv = settings, settings.kv
-        self._life = Life(self.id)
+        self._notifier = StatusNotifier()
+        self._life = Life(self.id, self._notifier)
         cache = skeletons if skeletons is not None else SkeletonCache()
-        self._loader = make_loader(self.id, settings, cache, died=self._lose)
+        self._loader = make_loader(self.id, settings, cache, died=self._lose, notifier=self._notifier)
         self._max_adapters = max_adapters if settings.num_ranks == 1 else 0
         self._adapters = AdapterHolder(
-            self.id, self.device, most=self._max_adapters, size_bytes=parse_bytes(adapter_bytes)
+            self.id,
+            self.device,
+            most=self._max_adapters,
+            size_bytes=parse_bytes(adapter_bytes),
+            notifier=self._notifier,
         )
         self._worker: Worker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._models, self._num_loads = _Models(), 0
-        self._streams = Streams()
+        self._models, self._num_loads = _Models(self._notifier), 0
+        self._streams = Streams(self._notifier)
         self._books = Report()
         self._detached = anyio.Event()
 
@@ -354,6 +364,9 @@ class TorchEngine(Engine):
             max_adapters=self._max_adapters,
             preloaded=self._models.staged.card.id if self._models.staged else None,
         )
+
+    def watch(self, listener: StatusListener) -> bool:
+        return self._notifier.watch(listener)
 
     def _num_prefill_tokens(self) -> int:
         books = self._books

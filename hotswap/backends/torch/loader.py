@@ -12,6 +12,7 @@ import anyio.to_thread
 import torch
 from torch import Tensor
 
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target, observed, targets
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.coded import Coding, keeps_by_default, linear_weights, prepare
@@ -122,9 +123,9 @@ class LocalLoader(Loader):
         skeletons: SkeletonCache,
         block_tokens: int,
         invariant: bool,
+        notifier: StatusNotifier,
     ) -> None:
-        self.memory_bytes = memory_bytes
-        self.weight_bytes = 0
+        super().__init__(memory_bytes, notifier)
         self._device, self._dtype, self._keep_fp8 = device, dtype, keep_fp8
         self._buffers, self._released = FlatBuffers(device, idle_bytes), Released(device)
         self._packed = PackedCache(packed_bytes)

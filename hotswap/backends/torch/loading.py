@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.kv import LayerShape, blocks_for, bytes_per_token
@@ -84,16 +85,23 @@ class Loader(ABC):
 
     What an interrupted load held is given back before the interruption goes on.
 
-    Attributes:
+    Args:
         memory_bytes: The budget.
-        weight_bytes: What weights take of it now.
+        notifier: Told when `weight_bytes` changes.
+
+    Attributes:
+        memory_bytes: As given.
+        weight_bytes: What weights take of it now; changed on the event loop alone.
         can_preload: Whether a second model may be loaded beside one that serves.
         packed_bytes: What copies that make models faster take now; they go when the memory is wanted.
     """
 
-    memory_bytes: int
-    weight_bytes: int
+    weight_bytes: Observed[int] = Observed(lambda loader: loader.notifier.state_changed())
     can_preload: bool = True
+
+    def __init__(self, memory_bytes: int, notifier: StatusNotifier) -> None:
+        self.memory_bytes, self.notifier = memory_bytes, notifier
+        self.weight_bytes = 0
 
     @property
     def packed_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.loader import LocalLoader
 from hotswap.backends.torch.loading import Loader
 from hotswap.backends.torch.modeling import SkeletonCache
@@ -22,6 +23,7 @@ def make_loader(
     settings: Settings,
     skeletons: SkeletonCache,
     died: Callable[[str, Exception | None], None],
+    notifier: StatusNotifier,
 ) -> Loader:
     """Return what holds the models of an engine.
 
@@ -38,6 +40,7 @@ def make_loader(
             skeletons=skeletons,
             block_tokens=settings.kv_block_tokens,
             invariant=settings.keeps_bits,
+            notifier=notifier,
         )
     ranks = Ranks(
         engine=id,
@@ -55,4 +58,5 @@ def make_loader(
         block_tokens=settings.kv_block_tokens,
         max_requests=settings.max_requests,
         died=died,
+        notifier=notifier,
     )

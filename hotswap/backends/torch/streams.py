@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import anyio
 from anyio.lowlevel import checkpoint
 
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.runner import Report
 from hotswap.request import Request, RequestId, Token
 from hotswap.stream import TokenQueue
@@ -15,9 +16,14 @@ __all__ = ["Streams"]
 
 
 class Streams:
-    """Open streams by ticket; belongs to the event loop. `len` counts them."""
+    """Open streams by ticket; belongs to the event loop. `len` counts them.
 
-    def __init__(self) -> None:
+    Args:
+        notifier: Told when streams are opened and closed, and of each report.
+    """
+
+    def __init__(self, notifier: StatusNotifier) -> None:
+        self._notifier = notifier
         self._open: dict[int, TokenQueue] = {}
         self._requests: dict[int, Request] = {}
         self._num_opened = 0
@@ -31,6 +37,7 @@ class Streams:
         self._num_opened += 1
         tokens = self._open[self._num_opened] = TokenQueue()
         self._requests[self._num_opened] = request
+        self._notifier.load_changed()
         return self._num_opened, tokens
 
     def num_tokens_after(self, ticket: int) -> int:
@@ -57,14 +64,14 @@ class Streams:
         tokens = self._open.pop(ticket, None)
         if tokens is not None:
             tokens.close(error)
-        self._note_drained()
+        self._note_change()
         return tokens is not None
 
     def leave(self, ticket: int) -> bool:
         """Forget a stream whose reader has left; false if it had ended before."""
         was_open = self._open.pop(ticket, None) is not None
         self._requests.pop(ticket, None)
-        self._note_drained()
+        self._note_change()
         return was_open
 
     def deliver(self, report: Report) -> None:
@@ -78,7 +85,7 @@ class Streams:
             if sampled.finish_reason is not None:
                 tokens.close()
                 del self._open[sampled.ticket]
-        self._note_drained()
+        self._note_change()
 
     def close_all(self, error: Callable[[], Exception]) -> list[int]:
         """End every stream, after the tokens it holds, with an error of its own; return their tickets."""
@@ -86,7 +93,7 @@ class Streams:
         for tokens in self._open.values():
             tokens.close(error())
         self._open.clear()
-        self._note_drained()
+        self._note_change()
         return closed
 
     async def wait_until_drained(self, deadline_s: float) -> None:
@@ -97,6 +104,7 @@ class Streams:
                 self._drained = anyio.Event()
                 await self._drained.wait()
 
-    def _note_drained(self) -> None:
+    def _note_change(self) -> None:
+        self._notifier.load_changed()
         if not self._open:
             self._drained.set()

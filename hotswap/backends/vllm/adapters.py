@@ -12,6 +12,7 @@ import anyio.to_thread
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.adapter_books import AdapterBooks, Held
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.vllm.core import Core
 from hotswap.backends.vllm.names import named
 from hotswap.errors import (
@@ -38,12 +39,13 @@ class Adapters:
         engine: Its name, for errors.
         most: How many it may hold.
         max_rank: The largest that vLLM has room for.
+        notifier: Told when an adapter comes or goes.
     """
 
-    def __init__(self, engine: InstanceId, *, most: int, max_rank: int) -> None:
+    def __init__(self, engine: InstanceId, *, most: int, max_rank: int, notifier: StatusNotifier) -> None:
         self._max_rank = max_rank
         self._core: Core | None = None
-        self._books = AdapterBooks[Any](engine, most=most)
+        self._books = AdapterBooks[Any](engine, most=most, notifier=notifier)
         self._line = anyio.Lock()
 
     @property

@@ -13,6 +13,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.adapter_books import Held
 from hotswap.backends.life import Life
+from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
 from hotswap.backends.vllm.adapters import Adapters
 from hotswap.backends.vllm.core import Core, CorePool
@@ -27,7 +28,7 @@ from hotswap.backends.vllm.migration import (
 )
 from hotswap.backends.vllm.settings import Settings, StartMethod
 from hotswap.backends.vllm.streams import Stream, Streams, sampling_params
-from hotswap.engine import Engine
+from hotswap.engine import Engine, StatusListener
 from hotswap.errors import InstanceError, RequestEvicted
 from hotswap.migration import KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
@@ -80,6 +81,8 @@ class VllmEngine(Engine):
         ConfigError: an argument is out of range, or the engine's own to decide.
     """
 
+    _core = Observed[Core | None](lambda engine: engine._notifier.state_changed())
+
     def __init__(
         self,
         id: str,
@@ -117,14 +120,17 @@ class VllmEngine(Engine):
             start=start,
             arguments=arguments or {},
         )
-        self._life = Life(self.id)
+        self._notifier = StatusNotifier()
+        self._life = Life(self.id, self._notifier)
         self._loader = Loader(self.id, self._settings, self._life, cores)
-        self._core: Core | None = None
+        self._core = None
         self._card: ModelCard | None = None
         self._context = 0
-        self._streams = Streams()
+        self._streams = Streams(self._notifier)
         self._sinks: list[VllmKVSink] = []
-        self._adapters = Adapters(self.id, most=max_adapters, max_rank=max_adapter_rank)
+        self._adapters = Adapters(
+            self.id, most=max_adapters, max_rank=max_adapter_rank, notifier=self._notifier
+        )
         self._tasks: TaskGroup | None = None
 
     @asynccontextmanager
@@ -284,6 +290,9 @@ class VllmEngine(Engine):
             load_path=self._loader.load_path if core else "",
         )
 
+    def watch(self, listener: StatusListener) -> bool:
+        return self._notifier.watch(listener)
+
     @property
     def num_preempted(self) -> int:
         """How often a request gave up its KV blocks for another since the core was started."""
@@ -306,6 +315,7 @@ class VllmEngine(Engine):
         self._context = min(core.context, model.max_context_tokens)
         self._adapters.serve(model.id, core)
         core.died = partial(self._note_death, core)
+        core.stats.notifier = self._notifier
         self._life.state = _SERVING
 
     def _note_death(self, core: Core) -> None:
@@ -321,6 +331,7 @@ class VllmEngine(Engine):
             sink.close()
         await self._adapters.forget()
         self._core = self._card = None
+        core.stats.notifier = StatusNotifier()
         if core.is_dead:
             await core.stop()
         else:

@@ -8,6 +8,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from opentelemetry.trace import get_current_span
 
 from hotswap.backends.life import Life
+from hotswap.backends.notifier import Observed
 from hotswap.backends.stores.shielded import shielded
 from hotswap.backends.vllm.core import Core, CorePool, start
 from hotswap.backends.vllm.settings import Settings
@@ -27,7 +28,7 @@ class Loader:
     Args:
         engine: Its name, for errors.
         settings: What its cores depend on.
-        life: Ends every wait when the engine is lost.
+        life: Ends every wait when the engine is lost; its notifier is told what is staged.
         cores: Where cores wait; one of its own, of one core, if `None`.
 
     Attributes:
@@ -35,10 +36,13 @@ class Loader:
         load_path: How the last core came by its model.
     """
 
+    staged = Observed[Staged | None](lambda loader: loader.life.notifier.state_changed())
+
     def __init__(self, engine: InstanceId, settings: Settings, life: Life, cores: CorePool | None) -> None:
-        self.staged: Staged | None = None
+        self.life = life
+        self.staged = None
         self.load_path = ""
-        self._engine, self._settings, self._life = engine, settings, life
+        self._engine, self._settings = engine, settings
         self._cores = cores if cores is not None else CorePool()
         self._owns_cores = cores is None
         self._is_staging = False
@@ -56,7 +60,7 @@ class Loader:
         await self.drop_preload()
         self._is_staging = True
         try:
-            self.staged = await self._life.unless_lost(self._stage(model, store, held_bytes))
+            self.staged = await self.life.unless_lost(self._stage(model, store, held_bytes))
         finally:
             self._is_staging = False
 
@@ -83,7 +87,7 @@ class Loader:
             staged = await self._stage(model, store, 0)
         try:
             await shielded(partial(self._make_ready, staged))
-            self._life.refuse_if_lost()
+            self.life.refuse_if_lost()
             await checkpoint_if_cancelled()
         except BaseException:
             await shielded(self._give_ready_back)

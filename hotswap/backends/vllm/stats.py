@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.vllm.names import named
 
 __all__ = ["Stats"]
@@ -22,6 +23,7 @@ class Stats:
         kv_usage: The share of KV blocks that requests hold, 0 to 1.
         num_preempted: How often a request gave its blocks up.
         num_steps: Steps that were reported.
+        notifier: Told of each step; that of the engine whose model the core serves.
     """
 
     num_running: int = 0
@@ -29,6 +31,7 @@ class Stats:
     kv_usage: float = 0.0
     num_preempted: int = 0
     num_steps: int = 0
+    notifier: StatusNotifier = field(default_factory=StatusNotifier)
 
     def logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
         """Return what vLLM calls after each step."""
@@ -65,3 +68,4 @@ class Stats:
             self.kv_usage = float(scheduler.kv_cache_usage)
         if iteration is not None:
             self.num_preempted += int(getattr(iteration, "num_preempted_reqs", 0))
+        self.notifier.load_changed()

@@ -10,6 +10,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.servable import most_tokens
 from hotswap.backends.vllm.core import Core
 from hotswap.backends.vllm.inside.connector import ARRIVAL
@@ -77,12 +78,14 @@ class Stream:
         tokens: Where its tokens go.
         num_tokens: How many it has, prompt included.
         begun: Whether a token has come.
+        notifier: Told when tokens have come.
     """
 
     request: Request
     tokens: TokenQueue = field(default_factory=TokenQueue)
     num_tokens: int = 0
     begun: bool = False
+    notifier: StatusNotifier = field(default_factory=StatusNotifier)
     _left: bool = False
     _inside: Any = None
     _more: anyio.Event = field(default_factory=anyio.Event)
@@ -160,12 +163,18 @@ class Stream:
         if reason in ("stop", "length"):
             self.tokens.close()
         self._more.set()
+        self.notifier.load_changed()
 
 
 class Streams:
-    """The open streams of one core; belongs to the event loop. `len` counts them."""
+    """The open streams of one core; belongs to the event loop. `len` counts them.
 
-    def __init__(self) -> None:
+    Args:
+        notifier: Told when a stream is opened, goes on or is closed.
+    """
+
+    def __init__(self, notifier: StatusNotifier) -> None:
+        self._notifier = notifier
         self._open: list[Stream] = []
         self._drained = anyio.Event()
         self._gone = anyio.Event()
@@ -195,8 +204,9 @@ class Streams:
 
     def open(self, request: Request) -> Stream:
         """Return a new stream, open from now on."""
-        stream = Stream(request, num_tokens=request.num_tokens)
+        stream = Stream(request, num_tokens=request.num_tokens, notifier=self._notifier)
         self._open.append(stream)
+        self._notifier.load_changed()
         return stream
 
     def find(self, request: RequestId) -> Stream | None:
@@ -258,6 +268,7 @@ class Streams:
             if core is not None:
                 self.leave(tasks, stream, core)
         self._open.clear()
+        self._notifier.load_changed()
         self._drained.set()
         return len(closed)
 
@@ -278,5 +289,6 @@ class Streams:
     def _forget(self, stream: Stream) -> None:
         if stream in self._open:
             self._open.remove(stream)
+            self._notifier.load_changed()
         if not self._open:
             self._drained.set()

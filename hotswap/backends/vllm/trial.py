@@ -11,6 +11,7 @@ from dataclasses import replace
 import anyio
 
 from hotswap.backends.life import Life
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.vllm.core import Core
 from hotswap.backends.vllm.migration import Desk, VllmKVSink, VllmKVSource, lent_sink, lent_source, look_at
 from hotswap.backends.vllm.streams import Stream, sampling_params
@@ -99,7 +100,7 @@ async def _move(core: Core, request: Request, card: ModelCard) -> list[int]:
         return True
 
     async with anyio.create_task_group() as tasks:
-        desk = Desk(Life(InstanceId("trial")), core, core.blocks, lambda: core)
+        desk = Desk(Life(InstanceId("trial"), StatusNotifier()), core, core.blocks, lambda: core)
         params = sampling_params(_lasting(request, _MOST_TOKENS), card, core.context, resumes=True)
         tasks.start_soon(stream.run, core, params, None)
         await stream.has(request.num_tokens + 1)

@@ -106,9 +106,14 @@ class StatusChecks(EngineSuite):
     async def test_a_listener_is_told_of_every_change_while_requests_run(self) -> None:
         async with self.serving() as bench:
             engine, card = bench.engine, bench.card
+            most = engine.status().max_tokens
+            assert most is not None
+            half = min(most, card.max_context_tokens) // 2 - 4
             with all_told(engine):
-                # More than may fit, so that some wait or are preempted.
-                async with self.streaming(engine, self.long_requests(card, 6)):
+                # Two fill the KV blocks, so that one waits and one is preempted, where the context allows.
+                async with self.streaming(engine, [self.request(card, half, salt=salt) for salt in range(3)]):
+                    pass
+                async with self.streaming(engine, self.long_requests(card, 1)):
                     for request in (self.request(card, salt=7), self.request(card, salt=8, max_tokens=1)):
                         await collect(engine, request)
                     for num_read in (0, 3):
@@ -117,8 +122,6 @@ class StatusChecks(EngineSuite):
                         await collect(
                             engine, replace(self.request(card), adapter=AdapterId("no-such-adapter"))
                         )
-                    most = engine.status().max_tokens
-                    assert most is not None
                     with pytest.raises(PromptTooLong):
                         await collect(engine, self.request(card, most + 1))
                 await until(lambda: no_requests(engine))

@@ -12,6 +12,7 @@ import transformers
 from hotswap import Adapter, Engine, Model
 from hotswap.backends.vllm import CorePool, VllmEngine
 from hotswap.testing.conformance import EngineConformance
+from hotswap.testing.conformance.turns import TurnLoop
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import COMMON, make_model
@@ -40,7 +41,7 @@ class TestVllmEngine(EngineConformance):
         )
         cls.bad_adapter = Adapter("z", "a", write(root / "z", make_model("gpt2"), names=("c_fc",)))
         cls.cores = CorePool(max_idle=2)
-        with asyncio.Runner() as cls.loop:
+        with asyncio.Runner(loop_factory=TurnLoop) as cls.loop:
             yield
             cls.loop.run(cls.cores.close())
 

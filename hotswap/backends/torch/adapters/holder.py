@@ -11,6 +11,7 @@ import torch
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.adapter_books import AdapterBooks, Held
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, PeftCache
 from hotswap.backends.torch.adapters.places import Place
@@ -44,13 +45,22 @@ class AdapterHolder:
         most: How many it may hold.
         size_bytes: What their matrices may take on the device, and again what those that were read may take
             in host memory.
+        notifier: Told when an adapter comes or goes.
     """
 
-    def __init__(self, engine: InstanceId, device: torch.device, *, most: int, size_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: InstanceId,
+        device: torch.device,
+        *,
+        most: int,
+        size_bytes: int,
+        notifier: StatusNotifier,
+    ) -> None:
         self._engine, self._device, self._size_bytes = engine, device, size_bytes
         self._cache = PeftCache(size_bytes)
         self._pool: AdapterPool[Any] | None = None
-        self._books = AdapterBooks[Place](engine, most=most)
+        self._books = AdapterBooks[Place](engine, most=most, notifier=notifier)
         self._line = anyio.Lock()  # of those that load
         self._pen = anyio.Lock()  # of those that change the pool
 

@@ -12,6 +12,7 @@ import anyio.to_thread
 import torch
 from torch import Tensor
 
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.examine import examine
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
@@ -87,6 +88,7 @@ class RankedLoader(Loader):
         block_tokens: Tokens of a KV block.
         max_requests: How many rows of logits a step may have.
         died: Called by the event loop, when a rank ended by itself, or said nothing when it was waited for.
+        notifier: See `Loader`.
     """
 
     can_preload = False
@@ -101,8 +103,9 @@ class RankedLoader(Loader):
         block_tokens: int,
         max_requests: int,
         died: Callable[[str, Exception | None], None],
+        notifier: StatusNotifier,
     ) -> None:
-        self.memory_bytes, self.weight_bytes = memory_bytes, 0
+        super().__init__(memory_bytes, notifier)
         self._ranks, self._dtype, self._died = ranks, dtype, died
         self._skeletons = skeletons
         self._block_tokens, self._max_requests = block_tokens, max_requests

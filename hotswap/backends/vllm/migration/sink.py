@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from anyio.lowlevel import checkpoint
 
+from hotswap.backends.notifier import Observed
 from hotswap.backends.vllm.migration.desk import PIECE_BYTES, Desk, SharedPages, aborted
 from hotswap.migration import KVPages, KVSink
 from hotswap.request import Request
@@ -35,6 +36,8 @@ class VllmKVSink(KVSink):
         committed: Whether a stream of the request finds them.
     """
 
+    num_blocks = Observed[int](lambda sink: sink._desk.life.notifier.load_changed())
+
     def __init__(
         self,
         desk: Desk,
@@ -43,8 +46,8 @@ class VllmKVSink(KVSink):
         lapse_s: float = LAPSE_S,
     ) -> None:
         self.id, self.request, self.layout = uuid4().hex, request, desk.layout_for(request)
-        self.num_blocks, self.committed = 0, False
         self._desk, self._ended, self._lapse_s = desk, ended, lapse_s
+        self.num_blocks, self.committed = 0, False
         self._num_tokens = 0  # there, from the first on
         self._memory = SharedPages()
         self._closed = self._writing = False
