@@ -35,7 +35,7 @@ from hotswap import (
     Router,
     Scheduler,
 )
-from hotswap.lookup import Lookup
+from hotswap.backends.sim import SimStore
 from hotswap.policies import (
     AffinityRouter,
     ConsistentHashRouter,
@@ -49,6 +49,8 @@ from hotswap.policies import (
     VirtualUsageRescheduler,
     WeightedLoadSwap,
 )
+from hotswap.runtime.state import FleetState
+from hotswap.runtime.views import LiveView
 from hotswap.view import ModelView, RunningView, WaitingView
 
 __all__ = ["main", "measure", "view_of"]
@@ -139,42 +141,61 @@ def starved(view: FleetView) -> FleetView:
     )
 
 
+class _Shown:
+    """An instance as an index sees it."""
+
+    def __init__(self, now: InstanceView) -> None:
+        self.now = now
+
+    def view(self) -> InstanceView:
+        return self.now
+
+    def counted(self, view: InstanceView) -> InstanceView:
+        return view.updated(num_requests=self.now.num_requests)
+
+
 class Kept:
     """What a fleet keeps of its instances from one view to the next."""
 
     def __init__(self, view: FleetView) -> None:
         self._view = view
-        self.lookup = Lookup(view.instances)
+        self.state = FleetState(SimStore({}))
+        self._shown = {instance.id: _Shown(instance) for instance in view.instances}
+        for name, shown in self._shown.items():
+            self.state.index.add(name, shown)
+        self.state.index.refresh()
         self._sent: list[InstanceId] = []
         self._running: list[InstanceId] = []
 
-    def part(self, name: str) -> Any:
-        """As `ViewSource`."""
-        return self.lookup.instances() if name == "instances" else getattr(self._view, name)
-
-    def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
-        """As `ViewSource`."""
-        return self._view.running_on(instance)
+    def view(self) -> FleetView:
+        """The fleet as it is now; good until the next change."""
+        live = LiveView.of(self.state, now_s=self._view.now_s, running=False)
+        parts = ("models", "waiting", "store", "running", "adapters")  # the instances alone are live
+        vars(live).update({name: getattr(self._view, name) for name in parts})
+        return live
 
     def route(self, router: Router, request: Request) -> None:
         """Ask a router, and count the request to the instance that it names."""
-        view = FleetView.of(self, 100.0)
-        chosen = router.route(request, view)
+        chosen = router.route(request, self.view())
         assert chosen is not None
-        instance = self.lookup.instance(chosen)
-        self.lookup.put(instance.updated(num_requests=instance.num_requests + 1))
+        shown = self._shown[chosen]
+        shown.now = shown.now.updated(num_requests=shown.now.num_requests + 1)
+        self.state.index.counts_changed(chosen)
         self._sent.append(chosen)
 
     def step(self) -> None:
         """Have engines tell of the requests that they were sent, and end those that they were sent before."""
         for name in self._sent:
-            instance = self.lookup.instance(name)
-            self.lookup.put(instance.updated(num_running=instance.num_running + 1))
+            self._change(name, num_running=self._shown[name].now.num_running + 1)
         for name in self._running:
-            instance = self.lookup.instance(name)
-            fewer = instance.num_requests - 1, instance.num_running - 1
-            self.lookup.put(instance.updated(num_requests=fewer[0], num_running=fewer[1]))
+            now = self._shown[name].now
+            self._change(name, num_requests=now.num_requests - 1, num_running=now.num_running - 1)
         self._sent, self._running = [], self._sent
+
+    def _change(self, name: InstanceId, **fields: int) -> None:
+        self._shown[name].now = self._shown[name].now.updated(**fields)
+        self.state.index.counts_changed(name)
+        self.state.index.load_changed(name)
 
 
 def measure(sizes: Sequence[int], directory: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ from hotswap.simulation import (
     generate,
     simulate,
 )
-from hotswap.simulation.events.engine import Counted, EventEngine, Passenger
+from hotswap.simulation.events.engine import Counted, EventEngine, SequenceListener
 from hotswap.simulation.outcome import percentile
 
 __all__ = [
@@ -114,8 +114,8 @@ COLUMNS = {
 class Restarting(EventEngine):
     """Begins requests from other instances with their prompts: the tokens generated there are lost."""
 
-    def seat(self, request: Request, passenger: Passenger) -> Counted:
-        return super().seat(replace(request, generated=()), passenger)
+    def admit(self, request: Request, listener: SequenceListener) -> Counted:
+        return super().admit(replace(request, generated=()), listener)
 
 
 class RestartingCluster(Cluster):

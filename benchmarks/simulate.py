@@ -23,7 +23,7 @@ from benchmarks.table import show
 from hotswap import Router
 from hotswap.policies import AffinityRouter, LeastLoadedRouter, WeightedLoadSwap
 from hotswap.simulation import Cluster, Trace, generate, simulate
-from hotswap.simulation.cluster import Driver
+from hotswap.simulation.run import Driver
 
 __all__ = ["main", "measure"]
 

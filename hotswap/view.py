@@ -6,34 +6,40 @@ offline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NewType, Protocol, Self, TypeVar
+from functools import cached_property
+from operator import attrgetter, itemgetter
+from typing import Any, NewType, Self, TypeAlias, TypeVar
 
-from hotswap.lookup import Count, Lookup, Rank
 from hotswap.request import AdapterId, ModelId, RequestId
 from hotswap.store_view import Residency, StoreView, TierView
 
 __all__ = [
     "AdapterView",
+    "Count",
+    "CountRank",
     "EngineStatus",
     "FleetView",
     "InstanceId",
     "InstanceState",
     "InstanceView",
     "ModelView",
+    "Rank",
     "Residency",
     "RunningView",
     "StoreView",
     "TierView",
-    "ViewSource",
     "WaitingView",
 ]
 
 InstanceId = NewType("InstanceId", str)
 
 _Status = TypeVar("_Status", bound="EngineStatus")
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 
 
 class InstanceState(StrEnum):
@@ -186,7 +192,8 @@ class ModelView:
     `num_running` requests are assigned to instances, `num_waiting` sit in the waiting room; their sum is the
     *p* of the swap policy. `num_failed_loads` counts failures since the last load that succeeded.
     `last_evicted_s` is the loop time at which a swap or unload of one of its replicas last ended; `None` if
-    none did.
+    none did. `unserved_since_s` is the loop time since which requests have waited for the model while no
+    instance serves it or is swapping to it; `None` if none waits or an instance does.
     """
 
     id: ModelId
@@ -197,6 +204,7 @@ class ModelView:
     num_waiting: int = 0
     num_failed_loads: int = 0
     last_evicted_s: float | None = None
+    unserved_since_s: float | None = None
 
     @property
     def num_requests(self) -> int:
@@ -263,61 +271,35 @@ class AdapterView:
         return self.num_running + self.num_waiting
 
 
-class ViewSource(Protocol):
-    """Where a view finds its parts when it is asked for them, which is at the moment that it shows."""
+# Orders instances: the smallest key is best, `None` leaves an instance out, and an id at the end prevents
+# ties. A rank is pure and hashable, and asked about an instance again only when that has changed.
+Rank: TypeAlias = "Callable[[InstanceView], Any]"
 
-    @property
-    def lookup(self) -> Lookup:
-        """The instances."""
-        ...
-
-    def part(self, name: str) -> Any:
-        """Return the field of that name."""
-        ...
-
-    def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
-        """Return those of `running` that an instance is charged with."""
-        ...
+# A number of an instance that the fleet itself counts, `None` for one that is not counted; pure and hashable.
+Count: TypeAlias = "Callable[[InstanceView], int | None]"
 
 
-_PARTS = ("instances", "models", "waiting", "store", "running", "adapters")
+class CountRank(ABC):
+    """A rank whose keys begin with what the fleet itself counts, so that few engines must be asked.
+
+    The load of an engine that computes changes with every step. It decides only between equal counts.
+    """
+
+    @abstractmethod
+    def __call__(self, instance: InstanceView) -> Any:
+        """Return the whole key; `None` leaves the instance out."""
+
+    @abstractmethod
+    def count(self, instance: InstanceView) -> Any:
+        """Return the beginning of the key; neither it nor whether there is a key depends on a load."""
 
 
-class _Lazy:
-    """What `FleetView` is beside its fields: it fetches those that its source still has."""
-
-    __slots__ = ("__weakref__", "_lookup", "_on_instance", "_source")
-
-    _lookup: Lookup
-    _source: ViewSource | None
-    _on_instance: dict[InstanceId, list[RunningView]]
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in _PARTS:
-                value = self._source.part(name)
-            elif name == "_lookup":
-                source = self._source
-                value = Lookup(self.instances) if source is None else source.lookup
-            elif name == "_source":
-                value = None
-            elif name == "_on_instance":
-                value = {}
-                for running in self.running:
-                    value.setdefault(running.instance, []).append(running)
-            else:
-                raise AttributeError(name)
-            object.__setattr__(self, name, value)
-            return value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetView(_Lazy):
+@dataclass(frozen=True, kw_only=True)
+class FleetView:
     """The whole fleet at loop time `now_s`: the only input of a scheduler's or a router's decision.
 
     `running` and `adapters` are there for schedulers; routers see them empty. In a large fleet ask `hosts`,
-    `serving`, `replicas`, `least`, `instance` and `running_on`, which cost what they return, rather than go
+    `serving`, `replicas`, `min_by`, `instance` and `running_on`, which cost what they return, rather than go
     over `instances` and `running`, which cost what there is. A view may be kept: it never changes.
     """
 
@@ -329,35 +311,14 @@ class FleetView(_Lazy):
     running: tuple[RunningView, ...] = ()
     adapters: tuple[AdapterView, ...] = ()
 
-    @classmethod
-    def of(cls, source: ViewSource, now_s: float) -> FleetView:
-        """Return the view of a source, whose parts are fetched when they are first asked for.
-
-        Whoever makes it calls `settle` before the source changes, if somebody still has the view.
-        """
-        view = object.__new__(cls)
-        object.__setattr__(view, "now_s", now_s)
-        object.__setattr__(view, "_source", source)
-        object.__setattr__(view, "_lookup", source.lookup)
-        return view
-
-    def settle(self) -> None:
-        """Fetch everything, so that the source may change."""
-        if self._source is None:
-            return
-        for name in _PARTS:
-            getattr(self, name)
-        object.__setattr__(self, "_source", None)
-        object.__delattr__(self, "_lookup")  # its own is made when somebody asks
-
     @property
     def ids(self) -> frozenset[InstanceId]:
-        """Those of all instances; the same object from view to view until one comes or goes."""
-        return self._lookup.ids
+        """The ids of all instances; of one fleet the same object until an instance comes or goes."""
+        return self._ids
 
     def instance(self, instance: InstanceId) -> InstanceView:
         """The view of one instance; `KeyError` if the fleet has none of that id."""
-        return self._lookup.instance(instance)
+        return self._by_id[instance]
 
     def model(self, model: ModelId) -> ModelView:
         """The view of one model; `KeyError` if it is not registered."""
@@ -368,44 +329,74 @@ class FleetView(_Lazy):
 
     def hosts(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Instances that are SERVING the model, also those that take no more requests now."""
-        return self._lookup.hosts(model)
+        return tuple(self._hosts.get(model, ()))
 
     def replicas(self, model: ModelId) -> tuple[InstanceView, ...]:
-        """Instances that serve the model or are turning to it; those turning away from it do not count."""
-        return self._lookup.replicas(model)
+        """Instances that serve the model or are swapping to it; those swapping away from it do not count."""
+        return tuple(self._replicas.get(model, ()))
 
     def serving(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Instances to which a request of the model may be sent now."""
-        return tuple(instance for instance in self._lookup.hosts(model) if instance.open)
+        return tuple(instance for instance in self.hosts(model) if instance.open)
 
     def min_by(self, model: ModelId, rank: Rank) -> InstanceView | None:
         """The host of the model that `rank` puts first, `None` if it ranks none.
 
-        As `min(hosts(model), key=rank)`, but what a fleet has ranked once it ranks again only after a change,
-        so the answer does not take longer for more hosts.
+        The same as `min(hosts(model), key=rank)`. A fleet keeps what it has ranked and ranks an instance
+        again only after a change, so the answer takes no longer for more hosts.
         """
-        return self._lookup.min_by(model, rank)
+        return next(self.ranked(model, rank), None)
 
     def ranked(self, model: ModelId, rank: Rank) -> Iterator[InstanceView]:
         """The hosts of the model that `rank` ranks, the best first; costs what is taken of them.
 
-        Valid until `least` or `ranked` is asked for the same rank again, or something changes.
+        Valid until `min_by` or `ranked` is asked for the same rank again, or the fleet changes.
         """
-        return self._lookup.ranked(model, rank)
+        keys = ((rank(host), host) for host in self.hosts(model))
+        found = [(key, number, host) for number, (key, host) in enumerate(keys) if key is not None]
+        return (host for _, _, host in sorted(found, key=itemgetter(0, 1)))
 
     def total(self, model: ModelId, count: Count) -> tuple[int, int]:
-        """How many hosts of the model `count` has a number for, and the sum of these, kept like `least`.
+        """How many hosts of the model `count` has a number for, and the sum of these, kept like `min_by`.
 
         The number may depend on what the fleet counts itself, such as `num_requests`, and on no load.
         """
-        return self._lookup.total(model, count)
+        numbers = [number for host in self.hosts(model) if (number := count(host)) is not None]
+        return len(numbers), sum(numbers)
 
     def host_ids(self, model: ModelId) -> frozenset[InstanceId]:
-        """The ids of `hosts`; the same object from view to view until one comes or goes."""
-        return self._lookup.host_ids(model)
+        """The ids of `hosts`; of one fleet the same object until an instance comes or goes."""
+        return frozenset(host.id for host in self.hosts(model))
 
     def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
         """Those of `running` that an instance is charged with, in the same order."""
-        if self._source is not None:
-            return self._source.running_on(instance)
-        return tuple(self._on_instance.get(instance, ()))
+        return tuple(self._running_on.get(instance, ()))
+
+    # What the answers above are made from, once for each view.
+
+    @cached_property
+    def _by_id(self) -> dict[InstanceId, InstanceView]:
+        return {instance.id: instance for instance in self.instances}
+
+    @cached_property
+    def _ids(self) -> frozenset[InstanceId]:
+        return frozenset(self._by_id)
+
+    @cached_property
+    def _hosts(self) -> dict[ModelId | None, list[InstanceView]]:
+        return _grouped(self.instances, attrgetter("hosted"))
+
+    @cached_property
+    def _replicas(self) -> dict[ModelId | None, list[InstanceView]]:
+        return _grouped(self.instances, attrgetter("next_model"))
+
+    @cached_property
+    def _running_on(self) -> dict[InstanceId, list[RunningView]]:
+        return _grouped(self.running, attrgetter("instance"))
+
+
+def _grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -1,7 +1,8 @@
-"""What carries decisions out: flights, the waiting room, the control loop and swaps, composed by `Fleet`."""
+"""The runtime of a fleet: its state, what acts on it, and `Fleet`, which users see."""
 
+from hotswap.runtime.active import Hop
 from hotswap.runtime.fleet import Completion, Fleet
-from hotswap.runtime.flight import FleetStream, Hop
+from hotswap.runtime.flow import FleetStream
 from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.swap import SwapLimits
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,11 @@ from hotswap.action import PinAdapters
 from hotswap.errors import ConfigError, InstanceLost, RequestEvicted, UnknownAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
-from hotswap.runtime.demand import Demand
+from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.instance import Instance
-from hotswap.runtime.shelves import Shelves
+from hotswap.runtime.state import FleetState
 from hotswap.telemetry import Telemetry
-from hotswap.view import AdapterView, InstanceId, InstanceState
+from hotswap.view import InstanceState
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -31,51 +31,27 @@ __all__ = ["Adapters"]
 class Adapters:
     """What a fleet's requests may name beside their model; a `Fleet` has it as `adapters`.
 
-    An adapter has versions, of which new requests get the latest. A request keeps the one that it began with
-    to its end, wherever it goes; so versions are held side by side for a while, and one that nobody can ask
-    for any more goes with its last request.
+    An adapter has versions, of which new requests get the latest. A request keeps its version to its end,
+    wherever it goes; so versions are held side by side for a while, and an outdated one goes with its last
+    request.
 
     Args:
-        adapters: Those that there are to begin with.
-        models: The models that are registered.
-        instances: Those of the fleet, as they come and go.
-        aliases: Models whose place others took (`Fleet.roll`).
-        num_running: How many requests with a version of a model's adapter are assigned to instances.
-        num_waiting: How many wait for a place.
-        telemetry: Records loads.
-
-    Raises:
-        ConfigError: as of `add`.
+        state: Of the fleet.
+        caches: What instances hold.
+        telemetry: Records updates and loads ahead of requests.
     """
 
-    def __init__(
-        self,
-        adapters: Iterable[Adapter],
-        *,
-        models: Callable[[], Iterable[ModelId]],
-        instances: Mapping[InstanceId, Instance],
-        aliases: Mapping[ModelId, ModelId],
-        num_running: Callable[[ModelId, AdapterId], int],
-        num_waiting: Callable[[ModelId, AdapterId], int],
-        telemetry: Telemetry,
-    ) -> None:
-        self._models, self._instances, self._aliases = models, instances, aliases
-        self._num_running, self._num_waiting = num_running, num_waiting
-        self._telemetry = telemetry
-        self._latest: dict[tuple[str, str], Adapter] = {}
+    def __init__(self, state: FleetState, caches: AdapterCaches, telemetry: Telemetry) -> None:
+        self._state, self._caches, self._telemetry = state, caches, telemetry
         self._num_versions: dict[tuple[str, str], int] = {}
         self._updating = anyio.Lock()
-        self.shelves = Shelves(self._is_latest, self._is_needed, telemetry)
-        self.demand = Demand()
-        for adapter in adapters:
-            self.add(adapter)
 
     def __len__(self) -> int:
-        return len(self._latest)
+        return len(self._state.adapters)
 
     def __iter__(self) -> Iterator[Adapter]:
         """The latest versions."""
-        return iter(tuple(self._latest.values()))
+        return iter(tuple(self._state.adapters.values()))
 
     def add(self, adapter: Adapter) -> None:
         """Let requests name an adapter from now on; again changes nothing.
@@ -87,17 +63,17 @@ class Adapters:
                 or no engine can hold adapters.
         """
         self._refuse_rolled(adapter.model)
-        known = self._latest.get(_key(adapter))
+        known = self._state.adapters.get(_key(adapter))
         if known is not None and not _same_place(known, adapter):
             raise ConfigError(
                 f"Two adapters of model {adapter.model!r} are called {adapter.id!r}; give each its own name, "
                 "or update the one there is."
             )
-        if adapter.model not in set(self._models()):
+        if ModelId(adapter.model) not in self._state.registered:
             raise ConfigError(
                 f"Adapter {adapter.id!r} is of model {adapter.model!r}, which is not registered; add it."
             )
-        if not any(instance.view().max_adapters for instance in self._instances.values()):
+        if not any(instance.view().max_adapters for instance in self._state.instances.values()):
             raise ConfigError(
                 "This fleet has adapters and no engine that can hold one; give it an engine that can."
             )
@@ -107,9 +83,9 @@ class Adapters:
     async def update(self, adapter: Adapter) -> Adapter:
         """Give an adapter new weights while it is served; return it with its new `epoch`.
 
-        Instances that hold the old version take the new one first (one that serves the model, if none does);
-        so bad files are found before anybody asks for them, and nobody waits. Where there is no room for both
-        now, and where no instance serves the model, the first request that wants it there brings it. From
+        Instances that hold the old version load the new one first (one that serves the model, if none does);
+        so bad files are found before a request names them, and no request waits. Where there is no room for
+        both now, and where no instance serves the model, the first request that wants it there loads it. From
         then on new requests get the new version. Those under way keep the old one, which goes with the last
         of them.
 
@@ -137,8 +113,8 @@ class Adapters:
             attributes = {tm.ADAPTER: new.version, tm.MODEL: new.model}
             with self._telemetry.span(tm.SPAN_ADAPTER_UPDATE, attributes) as span:
                 try:
-                    await self._bring(new, old, span)
-                    if self._latest.get(_key(old)) is not old:
+                    await self._load(new, old, span)
+                    if self._state.adapters.get(_key(old)) is not old:
                         raise UnknownAdapter(
                             f"Adapter {old.id!r} of model {old.model!r} was removed while its update was "
                             "read; add it."
@@ -159,9 +135,16 @@ class Adapters:
         """
         self._refuse_rolled(model)
         old = self.named(ModelId(model), adapter)
-        del self._latest[_key(old)]
-        self.demand.forget(old)
+        del self._state.adapters[_key(old)]
+        self._state.demand.forget(old)
         await self._retire(old)
+
+    def forget(self, model: ModelId) -> None:
+        """Forget all adapters of a model that is gone."""
+        for key, adapter in tuple(self._state.adapters.items()):
+            if key[0] == model:
+                del self._state.adapters[key]
+                self._state.demand.forget(adapter)
 
     def named(self, model: ModelId, adapter: str) -> Adapter:
         """Return the latest version of an adapter of a model.
@@ -169,10 +152,10 @@ class Adapters:
         Raises:
             UnknownAdapter: the model has none of that name.
         """
-        found = self._latest.get((model, adapter))
+        found = self._state.adapters.get((model, adapter))
         if found is None:
-            others = ", ".join(repr(of) for of, name in self._latest if name == adapter)
-            has = ", ".join(repr(name) for of, name in self._latest if of == model) or "none"
+            others = ", ".join(repr(of) for of, name in self._state.adapters if name == adapter)
+            has = ", ".join(repr(name) for of, name in self._state.adapters if of == model) or "none"
             elsewhere = f" It is an adapter of {others}." if others else ""
             raise UnknownAdapter(
                 f"Model {model!r} has no adapter {adapter!r}; it has {has}.{elsewhere} Add it first."
@@ -187,62 +170,52 @@ class Adapters:
 
     def counterpart(self, adapter: Adapter, model: ModelId) -> Adapter | None:
         """Return a model's adapter of the same name; `None` if it has none."""
-        return self._latest.get((model, adapter.id))
+        return self._state.adapters.get((model, adapter.id))
 
-    def views(self) -> tuple[AdapterView, ...]:
-        """Return a view of each that has been asked for."""
-        return tuple(self.demand.views(self._latest, self._num_running, self._num_waiting))
-
-    async def hold(self, action: PinAdapters) -> None:
-        """Carry out what a plan asks for; what has gone meanwhile, or cannot be had, is left to requests."""
-        instance = self._instances.get(action.instance)
+    async def pin(self, action: PinAdapters) -> None:
+        """Carry out what a plan asks for; what cannot be loaded now is left to requests."""
+        instance = self._state.instances.get(action.instance)
         if instance is None or not _may_hold(instance, action.model):
             return
         wanted = [found for name in action.adapters if (found := self._version(action.model, name))]
         attributes = {tm.INSTANCE: instance.id, tm.MODEL: action.model}
         with self._telemetry.span(tm.SPAN_ADAPTER_PIN, attributes) as span:
-            await self.shelves.hold(wanted, instance, span)
+            await self._caches.pin(wanted, instance, span)
 
     def _version(self, model: ModelId, version: AdapterId) -> Adapter | None:
         """The adapter of this version, if that is its latest."""
-        found = self._latest.get((model, re.sub(r"@\d+$", "", version)))
+        found = self._state.adapters.get((model, re.sub(r"@\d+$", "", version)))
         return found if found is not None and found.version == version else None
 
-    async def _bring(self, new: Adapter, old: Adapter, span: Span) -> None:
-        """Have a new version where the old one is; where there is no room now, requests will bring it."""
+    async def _load(self, new: Adapter, old: Adapter, span: Span) -> None:
+        """Load a new version where the old one is; where there is no room now, requests will load it."""
         serving = self._serving(old)
         for instance in [i for i in serving if old.version in i.view().adapters] or serving[:1]:
             with suppress(InstanceLost, RequestEvicted):
-                await self.shelves.bring(new, instance, span)
+                await self._caches.load(new, instance, span)
 
     async def _retire(self, adapter: Adapter) -> None:
-        """Drop a version wherever nobody uses it. Cannot be interrupted."""
+        """Drop a version wherever no request uses it. Cannot be interrupted."""
         with anyio.CancelScope(shield=True):
             for instance in self._serving(adapter):
-                await self.shelves.retire(adapter.version, instance)
+                await self._caches.retire(adapter.version, instance)
 
     def _refuse_rolled(self, model: str) -> None:
-        now = self._aliases.get(ModelId(model))
+        now = self._state.aliases.get(ModelId(model))
         if now is not None:
             raise ConfigError(f"Model {model!r} was rolled to {now!r}, which serves its requests; name that.")
 
     def _serving(self, adapter: Adapter) -> list[Instance]:
-        return [instance for instance in self._instances.values() if _may_hold(instance, adapter.model)]
-
-    def _is_latest(self, adapter: Adapter) -> bool:
-        return self._latest.get(_key(adapter)) == adapter
-
-    def _is_needed(self, model: ModelId, adapter: AdapterId) -> bool:
-        return self._num_running(model, adapter) > 0 or self._num_waiting(model, adapter) > 0
+        return [instance for instance in self._state.instances.values() if _may_hold(instance, adapter.model)]
 
     def _next(self, adapter: Adapter) -> Adapter:
-        """The next version; a number is never given twice, or what is held by it would be taken for it."""
+        """Return the next version; a number is never given twice, or an old version would be taken for it."""
         epoch = self._num_versions.get(_key(adapter), 0)
         self._num_versions[_key(adapter)] = epoch + 1
         return replace(adapter, epoch=epoch)
 
     def _install(self, adapter: Adapter) -> None:
-        self._latest[_key(adapter)] = adapter
+        self._state.adapters[_key(adapter)] = adapter
 
     def __repr__(self) -> str:
         return f"<Adapters [{', '.join(f'{a.model}/{a.version}' for a in self) or 'none'}]>"

@@ -1,10 +1,10 @@
-"""The control loop: observe, plan, apply; and recover what was lost."""
+"""The control loop: observe, plan, apply; restart what was lost; tell of requests that no plan serves."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING
 import anyio
 
 from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
-from hotswap.errors import HotswapError
+from hotswap.errors import ConfigError, HotswapError
 from hotswap.request import ModelId
+from hotswap.runtime.adapters import Adapters
+from hotswap.runtime.checks import check_seconds
 from hotswap.runtime.instance import Instance
-from hotswap.runtime.observe import ask
-from hotswap.runtime.swapper import Swapper
+from hotswap.runtime.metrics import LastView
+from hotswap.runtime.moves import Moves
+from hotswap.runtime.state import Change, FleetState
+from hotswap.runtime.swaps import Swaps
+from hotswap.runtime.views import lend
 from hotswap.scheduler import Scheduler
-from hotswap.store import SupportsPrefetch, WeightStore
+from hotswap.store import SupportsPrefetch
 from hotswap.telemetry import Telemetry
-from hotswap.view import FleetView, InstanceId
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -29,141 +33,190 @@ __all__ = ["Control"]
 
 log = logging.getLogger("hotswap")
 
+# So long may requests wait for a model that no instance serves or swaps to, before the log tells of it.
+UNSERVED_S = 30.0
+
 
 class Control:
-    """Asks the scheduler every `interval_s`, and at once after `ask`, and starts what it answers.
+    """Asks the scheduler every `interval_s`, and at once when the state changes, and starts what it answers.
 
-    Actions run as tasks of the fleet; one on an instance that is not free, or that failed a moment ago, is
-    dropped: the scheduler sees the next view and asks again. A scheduler that raises, or asks for what makes
+    Actions run as tasks of the fleet. One on an instance that is not free, or that failed a moment ago, is
+    dropped: the scheduler sees the next view and plans again. A scheduler that raises, or asks for what makes
     no sense, is logged, counted and asked again next time; streams and other actions go on.
     """
 
     def __init__(
         self,
-        *,
+        state: FleetState,
         scheduler: Scheduler,
-        observe: Callable[[], FleetView],
-        on_turn: Callable[[], object],
-        unsettled: Callable[[], Sequence[Instance]],
-        instances: dict[InstanceId, Instance],
-        store: WeightStore,
-        swapper: Swapper,
-        migrate: Callable[[Migrate], None],
-        hold: Callable[[PinAdapters], None],
-        tasks: TaskGroup,
-        telemetry: Telemetry,
+        swaps: Swaps,
+        moves: Moves,
+        adapters: Adapters,
+        *,
         interval_s: float,
+        telemetry: Telemetry,
     ) -> None:
-        self._scheduler = scheduler
-        self._observe, self._on_turn, self._unsettled = observe, on_turn, unsettled
-        self._instances = instances
-        self._store = store
-        self._swapper = swapper
-        self._migrate, self._hold = migrate, hold
-        self._tasks, self._telemetry = tasks, telemetry
-        self._interval_s = interval_s
+        self._state, self._scheduler = state, scheduler
+        self._swaps, self._moves, self._adapters = swaps, moves, adapters
+        self._interval_s, self._telemetry = interval_s, telemetry
         self._asked = anyio.Event()
         self._prefetching: set[ModelId] = set()
+        self._told_unserved: dict[ModelId, float] = {}
 
-    def ask(self) -> None:
+    def state_changed(self, change: Change) -> None:
         """Plan again as soon as this task runs, without waiting for the interval."""
-        self._asked.set()
+        if change is not Change.RELEASED:
+            self._asked.set()
 
-    async def run(self) -> None:
+    async def run(self, tasks: TaskGroup, last_view: LastView) -> None:
         """Observe, plan and apply until cancelled."""
-        while True:
-            self._asked = anyio.Event()
-            for part in (self._on_turn, self._revive, self._plan):
+        self._state.subscribe(self)
+        try:
+            while True:
+                self._asked = anyio.Event()
                 with self._forgiving("The control loop failed in this turn"):
-                    part()
-            with anyio.move_on_after(self._pause_s()):
-                await self._asked.wait()
+                    last_view.keep()
+                with self._forgiving("The control loop failed in this turn"):
+                    self._restart_lost(tasks)
+                with self._forgiving("The control loop failed in this turn"):
+                    self._plan(tasks)
+                with self._forgiving("The control loop failed in this turn"):
+                    self._tell_unserved()
+                with anyio.move_on_after(self._pause_s()):
+                    await self._asked.wait()
+        finally:
+            self._state.unsubscribe(self)
 
     def _pause_s(self) -> float:
         """The interval, or less when something may be tried again earlier."""
         retry_s = math.inf
         with self._forgiving("The fleet could not be looked at"):
-            retry_s = min((instance.next_retry_s() for instance in self._unsettled()), default=math.inf)
+            retry_s = min((instance.next_try_s() for instance in self._state.troubled()), default=math.inf)
         return min(self._interval_s, retry_s - anyio.current_time())
 
-    def _plan(self) -> None:
+    def _plan(self, tasks: TaskGroup) -> None:
         with self._forgiving("Scheduler %r failed to plan", self._scheduler):
-            for action in ask(self._observe, lambda fleet: tuple(self._scheduler.plan(fleet))):
+            for action in lend(self._state, lambda fleet: tuple(self._scheduler.plan(fleet)), running=True):
                 with self._forgiving("Action %r of scheduler %r was not begun", action, self._scheduler):
-                    self._start(action)
+                    self._start(action, tasks)
 
     @contextmanager
     def _forgiving(self, what: str, *whose: object) -> Generator[None]:
-        """Log and count an error, which is no reason to end streams: who caused it is asked again."""
+        """Log and count an error, which is no reason to end streams."""
         try:
             yield
         except Exception:
             log.exception(f"{what}; the fleet goes on as it is.", *whose)
             self._telemetry.control_errors.add(1)
 
-    def _start(self, action: Action) -> None:
+    # ------------------------------------------------------------------ actions
+
+    def _start(self, action: Action, tasks: TaskGroup) -> None:
         match action:
             case Swap() | Unload():
-                self._start_swap(action)
+                self._start_swap(action, tasks)
             case Prefetch():
-                self._start_prefetch(action)
+                self._start_prefetch(action, tasks)
             case PinAdapters():
-                self._hold(action)
+                tasks.start_soon(self._adapters.pin, action, name=f"adapters of {action.instance}")
             case Migrate():
-                self._migrate(action)
+                self._start_move(action, tasks)
             case _:
                 raise TypeError(
                     f"{action!r} is no action; plan Swap, Unload, Prefetch, PinAdapters and Migrate."
                 )
 
-    def _start_swap(self, action: Swap | Unload) -> None:
-        instance = self._instances.get(action.instance)
+    def _start_swap(self, action: Swap | Unload, tasks: TaskGroup) -> None:
+        instance = self._state.instances.get(action.instance)
         target = action.model if isinstance(action, Swap) else None
-        if instance is None or (target is not None and not self._swapper.knows(target)):
+        if instance is None or (target is not None and target not in self._state.models):
             log.error("Scheduler %r asked for %r, which this fleet does not have.", self._scheduler, action)
             return
+        check_seconds(ConfigError, deadline_s=action.deadline_s)
         view = instance.view()
-        if view.free and view.model != target and instance.due(target):
-            instance.claim(target)
-            self._tasks.start_soon(
-                partial(self._swapper.run_claimed, instance, target, action.deadline_s, action.reason),
-                name=f"swap {instance.id} to {target}",
-            )
+        if view.free and view.model != target and instance.may_try(target):
+            self._state.claim(instance, target)
+            swap = partial(self._swaps.run_planned, deadline_s=action.deadline_s, reason=action.reason)
+            tasks.start_soon(swap, instance, target, name=f"swap {instance.id} to {target}")
 
-    def _start_prefetch(self, action: Prefetch) -> None:
-        if isinstance(self._store, SupportsPrefetch) and action.model not in self._prefetching:
+    def _start_move(self, action: Migrate, tasks: TaskGroup) -> None:
+        active = self._state.requests.get(action.request)
+        destination = self._state.instances.get(action.destination)
+        if active is not None and destination is not None:  # else it has gone meanwhile
+            move = partial(self._moves.run_planned, way=action.way, reason=action.reason)
+            tasks.start_soon(move, active, destination, name=f"move {action.request}")
+
+    def _start_prefetch(self, action: Prefetch, tasks: TaskGroup) -> None:
+        store = self._state.store
+        if isinstance(store, SupportsPrefetch) and action.model not in self._prefetching:
             self._prefetching.add(action.model)
-            self._tasks.start_soon(self._prefetch, action.model, name=f"prefetch {action.model}")
+            tasks.start_soon(self._prefetch, store, action.model, name=f"prefetch {action.model}")
 
-    async def _prefetch(self, model: ModelId) -> None:
-        assert isinstance(self._store, SupportsPrefetch)
+    async def _prefetch(self, store: SupportsPrefetch, model: ModelId) -> None:
         try:
-            await self._store.prefetch(model)
+            await store.prefetch(model)
         except Exception as exc:  # a store's own faults as well
             log.warning("Model %r was not prefetched: %s", model, exc, exc_info=_foreign(exc))
         finally:
             self._prefetching.discard(model)
 
-    def _revive(self) -> None:
+    # ------------------------------------------------------------------ what was lost
+
+    def _restart_lost(self, tasks: TaskGroup) -> None:
         """Try to bring broken instances back to EMPTY, with a pause that doubles while it fails."""
-        for instance in self._unsettled():
-            if instance.broken and instance.due(None):
-                instance.claim(None)
-                self._tasks.start_soon(self._restart, instance, name=f"restart {instance.id}")
+        for instance in self._state.troubled():
+            if instance.broken and instance.may_try(None):
+                self._state.claim(instance, None)
+                tasks.start_soon(self._restart, instance, name=f"restart {instance.id}")
 
     async def _restart(self, instance: Instance) -> None:
+        limit_s = self._swaps.limits.unload_s
         try:
-            await instance.engine.unload()
+            with anyio.move_on_after(limit_s) as limit:
+                await instance.engine.unload()
+            if limit.cancelled_caught:
+                raise TimeoutError(f"The unload took longer than its limit of {limit_s:g} s.")
         except Exception as exc:  # a library's fault as well: it is the instance's, not the fleet's
-            instance.failed(None)
-            log.warning("Instance %r could not be restarted: %s", instance.id, exc, exc_info=_foreign(exc))
+            self._state.failed(instance, None)
+            self._log_failed_restart(instance, exc)
         else:
-            instance.succeeded(None)
+            self._state.succeeded(instance, None)
+            log.info("Instance %r was restarted and is EMPTY.", instance.id)
         finally:
-            instance.unclaim()
-            self.ask()
+            self._state.unclaim(instance)
+            self._state.tell(Change.INSTANCES)
+
+    def _log_failed_restart(self, instance: Instance, error: Exception) -> None:
+        if instance.gone_for_good:
+            what = "Instance %r is lost for good; remove or replace it. Its last restart failed: %s"
+        else:
+            what = "Instance %r could not be restarted and will be tried again: %s"
+        log.warning(what, instance.id, error, exc_info=_foreign(error))
+
+    # ------------------------------------------------------------------ what is never served
+
+    def _tell_unserved(self) -> None:
+        """Warn, once for each time, of a model whose requests wait though no instance turns to it."""
+        now_s, unserved = anyio.current_time(), dict[ModelId, float]()
+        for model in self._state.queue.models:
+            since_s = self._state.unserved_since_s(model)
+            if since_s is None:
+                continue
+            unserved[model] = self._told_unserved.get(model, math.inf)
+            if unserved[model] == math.inf and now_s - since_s >= UNSERVED_S:
+                unserved[model] = now_s
+                log.warning(
+                    "Model %r has had %d requests waiting for %.0f s, and no instance serves it or swaps to "
+                    "it: %r gives it none. Instances may be pinned, kept for the min_replicas of other "
+                    "models, or too small.",
+                    model,
+                    self._state.queue.count(model),
+                    now_s - since_s,
+                    self._scheduler,
+                )
+        self._told_unserved = unserved
 
 
 def _foreign(error: Exception) -> Exception | None:
-    """The error if hotswap did not raise it on purpose, so that its traceback is worth a log."""
+    """Return the error if hotswap did not raise it on purpose, so that its traceback is worth a log."""
     return None if isinstance(error, HotswapError) else error

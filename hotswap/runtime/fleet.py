@@ -1,58 +1,39 @@
-"""The fleet: where engines, a store, a router and a scheduler become one thing that serves models."""
+"""The fleet: engines, a store, a router and a scheduler as one thing that serves models."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence, Set
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 import anyio
 from anyio import AsyncContextManagerMixin
 
-from hotswap.action import DrainRecord, Migrate, MigrationRecord, MigrationWay, PinAdapters, SwapRecord
+from hotswap.action import DrainRecord, MigrationRecord, MigrationWay, SwapRecord
 from hotswap.engine import Engine
-from hotswap.errors import (
-    ConfigError,
-    FleetClosed,
-    HotswapError,
-    InvalidRequest,
-    SwapRefused,
-)
+from hotswap.errors import HotswapError, InvalidRequest
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
-from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
+from hotswap.request import FinishReason, ModelId, Sampling, Token
 from hotswap.router import Router
 from hotswap.runtime.adapters import Adapters
-from hotswap.runtime.admission import Seat, WaitingRoom
-from hotswap.runtime.control import Control
-from hotswap.runtime.dispatch import Dispatcher
-from hotswap.runtime.drain import Drainer
-from hotswap.runtime.flight import FleetStream, Flight, fly
-from hotswap.runtime.houses import Houses
-from hotswap.runtime.instance import Instance
-from hotswap.runtime.metrics import LastView, observe_fleet
-from hotswap.runtime.migrate import Migrator
+from hotswap.runtime.checks import check_priority, check_seconds
+from hotswap.runtime.core import Core
+from hotswap.runtime.flow import ClientRequest, FleetStream
+from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
-from hotswap.runtime.observe import Observer
-from hotswap.runtime.registry import Registry, check_servable, unique
-from hotswap.runtime.roll import Roller, Streams
+from hotswap.runtime.operations import Streams
 from hotswap.runtime.swap import SwapLimits
-from hotswap.runtime.swapper import Swapper
+from hotswap.runtime.views import LiveView
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
-from hotswap.telemetry import Telemetry
-from hotswap.view import FleetView, InstanceId, InstanceState
+from hotswap.view import FleetView, InstanceId
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
     from opentelemetry import metrics, trace
 
 __all__ = ["Completion", "Fleet"]
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,132 +94,29 @@ class Fleet(AsyncContextManagerMixin):
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
     ) -> None:
-        if not interval_s > 0:
-            raise ConfigError(f"interval_s is {interval_s!r}; give seconds over 0.")
-        self._registry = Registry(models, store)
-        self._store = store
-        self._scheduler = scheduler
-        self._interval_s = interval_s
-        self._telemetry = Telemetry(tracer_provider, meter_provider)
-        self._instances = unique(map(Instance, engines), lambda instance: instance.id, "engine")
-        self._aliases: dict[ModelId, ModelId] = {}
-        self._adapters = Adapters(
-            adapters,
-            models=lambda: self._registry.models,
-            instances=self._instances,
-            aliases=self._aliases,
-            num_running=self._num_adapted,
-            num_waiting=self._num_waiting,
-            telemetry=self._telemetry,
-        )
-        self._flights: dict[RequestId, Flight] = {}
-        self._num_flights = self._num_requests = 0
-        self._name = uuid.uuid4().hex[:8]
-        self._dispatcher = Dispatcher(
-            router,
-            self._instances,
-            served=self._served,
-            observe=lambda: self._observer.brief(),
-            look=lambda instance: self._observer.counted(instance),
-            on_release=lambda: self._room.wake(),
-        )
-        self._room = WaitingRoom(
+        self._core = Core(
+            engines=engines,
+            store=store,
+            models=models,
+            adapters=adapters,
+            router=router,
+            scheduler=scheduler,
+            interval_s=interval_s,
             max_waiting=max_waiting,
-            served=self._served,
-            route=self._dispatcher.route,
-            release=self._dispatcher.release,
-            on_wait=self._ask_if_unserved,
-        )
-        self._swapper = Swapper(
-            cards=self._registry.cards,
-            store=store,
-            instances=self._instances,
-            room=self._room,
-            limits=limits or SwapLimits(),
             max_load_attempts=max_load_attempts,
-            telemetry=self._telemetry,
-            on_change=self._changed,
-            on_record=on_swap,
-        )
-        self._migrator = Migrator(
-            limits=migration_limits or MigrationLimits(),
+            limits=limits,
+            on_swap=on_swap,
             mover=mover,
-            card=self._registry.card,
-            shelves=self._adapters.shelves,
-            charge=self._dispatcher.charge,
-            release=self._dispatcher.release,
-            telemetry=self._telemetry,
-            on_record=on_migration,
+            migration_limits=migration_limits,
+            on_migration=on_migration,
+            tracer_provider=tracer_provider,
+            meter_provider=meter_provider,
         )
-        self._observer = Observer(
-            instances=self._instances,
-            cards=self._registry.cards,
-            flights=self._flights,
-            room=self._room,
-            store=store,
-            num_running=self._dispatcher.num_running,
-            num_failed_loads=self._swapper.num_failed_loads,
-            last_evicted_s=self._swapper.last_evicted_s,
-            adapters=self._adapters.views,
-        )
-        self._drainer = Drainer(self._migrator, self._flights.values, self._would_route)
-        self._houses = Houses()
-        self._change = anyio.Event()
-        self._tasks: TaskGroup | None = None
-        self._control: Control | None = None
-
-    # -- life
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        error: Exception | None = None
-        async with AsyncExitStack() as stack:
-            try:
-                await stack.enter_async_context(self._store)
-                for instance in self._instances.values():
-                    await stack.enter_async_context(instance.engine)
-                await stack.enter_async_context(self._houses)
-                await self._registry.open()
-                last_view = LastView(self._observer.brief, wanted=self._telemetry.measures)
-                stack.callback(last_view.close)
-                observe_fleet(self._telemetry, last_view)
-                async with anyio.create_task_group() as tasks:
-                    self._start(tasks, last_view)
-                    try:
-                        yield self
-                    except Exception as exc:
-                        error = exc
-                    finally:
-                        self._stop(tasks)
-            except Exception as exc:  # engines' task groups would wrap what passes through them
-                error = exc
-        if error is not None:
-            raise error
-
-    def _start(self, tasks: TaskGroup, last_view: LastView) -> None:
-        self._tasks = tasks
-        self._control = Control(
-            scheduler=self._scheduler,
-            observe=self._observer.view,
-            on_turn=last_view.keep,
-            unsettled=self._observer.unsettled,
-            instances=self._instances,
-            store=self._store,
-            swapper=self._swapper,
-            migrate=self._migrate,
-            hold=self._hold,
-            tasks=tasks,
-            telemetry=self._telemetry,
-            interval_s=self._interval_s,
-        )
-        tasks.start_soon(self._control.run, name="hotswap control")
-
-    def _stop(self, tasks: TaskGroup) -> None:
-        self._tasks = self._control = None
-        self._change.set()
-        tasks.cancel_scope.cancel()
-        for instance in self._instances.values():
-            instance.settle_first_token(self._telemetry)
+        async with self._core:
+            yield self
 
     # -- requests
 
@@ -256,36 +134,48 @@ class Fleet(AsyncContextManagerMixin):
         """Ask a model to continue `prompt` and lend its stream; leaving the block ends the request.
 
         A text prompt needs a tokenizer beside the model's weights; token ids work always. A higher
-        `priority` leaves the waiting room earlier. After `deadline_s` seconds the stream ends by
-        `DeadlineExceeded`.
+        `priority` leaves the queue earlier, ahead of at most 64 earlier requests for each level. After
+        `deadline_s` seconds the stream ends by `DeadlineExceeded`.
 
         Raises:
             UnknownModel: the model is not registered.
             UnknownAdapter: the model has no such adapter.
-            InvalidRequest: the prompt is empty, or text without a tokenizer.
+            InvalidRequest: the prompt is empty, or text without a tokenizer, or an argument is out of range.
             PromptTooLong: the prompt leaves no room in the model's context.
             ModelTooLarge: no engine could ever hold the model.
             QueueFull: it would have to wait and too many do; it says when to come back.
             FleetClosed: the fleet is not open.
+            WrongLoop: the fleet is open on another event loop.
         """
-        self._open_tasks()
-        flight = await self._prepare(
-            ModelId(model), prompt, sampling or Sampling(), adapter, priority, deadline_s
+        core = self._core
+        core.lifetime.check_open()
+        check_priority(InvalidRequest, priority)
+        check_seconds(InvalidRequest, deadline_s=deadline_s)
+        name = ModelId(model)
+        tokens = await core.models.encode(name, prompt)
+        new = core.new_request(name, tokens, sampling or Sampling(), adapter=adapter, priority=priority)
+        request = ClientRequest(
+            new.request,
+            adapter=new.adapter,
+            arrival=new.arrival,
+            telemetry=core.telemetry,
+            text=core.models.text_stream(new.request),
+            deadline_s=deadline_s,
         )
         try:
-            tasks = self._open_tasks()  # it may have closed while a text was encoded
-            seat = self._room.enter(flight.request, refusable=True)
+            tasks = core.lifetime.tasks  # the fleet may have closed while a text was encoded
+            ticket = core.admission.enter(new.request, new.arrival, refusable=True)
         except HotswapError as exc:
-            flight.fail(exc)
-            flight.end()
+            request.fail(exc)
+            request.end()
             raise
-        tasks.start_soon(self._fly, flight, seat, name=f"flight {flight.request.id}")
+        tasks.start_soon(core.flow.run, request, ticket, name=f"request {new.request.id}")
         try:
-            yield FleetStream(flight)
+            yield FleetStream(request)
         finally:
-            flight.scope.cancel()
+            request.scope.cancel()
             with anyio.CancelScope(shield=True):
-                await flight.ended.wait()
+                await request.ended.wait()
 
     async def generate(
         self,
@@ -306,82 +196,6 @@ class Fleet(AsyncContextManagerMixin):
         assert reason is not None
         return Completion(text="".join(t.text for t in tokens), tokens=tuple(tokens), finish_reason=reason)
 
-    async def _prepare(
-        self,
-        model: ModelId,
-        prompt: str | Sequence[int],
-        sampling: Sampling,
-        adapter: str | None,
-        priority: int,
-        deadline_s: float | None,
-    ) -> Flight:
-        model = self._aliases.get(model, model)
-        card = self._registry.card(model)
-        named = None if adapter is None else self._adapters.named(model, adapter)
-        request = Request(
-            id=self._next_id(),
-            model=model,
-            prompt=await self._registry.encode(model, prompt),
-            sampling=sampling,
-            adapter=None if named is None else named.version,
-            priority=priority,
-            arrived_s=anyio.current_time(),
-        )
-        check_servable(request, card, self._observer.memory_bytes)
-        if named is not None:
-            self._adapters.demand.ask(named)
-        text = self._registry.text_stream(request)
-        return Flight(request, adapter=named, telemetry=self._telemetry, text=text, deadline_s=deadline_s)
-
-    def _next_id(self) -> RequestId:
-        """Return an id that sorts as requests came, and that no other fleet gives."""
-        self._num_requests += 1
-        return RequestId(f"{self._name}-{self._num_requests:07d}")
-
-    async def _fly(self, flight: Flight, seat: Seat) -> None:
-        self._num_flights += 1
-        flight.number = self._num_flights
-        self._flights[flight.request.id] = flight
-        try:
-            await fly(
-                flight,
-                seat,
-                room=self._room,
-                shelves=self._adapters.shelves,
-                release=self._dispatcher.release,
-                on_lost=self._changed,
-                telemetry=self._telemetry,
-            )
-        finally:
-            del self._flights[flight.request.id]
-
-    # -- routing
-
-    def _served(self) -> Set[ModelId]:
-        return self._observer.served()
-
-    def _num_adapted(self, model: ModelId, adapter: AdapterId) -> int:
-        return self._dispatcher.num_adapted[model, adapter]
-
-    def _num_waiting(self, model: ModelId, adapter: AdapterId) -> int:
-        return self._room.num_waiting(model, adapter)
-
-    def _would_route(self, request: Request) -> Instance | None:
-        return self._dispatcher.choose(request)
-
-    def _ask_if_unserved(self, model: ModelId) -> None:
-        """Wake the scheduler when somebody waits for a model that no instance serves or is turning to."""
-        if self._control is not None and not self._observer.replicas(model):
-            self._control.ask()
-
-    def _changed(self) -> None:
-        """An instance changed state: those who wait may go, and the scheduler may see it otherwise now."""
-        self._change.set()
-        self._change = anyio.Event()
-        self._room.wake()
-        if self._control is not None:
-            self._control.ask()
-
     # -- by hand
 
     async def swap(
@@ -397,35 +211,17 @@ class Fleet(AsyncContextManagerMixin):
             SwapFailed: a phase failed; the message says what the instance serves now.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
-        self._open_tasks()
-        model = self._registry.card(ModelId(to)).id
-        chosen = self._instance(instance)
-        if chosen.view().model == model and chosen.view().state is InstanceState.SERVING:
-            raise SwapRefused(f"Instance {instance!r} serves {to!r} already; nothing was done.")
-        return await self._swap(chosen, model, deadline_s, reason)
+        core = self._core
+        core.lifetime.check_open()
+        work = core.operations.swap(instance, to, deadline_s=deadline_s, reason=reason)
+        return await core.lifetime.run(work, f"the swap of instance {instance!r}")
 
     async def unload(self, instance: str, *, deadline_s: float = 0.0, reason: str = "by hand") -> SwapRecord:
         """Evict what runs on an instance within `deadline_s` and free its weights; errors as for `swap`."""
-        return await self._swap(self._instance(instance), None, deadline_s, reason)
-
-    async def _swap(
-        self, instance: Instance, target: ModelId | None, deadline_s: float, reason: str
-    ) -> SwapRecord:
-        self._open_tasks()
-        instance.claim(target)
-        swap = self._swapper.run(instance, target, deadline_s=deadline_s, reason=reason)
-        return await self._while_open(swap, f"the swap of instance {instance.id!r}")
-
-    async def _while_open(self, work: Coroutine[object, object, _T], what: str) -> _T:
-        """Return what `work` returns; a closing fleet cancels it and waits for it to end."""
-        ended = anyio.Event()
-        with anyio.CancelScope() as scope:
-            self._open_tasks().start_soon(_end_with_fleet, scope, ended, name=what)
-            try:
-                return await work
-            finally:
-                ended.set()
-        raise FleetClosed(f"The fleet closed before {what} ended; nothing is lost.")
+        core = self._core
+        core.lifetime.check_open()
+        work = core.operations.unload(instance, deadline_s=deadline_s, reason=reason)
+        return await core.lifetime.run(work, f"the unload of instance {instance!r}")
 
     async def migrate(
         self, request: str, *, to: str, way: MigrationWay | None = None, reason: str = "by hand"
@@ -449,22 +245,10 @@ class Fleet(AsyncContextManagerMixin):
                 one of the instances takes part in another move, or the other is not open for it.
             FleetClosed: the fleet is not open.
         """
-        self._open_tasks()
-        flight = self._flights.get(RequestId(request))
-        if flight is None:
-            raise InvalidRequest(f"There is no request {request!r} under way; it may have ended.")
-        move = self._migrator.run(flight, self._instance(to), way=way, reason=reason)
-        return await self._while_open(move, f"the move of request {request!r}")
-
-    def _migrate(self, action: Migrate) -> None:
-        """As a plan asks for it; what has gone meanwhile is dropped."""
-        flight, destination = self._flights.get(action.request), self._instances.get(action.destination)
-        if flight is not None and destination is not None:
-            move = partial(self._migrator.run_planned, way=action.way, reason=action.reason)
-            self._open_tasks().start_soon(move, flight, destination, name=f"move {action.request}")
-
-    def _hold(self, action: PinAdapters) -> None:
-        self._open_tasks().start_soon(self._adapters.hold, action, name=f"adapters of {action.instance}")
+        core = self._core
+        core.lifetime.check_open()
+        work = core.operations.migrate(request, to=to, way=way, reason=reason)
+        return await core.lifetime.run(work, f"the move of request {request!r}")
 
     async def drain(
         self,
@@ -486,22 +270,16 @@ class Fleet(AsyncContextManagerMixin):
             SwapRefused: it is drained already, or a swap has it.
             FleetClosed: the fleet is not open.
         """
-        self._open_tasks()
-        chosen = self._instance(instance)
-        if chosen.draining or chosen.view().swapping:
-            raise SwapRefused(f"Instance {instance!r} is drained or swapped already; wait for that to end.")
-        chosen.draining = True
-        try:
-            drain = self._drainer.run(chosen, deadline_s=deadline_s, way=way, reason=reason)
-            return await self._while_open(drain, f"the drain of instance {instance!r}")
-        except BaseException:
-            self.reopen(instance)
-            raise
+        core = self._core
+        core.lifetime.check_open()
+        work = core.operations.drain(instance, deadline_s=deadline_s, way=way, reason=reason)
+        return await core.lifetime.run(work, f"the drain of instance {instance!r}")
 
     def reopen(self, instance: str) -> None:
         """Let requests come to an instance again that was drained; nothing happens if it was not."""
-        self._instance(instance).draining = False
-        self._changed()
+        core = self._core
+        core.lifetime.check_loop()
+        core.operations.reopen(core.state.instance(instance))
 
     async def add(self, engine: Engine) -> None:
         """Start an engine and take it in, EMPTY: schedulers see it from now on, `swap` gives it a model.
@@ -510,14 +288,9 @@ class Fleet(AsyncContextManagerMixin):
             ConfigError: the fleet has an instance of its name.
             FleetClosed: the fleet is not open.
         """
-        self._open_tasks()
-        if engine.id in self._instances:
-            raise ConfigError(f"There is an instance {engine.id!r} already; give the engine another id.")
-        instance = Instance(engine)
-        await self._houses.move_in(instance)
-        self._instances[instance.id] = instance
-        self._observer.join(instance)
-        self._changed()
+        core = self._core
+        core.lifetime.check_open()
+        await core.lifetime.run(core.operations.add(engine), f"the start of engine {engine.id!r}")
 
     async def remove(
         self, instance: str, *, deadline_s: float | None = None, reason: str = "by hand"
@@ -527,21 +300,10 @@ class Fleet(AsyncContextManagerMixin):
         One that the fleet was made with is left EMPTY and stops with the fleet. Errors and cancellation are
         those of `drain` and `unload`; the instance stays if one of them fails.
         """
-        chosen = self._instance(instance)
-        record = await self.drain(instance, deadline_s=deadline_s, reason=reason)
-        try:
-            if chosen.view().state is not InstanceState.EMPTY:
-                await self._swap(chosen, None, 0.0, reason)
-        except BaseException:
-            self.reopen(instance)
-            raise
-        with anyio.CancelScope(shield=True):
-            del self._instances[chosen.id]
-            self._observer.leave(chosen)
-            self._adapters.shelves.forget(chosen.id)
-            await self._houses.move_out(chosen)
-        self._changed()
-        return record
+        core = self._core
+        core.lifetime.check_open()
+        work = core.operations.remove(instance, deadline_s=deadline_s, reason=reason)
+        return await core.lifetime.run(work, f"the removal of instance {instance!r}")
 
     async def replace(
         self, instance: str, by: Engine, *, deadline_s: float | None = None, reason: str = "by hand"
@@ -551,16 +313,10 @@ class Fleet(AsyncContextManagerMixin):
         The new engine has a name of its own. If it cannot load, it goes again and nothing has changed; errors
         are those of `add`, `swap` and `remove`.
         """
-        model = self._instance(instance).view().model
-        await self.add(by)
-        try:
-            if model is not None:
-                await self.swap(by.id, to=model, reason=reason)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self.remove(by.id, deadline_s=0.0, reason=reason)
-            raise
-        return await self.remove(instance, deadline_s=deadline_s, reason=reason)
+        core = self._core
+        core.lifetime.check_open()
+        work = core.operations.replace(instance, by, deadline_s=deadline_s, reason=reason)
+        return await core.lifetime.run(work, f"the replacement of instance {instance!r}")
 
     async def roll(
         self, model: str, *, to: str, streams: Streams = "pinned", reason: str = "rolled"
@@ -581,35 +337,10 @@ class Fleet(AsyncContextManagerMixin):
             SwapFailed, SwapRefused: a replica could not turn; it serves, or is EMPTY, as the message says.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
-        self._open_tasks()
-        old, new = self._registry.card(ModelId(model)).id, self._registry.card(ModelId(to)).id
-
-        self._adapters.check_roll(old, new)
-
-        async def turn(instance: Instance, target: ModelId) -> None:
-            try:
-                await self._swap(instance, target, 0.0, reason)
-            finally:
-                self.reopen(instance.id)
-
-        roller = Roller(
-            lambda wanted: [i for i in self._instances.values() if _serves(i, wanted)],
-            self._flights.values,
-            lambda instance: self.drain(instance.id, reason=reason),
-            turn,
-            self._alias,
-            lambda adapter: self._adapters.counterpart(adapter, new),
-        )
-        turned = await roller.run(old, new, streams)
-        self._registry.hand_floor(old, new)
-        return turned
-
-    def _alias(self, old: ModelId, new: ModelId) -> None:
-        """Have requests for `old`, and for what it serves, served by `new`, itself from now on."""
-        others = {name: new if target == old else target for name, target in self._aliases.items()}
-        self._aliases.clear()
-        self._aliases.update({**others, old: new})
-        self._aliases.pop(new, None)
+        core = self._core
+        core.lifetime.check_open()
+        work = core.operations.roll(model, to=to, streams=streams, reason=reason)
+        return await core.lifetime.run(work, f"the roll of model {model!r}")
 
     async def ready(self) -> None:
         """Return once every model has its `min_replicas` serving; at once if none asks for any.
@@ -619,60 +350,36 @@ class Fleet(AsyncContextManagerMixin):
         Raises:
             FleetClosed: the fleet is not open, or closes meanwhile.
         """
-        self._open_tasks()
-        while not self._observer.floors_hold():
-            await self._change.wait()
-            self._open_tasks()
+        core = self._core
+        core.lifetime.check_open()
+        await core.lifetime.run(core.state.min_replicas_served(), "the wait for min_replicas")
 
     # -- what can be seen
 
     def view(self) -> FleetView:
         """The fleet at this moment, as schedulers see it; routers do not see what runs."""
-        view = self._observer.view()
-        view.settle()
-        return view
+        self._core.lifetime.check_loop()
+        return LiveView.of(self._core.state, now_s=anyio.current_time(), running=True).complete()
+
+    @property
+    def models(self) -> Models:
+        """The models that requests may ask for: add and remove them here while the fleet serves."""
+        return self._core.models
 
     @property
     def adapters(self) -> Adapters:
         """The adapters that requests may name: add, update and remove them here while the fleet serves."""
-        return self._adapters
+        return self._core.adapters
 
     @property
     def migrations(self) -> tuple[MigrationRecord, ...]:
         """Records of the moves that ended, oldest first; the last 10,000 are kept."""
-        return tuple(self._migrator.records)
+        return tuple(self._core.moves.records)
 
     @property
     def swaps(self) -> tuple[SwapRecord, ...]:
         """Records of the swaps that ended, oldest first; the last 10,000 are kept."""
-        return tuple(self._swapper.records)
-
-    def _open_tasks(self) -> TaskGroup:
-        if self._tasks is None:
-            raise FleetClosed("The fleet is not open; use it inside `async with Fleet(...) as fleet`.")
-        return self._tasks
-
-    def _instance(self, instance: str) -> Instance:
-        found = self._instances.get(InstanceId(instance))
-        if found is None:
-            known = ", ".join(map(repr, self._instances)) or "none"
-            raise ConfigError(f"There is no instance {instance!r}; this fleet has {known}.")
-        return found
+        return tuple(self._core.swaps.records)
 
     def __repr__(self) -> str:
-        return f"<Fleet {self._observer}>"
-
-
-def _serves(instance: Instance, model: ModelId) -> bool:
-    view = instance.view()
-    return view.state is InstanceState.SERVING and view.model == model and not view.swapping
-
-
-async def _end_with_fleet(scope: anyio.CancelScope, ended: anyio.Event) -> None:
-    """As a task of the fleet: cancel what runs outside of it when the fleet closes, and let it end first."""
-    try:
-        await ended.wait()
-    finally:
-        scope.cancel()
-        with anyio.CancelScope(shield=True):
-            await ended.wait()
+        return f"<Fleet {self._core.state}>"

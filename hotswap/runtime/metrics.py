@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+import anyio
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from hotswap import telemetry as tm
+from hotswap.runtime.state import FleetState
+from hotswap.runtime.views import LiveView
 from hotswap.telemetry import Telemetry
 from hotswap.view import FleetView
 
@@ -16,41 +19,34 @@ __all__ = ["LastView", "observe_fleet"]
 
 
 class LastView:
-    """The fleet as it was last seen, which any thread may ask for; nothing once it is closed.
+    """The fleet as it was last seen, for a metrics reader on any thread; nothing once it is closed.
 
     A metrics reader asks from a thread of its own, where the loop has no clock and what it owns may be
-    changing. There the answer is the view that the control loop took last, at most one interval old. Where it
-    is not `wanted`, since the fleet's meter measures nothing, none is taken.
+    changing. There the answer is the view that the control loop took last, at most one interval old. A meter
+    that measures nothing wants no views, so none are taken for it.
     """
 
-    def __init__(self, view: Callable[[], FleetView], *, wanted: bool) -> None:
-        self._view, self._wanted = view, wanted
+    def __init__(self, state: FleetState, *, wanted: bool) -> None:
+        self._state: FleetState | None = state
+        self._wanted = wanted
         self._thread = threading.get_ident()
         self._last: FleetView | None = None
         self.keep()
 
     def keep(self) -> None:
-        """Have a view of now for readers on other threads, if there may be any."""
-        if self._wanted:
-            self.take()
-
-    def take(self) -> FleetView:
-        """Look now, on the event loop."""
-        seen = self._view()
-        seen.settle()  # before another thread may read it
-        self._last = seen
-        return seen
+        """Take a view for readers on other threads, if there may be any."""
+        if self._wanted and self._state is not None:
+            self._last = LiveView.of(self._state, now_s=anyio.current_time(), running=False).complete()
 
     def seen(self) -> Iterable[FleetView]:
-        """The view, fresh on the loop's own thread; empty after `close`."""
-        last = self._last
-        if last is not None and threading.get_ident() == self._thread:
-            last = self.take()
-        return () if last is None else (last,)
+        """Return the view, fresh on the loop's own thread; empty after `close`."""
+        if self._last is not None and threading.get_ident() == self._thread:
+            self.keep()
+        return () if self._last is None else (self._last,)
 
     def close(self) -> None:
-        """Show nothing from now on: the meter outlives the fleet, and a closed fleet has no queue."""
-        self._last = None
+        """Show nothing from now on, and let go of the fleet: the meter outlives it."""
+        self._state = self._last = None
 
 
 def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:

@@ -5,13 +5,13 @@
     tokens  have the destination prefill the tokens so far while the request decodes, again what has come
             since, until little is left; cut, hand over (ServerlessLLM: Fu et al., OSDI 2024, section 5.3)
 
-The flight owns its request throughout: handing over is telling it where to go next. Whatever breaks before
-leaves the request where it was, and whatever breaks afterwards is a hop like any other.
+A hand-over tells the request where to go next (`ActiveRequest.head_for`). A failure before that leaves the
+request where it was; a failure afterwards is handled like that of any other stay on an instance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,9 +23,10 @@ from hotswap.action import MigrationWay
 from hotswap.errors import ConfigError, MigrationAborted, RequestEvicted
 from hotswap.migration import KVSink, KVSource, SupportsMigration
 from hotswap.request import Request, RequestId
-from hotswap.runtime.flight import Flight
+from hotswap.runtime.active import ActiveRequest
+from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.instance import Instance
-from hotswap.runtime.shelves import Shelves
+from hotswap.runtime.state import FleetState
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
 
@@ -46,7 +47,7 @@ class MigrationLimits:
         last_round_tokens: Tokens left at which the request is cut.
         chunk_bytes: Of KV blocks on their way at once; a block is the least.
         stage_s: How long any stage may take that is no round of tokens.
-        round_s: How long such a round may take, a prefill for which nobody waits.
+        round_s: How long such a round may take, a prefill for which no client waits.
     """
 
     per_instance: int = 1
@@ -81,26 +82,25 @@ class Move:
 
     def __init__(
         self,
-        flight: Flight,
+        active: ActiveRequest,
         source: Instance,
         destination: Instance,
         *,
+        state: FleetState,
+        adapters: AdapterCaches,
         limits: MigrationLimits,
-        shelves: Shelves,
-        charge: Callable[[Request, Instance], None],
-        release: Callable[[Request, Instance], None],
         telemetry: Telemetry,
         span: Span,
     ) -> None:
-        self.flight, self.source, self.destination = flight, source, destination
+        self.active, self.source, self.destination = active, source, destination
         self.way: MigrationWay = "tokens"
         self.stage = "begin"
         self.num_stages = self.copied_bytes = self.num_tokens = 0
         self.stopped_s = self.downtime_s = 0.0
         self._owes = False
         self._scope, self._in_vain = anyio.CancelScope(), ""
-        self._limits, self._shelves, self._telemetry, self._span = limits, shelves, telemetry, span
-        self._charge, self._release = charge, release
+        self._state, self._adapters, self._limits = state, adapters, limits
+        self._telemetry, self._span = telemetry, span
 
     async def with_blocks(self) -> None:
         """Move with KV blocks.
@@ -113,15 +113,15 @@ class Move:
         source, destination = self.source.engine, self.destination.engine
         if not (isinstance(source, SupportsMigration) and isinstance(destination, SupportsMigration)):
             raise self._abort("export", "one of the engines cannot move KV blocks")
-        request = self.flight.remaining
+        request = self.active.remaining
         async with (
-            self._shelves.held(self.flight.adapter, request.id, self.destination, self._span),
+            self._adapters.held(self.active.adapter, request.id, self.destination, self._span),
             source.export_kv(request.id) as exported,
             destination.import_kv(request) as imported,
         ):
             if exported.layout != imported.layout:
                 raise self._abort("reserve", "the engines keep KV blocks in different ways")
-            with self._charged():
+            with self._assigned():
                 num_copied = await self._copy_while_decoding(exported, imported)
                 await self._hand_over_blocks(exported, imported, num_copied)
             await self._arrive()
@@ -134,26 +134,26 @@ class Move:
             InstanceLost: the destination was lost.
         """
         self.way = "tokens"
-        request = self.flight.request
-        async with self._shelves.held(self.flight.adapter, request.id, self.destination, self._span):
-            with self._charged():
+        request = self.active.request
+        async with self._adapters.held(self.active.adapter, request.id, self.destination, self._span):
+            with self._assigned():
                 await self._prefill_in_rounds()
                 self.stage = "hand over"
                 self._require_here()
-                self.stopped_s, self.num_tokens = anyio.current_time(), self.flight.remaining.num_tokens
+                self.stopped_s, self.num_tokens = anyio.current_time(), self.active.remaining.num_tokens
                 self._head()
-                self.flight.cut()
+                self.active.interrupt()
             await self._arrive()
 
     @contextmanager
     def unless_in_vain(self) -> Generator[None]:
-        """Bracket the move: it ends, by `MigrationAborted`, when nobody is to arrive any more."""
-        self.flight.on_left = self._note_left
+        """Bracket the move: it ends, by `MigrationAborted`, when the request will not come any more."""
+        self.active.move = self
         try:
             with self._scope:
                 yield
         finally:
-            self.flight.on_left = None
+            self.active.move = None
         if self._scope.cancelled_caught:
             raise self._abort(self.stage, self._in_vain)
 
@@ -163,15 +163,15 @@ class Move:
             self._in_vain = f"instance {self.destination.id!r} takes no more requests"
             self._scope.cancel()
 
-    def _note_left(self) -> None:
-        """The request has left the source; with its blocks the source's own verbs end."""
+    def source_left(self) -> None:
+        """Give the move up if the request has left early; with blocks the verbs of the source end it."""
         if self.way == "tokens" and not self._has_gone:
             self._in_vain = "the request has ended or gone elsewhere"
             self._scope.cancel()
 
     @property
     def _has_gone(self) -> bool:
-        return self.stage == "arrive" or self.destination in (self.flight.heading, self.flight.instance)
+        return self.stage == "arrive" or self.destination in (self.active.next_instance, self.active.instance)
 
     # ------------------------------------------------------------------ blocks
 
@@ -215,7 +215,7 @@ class Move:
             try:
                 await source.release()
             except BaseException:
-                self._owes = self.flight.turn_back() is not None
+                self._owes = self.active.take_next() is not None
                 raise
 
     # ------------------------------------------------------------------ tokens
@@ -224,7 +224,7 @@ class Move:
         """Have the destination compute all but a few of the request's tokens."""
         num_sent, num_left = 0, 0
         while True:
-            request = self.flight.remaining
+            request = self.active.remaining
             before, num_left = num_left, request.num_tokens - num_sent
             if self.num_stages and num_left <= self._limits.last_round_tokens:
                 return
@@ -256,28 +256,29 @@ class Move:
     # ------------------------------------------------------------------ both
 
     @contextmanager
-    def _charged(self) -> Generator[None]:
-        """Count the request to the destination, until the flight takes that over with the request."""
-        request = self.flight.request
-        self._charge(request, self.destination)
+    def _assigned(self) -> Generator[None]:
+        """Assign the request to the destination, until the request takes that over."""
+        request = self.active.request
+        self._state.assign(request, self.destination)
         self._owes = True
         try:
             yield
         finally:
             if self._owes:
-                self._release(request, self.destination)
+                self._state.release(request, self.destination)
 
     def _head(self) -> None:
-        self.flight.head_for(self.destination, self._span.get_span_context())
+        self.active.head_for(self.destination, self._span.get_span_context())
         self._owes = False
 
     async def _arrive(self) -> None:
         """Wait for the first token, or for whatever else becomes of the hop."""
         with self._timed("arrive"):
-            await self.flight.arrived.wait()
-        if self.flight.arrived_s is None:
+            assert self.active.arrived is not None, "it was told to come here"
+            await self.active.arrived.wait()
+        if self.active.arrived_s is None:
             raise self._abort("arrive", "the destination gave it no token")
-        self.downtime_s = max(0.0, self.flight.arrived_s - self.stopped_s)
+        self.downtime_s = max(0.0, self.active.arrived_s - self.stopped_s)
 
     @contextmanager
     def _timed(self, stage: str) -> Generator[None]:
@@ -292,17 +293,17 @@ class Move:
 
     def _require_here(self) -> None:
         """Raise unless the request still runs where it is to be taken from, and it can go where it is to."""
-        if self.flight.landed or self.flight.instance is not self.source:
+        if self.active.finished or self.active.instance is not self.source:
             raise self._abort(self.stage, "the request has ended or gone elsewhere")
         view = self.destination.view()
-        if view.state is not InstanceState.SERVING or view.model != self.flight.request.model:
+        if view.state is not InstanceState.SERVING or view.model != self.active.request.model:
             raise self._abort(self.stage, f"instance {view.id!r} is {view.state} with model {view.model!r}")
         if view.draining:
             raise self._abort(self.stage, f"instance {view.id!r} is being drained")
 
     def _abort(self, stage: str, because: str) -> MigrationAborted:
         return MigrationAborted(
-            f"The move of request {self.flight.request.id!r} to {self.destination.id!r} ended in {stage!r}: "
+            f"The move of request {self.active.request.id!r} to {self.destination.id!r} ended in {stage!r}: "
             f"{because}. The request goes on without it.",
             stage=stage,
         )

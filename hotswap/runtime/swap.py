@@ -25,6 +25,7 @@ from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.state import FleetState
 from hotswap.store import (
     SupportsLend,
     SupportsNodes,
@@ -71,7 +72,7 @@ class SwapJob:
         self,
         instance: Instance,
         model: ModelCard | None,
-        store: WeightStore,
+        state: FleetState,
         *,
         deadline_s: float,
         reason: str,
@@ -85,7 +86,8 @@ class SwapJob:
         self.limits = limits
         self.telemetry = telemetry
         self.record: SwapRecord | None = None
-        self._store = _MeteredStore(store)
+        self._state = state
+        self._store = _MeteredStore(state.store)
         self._phases: list[PhaseRecord] = []
         self._phase = "preflight"
         self._num_evicted = 0
@@ -121,10 +123,10 @@ class SwapJob:
         engine = self.instance.engine
         self.instance.swap_context = span.get_span_context()
         if self.model is None:
-            return await self._vacate(engine, span)
+            return await self._empty(engine, span)
         try:
             await self._prepare(engine, self.model, span)
-            await self._vacate(engine, span)
+            await self._empty(engine, span)
             async with self._timed("load", self.limits.load_s, span):
                 await engine.load(self.model, self._store)
                 self._expect(InstanceState.SERVING, self.model.id)
@@ -151,10 +153,10 @@ class SwapJob:
             except OutOfMemory as exc:  # it may well fit once the old model is gone
                 log.info("Instance %r loads %r after the eviction instead: %s", engine.id, model.id, exc)
 
-    async def _vacate(self, engine: Engine, span: Span) -> None:
+    async def _empty(self, engine: Engine, span: Span) -> None:
         """Evict and unload; once requests are gone, a cancellation waits until the instance is EMPTY."""
         self._down_since_s = anyio.current_time()
-        self.instance.settle_first_token(self.telemetry)
+        self.instance.end_first_token(self.telemetry)
         if engine.status().state is InstanceState.SERVING:
             async with self._timed("evict", self.deadline_s + self.limits.evict_s, span):
                 self._num_evicted = await engine.evict(deadline_s=self.deadline_s)
@@ -163,7 +165,7 @@ class SwapJob:
                 async with self._timed("unload", self.limits.unload_s, span):
                     await engine.unload()
                     self._expect(InstanceState.EMPTY, None)
-        self.instance.serving_since_s = None
+        self._state.set_serving_since(self.instance, None)
         await anyio.lowlevel.checkpoint_if_cancelled()
 
     def _expect(self, state: InstanceState, model: ModelId | None) -> None:
@@ -227,7 +229,7 @@ class SwapJob:
         now_s = anyio.current_time()
         after = self.instance.engine.status()
         if outcome == "done" and self.model is not None:
-            self.instance.serving_since_s = now_s
+            self._state.set_serving_since(self.instance, now_s)
         return SwapRecord(
             instance=self.instance.id,
             model_before=self._before,

@@ -1,4 +1,4 @@
-"""What a policy does to a workload, before it does it to anybody: fleets in virtual time.
+"""Fleets in virtual time: the effect of a policy on a workload, before it runs in production.
 
 `simulate` plays a `Trace` to the `Fleet` that runs in production, on simulated engines, in a clock that
 jumps, and returns an `Outcome`: latencies, swaps, moves and what every instance held when. The same trace,
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hotswap.simulation.by_name import router_named, scheduler_named
-    from hotswap.simulation.cluster import Cluster, simulate
+    from hotswap.simulation.cluster import Cluster
     from hotswap.simulation.explanation import explain
     from hotswap.simulation.fit import Fit, Measurements, StepSample, fit_profile
     from hotswap.simulation.measuring import Shapes, measure_engine
     from hotswap.simulation.outcome import Outcome, Sample, Served, Slo
     from hotswap.simulation.plots import draw
     from hotswap.simulation.profiles import PROFILES, Profile
+    from hotswap.simulation.run import simulate
     from hotswap.simulation.trace import Trace, TraceRequest, generate
 
 __all__ = [
@@ -45,8 +46,8 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES = {
-    "cluster": ("Cluster", "simulate"),
+_MODULES = {
+    "cluster": ("Cluster",),
     "explanation": ("explain",),
     "fit": ("Fit", "Measurements", "StepSample", "fit_profile"),
     "measuring": ("Shapes", "measure_engine"),
@@ -54,12 +55,13 @@ _HOMES = {
     "outcome": ("Outcome", "Sample", "Served", "Slo"),
     "plots": ("draw",),
     "profiles": ("PROFILES", "Profile"),
+    "run": ("simulate",),
     "trace": ("Trace", "TraceRequest", "generate"),
 }
 
 
 def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
+    for home, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,38 +1,22 @@
-"""A fleet on simulated engines, driven by a trace in virtual time."""
+"""What is simulated: engines of one profile, and the store behind them."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, TypeAlias, TypeVar
-
-from opentelemetry.metrics import NoOpMeterProvider
+from typing import TypeVar
 
 from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.backends.sim.batcher import Batching
 from hotswap.backends.sim.load import Reporting
 from hotswap.errors import ConfigError
-from hotswap.migration import Mover
-from hotswap.offline.virtual_time import run
-from hotswap.router import Router
-from hotswap.runtime.move import MigrationLimits
-from hotswap.scheduler import Scheduler
-from hotswap.simulation.course import Clients, Course, Events, Progress
-from hotswap.simulation.outcome import Outcome
 from hotswap.simulation.profiles import PROFILES, Profile
-from hotswap.simulation.trace import Trace
 from hotswap.store import WeightStore
 from hotswap.view import TierView
 
-__all__ = ["Cluster", "simulate"]
+__all__ = ["Cluster"]
 
 _E = TypeVar("_E", bound=SimEngine)
-Driver: TypeAlias = Literal["clients", "events"]
-
-_COURSES: Mapping[Driver, type[Course]] = {"clients": Clients, "events": Events}
 
 # Of simulated reads, whose content is real and takes memory.
 _CHUNK_BYTES = 256 << 20
@@ -150,84 +134,3 @@ class Cluster:
             chunk_bytes=_CHUNK_BYTES,
             shared=bool(node),
         )
-
-
-def simulate(
-    trace: Trace,
-    cluster: Cluster,
-    *,
-    router: Router,
-    scheduler: Scheduler,
-    mover: Mover | None = None,
-    migration_limits: MigrationLimits | None = None,
-    interval_s: float = 1.0,
-    name: str = "",
-    driver: Driver = "clients",
-    progress: Progress | None = None,
-) -> Outcome:
-    """Play a trace to a fleet of the cluster until its last request has ended, and return what became of it.
-
-    The fleet is the one of production, and knows nothing of it. Requests that fail are part of the outcome.
-    Prompts are made when they arrive and forgotten when they end. `progress` is told how many requests have
-    ended, of how many. With large `chunk_bytes` in the `migration_limits` moves are simulated sooner.
-
-    With the driver `"clients"` every request has a client that reads its stream, as in production: a token is
-    a few turns of the event loop, and an hour of 100 engines takes minutes. `"events"` visits an engine when
-    its batch changes, and counts tokens: the same decisions and latencies, for thousands of engines.
-
-    Raises:
-        ConfigError: the trace is empty, or the fleet refuses the cluster.
-        VirtualTimeDeadlock: nothing could go on, which a policy that awaits something real would do.
-    """
-    if not trace.requests:
-        raise ConfigError(f"{trace.name!r} has no requests; nothing would happen.")
-    if driver not in _COURSES:
-        raise ConfigError(f"driver is {driver!r}; give {' or '.join(map(repr, _COURSES))}.")
-    course = _COURSES[driver](trace, cluster, progress)
-    fleet = partial(
-        course.fleet,
-        router=router,
-        scheduler=scheduler,
-        mover=mover,
-        migration_limits=migration_limits,
-        interval_s=interval_s,
-        max_waiting=len(trace.requests),
-        on_swap=course.swaps.append,
-        on_migration=course.moves.append,
-        meter_provider=NoOpMeterProvider(),  # nobody reads: else a view of everything would be kept each turn
-    )
-    with _few_collections():
-        run(course.play, fleet)
-    return Outcome(
-        name=name or repr(scheduler),
-        trace=trace.name,
-        settings={
-            "router": repr(router),
-            "scheduler": repr(scheduler),
-            "interval_s": interval_s,
-            "driver": driver,
-            "num_engines": cluster.num_engines,
-            "device": cluster.measured.device.name,
-            "num_nodes": cluster.num_nodes,
-            "host_bytes": cluster.host_bytes,
-            "batching": cluster.batching,
-            "prefix_reuse": cluster.prefix_reuse,
-            "reporting": cluster.reporting,
-        },
-        requests=tuple(course.served),
-        swaps=tuple(course.swaps),
-        migrations=tuple(course.moves),
-        samples=tuple(course.samples),
-        num_reused_tokens=course.num_reused_tokens,
-    )
-
-
-@contextmanager
-def _few_collections() -> Generator[None]:
-    """Look for cycles seldom: there are few, and millions of objects to go over."""
-    before = gc.get_threshold()
-    gc.set_threshold(500_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

@@ -13,11 +13,12 @@ from hotswap.hardware import parse_bytes
 from hotswap.offline.replay import load_view
 from hotswap.offline.workloads import Lengths, zipf_mix
 from hotswap.simulation.by_name import router_named, scheduler_named
-from hotswap.simulation.cluster import Cluster, simulate
+from hotswap.simulation.cluster import Cluster
 from hotswap.simulation.explanation import Explanation, explain
 from hotswap.simulation.outcome import Outcome, Slo
 from hotswap.simulation.plots import draw
 from hotswap.simulation.profiles import Profile
+from hotswap.simulation.run import simulate
 from hotswap.simulation.trace import Trace, generate, power_law_lengths
 
 __all__ = ["plan", "simulate_all", "trace_of"]

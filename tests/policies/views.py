@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -19,14 +18,14 @@ from hotswap import (
     ModelView,
     Request,
     RequestId,
-    StoreView,
     Swap,
     Unload,
     WaitingView,
 )
-from hotswap.lookup import Lookup
+from hotswap.backends.sim import SimStore
 from hotswap.policies import accepted
-from hotswap.view import RunningView
+from hotswap.runtime.state import FleetState
+from hotswap.runtime.views import LiveView
 
 SERVING, EMPTY, LOADING = InstanceState.SERVING, InstanceState.EMPTY, InstanceState.LOADING
 MODELS = tuple(map(ModelId, "abcd"))
@@ -217,22 +216,42 @@ def steady_fleets(draw: st.DrawFn) -> FleetView:
     )
 
 
+class Shown:
+    """An instance as an index sees it."""
+
+    def __init__(self, now: InstanceView) -> None:
+        self.now = now
+
+    def view(self) -> InstanceView:
+        return self.now
+
+    def counted(self, view: InstanceView) -> InstanceView:
+        return view.updated(num_requests=self.now.num_requests)
+
+
 class Kept:
-    """A fleet whose lookup is kept from view to view, as a real fleet keeps its own."""
+    """A fleet whose index is kept from view to view, as a real fleet keeps its own."""
 
     def __init__(self, instances: Iterable[InstanceView]) -> None:
-        self.now = {instance.id: instance for instance in instances}
-        self.lookup = Lookup(self.now.values(), self.now.__getitem__)
+        self.shown = {instance.id: Shown(instance) for instance in instances}
+        self.state = FleetState(SimStore({}))
+        for name, shown in self.shown.items():
+            self.state.index.add(name, shown)
+
+    @property
+    def now(self) -> Mapping[InstanceId, InstanceView]:
+        """The instances as they are."""
+        return {name: shown.now for name, shown in self.shown.items()}
 
     def drop(self, instance: InstanceId) -> None:
         """Have an instance go."""
-        del self.now[instance]
-        self.lookup.drop(instance)
+        del self.shown[instance]
+        self.state.index.remove(instance)
 
     def change(self, view: InstanceView) -> None:
-        """Have an instance change, and say no more of it than that, as far as that is enough."""
-        before = self.now[view.id]
-        self.now[view.id] = view
+        """Have an instance change, and tell no more of it than that, as far as that is enough."""
+        before = self.shown[view.id].now
+        self.shown[view.id].now = view
         load = replace(
             before,
             num_running=view.num_running,
@@ -241,23 +260,16 @@ class Kept:
             adapters=view.adapters,
         )
         if view == load:
-            self.lookup.stir(view.id)
+            self.state.index.load_changed(view.id)
         elif view == replace(load, num_requests=view.num_requests):
-            self.lookup.touch(view.id)
+            self.state.index.counts_changed(view.id)
+            self.state.index.load_changed(view.id)
         else:
-            self.lookup.put(view)
+            self.state.index.state_changed(view.id)
 
     def view(self) -> FleetView:
         """The fleet as it is now; good until the next change."""
-        return FleetView.of(self, 0.0)
-
-    def part(self, name: str) -> Any:
-        """As `ViewSource`."""
-        return self.lookup.instances() if name == "instances" else StoreView() if name == "store" else ()
-
-    def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
-        """As `ViewSource`."""
-        return ()
+        return LiveView.of(self.state, now_s=0.0, running=False)
 
 
 @st.composite

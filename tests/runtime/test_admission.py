@@ -1,4 +1,4 @@
-"""The waiting room: who goes next, and that nobody who leaves takes a place along."""
+"""Admission: which request goes next, and that a request that leaves takes no place along."""
 
 from __future__ import annotations
 
@@ -7,11 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import AdapterId, Engine, ModelId, QueueFull, Request, RequestId
+from hotswap import (
+    AdapterId,
+    EngineStatus,
+    FleetView,
+    InstanceId,
+    InstanceState,
+    ModelId,
+    QueueFull,
+    Request,
+    RequestId,
+    Router,
+)
+from hotswap.backends.sim import SimEngine
 from hotswap.offline.virtual_time import run, virtual_time
-from hotswap.runtime.admission import WaitingRoom
+from hotswap.runtime.admission import Admission
 from hotswap.runtime.instance import Instance
-from tests.runtime.support import engine_of
+from hotswap.runtime.queue import Ticket
+from hotswap.runtime.state import Change, FleetState
+from tests.runtime.support import store_of
 
 A, B = ModelId("a"), ModelId("b")
 
@@ -27,44 +41,52 @@ def request(name: str, model: ModelId = A, *, priority: int = 0, adapter: str | 
     )
 
 
-class _Everything:
-    """A set that has every model."""
+class Serving(SimEngine):
+    """Serves a model from the beginning, with room for every request."""
 
-    def __contains__(self, model: object) -> bool:
-        return True
+    def __init__(self, model: ModelId) -> None:
+        super().__init__(f"e-{model}")
+        self.model = model
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            id=self.id, state=InstanceState.SERVING, model=self.model, max_requests=100_000, max_adapters=8
+        )
 
 
-class Places:
+class Places(Router):
     """A router with so many places for each model, and the order in which it gave them away."""
 
     def __init__(self, **places: int) -> None:
-        engine: Engine = engine_of("e0")
-        self.instance = Instance(engine)
+        self.state = FleetState(store_of("a", "b"))
+        for model in (A, B):
+            self.state.add(Serving(model))
         self.places = {ModelId(model): count for model, count in places.items()}
         self.given: list[str] = []
-        self.asked = 0
-        self.room = WaitingRoom(
-            max_waiting=10_000,
-            served=_Everything,
-            route=self.route,
-            release=self.release,
-            on_wait=lambda model: None,
-        )
+        self.asked = self.num_arrived = 0
+        self.admission = Admission(self.state, self, max_waiting=10_000)
+
+    def enter(self, wanted: Request, *, refusable: bool = False) -> Ticket:
+        self.num_arrived += 1
+        return self.admission.enter(wanted, self.num_arrived, refusable=refusable)
 
     async def admit(self, wanted: Request) -> Instance:
-        return await self.room.answer(self.room.enter(wanted))
+        return await self.admission.answer(self.enter(wanted))
 
-    def route(self, wanted: Request) -> Instance | None:
+    def wake(self) -> None:
+        self.state.tell(Change.INSTANCES)
+
+    def route(self, wanted: Request, fleet: FleetView) -> InstanceId | None:
         self.asked += 1
         if not self.places.get(wanted.model):
             return None
         self.places[wanted.model] -= 1
         self.given.append(wanted.id)
-        return self.instance
+        return fleet.hosts(wanted.model)[0].id
 
     def release(self, wanted: Request, instance: Instance) -> None:
-        assert instance is self.instance
         self.places[wanted.model] += 1
+        self.state.release(wanted, instance)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3)), max_size=30), st.integers(0, 30))
@@ -79,15 +101,15 @@ def test_places_go_by_priority_then_arrival_within_a_model(
                 tasks.start_soon(office.admit, waiting)
                 await anyio.sleep(1)
             office.places = {A: places, B: places}
-            office.room.wake()
+            office.wake()
             for model in "ab":
                 mine = [n for n in range(len(arrivals)) if arrivals[n][0] == model]
                 order = sorted(mine, key=lambda n: (-arrivals[n][1], n))
                 given_here = [int(name) for name in office.given if arrivals[int(name)][0] == model]
                 assert given_here == order[:places]
-            assert len(office.room) == len(arrivals) - len(office.given)
+            assert len(office.state.queue) == len(arrivals) - len(office.given)
             tasks.cancel_scope.cancel()
-        assert len(office.room) == 0
+        assert len(office.state.queue) == 0
 
     run(scenario)
 
@@ -100,7 +122,7 @@ async def test_a_thousand_who_wait_for_one_model_cost_one_question() -> None:
             tasks.start_soon(office.admit, request(str(number)))
         await anyio.sleep(1)
         office.asked = 0
-        office.room.wake()
+        office.wake()
         assert office.asked == 1
         tasks.cancel_scope.cancel()
 
@@ -123,17 +145,17 @@ async def test_a_request_that_is_cancelled_with_its_answer_in_hand_gives_the_pla
         tasks.start_soon(leave)
         await anyio.sleep(1)
         office.places[A] = 1
-        office.room.wake()  # answered, but the task has not run yet
+        office.wake()  # answered, but the task has not run yet
         scope.cancel()
     assert office.places[A] == 1
-    assert len(office.room) == 0
+    assert len(office.state.queue) == 0
 
 
 @virtual_time
-async def test_adapters_wait_in_lanes_of_their_own() -> None:
+async def test_requests_with_other_adapters_do_not_wait_for_each_other() -> None:
     class OneAdapter(Places):
-        def route(self, wanted: Request) -> Instance | None:
-            return super().route(wanted) if wanted.adapter == "warm" else None
+        def route(self, wanted: Request, fleet: FleetView) -> InstanceId | None:
+            return super().route(wanted, fleet) if wanted.adapter == "warm" else None
 
     office = OneAdapter(a=5)
     async with anyio.create_task_group() as tasks:
@@ -142,7 +164,7 @@ async def test_adapters_wait_in_lanes_of_their_own() -> None:
         tasks.start_soon(office.admit, request("second", adapter="warm"))
         await anyio.sleep(1)
         assert office.given == ["second"]
-        assert [waiting.id for waiting in office.room.views()] == ["first"]
+        assert [waiting.id for waiting in office.state.queue.views()] == ["first"]
         tasks.cancel_scope.cancel()
 
 
@@ -161,11 +183,11 @@ async def test_refusing_a_model_answers_all_who_wait_for_it_and_nobody_else() ->
         for name, model in [("1", A), ("2", B), ("3", A)]:
             tasks.start_soon(wait, name, model)
         await anyio.sleep(1)
-        assert office.room.refuse(A, lambda: ValueError("no")) == 2
+        assert office.admission.refuse(A, ValueError("no")) == 2
         await anyio.sleep(1)
         assert refused == ["1", "3"]
-        assert office.room.counts()[A] == 0
-        assert office.room.counts()[B] == 1
+        assert office.state.queue.count(A) == 0
+        assert office.state.queue.count(B) == 1
         tasks.cancel_scope.cancel()
 
 
@@ -178,10 +200,10 @@ async def test_retry_after_grows_with_the_time_people_have_waited() -> None:
                 tasks.start_soon(office.admit, request(str(number)))
             await anyio.sleep(waited_s)
             office.places[A] = 20
-            office.room.wake()
-        office.places[A], office.room._max_waiting = 0, 0
+            office.wake()
+        office.places[A], office.admission._max_waiting = 0, 0
         with pytest.raises(QueueFull) as full:
-            office.room.enter(request("one too many"), refusable=True)
+            office.enter(request("one too many"), refusable=True)
         return full.value.retry_after_s
 
     assert await hint(0.5) < await hint(5) < await hint(50)

@@ -104,7 +104,7 @@ class Plain(WrapperEngine):
 async def ridden(fleet: EventFleet, model: str, adapter: str | None, num_tokens: int) -> None:
     ended = anyio.Event()
     sampling = Sampling(max_tokens=num_tokens)
-    fleet.ride(model, (1,) * 20, sampling, adapter=adapter, on_end=lambda _: ended.set())
+    fleet.submit(model, (1,) * 20, sampling, adapter=adapter, on_end=lambda _: ended.set())
     await ended.wait()
 
 

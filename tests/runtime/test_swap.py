@@ -130,7 +130,7 @@ async def test_preloading_takes_the_load_out_of_the_downtime() -> None:
             record = await fleet.swap("e0", to="b")
             assert phases(record) == ["preflight", "preload", "evict", "unload", "load"]
             assert record.downtime_s < record.phase_s("preload")
-            served_meanwhile = stream._flight.journal[len(tokens) :]
+            served_meanwhile = stream._request.tokens_so_far[len(tokens) :]
             assert len(served_meanwhile) >= 2
 
 

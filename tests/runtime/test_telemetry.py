@@ -17,7 +17,6 @@ from opentelemetry.trace import StatusCode
 
 from hotswap import (
     DeadlineExceeded,
-    FleetView,
     QueueFull,
     Request,
     Sampling,
@@ -25,8 +24,9 @@ from hotswap import (
     TokenStream,
     WrapperEngine,
 )
-from hotswap.offline.virtual_time import virtual_time
+from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.runtime.metrics import LastView
+from hotswap.runtime.state import FleetState
 from hotswap.telemetry import Telemetry
 from tests.runtime.support import Idle, engine_of, sim_fleet, store_of
 from tests.runtime.test_swap import NoPreload, Unreadable
@@ -222,16 +222,13 @@ def test_only_for_a_meter_that_measures_is_a_view_kept(
     provider: MeterProvider | NoOpMeterProvider | None, wanted: bool
 ) -> None:
     """Without a provider one may still be installed."""
-    taken: list[FleetView] = []
 
-    def look() -> FleetView:
-        taken.append(FleetView(now_s=len(taken)))
-        return taken[-1]
+    async def views() -> int:
+        last = LastView(FleetState(store_of("a")), wanted=Telemetry(meter_provider=provider).measures)
+        last.keep()
+        return len(list(last.seen()))
 
-    last = LastView(look, wanted=Telemetry(meter_provider=provider).measures)
-    last.keep()
-    assert len(taken) == (2 if wanted else 0)
-    assert len(list(last.seen())) == wanted
+    assert run(views) == wanted
 
 
 @virtual_time

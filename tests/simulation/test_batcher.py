@@ -15,11 +15,11 @@ from hotswap.simulation.events.engine import Counted
 BLOCK = 16
 
 
-class Nobody:
-    def first_token(self) -> None:
+class Silent:
+    def got_first_token(self) -> None:
         return
 
-    def left(self, error: Exception | None) -> None:
+    def ended(self, error: Exception | None) -> None:
         return
 
 
@@ -41,7 +41,7 @@ def seated(prompt: int, output: int = 50, *, at_s: float = 0.0, priority: int = 
         priority=priority,
         arrived_s=at_s,
     )
-    return Counted(request, Nobody(), output)
+    return Counted(request, Silent(), output)
 
 
 def batcher_of(

@@ -42,9 +42,9 @@ from hotswap.policies import (
 )
 from hotswap.request import ModelId, Request, RequestId, Sampling
 from hotswap.simulation import PROFILES, Cluster, Outcome, Trace, TraceRequest, generate, simulate
-from hotswap.simulation.events import EventEngine, EventFleet, Rider
+from hotswap.simulation.events import EventEngine, EventFleet, SimulatedRequest
+from hotswap.simulation.events.decode_run import DecodeRun, num_alike, num_missing
 from hotswap.simulation.events.engine import Counted
-from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
 from hotswap.simulation.trace import power_law_lengths
 
 # Of seconds: sums of steps and the formula of a stretch of them round differently.
@@ -264,11 +264,11 @@ def test_another_driver_is_refused() -> None:
 # ---------------------------------------------------------------------- stretches
 
 
-class Nobody:
-    def first_token(self) -> None:
+class Silent:
+    def got_first_token(self) -> None:
         return
 
-    def left(self, error: Exception | None) -> None:
+    def ended(self, error: Exception | None) -> None:
         return
 
 
@@ -279,7 +279,7 @@ def seated(prompt_tokens: int, output_tokens: int) -> Counted:
         prompt=(1,) * prompt_tokens,
         sampling=Sampling(max_tokens=output_tokens),
     )
-    return Counted(request, Nobody(), output_tokens)
+    return Counted(request, Silent(), output_tokens)
 
 
 def decoding(lengths: Sequence[tuple[int, int]], num_blocks: int) -> tuple[Batcher, Step] | None:
@@ -310,7 +310,7 @@ def test_a_stretch_is_as_long_as_steps_are_alike_and_ends_when_they_do(
     profile = DeviceProfile(join_s=0.003, leave_s=0.001)
     left = min(s.limit - s.position for s in step.chunks if isinstance(s, Counted))
     steps = num_alike(step, batcher, left)
-    stretch = Stretch.of(step, steps, 10.0, profile)
+    stretch = DecodeRun.of(step, steps, 10.0, profile)
     seconds: list[float] = []
     members: list[Seated] = list(step.chunks)
     for number in range(steps):  # each of them, planned and committed by itself
@@ -404,7 +404,7 @@ def no_collections() -> Iterator[None]:
 
 @virtual_time
 async def test_of_requests_that_have_ended_nothing_is_left() -> None:
-    riders: list[weakref.ref[Rider]] = []
+    riders: list[weakref.ref[SimulatedRequest]] = []
     engines = [EventEngine(f"e{number}") for number in range(2)]
     fleet = EventFleet(
         engines=engines,
@@ -417,7 +417,7 @@ async def test_of_requests_that_have_ended_nothing_is_left() -> None:
     with no_collections():
         async with fleet:
             for adapter in (None, "x") * 4:
-                rider = fleet.ride(
+                rider = fleet.submit(
                     "m", (1,) * 20, Sampling(max_tokens=50), adapter=adapter, on_end=lambda _: None
                 )
                 riders.append(weakref.ref(rider))

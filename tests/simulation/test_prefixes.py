@@ -25,7 +25,7 @@ from hotswap.policies import (
 from hotswap.request import AdapterId, ModelId, Request, RequestId, Sampling
 from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
 from hotswap.simulation.events.engine import Counted
-from tests.simulation.test_drivers import Nobody, assert_same
+from tests.simulation.test_drivers import Silent, assert_same
 
 FLOORS = RestoreMinReplicas()
 
@@ -38,7 +38,7 @@ def seated(*prompt: int, output_tokens: int = 4, adapter: str | None = None) -> 
         sampling=Sampling(max_tokens=output_tokens),
         adapter=None if adapter is None else AdapterId(adapter),
     )
-    return Counted(request, Nobody(), output_tokens)
+    return Counted(request, Silent(), output_tokens)
 
 
 def batcher(num_blocks: int = 64, *, budget: int = 10_000, prefill_first: bool = False) -> Batcher:

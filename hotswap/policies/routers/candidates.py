@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hotswap.lookup import Rank
 from hotswap.request import Request
-from hotswap.view import FleetView, InstanceView
+from hotswap.view import FleetView, InstanceView, Rank
 
 __all__ = ["best_candidate", "can_hold", "candidates", "is_candidate"]
 

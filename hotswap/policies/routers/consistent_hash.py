@@ -8,12 +8,11 @@ from math import inf
 from typing import Literal, TypeAlias
 
 from hotswap.errors import ConfigError
-from hotswap.lookup import CountRank
 from hotswap.policies.routers.candidates import can_hold, candidates
 from hotswap.policies.routers.hash_ring import VIRTUAL_NODES, clockwise, point_of
 from hotswap.request import Request
 from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId, InstanceView
+from hotswap.view import CountRank, FleetView, InstanceId, InstanceView
 
 __all__ = ["ConsistentHashRouter", "RoutingKey"]
 

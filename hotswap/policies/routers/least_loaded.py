@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotswap.lookup import CountRank
 from hotswap.policies.routers.candidates import best_candidate
 from hotswap.request import Request
 from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId, InstanceView
+from hotswap.view import CountRank, FleetView, InstanceId, InstanceView
 
 __all__ = ["LeastLoadedRouter", "by_load"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotswap.errors import ConfigError
-from hotswap.lookup import CountRank
 from hotswap.policies.routers.candidates import best_candidate, is_candidate
 from hotswap.policies.routers.hash_ring import clockwise, point_of
 from hotswap.policies.routers.imbalance import check_thresholds, imbalanced
@@ -13,7 +12,7 @@ from hotswap.policies.routers.least_loaded import by_load
 from hotswap.policies.routers.least_time import LeastTimeRouter
 from hotswap.request import Request
 from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId, InstanceView
+from hotswap.view import CountRank, FleetView, InstanceId, InstanceView
 
 __all__ = ["PrefixRouter"]
 

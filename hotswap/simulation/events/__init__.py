@@ -2,6 +2,6 @@
 
 from hotswap.simulation.events.engine import EventEngine
 from hotswap.simulation.events.fleet import EventFleet
-from hotswap.simulation.events.rider import Rider
+from hotswap.simulation.events.request import SimulatedRequest
 
-__all__ = ["EventEngine", "EventFleet", "Rider"]
+__all__ = ["EventEngine", "EventFleet", "SimulatedRequest"]

@@ -14,20 +14,20 @@ from hotswap.backends.sim.sequence import Sequence, Step
 from hotswap.engine import StatusListener
 from hotswap.model import ModelCard
 from hotswap.request import Request
-from hotswap.simulation.events.stretch import Stretch, num_alike, num_missing
+from hotswap.simulation.events.decode_run import DecodeRun, num_alike, num_missing
 from hotswap.view import EngineStatus
 
-__all__ = ["Counted", "EventEngine", "Passenger"]
+__all__ = ["Counted", "EventEngine", "SequenceListener"]
 
 
-class Passenger(Protocol):
-    """Who is told of a sequence, in place of a stream."""
+class SequenceListener(Protocol):
+    """What is told of a sequence, in place of a stream."""
 
-    def first_token(self) -> None:
+    def got_first_token(self) -> None:
         """It has got a token here."""
         ...
 
-    def left(self, error: Exception | None) -> None:
+    def ended(self, error: Exception | None) -> None:
         """It has, by its last token or an error; the engine is amid its step, so change nothing of it now."""
         ...
 
@@ -37,13 +37,13 @@ class Counted(Sequence):
     """A sequence whose tokens are counted.
 
     Attributes:
-        passenger: Who is told.
+        listener: What is told.
         limit: The position at which it ends.
         begun: Whether it has got a token here.
         closed: Whether its end was told.
     """
 
-    passenger: Passenger
+    listener: SequenceListener
     limit: int
     begun: bool = False
     closed: bool = False
@@ -52,7 +52,7 @@ class Counted(Sequence):
         self.position += 1
         if not self.begun:
             self.begun = True
-            self.passenger.first_token()
+            self.listener.got_first_token()
         return self.position >= self.limit
 
     def token(self, position: int) -> int:
@@ -64,22 +64,22 @@ class Counted(Sequence):
     def close(self, error: Exception | None = None) -> None:
         if not self.closed:
             self.closed = True
-            self.passenger.left(error)
+            self.listener.ended(error)
 
 
 class EventEngine(SimEngine):
     """A `SimEngine` in all that it decides and in how long it takes; tokens are counted, not given away.
 
-    It plans a step, and sees how many in a row are alike: those it takes as one (`Stretch`), and when
+    It plans a step, and sees how many in a row are alike: those it takes as one (`DecodeRun`), and when
     something happens to its batch before they are over it looks up how far they have come. Needs an asyncio
     loop, and virtual time to be of use.
     """
 
     _step: Step | None = None
-    _stretch: Stretch | None = None
+    _run: DecodeRun | None = None
     _timer: asyncio.TimerHandle | None = None
-    _roused = _in_step = False
-    _told = False  # whether the listener knows of a change that nobody has looked at yet
+    _woken = _in_step = False
+    _told = False  # whether the listener knows of a change that has not been looked at yet
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -91,30 +91,30 @@ class EventEngine(SimEngine):
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            self._step = self._stretch = None
+            self._step = self._run = None
 
     # ------------------------------------------------------------------ sequences
 
-    def seat(self, request: Request, passenger: Passenger) -> Counted:
-        """Take a request in, as `stream` does, and tell a passenger what becomes of it; same errors."""
+    def admit(self, request: Request, listener: SequenceListener) -> Counted:
+        """Take a request in, as `stream` does, and tell a listener what happens to it; same errors."""
 
         def counted(request: Request, model: ModelCard) -> Counted:
             room = model.max_context_tokens - len(request.prompt)
-            return Counted(request, passenger, min(request.sampling.max_tokens, room))
+            return Counted(request, listener, min(request.sampling.max_tokens, room))
 
         return self._seat(request, counted)
 
-    def unseat(self, sequence: Counted) -> None:
-        """Forget a sequence, whose passenger is told nothing more."""
+    def drop(self, sequence: Counted) -> None:
+        """Forget a sequence; its listener is told nothing more."""
         sequence.closed = True
         self._batcher.remove(sequence)
         self._note_drained()
 
     def position(self, sequence: Counted) -> int:
         """Return how many tokens of its generation a sequence has by now."""
-        if self._stretch is None or sequence not in self._batcher.running:
+        if self._run is None or sequence not in self._batcher.running:
             return sequence.position
-        return sequence.position + self._stretch.num_ended(_now_s())
+        return sequence.position + self._run.num_ended(_now_s())
 
     def watch(self, listener: StatusListener) -> bool:
         self._told = False
@@ -125,11 +125,11 @@ class EventEngine(SimEngine):
         return super().status()
 
     def _load(self) -> Load:
-        stretch = self._stretch
-        if stretch is None:
+        run = self._run
+        if run is None:
             return super()._load()
         self._tell_load()  # by the next look there will be fewer blocks
-        ended = stretch.num_ended(_now_s())
+        ended = run.num_ended(_now_s())
         if not self._reports.by_step:
             return self._ahead(ended + 1)
         told = self._ahead(ended) if ended else self._reports.told
@@ -137,23 +137,23 @@ class EventEngine(SimEngine):
         return told
 
     def _ahead(self, step: int) -> Load:
-        """The load as of the beginning of a step of the stretch, counted from 1."""
+        """The load as of the beginning of a step of the run, counted from 1."""
         taken = num_missing(self._batcher.running, step, self._batcher.block_tokens)
         return Load.of(self._batcher, decoding=True, num_taken=taken)
 
     def _refuse_if_lost(self) -> None:
         super()._refuse_if_lost()
-        self._before_change()  # whoever asks this looks at a sequence next
+        self._before_change()  # what asks this looks at a sequence next
 
     # ------------------------------------------------------------------ steps
 
     def _rouse(self) -> None:
-        if self._step is None and not self._roused:
-            self._roused = True
+        if self._step is None and not self._woken:
+            self._woken = True
             asyncio.get_running_loop().call_soon(self._wake)
 
     def _wake(self) -> None:
-        self._roused = False
+        self._woken = False
         if self._step is None and self._started:
             self._begin()
 
@@ -171,8 +171,8 @@ class EventEngine(SimEngine):
         self._step, self._desk.stepping = step, True
         num_steps = num_alike(step, self._batcher, _least_left(step))
         if num_steps > 1:
-            self._stretch = Stretch.of(step, num_steps, _now_s(), self.profile)
-            self._end_at(self._stretch.end_s(num_steps))
+            self._run = DecodeRun.of(step, num_steps, _now_s(), self.profile)
+            self._end_at(self._run.end_s(num_steps))
         else:
             self._end_at(_now_s() + step.seconds(self.profile))
 
@@ -182,8 +182,8 @@ class EventEngine(SimEngine):
     def _end(self) -> None:
         step = self._step
         assert step is not None
-        if self._stretch is not None:
-            self._pass(self._stretch.num_steps - 1)
+        if self._run is not None:
+            self._pass(self._run.num_steps - 1)
         self._tell_load()
         self._reports.end()
         self._in_step = True
@@ -195,15 +195,15 @@ class EventEngine(SimEngine):
         self._begin()
 
     def _before_change(self) -> None:
-        """Cut a stretch short: the step that is under way is the last before the change."""
+        """Cut a run short: the step that is under way is the last before the change."""
         if self._in_step:
             return
-        if self._stretch is not None:
-            stretch, ended = self._stretch, self._stretch.num_ended(_now_s())
+        if self._run is not None:
+            run, ended = self._run, self._run.num_ended(_now_s())
             self._pass(ended)
             if self._timer is not None:
                 self._timer.cancel()
-            self._end_at(stretch.end_s(ended + 1))
+            self._end_at(run.end_s(ended + 1))
         self._tell_load()
 
     def _pass(self, num_steps: int) -> None:
@@ -211,7 +211,7 @@ class EventEngine(SimEngine):
         batcher = self._batcher
         if num_steps and self._reports.by_step:
             self._reports.told = self._ahead(num_steps)
-        self._stretch = None
+        self._run = None
         for sequence in batcher.running:
             sequence.num_cached += num_steps
             sequence.position += num_steps
@@ -227,7 +227,7 @@ class EventEngine(SimEngine):
 
 
 def _least_left(step: Step) -> int:
-    """Return how many tokens the first to end lacks; 1 if anybody waits for a first one, or prefills."""
+    """Return how many tokens the first to end lacks; 1 if one waits for its first token, or prefills."""
     if step.prefills:
         return 1
     left = [

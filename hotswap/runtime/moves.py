@@ -15,53 +15,49 @@ from hotswap import telemetry as tm
 from hotswap.action import MigrationOutcome, MigrationRecord, MigrationWay
 from hotswap.errors import HotswapError, MigrationAborted
 from hotswap.migration import MoveChoice, Mover, MoveView, SupportsMigration
-from hotswap.model import ModelCard
-from hotswap.request import ModelId, Request
-from hotswap.runtime.flight import Flight
+from hotswap.request import Request
+from hotswap.runtime.active import ActiveRequest
+from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.move import MigrationLimits, Move
-from hotswap.runtime.shelves import Shelves
+from hotswap.runtime.state import FleetState
 from hotswap.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-__all__ = ["Migrator"]
+__all__ = ["Moves"]
 
 log = logging.getLogger("hotswap")
 
 MAX_RECORDS = 10_000
 
 
-class Migrator:
-    """Carries moves out and keeps their records; belongs to one fleet.
+class Moves:
+    """Carries moves of requests out and keeps their records; belongs to one fleet.
 
     Args:
-        limits: When a move is given up.
-        mover: Chooses the way where nobody says it; `None` takes KV blocks where both engines can.
-        card: Returns a model's card.
+        state: Of the fleet.
         adapters: Has the destination hold what the request names.
-        charge: Counts a request to an instance.
-        release: Counts it out again.
+        limits: When a move is given up.
+        mover: Chooses the method where the caller does not; `None` takes KV blocks where both engines can.
+        telemetry: Records spans and metrics.
         on_record: Called with every record, synchronously.
     """
 
     def __init__(
         self,
+        state: FleetState,
+        adapters: AdapterCaches,
         *,
         limits: MigrationLimits,
         mover: Mover | None,
-        card: Callable[[ModelId], ModelCard],
-        shelves: Shelves,
-        charge: Callable[[Request, Instance], None],
-        release: Callable[[Request, Instance], None],
         telemetry: Telemetry,
         on_record: Callable[[MigrationRecord], None] | None,
     ) -> None:
         self.limits = limits
         self.records: deque[MigrationRecord] = deque(maxlen=MAX_RECORDS)
-        self._mover, self._card, self._shelves = mover, card, shelves
-        self._charge, self._release = charge, release
+        self._state, self._adapters, self._mover = state, adapters, mover
         self._telemetry, self._on_record = telemetry, on_record
         self._moves: set[Move] = set()
 
@@ -76,18 +72,18 @@ class Migrator:
                 move.turn_away()
 
     async def run_planned(
-        self, flight: Flight, destination: Instance, *, way: MigrationWay | None, reason: str
+        self, active: ActiveRequest, destination: Instance, *, way: MigrationWay | None, reason: str
     ) -> None:
         """Run a planned move; what cannot be begun is dropped, and its failure ends nothing else."""
         try:
-            await self.run(flight, destination, way=way, reason=reason)
+            await self.run(active, destination, way=way, reason=reason)
         except MigrationAborted:
             return
         except Exception:  # not of the move: a mover's fault, say
-            log.exception("The move of request %r broke off.", flight.request.id)
+            log.exception("The move of request %r broke off.", active.request.id)
 
     async def run(
-        self, flight: Flight, destination: Instance, *, way: MigrationWay | None, reason: str
+        self, active: ActiveRequest, destination: Instance, *, way: MigrationWay | None, reason: str
     ) -> MigrationRecord:
         """Move a request and return what became of it, which is not always a move.
 
@@ -97,19 +93,18 @@ class Migrator:
             MigrationAborted: in stage `"begin"`, with nothing done: it runs nowhere, or there already, or
                 moves; an instance takes part in as many moves as it may, or could not serve it.
         """
-        source = self._check(flight, destination)
-        choice = self._choose(flight, source, destination, way)
+        source = self._check(active, destination)
+        choice = self._choose(active, source, destination, way)
         span = self._telemetry.start(
-            tm.SPAN_MIGRATE, _describe(flight, source, destination, choice, reason), parent=flight.span
+            tm.SPAN_MIGRATE, _describe(active, source, destination, choice, reason), parent=active.span
         )
         move = Move(
-            flight,
+            active,
             source,
             destination,
+            state=self._state,
+            adapters=self._adapters,
             limits=self.limits,
-            shelves=self._shelves,
-            charge=self._charge,
-            release=self._release,
             telemetry=self._telemetry,
             span=span,
         )
@@ -120,9 +115,9 @@ class Migrator:
             with self._taking_part(move), move.unless_in_vain():
                 outcome = await self._carry_out(move, choice.way, may_fall_back=way is None)
         except Exception as exc:
-            outcome, error = ("finished" if flight.landed else "aborted"), exc
+            outcome, error = ("finished" if active.finished else "aborted"), exc
             if not isinstance(exc, HotswapError):
-                log.exception("The move of request %r broke off.", flight.request.id)
+                log.exception("The move of request %r broke off.", active.request.id)
         except BaseException as exc:
             error = exc
             raise
@@ -147,41 +142,41 @@ class Migrator:
         await move.as_tokens()
         return "done"
 
-    def _check(self, flight: Flight, destination: Instance) -> Instance:
-        source, view, because = flight.instance, destination.view(), ""
-        if source is None or flight.landed:
+    def _check(self, active: ActiveRequest, destination: Instance) -> Instance:
+        source, view, because = active.instance, destination.view(), ""
+        if source is None or active.finished:
             because = "it runs on no instance"
         elif source is destination:
             because = f"it runs on {destination.id!r} already"
-        elif flight.moving:
+        elif active.moving:
             because = "it is moving already"
-        elif not view.open or view.model != flight.request.model:
+        elif not view.open or view.model != active.request.model:
             because = f"instance {view.id!r} is {view.state} with model {view.model!r}, and open: {view.open}"
-        elif view.max_tokens is not None and self._longest(flight.request) > view.max_tokens:
+        elif view.max_tokens is not None and self._longest(active.request) > view.max_tokens:
             because = f"it may outgrow the KV blocks of {view.id!r}, which hold {view.max_tokens} tokens"
         elif busy := [instance.id for instance in (source, destination) if self.is_busy(instance)]:
             because = f"instance {busy[0]!r} takes part in as many moves as it may"
         if source is None or because:
-            raise MigrationAborted(f"Request {flight.request.id!r} does not move: {because}.", stage="begin")
+            raise MigrationAborted(f"Request {active.request.id!r} does not move: {because}.", stage="begin")
         return source
 
     def _longest(self, request: Request) -> int:
         """The most tokens that a request may have in KV blocks; the last one is never computed."""
         most = len(request.prompt) + request.sampling.max_tokens
-        return min(most, self._card(request.model).max_context_tokens) - 1
+        return min(most, self._state.models[request.model].max_context_tokens) - 1
 
     def _choose(
-        self, flight: Flight, source: Instance, destination: Instance, way: MigrationWay | None
+        self, active: ActiveRequest, source: Instance, destination: Instance, way: MigrationWay | None
     ) -> MoveChoice:
         possible = all(isinstance(end.engine, SupportsMigration) for end in (source, destination))
         if self._mover is None or way is not None:
             return MoveChoice(way or ("kv" if possible else "tokens"))
-        request = flight.remaining
+        request = active.remaining
         return self._mover.choose(
             MoveView(
                 num_tokens=request.num_tokens,
                 num_remaining=request.remaining_tokens,
-                kv_bytes_per_token=self._card(request.model).kv_bytes_per_token,
+                kv_bytes_per_token=self._state.models[request.model].kv_bytes_per_token,
                 source=source.view(),
                 destination=destination.view(),
                 kv_possible=possible,
@@ -191,16 +186,14 @@ class Migrator:
     @contextmanager
     def _taking_part(self, move: Move) -> Generator[None]:
         ends = (move.source, move.destination)
-        move.flight.moving = True
-        for end in ends:
-            end.num_moves += 1
+        move.active.moving = True
+        self._state.begin_move(*ends)
         self._moves.add(move)
         try:
             yield
         finally:
-            move.flight.moving = False
-            for end in ends:
-                end.num_moves -= 1
+            move.active.moving = False
+            self._state.end_move(*ends)
             self._moves.discard(move)
 
     def _keep(self, record: MigrationRecord, span: Span, error: BaseException | None) -> None:
@@ -229,15 +222,15 @@ class Migrator:
 
     def __repr__(self) -> str:
         done = sum(record.outcome == "done" for record in self.records)
-        return f"<Migrator [{done} of {len(self.records)} moves done]>"
+        return f"<Moves [{done} of {len(self.records)} done]>"
 
 
 def _describe(
-    flight: Flight, source: Instance, destination: Instance, choice: MoveChoice, reason: str
+    active: ActiveRequest, source: Instance, destination: Instance, choice: MoveChoice, reason: str
 ) -> tm.Attributes:
     return {
-        tm.REQUEST_ID: flight.request.id,
-        tm.MODEL: flight.request.model,
+        tm.REQUEST_ID: active.request.id,
+        tm.MODEL: active.request.model,
         tm.INSTANCE: source.id,
         tm.DESTINATION: destination.id,
         tm.WAY: choice.way,
@@ -256,7 +249,7 @@ def _record(
     span: Span,
 ) -> MigrationRecord:
     return MigrationRecord(
-        request=move.flight.request.id,
+        request=move.active.request.id,
         source=move.source.id,
         destination=move.destination.id,
         way=move.way,

@@ -1,4 +1,4 @@
-"""One run of a trace: who sends requests, who looks at instances, and what they have seen."""
+"""Plays one trace to a fleet: sends its requests, samples its instances, and keeps the outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import anyio
 
@@ -20,7 +20,8 @@ from hotswap.errors import HotswapError
 from hotswap.model import Adapter, Model
 from hotswap.request import RequestId, Sampling
 from hotswap.runtime import Fleet
-from hotswap.simulation.events import EventEngine, EventFleet, Rider
+from hotswap.simulation.cluster import Cluster
+from hotswap.simulation.events import EventEngine, EventFleet, SimulatedRequest
 from hotswap.simulation.outcome import Sample, Served
 from hotswap.simulation.trace import Trace, TraceRequest
 from hotswap.view import InstanceState
@@ -28,18 +29,17 @@ from hotswap.view import InstanceState
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-    from hotswap.simulation.cluster import Cluster
-
-__all__ = ["Clients", "Course", "Events", "Progress"]
+__all__ = ["ClientDriver", "EventDriver", "Progress", "TraceDriver"]
 
 Progress = Callable[[int, int], None]
+AnyFleet: TypeAlias = Fleet | EventFleet
 
 # Samples of what instances hold are so many seconds apart at least, and further for more than so many
 # engines; over a long trace there are so many of each.
 _LEAST_SAMPLE_S, _FEW_ENGINES, _MOST_SAMPLES = 0.5, 1000, 1000
 
 
-class Course(ABC):
+class TraceDriver(ABC):
     """Plays a trace to a fleet, and keeps what became of it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Course(ABC):
         engine: The kind of its engines.
     """
 
-    fleet: ClassVar[type[Fleet]] = Fleet
+    fleet: ClassVar[type[Fleet] | type[EventFleet]] = Fleet
     engine: ClassVar[type[SimEngine]] = SimEngine
 
     def __init__(self, trace: Trace, cluster: Cluster, progress: Progress | None) -> None:
@@ -60,7 +60,7 @@ class Course(ABC):
         self._numbers: dict[RequestId, int] = {}
         self._lost_s: defaultdict[int, float] = defaultdict(float)
 
-    async def play(self, make_fleet: Callable[..., Fleet]) -> None:
+    async def play(self, make_fleet: Callable[..., AnyFleet]) -> None:
         """Return when the last request has ended."""
         models = sorted(self._trace.models)
         adapters = sorted({(r.adapter, r.model) for r in self._trace.requests if r.adapter})
@@ -90,11 +90,11 @@ class Course(ABC):
             self.served[number] = replace(self.served[number], preempted_s=lost_s)
 
     @abstractmethod
-    def _send(self, fleet: Fleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
+    def _send(self, fleet: AnyFleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
         """Have a request served."""
 
     async def _ended(self) -> None:  # noqa: B027  # clients are waited for already
-        """Wait for those that no task waits for."""
+        """Wait for requests that no task waits for."""
 
     def _keep(
         self,
@@ -141,10 +141,11 @@ class Course(ABC):
             engines[engine].lose()
 
 
-class Clients(Course):
+class ClientDriver(TraceDriver):
     """Every request has a client, a task that reads its stream."""
 
-    def _send(self, fleet: Fleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
+    def _send(self, fleet: AnyFleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
+        assert isinstance(fleet, Fleet)
         clients.start_soon(self._ask, fleet, number, request)
 
     async def _ask(self, fleet: Fleet, number: int, request: TraceRequest) -> None:
@@ -169,8 +170,8 @@ class Clients(Course):
         self._keep(number, request, num_tokens=num_tokens, first_s=first_s, num_hops=num_hops, error=failed)
 
 
-class Events(Course):
-    """Requests are ridden: nobody reads a token."""
+class EventDriver(TraceDriver):
+    """Requests are counted by events: no client reads a token."""
 
     fleet = EventFleet
     engine = EventEngine
@@ -180,8 +181,8 @@ class Events(Course):
         self._change = anyio.Event()
         self._fault: BaseException | None = None
 
-    async def play(self, make_fleet: Callable[..., Fleet]) -> None:
-        # What is told in callbacks of the loop has nobody else to raise to.
+    async def play(self, make_fleet: Callable[..., AnyFleet]) -> None:
+        # An error in a callback of the loop has no task to be raised in.
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._fail(context))
         await super().play(make_fleet)
 
@@ -190,11 +191,11 @@ class Events(Course):
         self._fault = error if isinstance(error, BaseException) else RuntimeError(str(context.get("message")))
         self._change.set()
 
-    def _send(self, fleet: Fleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
+    def _send(self, fleet: AnyFleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
         assert isinstance(fleet, EventFleet)
         self._raise_fault()
         try:
-            rider = fleet.ride(
+            request_ = fleet.submit(
                 request.model,
                 request.prompt(number),
                 _sampling(request.output_tokens),
@@ -202,7 +203,7 @@ class Events(Course):
                 priority=request.priority,
                 on_end=partial(self._note, number, request),
             )
-            self._numbers[rider.request.id] = number
+            self._numbers[request_.request.id] = number
         except HotswapError as exc:
             self._keep(number, request, num_tokens=0, first_s=None, num_hops=0, error=exc)
 
@@ -210,16 +211,16 @@ class Events(Course):
         if self._fault is not None:
             raise self._fault
 
-    def _note(self, number: int, request: TraceRequest, rider: Rider) -> None:
-        if rider.error is not None and not isinstance(rider.error, HotswapError):
-            raise rider.error
+    def _note(self, number: int, request: TraceRequest, request_: SimulatedRequest) -> None:
+        if request_.error is not None and not isinstance(request_.error, HotswapError):
+            raise request_.error
         self._keep(
             number,
             request,
-            num_tokens=rider.num_generated,
-            first_s=rider.first_s,
-            num_hops=0 if rider.error else rider.num_hops,
-            error=rider.error,
+            num_tokens=request_.num_generated,
+            first_s=request_.first_s,
+            num_hops=0 if request_.error else request_.num_hops,
+            error=request_.error,
         )
         self._change.set()
 

@@ -10,15 +10,15 @@ from hotswap.backends.sim.batcher import Batcher
 from hotswap.backends.sim.sequence import Sequence, Step
 from hotswap.hardware import DeviceProfile
 
-__all__ = ["Stretch", "num_alike"]
+__all__ = ["DecodeRun", "num_alike"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class DecodeRun:
     """Steps of the same sequences, each one token further: step `i` lasts `first_s + i more_s`.
 
     Attributes:
-        started_s: When the first began, or would have if nobody had joined or left: that delays all.
+        started_s: When the first began, or would have if no sequence had joined or left: that delays all.
         num_steps: How many they are.
         first_s: How long the first lasts from then on.
         more_s: By how much each lasts longer than the one before, for the context has grown.
@@ -30,7 +30,7 @@ class Stretch:
     more_s: float
 
     @classmethod
-    def of(cls, step: Step, num_steps: int, started_s: float, profile: DeviceProfile) -> Stretch:
+    def of(cls, step: Step, num_steps: int, started_s: float, profile: DeviceProfile) -> DecodeRun:
         """Return so many steps like this one, on a device."""
         batch = len(step.chunks)
         begun_s = started_s + step.turnover_s(profile)
@@ -60,12 +60,12 @@ class Stretch:
 def num_alike(step: Step, batcher: Batcher, least_left: int) -> int:
     """Return how many steps in a row, this one included, are the same but for their context.
 
-    They are while everybody who runs decodes, nobody ends, and there are KV blocks for all; who waits could
-    not be admitted now, and so neither before somebody ends.
+    They are as long as every running sequence decodes, none ends, and there are KV blocks for all. A waiting
+    sequence that cannot be admitted now cannot be admitted before one ends.
 
     Args:
         step: Planned just now, with its blocks taken.
-        batcher: Whose it is.
+        batcher: The batcher that planned it.
         least_left: Tokens that the first to end still lacks.
     """
     running = batcher.running

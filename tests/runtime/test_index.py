@@ -1,20 +1,70 @@
-"""A lookup that is kept current answers as a walk over the whole fleet would."""
+"""An index that is kept current answers as a walk over the whole fleet would."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import FrozenInstanceError, replace
 from operator import itemgetter
+from typing import TypeAlias
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId
-from hotswap.lookup import CountRank, Lookup
 from hotswap.offline.replay import dump_view, load_view
+from hotswap.runtime.index import Index
+from hotswap.view import CountRank
+
+Pull: TypeAlias = Callable[[InstanceId], InstanceView]
+Recount: TypeAlias = Callable[[InstanceView], InstanceView]
 
 MODELS = [ModelId(name) for name in "abc"]
 IDS = [InstanceId(f"e{number}") for number in range(6)]
+
+
+class Indexed:
+    """An instance as an index sees it."""
+
+    def __init__(self, now: InstanceView, pull: Pull | None, recount: Recount | None) -> None:
+        self.now, self.is_put = now, False
+        self._pull, self._recount = pull, recount
+
+    def view(self) -> InstanceView:
+        return self.now if self.is_put or self._pull is None else self._pull(self.now.id)
+
+    def counted(self, view: InstanceView) -> InstanceView:
+        return self.view() if self._recount is None else self._recount(view)
+
+
+class Kept(Index):
+    """An index of instances that tests `put`; of other changes it asks `pull` and `recount`."""
+
+    def __init__(
+        self,
+        instances: Iterable[InstanceView] = (),
+        pull: Pull | None = None,
+        recount: Recount | None = None,
+    ) -> None:
+        super().__init__()
+        self._shown: dict[InstanceId, Indexed] = {}
+        self._pull, self._recount = pull, recount
+        for view in instances:
+            self.put(view)
+
+    def put(self, view: InstanceView) -> None:
+        if view.id not in self._shown:
+            self._shown[view.id] = Indexed(view, self._pull, self._recount)
+            self.add(view.id, self._shown[view.id])
+        shown = self._shown[view.id]
+        shown.now, shown.is_put = view, True
+        self.state_changed(view.id)
+        self.refresh()
+        shown.is_put = False
+
+    def drop(self, instance: InstanceId) -> None:
+        del self._shown[instance]
+        self.remove(instance)
 
 
 def by_requests(instance: InstanceView) -> tuple[int, InstanceId] | None:
@@ -84,26 +134,26 @@ def test_it_answers_as_a_walk_over_all_instances_does(
         return view.updated(num_requests=now[view.id].num_requests)
 
     now: dict[InstanceId, InstanceView] = {}
-    lookup = Lookup(pull=lambda instance: now[instance], recount=recount if recounts else None)
+    kept = Kept(pull=lambda instance: now[instance], recount=recount if recounts else None)
     for kind, view, asked in course:
         if kind == "put":
             now[view.id] = view
-            lookup.put(view)
-        elif kind == "count" and view.id in now:  # nobody says more than that it changed
+            kept.put(view)
+        elif kind == "count" and view.id in now:  # more than that it changed is not told
             now[view.id] = replace(now[view.id], num_requests=view.num_requests)
-            lookup.touch(view.id)
+            kept.counts_changed(view.id)
         elif kind == "load" and view.id in now:
             now[view.id] = replace(now[view.id], num_free_kv_blocks=view.num_free_kv_blocks)
-            lookup.stir(view.id)
+            kept.load_changed(view.id)
         elif kind == "drop" and view.id in now:
             del now[view.id]
-            lookup.drop(view.id)
+            kept.drop(view.id)
         if not asked:
             continue
         for model in MODELS:
             hosts = walk_hosts(now, model)
-            counted = [i.num_requests for i in hosts if i.open]  # first, so that nobody else looked
-            assert lookup.total(model, open_requests) == (len(counted), sum(counted))
+            counted = [i.num_requests for i in hosts if i.open]  # first, before another question renews them
+            assert kept.total(model, open_requests) == (len(counted), sum(counted))
             for rank in (
                 BY_COUNTS,
                 by_requests,
@@ -112,14 +162,14 @@ def test_it_answers_as_a_walk_over_all_instances_does(
             ):  # loads not asked for at first
                 ranked = [(rank(instance), instance) for instance in hosts if rank(instance) is not None]
                 best = min(ranked, key=itemgetter(0), default=(None, None))[1]
-                assert lookup.min_by(model, rank) == best
-                assert list(lookup.ranked(model, rank)) == [i for _, i in sorted(ranked, key=itemgetter(0))]
-            assert lookup.host_ids(model) == {i.id for i in hosts}
-            assert lookup.hosts(model) == hosts
-            assert lookup.replicas(model) == walk_replicas(now, model)
-    assert lookup.instances() == tuple(now.values())
-    assert lookup.ids == now.keys()
-    assert all(lookup.instance(key) == view for key, view in now.items())
+                assert kept.min_by(model, rank) == best
+                assert list(kept.ranked(model, rank)) == [i for _, i in sorted(ranked, key=itemgetter(0))]
+            assert kept.host_ids(model) == {i.id for i in hosts}
+            assert kept.hosts(model) == hosts
+            assert kept.replicas(model) == walk_replicas(now, model)
+    assert kept.instances() == tuple(now.values())
+    assert kept.ids == now.keys()
+    assert all(kept.instance(key) == view for key, view in now.items())
 
 
 @given(st.lists(views, unique_by=lambda view: view.id))
@@ -142,51 +192,51 @@ def test_an_instance_that_is_not_there_is_a_key_error() -> None:
 
 
 def test_ids_stay_one_object_while_loads_change() -> None:
-    lookup = Lookup([InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS])
-    before = lookup.ids
-    lookup.put(InstanceView(id=IDS[0], state=InstanceState.EMPTY))
-    assert lookup.ids is before
-    lookup.drop(IDS[0])
-    assert lookup.ids == before - {IDS[0]}
+    kept = Kept([InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS])
+    before = kept.ids
+    kept.put(InstanceView(id=IDS[0], state=InstanceState.EMPTY))
+    assert kept.ids is before
+    kept.drop(IDS[0])
+    assert kept.ids == before - {IDS[0]}
 
 
 def test_ids_of_hosts_stay_one_object_while_loads_change() -> None:
-    lookup = Lookup([InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS])
-    before = lookup.host_ids(MODELS[0])
-    lookup.put(replace(lookup.instance(IDS[0]), num_requests=3))
-    assert lookup.host_ids(MODELS[0]) is before
-    lookup.put(InstanceView(id=IDS[0], state=InstanceState.EMPTY))
-    assert lookup.host_ids(MODELS[0]) == before - {IDS[0]}
+    kept = Kept([InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS])
+    before = kept.host_ids(MODELS[0])
+    kept.put(replace(kept.instance(IDS[0]), num_requests=3))
+    assert kept.host_ids(MODELS[0]) is before
+    kept.put(InstanceView(id=IDS[0], state=InstanceState.EMPTY))
+    assert kept.host_ids(MODELS[0]) == before - {IDS[0]}
 
 
 def test_who_leaves_is_no_longer_counted() -> None:
-    lookup = Lookup(
+    kept = Kept(
         InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0], num_requests=2) for key in IDS
     )
-    assert lookup.total(MODELS[0], open_requests) == (len(IDS), 2 * len(IDS))
-    lookup.drop(IDS[0])
-    assert lookup.total(MODELS[0], open_requests) == (len(IDS) - 1, 2 * len(IDS) - 2)
+    assert kept.total(MODELS[0], open_requests) == (len(IDS), 2 * len(IDS))
+    kept.drop(IDS[0])
+    assert kept.total(MODELS[0], open_requests) == (len(IDS) - 1, 2 * len(IDS) - 2)
 
 
 def test_all_come_in_order_after_many_changes_also_if_the_same_was_put_twice() -> None:
-    lookup = Lookup(InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS)
+    kept = Kept(InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS)
     for turn in range(100):
-        view = replace(lookup.instance(IDS[turn % len(IDS)]), num_requests=turn * 7 % 200)
+        view = replace(kept.instance(IDS[turn % len(IDS)]), num_requests=turn * 7 % 200)
         for _ in range(2):
-            lookup.put(view)
-            lookup.min_by(MODELS[0], by_requests)
-        ranked = [instance.num_requests for instance in lookup.ranked(MODELS[0], by_requests)]
-        assert ranked == sorted(i.num_requests for i in lookup.hosts(MODELS[0]))
+            kept.put(view)
+            kept.min_by(MODELS[0], by_requests)
+        ranked = [instance.num_requests for instance in kept.ranked(MODELS[0], by_requests)]
+        assert ranked == sorted(i.num_requests for i in kept.hosts(MODELS[0]))
 
 
 def test_a_heap_that_many_changes_went_through_still_knows_the_best() -> None:
-    lookup = Lookup(InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS)
+    kept = Kept(InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS)
     for turn in range(500):
         key = IDS[turn % len(IDS)]
-        lookup.put(replace(lookup.instance(key), num_requests=turn * 7 % 200))
-        best = lookup.min_by(MODELS[0], by_requests)
+        kept.put(replace(kept.instance(key), num_requests=turn * 7 % 200))
+        best = kept.min_by(MODELS[0], by_requests)
         assert best is not None
-        assert best.num_requests == min(i.num_requests for i in lookup.hosts(MODELS[0]))
+        assert best.num_requests == min(i.num_requests for i in kept.hosts(MODELS[0]))
 
 
 def test_engines_are_not_looked_at_for_what_the_fleet_itself_counts() -> None:
@@ -196,19 +246,21 @@ def test_engines_are_not_looked_at_for_what_the_fleet_itself_counts() -> None:
     def pull(instance: InstanceId) -> InstanceView:
         raise AssertionError(f"{instance} was looked at")
 
-    lookup = Lookup(
+    kept = Kept(
         [InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS], pull, recount
     )
     for key in IDS:
-        lookup.touch(key)
-    lookup.stir(IDS[0])  # its load changes, too, for which nobody asks
-    assert lookup.total(MODELS[0], open_requests) == (len(IDS), 7 * len(IDS))
-    counted = lookup.counted(IDS[0])
+        kept.counts_changed(key)
+    kept.load_changed(IDS[0])  # its load changes, too, for which nobody asks
+    assert kept.total(MODELS[0], open_requests) == (len(IDS), 7 * len(IDS))
+    counted = kept.counted(IDS[0])
     assert counted is not None
     assert counted.num_requests == 7
 
 
-def test_an_instance_that_could_not_be_looked_at_is_looked_at_again() -> None:
+def test_an_instance_that_could_not_be_looked_at_is_looked_at_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def pull(instance: InstanceId) -> InstanceView:
         if faults:
             raise faults.pop()
@@ -216,12 +268,13 @@ def test_an_instance_that_could_not_be_looked_at_is_looked_at_again() -> None:
 
     now = {key: InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS}
     faults: list[Exception] = [RuntimeError("it does not answer")]
-    lookup = Lookup(now.values(), pull, lambda view: view)
+    kept = Kept(now.values(), pull, lambda view: view)
+    before = dict(now)
     now[IDS[0]] = now[IDS[0]].updated(num_free_kv_blocks=7)
-    lookup.stir(IDS[0])
-    with pytest.raises(RuntimeError):
-        lookup.instances()
-    assert lookup.instances() == tuple(now.values())
+    kept.load_changed(IDS[0])
+    assert kept.instances() == tuple(before.values()), "its last view is shown"
+    assert "it does not answer" in caplog.text
+    assert kept.instances() == tuple(now.values())
 
 
 @given(views, views)
@@ -246,9 +299,9 @@ def test_a_rank_by_counts_looks_at_loads_only_where_counts_are_equal() -> None:
         key: InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0], num_requests=number // 2)
         for number, key in enumerate(IDS)
     }
-    lookup = Lookup(now.values(), pull)
+    kept = Kept(now.values(), pull)
     for key in IDS:
-        lookup.stir(key)
+        kept.load_changed(key)
     now[IDS[1]] = replace(now[IDS[1]], num_free_kv_blocks=7)
-    assert lookup.min_by(MODELS[0], BY_COUNTS) == now[IDS[1]]
+    assert kept.min_by(MODELS[0], BY_COUNTS) == now[IDS[1]]
     assert set(looked) == set(IDS[:2])

@@ -1,0 +1,154 @@
+"""One request under way, as the fleet knows it: what it has, where it runs, and where it goes next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+
+from hotswap.model import Adapter
+from hotswap.request import FinishReason, ModelId, Request
+from hotswap.runtime.lifecycle import NEW, Event, Evicted, GotToken, History, Interrupted, Moved, Next, step
+from hotswap.view import InstanceId
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, SpanContext
+
+    from hotswap.runtime.instance import Instance
+
+__all__ = ["ActiveRequest", "Hop", "MoveListener"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One stay of a request on an instance; `first_index` is the index of the first token it was to give."""
+
+    instance: InstanceId
+    first_index: int
+
+
+class MoveListener(Protocol):
+    """A move that is told when its request leaves the source."""
+
+    def source_left(self) -> None:
+        """The request has left the instance that the move takes it from."""
+        ...
+
+
+class ActiveRequest:
+    """A request under way.
+
+    It is driven from outside: by a task (`flow.ClientRequest`) or by the events of a simulation.
+
+    Attributes:
+        request: The request as it was made, but for a model that took the place of the first.
+        adapter: The version of the adapter that it names.
+        arrival: The number of its arrival in the fleet.
+        span: The span of the whole request.
+        instance: Where it runs.
+        hops: Where it has run.
+        history: Of its failures.
+        evicted_by: The span of what sent it away last.
+        moving: Whether a move is under way; `move` is told when it leaves its instance.
+        next_instance: Where it goes when it leaves, assigned to that already.
+        arrived: Set when a move has brought it to its first token there, or has come to nothing.
+        arrived_s: When that token came.
+        next_model: What it goes on as when it leaves, with the adapter there.
+        finish_reason: Of its last token.
+    """
+
+    def __init__(self, request: Request, adapter: Adapter | None, arrival: int, span: Span) -> None:
+        self.request, self.adapter, self.arrival, self.span = request, adapter, arrival, span
+        self.instance: Instance | None = None
+        self.hops: list[Hop] = []
+        self.history: History = NEW
+        self.evicted_by: SpanContext | None = None
+        self.moving = False
+        self.move: MoveListener | None = None
+        self.next_instance: Instance | None = None
+        self.arrived: anyio.Event | None = None
+        self.arrived_s: float | None = None
+        self.next_model: tuple[ModelId, Adapter | None] | None = None
+        self.finish_reason: FinishReason | None = None
+
+    # ------------------------------------------------------------------ what it has
+
+    @property
+    def finished(self) -> bool:
+        """Whether the client has been given its last token or its error."""
+        raise NotImplementedError
+
+    @property
+    def tokens_so_far(self) -> Sequence[int]:
+        """The ids of the tokens that the client was given, each once."""
+        raise NotImplementedError
+
+    @property
+    def num_generated(self) -> int:
+        """How many they are."""
+        return len(self.tokens_so_far)
+
+    @property
+    def remaining(self) -> Request:
+        """The request as the next instance must see it."""
+        return self.request.continued(self.tokens_so_far)
+
+    @property
+    def num_hops(self) -> int:
+        """On how many instances, one after another, it has run so far."""
+        return len(self.hops)
+
+    # ------------------------------------------------------------------ its way
+
+    def interrupt(self) -> None:
+        """End the present stay where it is, to go on elsewhere."""
+        raise NotImplementedError
+
+    def abort(self, error: Exception) -> None:
+        """End it by an error, wherever it is."""
+        raise NotImplementedError
+
+    def head_for(self, instance: Instance, by: SpanContext) -> None:
+        """Have it go to an instance, which it is assigned to already, as soon as it leaves this one."""
+        self.next_instance, self.evicted_by = instance, by
+        self.arrived, self.arrived_s = anyio.Event(), None
+
+    def take_next(self) -> Instance | None:
+        """Return the instance of `head_for`, once; `None` if there is none."""
+        instance, self.next_instance = self.next_instance, None
+        return instance
+
+    def begin_hop(self, instance: Instance) -> None:
+        """Note a stay that begins."""
+        self.hops.append(Hop(instance=instance.id, first_index=self.num_generated))
+
+    def note_token(self, now_s: float) -> None:
+        """Note a token: a move that brought the request here has succeeded."""
+        if self.history is not NEW:
+            self.history, _ = step(self.history, GotToken())
+        if self.arrived is not None and self.next_instance is None and not self.arrived.is_set():
+            self.arrived_s = now_s
+            self.arrived.set()
+
+    def departed(self, event: Event, by: SpanContext | None = None) -> Next:
+        """Return what it does next, now that an event has taken it from its instance.
+
+        `by` is the span of what evicted it. It is attached to no instance any more, and assigned to none but
+        its next.
+        """
+        if self.next_instance is not None and not self.finished:
+            event = Moved()
+        elif not isinstance(event, Interrupted):
+            if self.arrived is not None:
+                self.arrived.set()
+            if isinstance(event, Evicted) and by is not None:
+                self.span.add_link(by)
+            self.evicted_by = by
+        if self.next_model is not None:
+            model, self.adapter = self.next_model
+            version = None if self.adapter is None else self.adapter.version
+            self.request, self.next_model = replace(self.request, model=model, adapter=version), None
+        self.history, decision = step(self.history, event)
+        return decision

@@ -1,0 +1,195 @@
+"""The parts of a fleet, put together: what `Fleet` and the event simulation are made of."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import anyio
+from anyio import AsyncContextManagerMixin
+
+from hotswap.action import MigrationRecord, SwapRecord
+from hotswap.engine import Engine
+from hotswap.errors import ConfigError
+from hotswap.migration import Mover
+from hotswap.model import Adapter, Model
+from hotswap.request import ModelId, Request, RequestId, Sampling
+from hotswap.router import Router
+from hotswap.runtime.adapter_cache import AdapterCaches
+from hotswap.runtime.adapters import Adapters
+from hotswap.runtime.admission import Admission
+from hotswap.runtime.control import Control
+from hotswap.runtime.flow import Flow
+from hotswap.runtime.lifetime import Lifetime
+from hotswap.runtime.metrics import LastView, observe_fleet
+from hotswap.runtime.models import Models
+from hotswap.runtime.move import MigrationLimits
+from hotswap.runtime.moves import Moves
+from hotswap.runtime.operations import Operations
+from hotswap.runtime.state import FleetState
+from hotswap.runtime.swap import SwapLimits
+from hotswap.runtime.swaps import Swaps
+from hotswap.scheduler import Scheduler
+from hotswap.store import WeightStore
+from hotswap.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from opentelemetry import metrics, trace
+
+__all__ = ["Core", "NewRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that has been checked, with the version of its adapter and the number of its arrival."""
+
+    request: Request
+    adapter: Adapter | None
+    arrival: int
+
+
+class Core(AsyncContextManagerMixin):
+    """One fleet: its state, and the parts that act on it.
+
+    Entering it opens the store, starts the engines, reads the models and starts the control loop; leaving it
+    ends what is under way and gives everything back. The arguments are those of `Fleet`.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Iterable[Engine],
+        store: WeightStore,
+        models: Iterable[Model],
+        adapters: Iterable[Adapter] = (),
+        router: Router,
+        scheduler: Scheduler,
+        interval_s: float = 1.0,
+        max_waiting: int = 1024,
+        max_load_attempts: int = 3,
+        limits: SwapLimits | None = None,
+        on_swap: Callable[[SwapRecord], None] | None = None,
+        mover: Mover | None = None,
+        migration_limits: MigrationLimits | None = None,
+        on_migration: Callable[[MigrationRecord], None] | None = None,
+        tracer_provider: trace.TracerProvider | None = None,
+        meter_provider: metrics.MeterProvider | None = None,
+    ) -> None:
+        if not interval_s > 0:
+            raise ConfigError(f"interval_s is {interval_s!r}; give seconds over 0.")
+        self.telemetry = telemetry = Telemetry(tracer_provider, meter_provider)
+        self.state = state = FleetState(store)
+        self.lifetime = Lifetime()
+        self.admission = Admission(state, router, max_waiting=max_waiting)
+        self.caches = AdapterCaches(state, telemetry)
+        self.adapters = Adapters(state, self.caches, telemetry)
+        self.swaps = Swaps(
+            state,
+            self.admission,
+            limits=limits or SwapLimits(),
+            max_load_attempts=max_load_attempts,
+            telemetry=telemetry,
+            on_record=on_swap,
+        )
+        self.moves = Moves(
+            state,
+            self.caches,
+            limits=migration_limits or MigrationLimits(),
+            mover=mover,
+            telemetry=telemetry,
+            on_record=on_migration,
+        )
+        self.models = Models(state, self.swaps, self.adapters)
+        self.operations = Operations(
+            state, self.admission, self.swaps, self.moves, self.adapters, self.caches
+        )
+        self.flow = Flow(state, self.admission, self.caches, telemetry)
+        self._control = Control(
+            state,
+            scheduler,
+            self.swaps,
+            self.moves,
+            self.adapters,
+            interval_s=interval_s,
+            telemetry=telemetry,
+        )
+        self._name = uuid.uuid4().hex[:8]
+        for engine in engines:
+            state.add(engine)
+        self.models.register(models)
+        for adapter in adapters:
+            self.adapters.add(adapter)
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        # Task groups, also those of engines, would wrap what passes through them: it is raised outside.
+        error: BaseException | None = None
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self.state.store)
+                for instance in tuple(self.state.instances.values()):
+                    await stack.enter_async_context(instance.engine)
+                await stack.enter_async_context(self.operations.supervisor)
+                await self.models.open()
+                last_view = LastView(self.state, wanted=self.telemetry.measures)
+                stack.callback(last_view.close)
+                observe_fleet(self.telemetry, last_view)
+                async with anyio.create_task_group() as tasks:
+                    self.lifetime.begin(tasks)
+                    tasks.start_soon(self._control.run, tasks, last_view, name="hotswap control")
+                    try:
+                        yield self
+                    except (Exception, SystemExit, KeyboardInterrupt) as exc:
+                        error = exc
+                    finally:
+                        self._stop(tasks)
+            except Exception as exc:
+                error = exc
+        if error is not None:
+            try:
+                raise error
+            finally:
+                error = None  # or it and this frame keep each other, and with them the fleet
+
+    def _stop(self, tasks: anyio.abc.TaskGroup) -> None:
+        self.lifetime.end()
+        self.state.wake()
+        tasks.cancel_scope.cancel()
+        for instance in self.state.instances.values():
+            instance.end_first_token(self.telemetry)
+
+    def new_request(
+        self,
+        model: ModelId,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        adapter: str | None,
+        priority: int,
+    ) -> NewRequest:
+        """Check a request that has just come, and give it its id, which sorts as requests came.
+
+        Raises:
+            UnknownModel, UnknownAdapter: the fleet has none of that name.
+            InvalidRequest, PromptTooLong, ModelTooLarge: it could never be served.
+        """
+        model = self.state.aliases.get(model, model)
+        self.state.card(model)
+        named = None if adapter is None else self.adapters.named(model, adapter)
+        arrival = self.state.next_arrival()
+        request = Request(
+            id=RequestId(f"{self._name}-{arrival:07d}"),
+            model=model,
+            prompt=prompt,
+            sampling=sampling,
+            adapter=None if named is None else named.version,
+            priority=priority,
+            arrived_s=anyio.current_time(),
+        )
+        self.models.check_servable(request)
+        if named is not None:
+            self.state.demand.ask(named)
+        return NewRequest(request, named, arrival)

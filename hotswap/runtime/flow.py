@@ -1,0 +1,282 @@
+"""One request as its client sees it, and the one task that carries it from instance to instance."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import anyio
+
+from hotswap import telemetry as tm
+from hotswap.errors import DeadlineExceeded, FleetClosed, InstanceError
+from hotswap.model import Adapter
+from hotswap.request import Request, Token
+from hotswap.runtime.active import ActiveRequest, Hop
+from hotswap.runtime.adapter_cache import AdapterCaches
+from hotswap.runtime.admission import Admission
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Next, Requeue, departure
+from hotswap.runtime.queue import Ticket
+from hotswap.runtime.state import FleetState
+from hotswap.stream import TokenQueue, TokenStream
+from hotswap.telemetry import Telemetry
+from hotswap.text import TextStream
+
+__all__ = ["ClientRequest", "FleetStream", "Flow"]
+
+log = logging.getLogger("hotswap")
+
+
+class ClientRequest(ActiveRequest):
+    """A request that a client reads: every token that it was given is kept, each once."""
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        adapter: Adapter | None,
+        arrival: int,
+        telemetry: Telemetry,
+        text: TextStream | None,
+        deadline_s: float | None,
+    ) -> None:
+        super().__init__(request, adapter, arrival, telemetry.start(tm.SPAN_REQUEST, _attributes(request)))
+        self.tokens = TokenQueue()
+        self.scope = anyio.CancelScope()
+        self.ended = anyio.Event()
+        self.deadline_at_s = float("inf") if deadline_s is None else request.arrived_s + deadline_s
+        self._given: list[int] = []
+        self._text = text
+        self._telemetry = telemetry
+        self._hop_scope: anyio.CancelScope | None = None
+        self._first_token_s: float | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.tokens.closed
+
+    @property
+    def tokens_so_far(self) -> tuple[int, ...]:
+        return tuple(self._given)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self._given)
+
+    @contextmanager
+    def hop(self, instance: Instance) -> Generator[anyio.CancelScope]:
+        """Bracket a stay on an instance, which `interrupt` ends."""
+        self.begin_hop(instance)
+        with anyio.CancelScope() as self._hop_scope:
+            yield self._hop_scope
+
+    def interrupt(self) -> None:
+        if self._hop_scope is not None:
+            self._hop_scope.cancel()
+
+    def deliver(self, token: Token) -> None:
+        """Give the client a token, with the text that it completes.
+
+        Raises:
+            InstanceError: the engine skipped or repeated a position.
+        """
+        if token.index != len(self._given):
+            raise InstanceError(
+                f"An engine gave position {token.index} of request {self.request.id!r} when "
+                f"{len(self._given)} was due; the engine breaks its contract."
+            )
+        self._given.append(token.id)
+        now_s = anyio.current_time()
+        self.note_token(now_s)
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        text, finish = "", token.finish_reason
+        if self._text is not None:
+            text = self._text.push(token.id, last=finish is not None)
+            finish = "stop" if self._text.stopped else finish
+        self.tokens.put(Token(id=token.id, index=token.index, text=text, finish_reason=finish))
+        if finish is not None:
+            self.finish_reason = finish
+            self.tokens.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Give the client its error, unless it has all that it asked for."""
+        if not self.finished:
+            self._error = error
+        self.tokens.close(error)
+
+    def abort(self, error: Exception) -> None:
+        self.fail(error)
+        self.scope.cancel()
+
+    def end(self) -> None:
+        """Let everything that waits for the request go on, and record it."""
+        self.tokens.close(FleetClosed("The fleet closed before the request finished; ask another fleet."))
+        self.ended.set()
+        if self.arrived is not None:
+            self.arrived.set()
+        try:
+            self._measure()
+            self.span.set_attribute(tm.OUTPUT_TOKENS, len(self._given))
+            self.span.set_attribute(tm.NUM_HOPS, self.num_hops)
+            if self.finish_reason is not None:
+                self.span.set_attribute(tm.FINISH_REASONS, (self.finish_reason,))
+            self._telemetry.finish(self.span, self._error)
+        except Exception:  # a telemetry provider's own fault
+            log.exception("The end of request %r was not recorded.", self.request.id)
+
+    def _measure(self) -> None:
+        if self._first_token_s is None:
+            return
+        attributes = {tm.MODEL: self.request.model}
+        self._telemetry.ttft.record(self._first_token_s - self.request.arrived_s, attributes)
+        gaps = len(self._given) - 1
+        if gaps > 0:
+            self._telemetry.tpot.record((anyio.current_time() - self._first_token_s) / gaps, attributes)
+
+    def __repr__(self) -> str:
+        where = self.instance.id if self.instance is not None else "waiting"
+        return (
+            f"<ClientRequest {self.request.id} {self.request.model} at {where} [{len(self._given)} tokens, "
+            f"{self.num_hops} hops]>"
+        )
+
+
+class FleetStream(TokenStream):
+    """A client's end of a request: iterate it for tokens with text, across however many instances.
+
+    Raises while iterating: a `RequestError` when the request cannot be served, an `InstanceError` when
+    engines failed it repeatedly, `FleetClosed` when the fleet ended first.
+    """
+
+    def __init__(self, request: ClientRequest) -> None:
+        self._request = request
+
+    async def __anext__(self) -> Token:
+        return await self._request.tokens.__anext__()
+
+    @property
+    def request(self) -> Request:
+        """The request as it was made; its `adapter` is the version that it got."""
+        return self._request.request
+
+    @property
+    def num_hops(self) -> int:
+        """On how many instances the request has run so far."""
+        return self._request.num_hops
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """Where the request has run so far, in order, and from which token on."""
+        return tuple(self._request.hops)
+
+    def __repr__(self) -> str:
+        return f"<FleetStream of {self._request!r}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Carries requests through a fleet: each from its first ticket to its end, in one task of its own."""
+
+    state: FleetState
+    admission: Admission
+    adapters: AdapterCaches
+    telemetry: Telemetry
+
+    async def run(self, request: ClientRequest, ticket: Ticket) -> None:
+        """Carry a request until it ends.
+
+        What it does after each event says `lifecycle.step`. Its errors are its client's, never the fleet's.
+        """
+        request.scope.deadline = request.deadline_at_s
+        self.state.begin(request)
+        try:
+            with request.scope:
+                error = await self._until_it_ends(request, ticket)
+                if error is not None:
+                    request.fail(error)
+        except Exception as exc:  # of the runtime itself: still this request's alone
+            request.fail(exc)
+        finally:
+            if (unused := request.take_next()) is not None:
+                self.state.release(request.request, unused)
+            if request.scope.cancelled_caught and anyio.current_time() >= request.deadline_at_s:
+                request.fail(
+                    DeadlineExceeded(
+                        f"Request {request.request.id!r} passed its deadline; allow it more time."
+                    )
+                )
+            self.state.end(request)
+            request.end()
+
+    async def _until_it_ends(self, request: ClientRequest, ticket: Ticket) -> Exception | None:
+        while True:
+            try:
+                instance = request.take_next() or await self.admission.answer(ticket)
+            except Exception as exc:  # a router's fault, or a model that cannot be loaded
+                return exc
+            decision = await self._stay(request, instance)
+            if isinstance(decision, End):
+                if decision.error is not None and request.history.num_losses:
+                    log.warning("Request %r was given up: %s", request.request.id, decision.error)
+                return decision.error
+            if isinstance(decision, Requeue):
+                if decision.pause_s:
+                    await anyio.sleep(decision.pause_s)
+                ticket = self.admission.enter(request.remaining, request.arrival)
+
+    async def _stay(self, request: ClientRequest, instance: Instance) -> Next:
+        """Run the request on an instance that it is assigned to; return what it does next."""
+        self.state.attach(request, instance)
+        try:
+            event = await self._hop(request, instance)
+        except Exception as exc:
+            event = departure(exc)
+        except BaseException:
+            self.state.withdraw(request, instance)
+            raise
+        return self.state.depart(request, instance, event)
+
+    async def _hop(self, request: ClientRequest, instance: Instance) -> Event:
+        links = [request.evicted_by] if request.evicted_by is not None else []
+        attributes = {tm.INSTANCE: instance.id, tm.REQUEST_ID: request.request.id}
+        with (
+            self.telemetry.span(tm.SPAN_HOP, attributes, parent=request.span, links=links) as span,
+            request.hop(instance) as scope,
+        ):
+            async with (
+                self.adapters.held(request.adapter, request.request.id, instance, span),
+                instance.engine.stream(request.remaining) as tokens,
+            ):
+                async for token in tokens:
+                    if token.index == request.hops[-1].first_index and tokens.num_reused_tokens:
+                        span.set_attribute(tm.REUSED_TOKENS, tokens.num_reused_tokens)
+                    instance.end_first_token(self.telemetry)
+                    request.deliver(token)
+                    if request.finished:
+                        return Finished()
+        if request.finished:
+            return Finished()
+        if scope.cancelled_caught:
+            return Interrupted()
+        raise InstanceError(
+            f"Instance {instance.id!r} ended the stream of request {request.request.id!r} "
+            "without a finish reason."
+        )
+
+
+def _attributes(request: Request) -> tm.Attributes:
+    adapter = {tm.ADAPTER: request.adapter} if request.adapter else {}
+    return {
+        tm.OPERATION: "text_completion",
+        tm.MODEL: request.model,
+        tm.REQUEST_ID: request.id,
+        tm.INPUT_TOKENS: len(request.prompt),
+        tm.MAX_TOKENS: request.sampling.max_tokens,
+        tm.TEMPERATURE: request.sampling.temperature,
+        tm.PRIORITY: request.priority,
+        **adapter,
+    }

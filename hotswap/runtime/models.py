@@ -1,0 +1,210 @@
+"""The models that a fleet serves: they come and go while it is open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import anyio
+from anyio import to_thread
+
+from hotswap.engine import SupportsPreload
+from hotswap.errors import ConfigError, InvalidRequest, ModelTooLarge, PromptTooLong, UnknownModel
+from hotswap.model import Model, ModelCard
+from hotswap.request import ModelId, Request
+from hotswap.runtime.adapters import Adapters
+from hotswap.runtime.checks import check_seconds
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.state import FleetState
+from hotswap.runtime.swaps import Swaps
+from hotswap.store import SupportsImport, SupportsTokenizer
+from hotswap.text import TextStream, Tokenizer
+
+__all__ = ["Models"]
+
+V = TypeVar("V")
+
+
+class Models:
+    """What requests may ask a fleet for; a `Fleet` has it as `models`.
+
+    Args:
+        state: Of the fleet.
+        swaps: Unloads a model that is removed.
+        adapters: Those of a model are removed with it.
+    """
+
+    def __init__(self, state: FleetState, swaps: Swaps, adapters: Adapters) -> None:
+        self._state, self._swaps, self._adapters = state, swaps, adapters
+        self._tokenizers: dict[ModelId, Tokenizer] = {}
+        self._adding: set[ModelId] = set()
+
+    def __len__(self) -> int:
+        return len(self._state.registered)
+
+    def __iter__(self) -> Iterator[Model]:
+        """The registered models, as they were given."""
+        return iter(tuple(self._state.registered.values()))
+
+    def register(self, models: Iterable[Model]) -> None:
+        """Take the models in that a fleet begins with; `open` reads them.
+
+        Raises:
+            ConfigError: two share an id.
+        """
+        for model in models:
+            name = ModelId(model.id)
+            if name in self._state.registered:
+                raise ConfigError(f"Two models are called {name!r}; give each a name of its own.")
+            self._state.registered[name] = model
+
+    async def open(self) -> None:
+        """Read the manifest and the tokenizer of every model, importing what the store lacks."""
+        for name, model in self._state.registered.items():
+            self._state.models[name] = await self._read(model)
+
+    async def add(self, model: Model) -> None:
+        """Let requests ask for a model from now on; one with a source is imported if the store lacks it.
+
+        Schedulers see it from the next plan on. A failure or a cancellation leaves the fleet as it was; what
+        was imported stays in the store.
+
+        Raises:
+            ConfigError: the fleet has a model of this id.
+            StoreError: its weights cannot be read.
+        """
+        name = ModelId(model.id)
+        if name in self._state.models or name in self._adding:
+            raise ConfigError(f"There is a model {name!r} already; give the new one another id.")
+        self._adding.add(name)
+        try:
+            card = await self._read(model)
+        finally:
+            self._adding.discard(name)
+        self._state.add_model(model, card)
+
+    async def remove(self, model: str, *, deadline_s: float | None = None) -> None:
+        """Let requests ask for a model no more, and unload it wherever it is once its requests have ended.
+
+        Its requests under way, waiting ones too, go on to their end; after `deadline_s` seconds those left
+        end by `UnknownModel`. Its adapters go with it. Its weights stay in the store. A cancellation
+        leaves the model registered.
+
+        Raises:
+            UnknownModel: the fleet has no such model.
+            ConfigError: another model was rolled to it, and requests for that one would have none.
+            SwapFailed: an instance could not unload it; the model stays registered.
+        """
+        check_seconds(ConfigError, deadline_s=deadline_s)
+        state, name = self._state, ModelId(model)
+        card = state.card(name)
+        if old := [old for old, new in state.aliases.items() if new == name]:
+            raise ConfigError(f"Model {old[0]!r} was rolled to {name!r}, which serves its requests; keep it.")
+        registered = state.close_model(name)
+        try:
+            with anyio.move_on_after(math.inf if deadline_s is None else deadline_s):
+                await self._requests_ended(name)
+            self._end_requests(name)
+            await self._requests_ended(name)
+            await self._unload_everywhere(name)
+        except BaseException:
+            state.add_model(registered, card)
+            raise
+        self._adapters.forget(name)
+        self._tokenizers.pop(name, None)
+        state.remove_model(name)
+
+    async def _read(self, model: Model) -> ModelCard:
+        store, name = self._state.store, ModelId(model.id)
+        if model.source is not None and isinstance(store, SupportsImport):
+            await store.import_model(model)
+        card = ModelCard.of(model, await store.manifest(name))
+        if isinstance(store, SupportsTokenizer):
+            tokenizer = await store.tokenizer(name)
+            if tokenizer is not None:
+                self._tokenizers[name] = tokenizer
+        return card
+
+    # ------------------------------------------------------------------ removal
+
+    async def _requests_ended(self, model: ModelId) -> None:
+        while any(active.request.model == model for active in self._state.requests.values()):
+            await self._state.changed(self._state.version)
+
+    def _end_requests(self, model: ModelId) -> None:
+        error = UnknownModel(f"Model {model!r} was removed from the fleet; ask for another.")
+        for active in tuple(self._state.requests.values()):
+            if active.request.model == model:
+                active.abort(error)
+
+    async def _unload_everywhere(self, model: ModelId) -> None:
+        while found := next((i for i in self._state.instances.values() if _has(i, model)), None):
+            if found.swapping:
+                await self._state.changed(self._state.version)
+            elif found.engine.status().model == model:
+                self._state.claim(found, None)
+                await self._swaps.run(found, None, deadline_s=0.0, reason=f"{model} is removed")
+            elif isinstance(found.engine, SupportsPreload):
+                await found.engine.drop_preload()
+
+    # ------------------------------------------------------------------ requests
+
+    async def encode(self, model: ModelId, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Return a prompt as token ids.
+
+        Raises:
+            InvalidRequest: it is text, and the model has no tokenizer, or it is neither text nor numbers.
+        """
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        tokenizer = self._tokenizers.get(model)
+        if tokenizer is None:
+            raise InvalidRequest(f"Model {model!r} has no tokenizer; give the prompt as token ids.")
+        return tuple(await to_thread.run_sync(tokenizer.encode, prompt))
+
+    def text_stream(self, request: Request) -> TextStream | None:
+        """Return what turns the request's tokens into text, `None` without a tokenizer.
+
+        Raises:
+            InvalidRequest: it has stop strings, and the model has no tokenizer.
+        """
+        sampling = request.sampling
+        tokenizer = self._tokenizers.get(request.model)
+        if tokenizer is not None:
+            return TextStream(
+                tokenizer, prompt=request.prompt, stop=sampling.stop, min_tokens=sampling.min_tokens
+            )
+        if sampling.stop:
+            raise InvalidRequest(
+                f"Model {request.model!r} has no tokenizer to match stop strings with; use stop_token_ids."
+            )
+        return None
+
+    def check_servable(self, request: Request) -> None:
+        """Refuse at once what could never be served.
+
+        Raises:
+            PromptTooLong: no token can follow the prompt within the model's context.
+            ModelTooLarge: the weights exceed every engine's memory, where that is known.
+        """
+        card = self._state.card(request.model)
+        if request.num_tokens >= card.max_context_tokens:
+            raise PromptTooLong(
+                f"The prompt has {request.num_tokens} tokens and model {card.id!r} a context of "
+                f"{card.max_context_tokens}; shorten it so that at least one token can follow."
+            )
+        if all(0 < memory < card.weight_bytes for memory in self._state.memory_bytes()):
+            largest = max(self._state.memory_bytes(), default=0)
+            raise ModelTooLarge(
+                f"Model {card.id!r} has {card.weight_bytes:,} bytes of weights and the largest engine "
+                f"{largest:,} bytes of memory; add a larger engine."
+            )
+
+    def __repr__(self) -> str:
+        return f"<Models [{', '.join(self._state.registered) or 'none'}]>"
+
+
+def _has(instance: Instance, model: ModelId) -> bool:
+    status = instance.engine.status()
+    return model in (status.model, status.preloaded, instance.target)

@@ -1,0 +1,301 @@
+"""Operations on a fleet by hand: swap, move, drain, add, remove and replace engines, roll a model."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Literal, TypeAlias
+
+import anyio
+
+from hotswap.action import DrainRecord, MigrationRecord, MigrationWay, SwapRecord
+from hotswap.engine import Engine
+from hotswap.errors import ConfigError, InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
+from hotswap.request import ModelId, RequestId
+from hotswap.runtime.active import ActiveRequest
+from hotswap.runtime.adapter_cache import AdapterCaches
+from hotswap.runtime.adapters import Adapters
+from hotswap.runtime.admission import Admission
+from hotswap.runtime.checks import check_seconds
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.moves import Moves
+from hotswap.runtime.state import Change, FleetState
+from hotswap.runtime.supervisor import EngineSupervisor
+from hotswap.runtime.swaps import Swaps
+from hotswap.view import InstanceId, InstanceState
+
+__all__ = ["Operations", "Streams"]
+
+log = logging.getLogger("hotswap")
+
+Streams: TypeAlias = Literal["pinned", "moved"]
+
+# Moves of a request that may fail before a drain interrupts it instead.
+_MAX_FAILED_MOVES = 2
+
+
+class Operations:
+    """The operations of one fleet; `Fleet` documents each, and bounds it by the fleet's own life."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        admission: Admission,
+        swaps: Swaps,
+        moves: Moves,
+        adapters: Adapters,
+        caches: AdapterCaches,
+    ) -> None:
+        self.supervisor = EngineSupervisor()
+        self._state, self._admission, self._swaps, self._moves = state, admission, swaps, moves
+        self._adapters, self._caches = adapters, caches
+        self._starting: set[InstanceId] = set()
+
+    # ------------------------------------------------------------------ swaps and moves
+
+    async def swap(self, instance: str, model: str, *, deadline_s: float, reason: str) -> SwapRecord:
+        """Swap an instance to a model."""
+        card, chosen = self._state.card(ModelId(model)), self._state.instance(instance)
+        status = chosen.engine.status()
+        if status.model == card.id and status.state is InstanceState.SERVING:
+            raise SwapRefused(f"Instance {instance!r} serves {model!r} already; nothing was done.")
+        return await self._swap(chosen, card.id, deadline_s=deadline_s, reason=reason)
+
+    async def unload(self, instance: str, *, deadline_s: float, reason: str) -> SwapRecord:
+        """Evict what runs on an instance and free its weights."""
+        return await self._swap(self._state.instance(instance), None, deadline_s=deadline_s, reason=reason)
+
+    async def _swap(
+        self, instance: Instance, target: ModelId | None, *, deadline_s: float, reason: str
+    ) -> SwapRecord:
+        check_seconds(ConfigError, deadline_s=deadline_s)
+        self._state.claim(instance, target)
+        return await self._swaps.run(instance, target, deadline_s=deadline_s, reason=reason)
+
+    async def migrate(
+        self, request: str, *, to: str, way: MigrationWay | None, reason: str
+    ) -> MigrationRecord:
+        """Move a request that runs to another instance of its model."""
+        active = self._state.requests.get(RequestId(request))
+        if active is None:
+            raise InvalidRequest(f"There is no request {request!r} under way; it may have ended.")
+        return await self._moves.run(active, self._state.instance(to), way=way, reason=reason)
+
+    # ------------------------------------------------------------------ drain
+
+    async def drain(
+        self, instance: str, *, deadline_s: float | None, way: MigrationWay | None, reason: str
+    ) -> DrainRecord:
+        """Empty an instance of requests; it stays closed."""
+        check_seconds(ConfigError, deadline_s=deadline_s)
+        chosen = self._state.instance(instance)
+        if chosen.draining or chosen.swapping:
+            raise SwapRefused(f"Instance {instance!r} is drained or swapped already; wait for that to end.")
+        self._state.close(chosen)
+        self._moves.turn_away(chosen)
+        try:
+            drain = _Drain(self._state, self._admission, self._moves, chosen, way, reason)
+            return await drain.run(deadline_s)
+        except BaseException:
+            self.reopen(chosen)
+            raise
+
+    def reopen(self, instance: Instance) -> None:
+        """Let requests come to an instance again that was drained."""
+        if instance.id in self._state.instances:
+            self._state.reopen(instance)
+
+    # ------------------------------------------------------------------ engines
+
+    async def add(self, engine: Engine) -> None:
+        """Start an engine and take it in, EMPTY."""
+        if engine.id in self._state.instances or engine.id in self._starting:
+            raise ConfigError(f"There is an instance {engine.id!r} already; give the engine another id.")
+        self._starting.add(engine.id)
+        try:
+            await self.supervisor.start(engine)
+            self._state.add(engine)
+        finally:
+            self._starting.discard(engine.id)
+        self._state.tell(Change.INSTANCES)
+
+    async def remove(self, instance: str, *, deadline_s: float | None, reason: str) -> DrainRecord:
+        """Drain an instance, unload it and let it go, also one that is lost and cannot be unloaded."""
+        chosen = self._state.instance(instance)
+        await self._restarted(chosen)
+        record = await self.drain(instance, deadline_s=deadline_s, way=None, reason=reason)
+        try:
+            await self._unload_unless_lost(chosen, reason)
+        except BaseException:
+            self.reopen(chosen)
+            raise
+        with anyio.CancelScope(shield=True):
+            self._state.remove(chosen)
+            self._caches.forget(chosen.id)
+            self._starting.add(chosen.id)  # its name is free once it has stopped
+            try:
+                await self.supervisor.stop(chosen.id)
+            finally:
+                self._starting.discard(chosen.id)
+        return record
+
+    async def _unload_unless_lost(self, instance: Instance, reason: str) -> None:
+        await self._restarted(instance)
+        if instance.engine.status().state is InstanceState.EMPTY:
+            return
+        try:
+            await self._swap(instance, None, deadline_s=0.0, reason=reason)
+        except SwapFailed as exc:
+            if instance.engine.status().state is not InstanceState.LOST:
+                raise
+            log.warning("Instance %r is lost and leaves without being unloaded: %s", instance.id, exc)
+
+    async def _restarted(self, instance: Instance) -> None:
+        """Wait while the control loop tries to restart a lost instance."""
+        while instance.swapping and instance.engine.status().state is InstanceState.LOST:
+            await self._state.changed(self._state.version)
+
+    async def replace(
+        self, instance: str, by: Engine, *, deadline_s: float | None, reason: str
+    ) -> DrainRecord:
+        """Put another engine in an instance's place."""
+        model = self._state.instance(instance).engine.status().model
+        await self.add(by)
+        try:
+            if model is not None:
+                await self.swap(by.id, model, deadline_s=0.0, reason=reason)
+            return await self.remove(instance, deadline_s=deadline_s, reason=reason)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.remove(by.id, deadline_s=0.0, reason=reason)
+            raise
+
+    # ------------------------------------------------------------------ new weights
+
+    async def roll(self, model: str, *, to: str, streams: Streams, reason: str) -> tuple[InstanceId, ...]:
+        """Give a model new weights, one replica after the other; return the instances that have them."""
+        old, new = self._state.card(ModelId(model)).id, self._state.card(ModelId(to)).id
+        self._adapters.check_roll(old, new)
+        rolled: list[InstanceId] = []
+        if self._replicas(new):
+            self._state.add_alias(old, new)
+        while replicas := [instance for instance in self._replicas(old) if instance.id not in rolled]:
+            instance = replicas[0]
+            if streams == "moved" and self._replicas(new):
+                self._redirect(instance, new)
+            await self.drain(instance.id, deadline_s=None, way=None, reason=reason)
+            try:
+                await self._swap(instance, new, deadline_s=0.0, reason=reason)
+            finally:
+                self.reopen(instance)
+            rolled.append(instance.id)
+            self._state.add_alias(old, new)
+        self._state.add_alias(old, new)
+        self._state.hand_min_replicas(old, new)
+        return tuple(rolled)
+
+    def _replicas(self, model: ModelId) -> list[Instance]:
+        return [instance for instance in self._state.instances.values() if instance.serves(model)]
+
+    def _redirect(self, instance: Instance, model: ModelId) -> None:
+        """Have an instance's requests go on with the new weights, at once.
+
+        Requests whose adapter has no new weights, as it was removed, end with the old ones.
+        """
+        for active in self._state.running_on(instance.id):
+            adapter = None if active.adapter is None else self._adapters.counterpart(active.adapter, model)
+            if (adapter is None) == (active.adapter is None):
+                active.next_model = model, adapter
+                active.interrupt()
+
+
+class _Drain:
+    """Empties one closed instance: its requests move elsewhere, end, or are interrupted and wait."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        admission: Admission,
+        moves: Moves,
+        instance: Instance,
+        way: MigrationWay | None,
+        reason: str,
+    ) -> None:
+        self._state, self._admission, self._moves = state, admission, moves
+        self._instance, self._reason = instance, reason
+        self._way: MigrationWay | None = way
+        self._seen: dict[RequestId, ActiveRequest] = {}
+        self._failed_moves: dict[RequestId, int] = {}
+        self._interrupted: set[RequestId] = set()
+        self._left_alone: set[RequestId] = set()  # the mover has them end where they are
+        self._num_moved = 0
+
+    async def run(self, deadline_s: float | None) -> DrainRecord:
+        """Return once no request is assigned to the instance.
+
+        Requests move as soon as another instance has room, as many at a time as the limits of moves allow.
+        After `deadline_s` seconds those that are left are interrupted, and wait for a place like others.
+        """
+        started_s = anyio.current_time()
+        with anyio.move_on_after(math.inf if deadline_s is None else deadline_s):
+            async with anyio.create_task_group() as tasks:
+                while self._instance.num_requests:
+                    version = self._state.version
+                    for active in self._state.running_on(self._instance.id):
+                        self._seen[active.request.id] = active
+                        if (destination := self._destination(active)) is not None:
+                            tasks.start_soon(self._move, active, destination)
+                            await anyio.lowlevel.checkpoint()  # it counts at both ends before the next begins
+                    await self._state.changed(version)
+        while self._instance.num_requests:
+            version = self._state.version
+            for active in self._state.running_on(self._instance.id):
+                self._interrupt(active)
+            await self._state.changed(version)
+        return DrainRecord(
+            instance=self._instance.id,
+            reason=self._reason,
+            started_s=started_s,
+            seconds=anyio.current_time() - started_s,
+            num_moved=self._num_moved,
+            num_evicted=len(self._interrupted),
+            num_finished=sum(map(self._finished_here, self._seen.values())),
+        )
+
+    def _destination(self, active: ActiveRequest) -> Instance | None:
+        """Return where a request could move now, if it can."""
+        if active.instance is not self._instance or active.moving or active.request.id in self._left_alone:
+            return None
+        if self._moves.is_busy(self._instance):
+            return None
+        destination = self._admission.choose(active.remaining)
+        if destination is None or destination is self._instance or self._moves.is_busy(destination):
+            return None
+        return destination
+
+    async def _move(self, active: ActiveRequest, destination: Instance) -> None:
+        try:
+            record = await self._moves.run(active, destination, way=self._way, reason=self._reason)
+        except MigrationAborted:  # one of the ends takes part in another move meanwhile
+            return
+        if record.outcome == "done":
+            self._num_moved += 1
+        elif record.outcome == "waited":
+            self._left_alone.add(active.request.id)
+        elif record.outcome == "aborted":
+            failed = self._failed_moves[active.request.id] = self._failed_moves.get(active.request.id, 0) + 1
+            if failed >= _MAX_FAILED_MOVES:
+                self._interrupt(active)
+
+    def _interrupt(self, active: ActiveRequest) -> None:
+        self._seen[active.request.id] = active
+        self._interrupted.add(active.request.id)
+        active.interrupt()
+
+    def _finished_here(self, active: ActiveRequest) -> bool:
+        was_interrupted = active.request.id in self._interrupted
+        return (
+            active.finish_reason is not None
+            and not was_interrupted
+            and (active.hops[-1].instance == self._instance.id)
+        )

@@ -1,0 +1,207 @@
+"""The queue of a fleet: requests that no instance has taken yet, in order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol, TypeAlias
+
+import anyio
+
+from hotswap.request import AdapterId, ModelId, Request
+from hotswap.runtime.instance import Instance
+from hotswap.view import WaitingView
+
+__all__ = ["Answered", "Queue", "QueueKey", "Ticket"]
+
+# How many later arrivals a request goes ahead of for each level of its priority; engines have the same.
+PRIORITY_PLACES = 64
+
+# Requests of one key are interchangeable for a router: what it declines for the first, it declines for all.
+QueueKey: TypeAlias = tuple[ModelId, AdapterId | None]
+
+
+class Answered(Protocol):
+    """What a ticket sets when it has its answer; an `anyio.Event` is one."""
+
+    def set(self) -> object:
+        """Note the answer."""
+        ...
+
+    def is_set(self) -> bool:
+        """Whether there is an answer."""
+        ...
+
+    async def wait(self) -> object:
+        """Return once there is an answer."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One waiting request and, later, the answer it waits for.
+
+    Attributes:
+        order: Its place: the number of its arrival, less 64 for each level of priority, then a number that no
+            other ticket has.
+        request: The request.
+        view: What schedulers see of it.
+        answered: Set when there is an answer.
+        instance: The answer, which the request has been assigned to.
+        error: The answer, if the request cannot be served.
+        waiting: Whether the queue still has it.
+    """
+
+    order: tuple[int, int]
+    request: Request
+    view: WaitingView
+    answered: Answered
+    instance: Instance | None = None
+    error: Exception | None = None
+    waiting: bool = True
+
+    @property
+    def key(self) -> QueueKey:
+        """What it has in common with the requests that the router cannot tell from it."""
+        return self.request.model, self.request.adapter
+
+
+class Queue:
+    """Waiting requests by model, in order: first come first served, but for a bounded lead of priority.
+
+    A request goes ahead of lower priorities that arrived at most 64 requests before it for each level, so
+    that none waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._by_model: dict[ModelId, _ModelQueue] = {}
+        self._views: tuple[WaitingView, ...] | None = None
+        self._num_tickets = 0
+
+    def __len__(self) -> int:
+        return sum(len(queue.tickets) for queue in self._by_model.values())
+
+    def add(self, request: Request, arrival: int, answered: Answered) -> Ticket:
+        """Append a request that was the fleet's `arrival`th, and return its ticket."""
+        self._num_tickets += 1
+        view = WaitingView(
+            id=request.id,
+            model=request.model,
+            adapter=request.adapter,
+            num_tokens=request.num_tokens,
+            num_generated=len(request.generated),
+            priority=request.priority,
+            arrived_s=request.arrived_s,
+            waiting_since_s=anyio.current_time(),
+        )
+        order = (arrival - PRIORITY_PLACES * request.priority, self._num_tickets)
+        ticket = Ticket(order, request, view, answered)
+        queue = self._by_model.get(request.model)
+        if queue is None:
+            queue = self._by_model[request.model] = _ModelQueue()
+        queue.add(ticket)
+        self._views = None
+        return ticket
+
+    def remove(self, ticket: Ticket) -> None:
+        """Take a ticket out; nothing happens when it has left already."""
+        if ticket.waiting:
+            ticket.waiting = False
+            queue = self._by_model[ticket.request.model]
+            queue.remove(ticket)
+            self._views = None
+            if not queue.tickets:
+                del self._by_model[ticket.request.model]
+
+    @property
+    def models(self) -> Set[ModelId]:
+        """The models that requests wait for."""
+        return self._by_model.keys()
+
+    def heads(self, model: ModelId) -> Iterator[Ticket]:
+        """Yield the tickets of a model to ask about, in order; one that is still there has been declined.
+
+        Of the tickets with a key that was declined none follows.
+        """
+        queue = self._by_model.get(model)
+        return iter(()) if queue is None else queue.heads()
+
+    def of(self, model: ModelId) -> tuple[Ticket, ...]:
+        """Return the tickets of a model, those that have waited longest first."""
+        queue = self._by_model.get(model)
+        return () if queue is None else tuple(queue.tickets.values())
+
+    def oldest_s(self, model: ModelId) -> float | None:
+        """Return the loop time since which a request has waited for a model; `None` if none waits."""
+        queue = self._by_model.get(model)
+        return None if queue is None else next(iter(queue.tickets.values())).view.waiting_since_s
+
+    def count(self, model: ModelId) -> int:
+        """Return how many requests wait for a model."""
+        queue = self._by_model.get(model)
+        return 0 if queue is None else len(queue.tickets)
+
+    def count_key(self, key: QueueKey) -> int:
+        """Return how many requests wait for a model with one adapter, or with none."""
+        queue = self._by_model.get(key[0])
+        return 0 if queue is None else len(queue.keys.get(key, ()))
+
+    def is_first(self, ticket: Ticket) -> bool:
+        """Return whether no ticket of the same key is ahead of this one."""
+        return self._by_model[ticket.request.model].keys[ticket.key][0] == ticket.order
+
+    def views(self) -> tuple[WaitingView, ...]:
+        """Return every waiting request, in order."""
+        if self._views is None:
+            tickets = chain.from_iterable(queue.in_order() for queue in self._by_model.values())
+            self._views = tuple(ticket.view for ticket in sorted(tickets, key=lambda ticket: ticket.order))
+        return self._views
+
+    def __repr__(self) -> str:
+        models = ", ".join(f"{len(queue.tickets)} for {model}" for model, queue in self._by_model.items())
+        return f"<Queue [{models or 'empty'}]>"
+
+
+class _ModelQueue:
+    """The waiting requests of one model.
+
+    Attributes:
+        tickets: By their number, those that have waited longest first.
+        keys: The places of those of each key, in order.
+    """
+
+    def __init__(self) -> None:
+        self.tickets: OrderedDict[int, Ticket] = OrderedDict()
+        self.keys: dict[QueueKey, list[tuple[int, int]]] = {}
+        self._order: list[tuple[int, int]] = []
+
+    def add(self, ticket: Ticket) -> None:
+        self.tickets[ticket.order[1]] = ticket
+        insort(self._order, ticket.order)
+        insort(self.keys.setdefault(ticket.key, []), ticket.order)
+
+    def remove(self, ticket: Ticket) -> None:
+        del self.tickets[ticket.order[1]]
+        same = self.keys[ticket.key]
+        for places in (self._order, same):
+            del places[bisect_left(places, ticket.order)]
+        if not same:
+            del self.keys[ticket.key]
+
+    def heads(self) -> Iterator[Ticket]:
+        declined: set[QueueKey] = set()
+        place = 0
+        while place < len(self._order) and len(declined) < len(self.keys):
+            ticket = self.tickets[self._order[place][1]]
+            if ticket.key not in declined:
+                yield ticket
+                if not ticket.waiting:
+                    continue  # the next one has its place now
+                declined.add(ticket.key)
+            place += 1
+
+    def in_order(self) -> Iterator[Ticket]:
+        return (self.tickets[number] for _, number in self._order)

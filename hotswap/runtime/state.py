@@ -1,0 +1,445 @@
+"""The state of a fleet: what runs where, what waits, and what has failed. No other part keeps any of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Protocol
+
+import anyio
+
+from hotswap.action import SwapRecord
+from hotswap.engine import Engine
+from hotswap.errors import ConfigError, SwapRefused, UnknownModel
+from hotswap.model import Adapter, Model, ModelCard
+from hotswap.request import AdapterId, ModelId, Request, RequestId
+from hotswap.runtime.active import ActiveRequest
+from hotswap.runtime.demand import Demand
+from hotswap.runtime.index import Index
+from hotswap.runtime.instance import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RESTARTS, Cooldown, Instance
+from hotswap.runtime.lifecycle import Event, Evicted, Lost, Next
+from hotswap.runtime.queue import Answered, Queue, Ticket
+from hotswap.store import WeightStore
+from hotswap.view import InstanceId, InstanceState
+
+__all__ = ["Change", "FleetState", "StateListener"]
+
+
+class Change(Enum):
+    """What has changed of a fleet's state, as far as others wait for it."""
+
+    RELEASED = auto()  # an instance has room for a request more
+    WAITING = auto()  # a request waits for a model that no instance serves or swaps to
+    INSTANCES = auto()  # an instance came, went, or changed its model or state
+
+
+class StateListener(Protocol):
+    """What is told of every change, in the stretch of code that makes it; it must not await."""
+
+    def state_changed(self, change: Change) -> None:
+        """Act on a change."""
+        ...
+
+
+class FleetState:
+    """The only mutable truth of a fleet.
+
+    Its verbs are synchronous, and each leaves every count right. Listeners are told of changes in the order
+    in which they subscribed.
+
+    Attributes:
+        instances: By id, in the order in which they came.
+        registered: The models that requests may ask for.
+        models: The cards of those whose manifest has been read.
+        requests: Those under way.
+        queue: Those of them that wait for an instance.
+        aliases: Models whose requests another model serves (`Fleet.roll`).
+        num_running: Requests by model that are assigned to instances.
+        num_failed_loads: By model, since the last load that succeeded.
+        index: The instances by model, for views.
+        store: Where weights are.
+        version: Another number after every change that `changed` waits for.
+        adapters: The latest version of each adapter, by model and name.
+        demand: How much each of them is asked for.
+    """
+
+    def __init__(self, store: WeightStore) -> None:
+        self.store = store
+        self.instances: dict[InstanceId, Instance] = {}
+        self.registered: dict[ModelId, Model] = {}
+        self.models: dict[ModelId, ModelCard] = {}
+        self.requests: dict[RequestId, ActiveRequest] = {}
+        self.queue = Queue()
+        self.aliases: dict[ModelId, ModelId] = {}
+        self.num_running: Counter[ModelId] = Counter()
+        self.num_failed_loads: Counter[ModelId] = Counter()
+        self.index = Index()
+        self.adapters: dict[tuple[str, str], Adapter] = {}
+        self.demand = Demand()
+        self._last_evicted_s: dict[ModelId, float] = {}
+        self._num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
+        self.version = self._num_assigned = self._num_arrived = 0
+        self._running: dict[InstanceId, dict[RequestId, ActiveRequest]] = {}
+        self._cooling_down: dict[InstanceId, None] = {}
+        self._listeners: list[StateListener] = []
+        self._change: anyio.Event | None = None
+
+    # ------------------------------------------------------------------ changes
+
+    def subscribe(self, listener: StateListener) -> None:
+        """Tell a listener of every change from now on."""
+        self._listeners.append(listener)
+
+    def unsubscribe(self, listener: StateListener) -> None:
+        """Tell it of none any more."""
+        self._listeners.remove(listener)
+
+    def tell(self, change: Change) -> None:
+        """Tell all listeners of a change."""
+        if change is not Change.WAITING:
+            self.wake()
+        for listener in self._listeners:
+            listener.state_changed(change)
+
+    async def changed(self, since: int) -> None:
+        """Wait until `version` is another: an instance has changed, or has room for a request more."""
+        while self.version == since:
+            self._change = self._change or anyio.Event()
+            await self._change.wait()
+
+    def wake(self) -> None:
+        """Have everything that awaits `changed` look again."""
+        self.version += 1
+        if self._change is not None:
+            self._change.set()
+            self._change = None
+
+    # ------------------------------------------------------------------ models
+
+    def card(self, model: ModelId) -> ModelCard:
+        """Return the card of a model that requests may ask for.
+
+        Raises:
+            UnknownModel: naming the models there are.
+        """
+        card = self.models.get(model) if model in self.registered else None
+        if card is None:
+            known = ", ".join(map(repr, self.registered)) or "none"
+            raise UnknownModel(f"Model {model!r} is not registered; this fleet serves {known}.")
+        return card
+
+    def add_model(self, model: Model, card: ModelCard) -> None:
+        """Let requests ask for a model from now on."""
+        self.registered[card.id] = model
+        self.models[card.id] = card
+
+    def close_model(self, model: ModelId) -> Model:
+        """Let requests ask for a model no more, and schedulers keep no replica of it; return it."""
+        self.models[model] = replace(self.models[model], min_replicas=0)
+        return self.registered.pop(model)
+
+    def remove_model(self, model: ModelId) -> None:
+        """Forget a model that was closed."""
+        del self.models[model]
+        self.num_failed_loads.pop(model, None)
+        self._last_evicted_s.pop(model, None)
+        self.aliases.pop(model, None)
+
+    def add_alias(self, old: ModelId, new: ModelId) -> None:
+        """Have requests for `old`, and for what it serves, served by `new`, itself from now on."""
+        others = {name: new if target == old else target for name, target in self.aliases.items()}
+        self.aliases = {**others, old: new}
+        self.aliases.pop(new, None)
+
+    def hand_min_replicas(self, old: ModelId, new: ModelId) -> None:
+        """Give `new` the least number of replicas that `old` had, which has none from now on."""
+        if old != new:
+            least = max(self.models[old].min_replicas, self.models[new].min_replicas)
+            self.models[old] = replace(self.models[old], min_replicas=0)
+            self.models[new] = replace(self.models[new], min_replicas=least)
+
+    # ------------------------------------------------------------------ instances
+
+    def add(self, engine: Engine) -> Instance:
+        """Take an engine in.
+
+        Raises:
+            ConfigError: there is an instance of its id.
+        """
+        if engine.id in self.instances:
+            raise ConfigError(f"There is an instance {engine.id!r} already; give the engine another id.")
+        instance = self.instances[engine.id] = Instance(engine)
+        self.index.add(instance.id, instance)
+        instance.polled = not engine.watch(self.index.listener(instance.id))
+        self._note(instance)
+        return instance
+
+    def remove(self, instance: Instance) -> None:
+        """Let an instance go."""
+        del self.instances[instance.id]
+        self._cooling_down.pop(instance.id, None)
+        self.index.remove(instance.id)
+        self.tell(Change.INSTANCES)
+
+    def instance(self, instance: str) -> Instance:
+        """Return an instance by its id.
+
+        Raises:
+            ConfigError: naming those that there are.
+        """
+        found = self.instances.get(InstanceId(instance))
+        if found is None:
+            known = ", ".join(map(repr, self.instances)) or "none"
+            raise ConfigError(f"There is no instance {instance!r}; this fleet has {known}.")
+        return found
+
+    def claim(self, instance: Instance, target: ModelId | None) -> None:
+        """Take an instance for a swap to `target`: no other swap can have it until `unclaim`.
+
+        `None`, an unload, may claim an instance that was left half way as well.
+
+        Raises:
+            SwapRefused: another swap has it, or it was left half way.
+        """
+        if instance.swapping:
+            raise SwapRefused(
+                f"Instance {instance.id!r} is being swapped to {instance.target!r}; wait for its end."
+            )
+        state = instance.engine.status().state
+        if target is not None and state in (InstanceState.LOADING, InstanceState.DRAINING):
+            raise SwapRefused(f"Instance {instance.id!r} is {state}; wait until it is SERVING or EMPTY.")
+        instance.swapping, instance.target = True, target
+        self._note(instance)
+
+    def unclaim(self, instance: Instance) -> None:
+        """Give an instance back after its swap."""
+        instance.swapping, instance.target = False, None
+        instance.swapped_s = anyio.current_time()
+        self._note(instance)
+
+    def set_serving_since(self, instance: Instance, since_s: float | None) -> None:
+        """Note when an instance's model became ready."""
+        instance.serving_since_s = since_s
+        self._note(instance)
+
+    def close(self, instance: Instance) -> None:
+        """Send an instance no more requests."""
+        instance.draining = True
+        self._note(instance)
+
+    def reopen(self, instance: Instance) -> None:
+        """Send it requests again."""
+        instance.draining = False
+        self._note(instance)
+        self.tell(Change.INSTANCES)
+
+    def begin_move(self, *ends: Instance) -> None:
+        """Count a move at its ends."""
+        for instance in ends:
+            instance.num_moves += 1
+            self.index.counts_changed(instance.id)
+
+    def end_move(self, *ends: Instance) -> None:
+        """Count it no more."""
+        for instance in ends:
+            instance.num_moves -= 1
+            if instance.id in self.instances:
+                self.index.counts_changed(instance.id)
+        self.wake()
+
+    # ------------------------------------------------------------------ failures
+
+    def record_swap(self, record: SwapRecord) -> None:
+        """Note what a swap did to the models."""
+        if record.model_before is not None and record.model_after != record.model_before:
+            self._last_evicted_s[record.model_before] = anyio.current_time()
+
+    def succeeded(self, instance: Instance, model: ModelId | None) -> None:
+        """Forget that a model failed on an instance; `None` stands for an unload or a restart."""
+        instance.cooldowns.pop(model, None)
+        instance.gone_for_good = False
+        if model is not None:
+            self.num_failed_loads.pop(model, None)
+        self._note(instance)
+
+    def failed(self, instance: Instance, model: ModelId | None) -> None:
+        """Leave the pair alone for a while that doubles with every failure in a row.
+
+        An instance whose restart failed ten times in a row is left LOST.
+        """
+        failures = instance.cooldowns.get(model, Cooldown()).num_failures + 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S)
+        instance.cooldowns[model] = Cooldown(failures, anyio.current_time() + pause_s)
+        if model is None and failures >= MAX_RESTARTS:
+            instance.gone_for_good = True
+        elif model is not None:
+            self.num_failed_loads[model] += 1
+        self._note(instance)
+
+    def gone_for_good(self, instance: Instance) -> None:
+        """Note that an engine cannot come back: it is not restarted any more."""
+        instance.gone_for_good = True
+        self._note(instance)
+
+    # ------------------------------------------------------------------ requests
+
+    def next_arrival(self) -> int:
+        """Return the number of a request that has just come."""
+        self._num_arrived += 1
+        return self._num_arrived
+
+    def begin(self, request: ActiveRequest) -> None:
+        """Keep a request that is under way from now on."""
+        self.requests[request.request.id] = request
+
+    def end(self, request: ActiveRequest) -> None:
+        """Forget a request."""
+        del self.requests[request.request.id]
+
+    def enqueue(self, request: Request, arrival: int, answered: Answered) -> Ticket:
+        """Have a request wait for an instance."""
+        return self.queue.add(request, arrival, answered)
+
+    def dequeue(self, ticket: Ticket) -> None:
+        """Have it wait no more; nothing happens when it does not."""
+        self.queue.remove(ticket)
+
+    def attach(self, request: ActiveRequest, instance: Instance) -> None:
+        """Note that a request runs on an instance now, to which it is assigned."""
+        request.instance = instance
+        self._running.setdefault(instance.id, {})[request.request.id] = request
+        if instance.draining:  # the drain has not seen it yet
+            self.wake()
+
+    def depart(self, request: ActiveRequest, instance: Instance, event: Event) -> Next:
+        """Take a request from its instance after an event, and return what it does next."""
+        if isinstance(event, Lost):
+            self.tell(Change.INSTANCES)
+        self.withdraw(request, instance)
+        return request.departed(event, instance.swap_context if isinstance(event, Evicted) else None)
+
+    def withdraw(self, request: ActiveRequest, instance: Instance) -> None:
+        """Take a request from its instance."""
+        request.instance = None
+        running = self._running[instance.id]
+        del running[request.request.id]
+        if not running:
+            del self._running[instance.id]
+        if request.move is not None:
+            request.move.source_left()
+        self.release(request.request, instance)
+
+    def running_on(self, instance: InstanceId) -> tuple[ActiveRequest, ...]:
+        """Return the requests that run on an instance, in the order in which they came to it."""
+        return tuple(self._running.get(instance, {}).values())
+
+    def assign(self, request: Request, instance: Instance) -> None:
+        """Count a request to an instance."""
+        self._num_assigned += 1
+        instance.last_assigned = self._num_assigned
+        self._count(request, instance, 1)
+
+    def release(self, request: Request, instance: Instance) -> None:
+        """Count it out again."""
+        self._count(request, instance, -1)
+        self.tell(Change.RELEASED)
+
+    def _count(self, request: Request, instance: Instance, number: int) -> None:
+        instance.num_requests += number
+        if request.priority > 0:
+            instance.num_high_priority += number
+        instance.last_used_s = anyio.current_time()
+        if instance.id in self.instances:
+            self.index.counts_changed(instance.id)
+        self.num_running[request.model] += number
+        if request.adapter is not None:
+            key = request.model, request.adapter
+            self._num_adapted[key] += number
+            if not self._num_adapted[key]:  # versions come and go
+                del self._num_adapted[key]
+
+    def is_latest(self, adapter: Adapter) -> bool:
+        """Return whether new requests can still name a version of an adapter."""
+        return self.adapters.get((adapter.model, adapter.id)) == adapter
+
+    def num_running_with(self, model: ModelId, adapter: AdapterId) -> int:
+        """Return how many requests with a version of an adapter are assigned to instances."""
+        return self._num_adapted[model, adapter]
+
+    def num_waiting_with(self, model: ModelId, adapter: AdapterId) -> int:
+        """Return how many wait for an instance with it."""
+        return self.queue.count_key((model, adapter))
+
+    def is_needed(self, model: ModelId, adapter: AdapterId) -> bool:
+        """Return whether a request has a version of a model's adapter, or waits for an instance with it."""
+        return self.num_running_with(model, adapter) > 0 or self.num_waiting_with(model, adapter) > 0
+
+    # ------------------------------------------------------------------ what can be seen
+
+    def _note(self, instance: Instance) -> None:
+        """Have a change of an instance seen by the next view."""
+        if instance.id not in self.instances:
+            return
+        self.index.state_changed(instance.id)
+        self.index.poll(instance.id, instance.polled or bool(instance.cooldowns))
+        if instance.cooldowns:
+            self._cooling_down[instance.id] = None
+        else:
+            self._cooling_down.pop(instance.id, None)
+
+    def refresh(self) -> None:
+        """Bring the index up to date with the instances that have changed state, or are polled."""
+        self.index.refresh()
+
+    def served(self, model: ModelId) -> bool:
+        """Return whether an instance is SERVING a model."""
+        self.index.refresh()
+        return model in self.index.hosted
+
+    def has_replica(self, model: ModelId) -> bool:
+        """Return whether an instance serves a model, or swaps to it."""
+        self.index.refresh()
+        return bool(self.index.replicas(model))
+
+    async def min_replicas_served(self) -> None:
+        """Wait until every model has its least number of replicas serving."""
+        while True:
+            version = self.version
+            self.index.refresh()
+            if all(len(self.index.hosts(card.id)) >= card.min_replicas for card in self.models.values()):
+                return
+            await self.changed(version)
+
+    def troubled(self) -> tuple[Instance, ...]:
+        """Return the instances that are not settled, or that have failed at what they may try again."""
+        self.index.refresh()
+        return tuple(self.instances[name] for name in {**self.index.unsettled, **self._cooling_down})
+
+    def memory_bytes(self) -> Iterator[int]:
+        """Yield the memory of each engine; 0 where it is not known."""
+        self.index.refresh()
+        return (view.memory_bytes for view in self.index.seen())
+
+    def last_evicted_s(self, model: ModelId) -> float | None:
+        """Return the loop time at which a model was last taken from an instance; `None` if it never was."""
+        return self._last_evicted_s.get(model)
+
+    def unserved_since_s(self, model: ModelId) -> float | None:
+        """Return since when requests have waited for a model that no instance serves or swaps to."""
+        oldest_s = self.queue.oldest_s(model)
+        if oldest_s is None or self.index.replicas(model):
+            return None
+        return max(oldest_s, self._last_evicted_s.get(model, oldest_s))
+
+    def __repr__(self) -> str:
+        return f"<FleetState {self}>"
+
+    def __str__(self) -> str:
+        self.index.refresh()
+        views = self.index.instances()
+        states = Counter(f"{v.state} {v.target or v.model or ''}".strip() for v in views)
+        instances = ", ".join(f"{count} {state}" for state, count in states.items())
+        running = sum(self.num_running.values())
+        return f"[requests: {running} running, {len(self.queue)} waiting | instances: {instances}]"

@@ -1,0 +1,136 @@
+"""Swaps as the fleet starts them, by plan or by hand: claimed, recorded, and told to waiting requests."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from hotswap.action import SwapRecord
+from hotswap.errors import ConfigError, InstanceLost, LoadsExhausted, SwapFailed
+from hotswap.request import ModelId
+from hotswap.runtime.admission import Admission
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.state import Change, FleetState
+from hotswap.runtime.swap import SwapJob, SwapLimits
+from hotswap.telemetry import Telemetry
+from hotswap.view import InstanceState
+
+__all__ = ["Swaps"]
+
+log = logging.getLogger("hotswap")
+
+MAX_RECORDS = 10_000
+
+
+class Swaps:
+    """Runs swaps on claimed instances and keeps their records.
+
+    A model that failed to load `max_load_attempts` times in a row, and that no instance serves, has its
+    waiting requests refused by `LoadsExhausted`; later requests start new attempts, after the pause. A load
+    that ended because its instance was lost counts, but is no reason to refuse: the next may go well.
+
+    Args:
+        state: Of the fleet.
+        admission: Refuses waiting requests.
+        limits: Seconds that each phase may take.
+        max_load_attempts: Failed loads in a row after which waiting requests are refused.
+        telemetry: Records spans and metrics.
+        on_record: Called with every record, synchronously.
+    """
+
+    def __init__(
+        self,
+        state: FleetState,
+        admission: Admission,
+        *,
+        limits: SwapLimits,
+        max_load_attempts: int,
+        telemetry: Telemetry,
+        on_record: Callable[[SwapRecord], None] | None,
+    ) -> None:
+        if max_load_attempts < 1:
+            raise ConfigError(f"max_load_attempts is {max_load_attempts!r}; give 1 or more.")
+        self.records: deque[SwapRecord] = deque(maxlen=MAX_RECORDS)
+        self.limits = limits
+        self._state, self._admission, self._telemetry = state, admission, telemetry
+        self._max_load_attempts = max_load_attempts
+        self._on_record = on_record
+
+    async def run_planned(
+        self, instance: Instance, target: ModelId | None, *, deadline_s: float, reason: str
+    ) -> None:
+        """Run a planned swap on a claimed instance; its failure is logged and recorded."""
+        try:
+            await self.run(instance, target, deadline_s=deadline_s, reason=reason)
+        except SwapFailed as exc:
+            log.warning("%s", exc)
+        except Exception:  # not in a phase: a tracer's fault, say
+            log.exception("The swap of instance %r to %r broke off.", instance.id, target)
+
+    async def run(
+        self, instance: Instance, target: ModelId | None, *, deadline_s: float, reason: str
+    ) -> SwapRecord:
+        """Run a swap on an instance that the caller has claimed, and give the instance back.
+
+        Raises:
+            SwapFailed: naming the phase.
+        """
+        job: SwapJob | None = None
+        try:
+            job = SwapJob(
+                instance,
+                None if target is None else self._state.models[target],
+                self._state,
+                deadline_s=deadline_s,
+                reason=reason,
+                limits=self.limits,
+                telemetry=self._telemetry,
+            )
+            record = await job.run()
+        except Exception as exc:
+            self._note_failure(instance, target, exc)
+            raise
+        else:
+            self._state.succeeded(instance, target)
+            return record
+        finally:
+            self._state.unclaim(instance)
+            if job is not None and job.record is not None:
+                self._keep(job.record)
+            self._state.tell(Change.INSTANCES)
+
+    def _keep(self, record: SwapRecord) -> None:
+        self.records.append(record)
+        self._state.record_swap(record)
+        if self._on_record is None:
+            return
+        try:
+            self._on_record(record)
+        except Exception:
+            log.exception("`on_swap` failed for a swap of instance %r; the swap stands.", record.instance)
+
+    def _note_failure(self, instance: Instance, target: ModelId | None, error: Exception) -> None:
+        """Have the pair cool down, and refuse the model's requests where it failed too often."""
+        self._state.failed(instance, target)
+        if target is None:
+            return
+        failures = self._state.num_failed_loads[target]
+        if isinstance(error.__cause__, InstanceLost) or self._is_served(target, but=instance):
+            return
+        if failures >= self._max_load_attempts:
+            refusal = LoadsExhausted(
+                f"Model {target!r} failed to load {failures} times in a row; the last time: {error}"
+            )
+            if num_refused := self._admission.refuse(target, refusal):
+                log.warning("%d waiting requests were refused. %s", num_refused, refusal)
+
+    def _is_served(self, model: ModelId, *, but: Instance) -> bool:
+        views = (instance.view() for instance in self._state.instances.values() if instance is not but)
+        return any(
+            (v.model == model and v.state is InstanceState.SERVING) or v.target == model for v in views
+        )
+
+    def __repr__(self) -> str:
+        done = sum(record.outcome == "done" for record in self.records)
+        return f"<Swaps [{done} of {len(self.records)} done]>"

@@ -1,0 +1,197 @@
+"""A simulated request: the life of a request, driven by the events of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import anyio
+from opentelemetry.trace import INVALID_SPAN
+
+from hotswap.model import Adapter
+from hotswap.runtime.active import ActiveRequest
+from hotswap.runtime.core import Core, NewRequest
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Requeue, departure
+from hotswap.runtime.queue import Ticket
+from hotswap.simulation.events.engine import Counted, EventEngine
+
+__all__ = ["SimulatedRequest"]
+
+
+class SimulatedRequest(ActiveRequest):
+    """A request without a task, a client or tokens: it counts them, and knows when the first came.
+
+    It makes the steps of `hotswap.runtime.flow.Flow`, in its order. Each of them is a callback of the loop.
+
+    Args:
+        new: The request.
+        core: The fleet that serves it.
+        on_end: Called when it has ended.
+
+    Attributes:
+        first_s: When its first token came, `None` if none did.
+        error: What ended it, `None` if it has all its tokens.
+    """
+
+    def __init__(self, new: NewRequest, core: Core, on_end: Callable[[SimulatedRequest], None]) -> None:
+        super().__init__(new.request, new.adapter, new.arrival, INVALID_SPAN)
+        self.first_s: float | None = None
+        self.error: Exception | None = None
+        self._core, self._on_end = core, on_end
+        self._ticket: Ticket | None = None
+        self._ended = self._is_answered = False
+        self._num_before = 0
+        self._sequence: Counted | None = None
+        self._left: anyio.Event | None = None  # its adapter is held until then
+        self._event: Event = Interrupted()
+        self._loading: anyio.CancelScope | None = None
+
+    # ------------------------------------------------------------------ as an active request
+
+    @property
+    def finished(self) -> bool:
+        return self._ended or isinstance(self._event, Finished)
+
+    @property
+    def num_generated(self) -> int:
+        if self._sequence is None or self.instance is None:
+            return self._num_before
+        return _engine(self.instance).position(self._sequence)
+
+    @property
+    def tokens_so_far(self) -> tuple[int, ...]:
+        return (0,) * self.num_generated
+
+    def interrupt(self) -> None:
+        if self._loading is not None:
+            self._loading.cancel()
+        elif self._sequence is not None and not self._sequence.closed and self.instance is not None:
+            self._num_before = self.num_generated
+            _engine(self.instance).drop(self._sequence)
+            asyncio.get_running_loop().call_soon(self._leave, Interrupted())
+
+    # ------------------------------------------------------------------ what its ticket sets
+
+    def set(self) -> None:
+        """Take the answer, in the next turn of the loop."""
+        self._is_answered = True
+        asyncio.get_running_loop().call_soon(self._take)
+
+    def is_set(self) -> bool:
+        """Return whether there is an answer."""
+        return self._is_answered
+
+    async def wait(self) -> None:
+        """Never called, since no task waits."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ what its engine tells
+
+    def got_first_token(self) -> None:
+        """Note the first token of a stay."""
+        now_s = asyncio.get_running_loop().time()
+        self.note_token(now_s)
+        if self.first_s is None:
+            self.first_s = now_s
+
+    def ended(self, error: Exception | None) -> None:
+        """Leave the instance, which has ended the sequence, in the next turn of the loop."""
+        asyncio.get_running_loop().call_soon(self._note_end, error)
+
+    def _note_end(self, error: Exception | None) -> None:
+        if self._sequence is not None:
+            self._num_before = self._sequence.position
+            self._leave(Finished() if error is None else departure(error))
+
+    # ------------------------------------------------------------------ its way
+
+    def start(self) -> None:
+        """Ask for an instance; one that was found is taken in the next turn of the loop."""
+        if (following := self.take_next()) is not None:
+            self._hop(following)
+            return
+        self._is_answered = False
+        request = self.remaining if self._num_before else self.request
+        self._ticket = self._core.admission.enter(request, self.arrival, answered=self)
+
+    def _take(self) -> None:
+        ticket, self._ticket = self._ticket, None  # which refers to this request in turn
+        assert ticket is not None
+        try:
+            instance = self._core.admission.take(ticket)
+        except Exception as exc:  # a router's fault, or a model that cannot be loaded
+            self._end(exc)
+            return
+        self._hop(instance)
+
+    def _hop(self, instance: Instance) -> None:
+        self._core.state.attach(self, instance)
+        self.begin_hop(instance)
+        if self.adapter is None:
+            self._left = None
+            try:
+                self._admit(instance)
+            except Exception as exc:
+                self._depart(instance, departure(exc))
+        else:
+            self._left = anyio.Event()
+            self._core.lifetime.tasks.start_soon(self._with_adapter, instance, self.adapter, self._left)
+
+    async def _with_adapter(self, instance: Instance, adapter: Adapter, left: anyio.Event) -> None:
+        self._event = Interrupted()
+        try:
+            with anyio.CancelScope() as self._loading:
+                async with self._core.caches.held(adapter, self.request.id, instance, self.span):
+                    self._loading = None
+                    self._admit(instance)
+                    await left.wait()
+        except Exception as exc:
+            self._event = departure(exc)
+        self._loading = None
+        self._depart(instance, self._event)
+
+    def _admit(self, instance: Instance) -> None:
+        request = self.remaining if self._num_before else self.request
+        self._sequence = _engine(instance).admit(request, self)
+
+    def _leave(self, event: Event) -> None:
+        self._sequence, self._event = None, event
+        if self._left is None:
+            assert self.instance is not None
+            self._depart(self.instance, event)
+        else:  # the task gives the adapter back first
+            self._left.set()
+
+    def _depart(self, instance: Instance, event: Event) -> None:
+        """End a stay, and go on from there."""
+        self._event = event
+        decision = self._core.state.depart(self, instance, event)
+        if isinstance(decision, End):
+            self._end(decision.error)
+        elif isinstance(decision, Requeue) and decision.pause_s:
+            asyncio.get_running_loop().call_later(decision.pause_s, self.start)
+        else:
+            self.start()
+
+    def abort(self, error: Exception) -> None:
+        raise NotImplementedError("a simulation removes no models")
+
+    def _end(self, error: Exception | None) -> None:
+        self.error, self._ended = error, True
+        if (unused := self.take_next()) is not None:
+            self._core.state.release(self.request, unused)
+        if self.arrived is not None:
+            self.arrived.set()
+        self._core.state.end(self)
+        self._on_end(self)
+
+    def __repr__(self) -> str:
+        where = self.instance.id if self.instance is not None else "waiting"
+        tokens = f"{self.num_generated} tokens"
+        return f"<SimulatedRequest {self.request.id} {self.request.model} at {where} [{tokens}]>"
+
+
+def _engine(instance: Instance) -> EventEngine:
+    assert isinstance(instance.engine, EventEngine), "an event fleet has no other"
+    return instance.engine

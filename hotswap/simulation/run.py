@@ -1,0 +1,109 @@
+"""Plays a trace to a fleet on simulated engines, in virtual time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal, TypeAlias
+
+from opentelemetry.metrics import NoOpMeterProvider
+
+from hotswap.errors import ConfigError
+from hotswap.migration import Mover
+from hotswap.offline.virtual_time import run
+from hotswap.router import Router
+from hotswap.runtime.move import MigrationLimits
+from hotswap.scheduler import Scheduler
+from hotswap.simulation.cluster import Cluster
+from hotswap.simulation.driver import ClientDriver, EventDriver, Progress, TraceDriver
+from hotswap.simulation.outcome import Outcome
+from hotswap.simulation.trace import Trace
+
+__all__ = ["Driver", "simulate"]
+
+Driver: TypeAlias = Literal["clients", "events"]
+
+_DRIVERS: Mapping[Driver, type[TraceDriver]] = {"clients": ClientDriver, "events": EventDriver}
+
+
+def simulate(
+    trace: Trace,
+    cluster: Cluster,
+    *,
+    router: Router,
+    scheduler: Scheduler,
+    mover: Mover | None = None,
+    migration_limits: MigrationLimits | None = None,
+    interval_s: float = 1.0,
+    name: str = "",
+    driver: Driver = "clients",
+    progress: Progress | None = None,
+) -> Outcome:
+    """Play a trace to a fleet of the cluster until its last request has ended, and return what became of it.
+
+    The fleet is the one of production, and knows nothing of it. Requests that fail are part of the outcome.
+    Prompts are made when they arrive and forgotten when they end. `progress` is told how many requests have
+    ended, of how many. With large `chunk_bytes` in the `migration_limits` moves are simulated sooner.
+
+    With the driver `"clients"` every request has a client that reads its stream, as in production: a token is
+    a few turns of the event loop, and an hour of 100 engines takes minutes. `"events"` visits an engine when
+    its batch changes, and counts tokens: the same decisions and latencies, for thousands of engines.
+
+    Raises:
+        ConfigError: the trace is empty, or the fleet refuses the cluster.
+        VirtualTimeDeadlock: nothing could go on, which a policy that awaits something real would do.
+    """
+    if not trace.requests:
+        raise ConfigError(f"{trace.name!r} has no requests; nothing would happen.")
+    if driver not in _DRIVERS:
+        raise ConfigError(f"driver is {driver!r}; give {' or '.join(map(repr, _DRIVERS))}.")
+    played = _DRIVERS[driver](trace, cluster, progress)
+    fleet = partial(
+        played.fleet,
+        router=router,
+        scheduler=scheduler,
+        mover=mover,
+        migration_limits=migration_limits,
+        interval_s=interval_s,
+        max_waiting=len(trace.requests),
+        on_swap=played.swaps.append,
+        on_migration=played.moves.append,
+        meter_provider=NoOpMeterProvider(),  # nobody reads: else a view of everything would be kept each turn
+    )
+    with _few_collections():
+        run(played.play, fleet)
+    return Outcome(
+        name=name or repr(scheduler),
+        trace=trace.name,
+        settings={
+            "router": repr(router),
+            "scheduler": repr(scheduler),
+            "interval_s": interval_s,
+            "driver": driver,
+            "num_engines": cluster.num_engines,
+            "device": cluster.measured.device.name,
+            "num_nodes": cluster.num_nodes,
+            "host_bytes": cluster.host_bytes,
+            "batching": cluster.batching,
+            "prefix_reuse": cluster.prefix_reuse,
+            "reporting": cluster.reporting,
+        },
+        requests=tuple(played.served),
+        swaps=tuple(played.swaps),
+        migrations=tuple(played.moves),
+        samples=tuple(played.samples),
+        num_reused_tokens=played.num_reused_tokens,
+    )
+
+
+@contextmanager
+def _few_collections() -> Generator[None]:
+    """Look for cycles seldom: there are few, and millions of objects to go over."""
+    before = gc.get_threshold()
+    gc.set_threshold(500_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
