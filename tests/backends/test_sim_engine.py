@@ -1,4 +1,4 @@
-"""The simulated engine's own: exact times, batching, memory, and books that balance whatever happens."""
+"""The simulated engine beside its contract: exact times, batching, memory, and no block that is lost."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_a_load_lasts_as_long_as_reading_and_copying() -> None:
 
 
 @virtual_time
-async def test_a_long_prefill_does_not_hold_up_those_who_decode() -> None:
+async def test_a_long_prefill_does_not_hold_up_decodes() -> None:
     weights = store()
     async with SimEngine("e0", PROFILE, token_budget=4) as engine:
         await engine.load(await card(weights), weights)
@@ -235,7 +235,7 @@ def test_tokens_depend_on_model_prompt_seed_and_position_alone() -> None:
     max_requests=st.integers(1, 4),
     evict_s=st.none() | st.floats(0, 30),
 )
-def test_every_stream_is_whole_or_a_prefix_and_every_block_comes_back(
+def test_every_stream_is_whole_or_a_prefix_and_every_block_is_freed(
     requests: list[tuple[int, int, float]],
     kv_blocks: int,
     token_budget: int,
@@ -277,7 +277,7 @@ def test_every_stream_is_whole_or_a_prefix_and_every_block_comes_back(
 
 
 @virtual_time
-async def test_the_view_tells_what_the_first_who_waits_needs() -> None:
+async def test_the_status_has_the_blocks_that_the_first_waiting_request_needs() -> None:
     async with store() as of, SimEngine("e0", PROFILE, kv_blocks=10, kv_block_tokens=4) as engine:
         await engine.load(await card(of), of)
         readings = [Reading() for _ in range(3)]
@@ -287,12 +287,12 @@ async def test_the_view_tells_what_the_first_who_waits_needs() -> None:
             await anyio.sleep(4.0)  # in the first one's prefill, or after it
             view = engine.status()
             assert (view.num_running, view.num_waiting) == (1, 2)
-            assert view.num_next_kv_blocks == 8  # 30 tokens in blocks of 4; who is behind counts with nothing
+            assert view.num_next_kv_blocks == 8  # 30 tokens in blocks of 4; later requests are not counted
         assert engine.status().num_next_kv_blocks == 0
 
 
 @virtual_time
-async def test_the_view_names_who_was_preempted() -> None:
+async def test_the_status_names_preempted_requests() -> None:
     async with store() as of, SimEngine("e0", PROFILE, kv_blocks=5, kv_block_tokens=4) as engine:
         await engine.load(await card(of), of)
         readings = [Reading() for _ in range(2)]
@@ -308,7 +308,7 @@ async def test_the_view_names_who_was_preempted() -> None:
 
 @virtual_time
 async def test_an_engine_that_reports_by_step_is_seen_one_step_late() -> None:
-    """Steps last a second from 0.25 on; requests come amid them, and are seen once the next one has ended."""
+    """Steps last a second from 0.25 on; a request that comes amid one is seen when the next one has ended."""
     of = store()
     engines = [
         SimEngine("e0", PROFILE, token_budget=5),

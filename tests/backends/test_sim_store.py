@@ -1,4 +1,4 @@
-"""What is the simulated store's own: its bytes, its times, and the cache in front of its home tier."""
+"""The simulated store beside its contract: its bytes, its times, and the cache in front of its home tier."""
 
 from __future__ import annotations
 
@@ -37,16 +37,14 @@ def in_cache(store: SimStore) -> set[str]:
 
 
 @given(st.integers(0, 10**12), st.integers(0, 9000), st.integers(0, 9000))
-def test_bytes_are_a_function_of_their_place(offset_bytes: int, one: int, two: int) -> None:
+def test_bytes_are_a_function_of_their_offset(offset_bytes: int, one: int, two: int) -> None:
     whole = sim_bytes(A, offset_bytes, one + two)
     assert len(whole) == one + two
     assert sim_bytes(A, offset_bytes, one) + sim_bytes(A, offset_bytes + one, two) == whole
 
 
 @given(size=st.integers(1, 20_000), num_shards=st.integers(1, 4), chunk_bytes=st.integers(100, 30_000))
-def test_what_is_lent_does_not_depend_on_chunks_and_shards(
-    size: int, num_shards: int, chunk_bytes: int
-) -> None:
+def test_lent_bytes_do_not_depend_on_chunks_and_shards(size: int, num_shards: int, chunk_bytes: int) -> None:
     async def read() -> bytes:
         store = SimStore([sim_manifest("a", size, num_shards=num_shards)], chunk_bytes=chunk_bytes)
         data = bytearray()
@@ -92,7 +90,7 @@ async def test_reading_fills_the_cache_which_is_faster() -> None:
 
 
 @virtual_time
-async def test_the_least_recently_used_model_makes_room() -> None:
+async def test_the_least_recently_used_model_is_dropped() -> None:
     store = cached(250)
     for model in (A, B, A, C):
         await seconds_to_read(store, model)
@@ -101,7 +99,7 @@ async def test_the_least_recently_used_model_makes_room() -> None:
 
 
 @virtual_time
-async def test_a_model_that_is_read_makes_no_room() -> None:
+async def test_a_model_that_is_being_read_is_not_dropped() -> None:
     store = cached(250)
     await store.prefetch(A)
     await store.prefetch(B)
@@ -162,10 +160,10 @@ async def read_together(reads: list[tuple[SimStore, ModelId, float]]) -> list[fl
 
 
 @given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.floats(0, 30)), min_size=1, max_size=5))
-def test_a_disk_gives_no_more_than_it_can_and_is_never_idle_while_somebody_reads(
+def test_a_disk_keeps_to_its_bandwidth_and_is_never_idle_while_bytes_are_queued(
     asked: list[tuple[ModelId, float]],
 ) -> None:
-    """Whatever is read when, the last of it is there when a queue of all the bytes is worked off."""
+    """The last byte arrives when a queue of all bytes would be empty, whatever the order of the reads."""
     sizes = {A: 100, B: 100, C: 150}
     free_s = 0.0
     for model, at_s in sorted(asked, key=lambda read: read[1]):
@@ -182,31 +180,31 @@ def test_a_disk_gives_no_more_than_it_can_and_is_never_idle_while_somebody_reads
 
 
 @virtual_time
-async def test_readers_at_once_take_turns_by_chunks() -> None:
+async def test_concurrent_reads_take_turns_by_chunks() -> None:
     store = shared()
     ends = await read_together([(store, A, 0.0), (store, B, 0.0)])
     assert ends == pytest.approx([19.5, 20.0])
     alone = cached(0)
     ends = await read_together([(alone, A, 20.0), (alone, B, 20.0)])
-    assert ends == pytest.approx([30.0, 30.0]), "unless it is asked for, each reads as if alone"
+    assert ends == pytest.approx([30.0, 30.0]), "by default each read has the whole bandwidth"
 
 
 @virtual_time
-async def test_what_is_yet_to_be_read_is_queued() -> None:
+async def test_bytes_yet_to_be_read_are_queued() -> None:
     store = shared()
     assert store.view().load_s(B) == 10.0
     async with store.open(await shard_of(store, A)) as chunks:
         await anext(chunks)
         assert store.view().tiers[-1].queued_bytes == 95
         assert store.view().load_s(B) == pytest.approx(19.5)
-    assert store.view().tiers[-1].queued_bytes == 0, "who leaves early wants nothing more"
+    assert store.view().tiers[-1].queued_bytes == 0, "a read that was left early has nothing queued"
 
 
 @given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.floats(0, 30)), min_size=1, max_size=6))
 def test_a_disk_reads_each_model_once_where_the_host_tier_has_room(
     asked: list[tuple[ModelId, float]],
 ) -> None:
-    """The disk works off each model's bytes once, and nobody has a model before its own bytes could come."""
+    """The disk reads each model's bytes once, and no read ends before its own bytes could have come."""
     sizes = {A: 100, B: 100, C: 150}
     first_s: dict[ModelId, float] = {}
     for model, at_s in sorted(asked, key=lambda read: read[1]):
@@ -232,15 +230,15 @@ def test_a_disk_reads_each_model_once_where_the_host_tier_has_room(
 
 
 @virtual_time
-async def test_who_comes_later_reads_the_rest_with_the_others() -> None:
-    """60 bytes have come by 6 s: 0.6 s from memory, and the rest as it comes from the disk."""
+async def test_a_later_read_takes_what_is_cached_and_shares_the_rest() -> None:
+    """60 bytes are loaded by 6 s: 0.6 s from memory, and the rest with the bandwidth of the disk."""
     store = shared(capacity_bytes=350)
     ends = await read_together([(store, A, 0.0), (store, A, 6.0), (store, A, 12.0)])
     assert ends == pytest.approx([10.0, 10.0, 13.0])
 
 
 @virtual_time
-async def test_what_rises_is_told_and_counts_once() -> None:
+async def test_the_view_has_a_shared_load_once() -> None:
     store = shared(capacity_bytes=350)
     async with store.open(await shard_of(store, A)) as chunks, store.open(await shard_of(store, A)) as others:
         await anext(chunks)
@@ -248,15 +246,15 @@ async def test_what_rises_is_told_and_counts_once() -> None:
         (loading,) = store.view().loading
         assert (loading.model, loading.tier, loading.size_bytes) == (A, "disk", 95)
         assert store.view().tiers[-1].queued_bytes == 95
-        assert store.view().load_s(A) == pytest.approx(9.5), "it waits for no byte twice"
+        assert store.view().load_s(A) == pytest.approx(9.5), "no byte is counted twice"
         assert store.view().load_s(B) == pytest.approx(19.5)
     assert store.view().loading == ()
-    assert store.view().tiers[-1].queued_bytes == 0, "nobody wants it any more"
+    assert store.view().tiers[-1].queued_bytes == 0, "no read is left"
 
 
 @virtual_time
 @pytest.mark.parametrize("leaves_s", [0.25, 3.0, 9.9])
-async def test_others_go_on_where_the_one_who_brings_the_bytes_leaves(leaves_s: float) -> None:
+async def test_a_shared_load_goes_on_when_the_read_that_began_it_is_cancelled(leaves_s: float) -> None:
     store = shared(capacity_bytes=350)
     ended: list[float] = []
 
@@ -268,7 +266,7 @@ async def test_others_go_on_where_the_one_who_brings_the_bytes_leaves(leaves_s: 
         with anyio.move_on_after(leaves_s):
             readers.start_soon(read)
             await seconds_to_read(store, A)
-    # Its last chunk was on its way, and is lost.
+    # The chunk that was being read is lost.
     assert 10.0 <= ended[0] <= 10.5 + 1e-9
     assert in_cache(store) == {"a"}
 
@@ -281,7 +279,7 @@ def nodes() -> SimNodes:
 
 
 @virtual_time
-async def test_what_a_node_has_read_is_near_to_it_alone() -> None:
+async def test_weights_that_a_node_has_read_are_cached_on_that_node_alone() -> None:
     store = nodes()
     assert await seconds_to_read(store.on("n1"), A) == pytest.approx(10.0)
     view = store.view()
@@ -289,8 +287,8 @@ async def test_what_a_node_has_read_is_near_to_it_alone() -> None:
     assert view.seen_from("n1").load_s(A) == pytest.approx(1.0)
     assert view.seen_from("n0").tier_of(A) == "disk"
     assert view.seen_from("n0").load_s(A) == pytest.approx(10.0)
-    assert view.seen_from("").tier_of(A) is None, "who is on no node sees none of theirs"
-    assert view.load_s(A) == pytest.approx(1.0), "asked for no node, the store tells of the best"
+    assert view.seen_from("").tier_of(A) is None, "without a node no tier is near"
+    assert view.load_s(A) == pytest.approx(1.0), "without a node the best tier counts"
     assert [(tier.name, tier.node, tier.used_bytes) for tier in view.tiers] == [
         ("host", "n0", 0),
         ("host", "n1", 100),
@@ -308,7 +306,7 @@ async def test_nodes_do_not_slow_each_other() -> None:
 
 
 @virtual_time
-async def test_of_several_nodes_the_one_with_the_shortest_queue_is_told() -> None:
+async def test_the_load_time_is_that_of_the_node_with_the_shortest_queue() -> None:
     store = nodes()
     async with store.on("n0").open(await shard_of(store.on("n0"), A)) as chunks:
         await anext(chunks)

@@ -1,6 +1,6 @@
-"""Engines and a store without hardware: true to the interfaces, exact in tokens, modelled in times.
+"""Engines and a store without hardware: their tokens are exact, and their times follow a latency model.
 
-For tests, for trying policies on fleets that nobody owns, and for simulations in virtual time
+For tests, for trying policies on fleets of any size, and for simulations in virtual time
 (`hotswap.offline.virtual_time`), where an hour of a fleet takes seconds. Times are as good as the
 `DeviceProfile`.
 """

@@ -1,4 +1,4 @@
-"""Weights of any size without the memory: every byte is a pure function of the model's name and its place."""
+"""Weights of any size without the memory: a byte is a pure function of the model's name and its offset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hotswap.request import ModelId
 
 __all__ = ["SimContent", "check_chunk", "sim_bytes"]
 
-_PERIOD = 4093  # prime, so that no two aligned places look alike
+_PERIOD = 4093  # prime, so that no two aligned offsets look alike
 _SAMPLE_BYTES = 64
 
 
@@ -24,7 +24,7 @@ _PATTERN = _pattern()
 
 
 def sim_bytes(model: ModelId, offset_bytes: int, size_bytes: int) -> bytes:
-    """Return what a simulated model's flat buffer holds at a place."""
+    """Return what a simulated model's flat buffer holds at an offset."""
     start = _phase(model, offset_bytes)
     repeats = (start + size_bytes) // _PERIOD + 1
     return (_PATTERN * repeats)[start : start + size_bytes]
@@ -37,19 +37,19 @@ class SimContent:
         self._buffer = memoryview(_repeated(max_bytes // _PERIOD + 2))
 
     def view(self, model: ModelId, offset_bytes: int, size_bytes: int) -> memoryview:
-        """Return a read-only view of the bytes at a place."""
+        """Return a read-only view of the bytes at an offset."""
         start = _phase(model, offset_bytes)
         return self._buffer[start : start + size_bytes]
 
 
 @lru_cache(maxsize=1)
 def _repeated(times: int) -> bytes:
-    # Kept, for stores are made by the hundred and such a buffer is a quarter of a gigabyte.
+    # Cached: tests and simulations make hundreds of stores, and a buffer is a quarter of a gigabyte.
     return _PATTERN * times
 
 
 def check_chunk(shard: Shard, chunk: HostChunk) -> None:
-    """Compare the first bytes of a chunk of a simulated shard with what they must be.
+    """Compare the first bytes of a chunk of a simulated shard with those of the model.
 
     Raises:
         ShardCorrupt: they differ.

@@ -1,4 +1,4 @@
-"""Reading a simulated model: every byte is looked at, and none is kept."""
+"""Reading a simulated model: its bytes are checked, and none is kept."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Weights:
 
 
 def check_room(model: ModelCard, size_bytes: int, free_bytes: int, engine: InstanceId) -> None:
-    """Refuse what a device has no room for.
+    """Refuse a model that does not fit into the free memory of a device.
 
     Raises:
-        OutOfMemory: it has less than that.
+        OutOfMemory: there are fewer than `size_bytes` free.
     """
     if size_bytes > free_bytes:
         raise OutOfMemory(
@@ -38,7 +38,7 @@ def check_room(model: ModelCard, size_bytes: int, free_bytes: int, engine: Insta
 
 
 async def read_weights(model: ModelCard, store: WeightStore, profile: DeviceProfile) -> Weights:
-    """Read all shards, and take the time that bringing them to the device does.
+    """Read all shards, then sleep for as long as the copy to the device takes.
 
     Raises:
         ShardCorrupt: bytes are missing or not the model's.

@@ -1,4 +1,4 @@
-"""`SimNodes`: simulated stores of several nodes as one, in which near and far differ."""
+"""`SimNodes`: one store made of a simulated store for each node."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["SimNodes"]
 
 
 class SimNodes(WeightStore):
-    """One `SimStore` for each node: what its engines read stays on its host tier, and is near to them alone.
+    """One `SimStore` for each node: weights that an engine reads are cached on the host tier of its own node.
 
-    The view tells of all tiers, fastest first, each with its node; asked directly, the store reads as its
-    first node does. It offers no prefetch, since that would not say to which node.
+    The view has the tiers of all nodes, fastest first. `manifest` and `open` are those of the first node. It
+    offers no prefetch, which would have to name a node.
 
     Args:
-        nodes: Stores by the names of their nodes, over the same models; the tiers of each bear its name as
+        nodes: Stores by the names of their nodes, over the same models; the tiers of each have its name as
             their `node`.
 
     Raises:
-        ConfigError: there is no node, or a tier bears another name than its node.
+        ConfigError: there is no node, or a tier has another `node` than its store.
     """
 
     def __init__(self, nodes: Mapping[str, SimStore]) -> None:

@@ -1,7 +1,8 @@
-"""Prefix reuse by name alone: which blocks of a pool hold beginnings of prompts, and which of them are idle.
+"""A prefix cache without content: which KV blocks hold prefixes of prompts, and which of them are idle.
 
-A block is known by all tokens up to its end, as in Kwon et al., PagedAttention, arXiv:2309.06180, section
-4.4. Of two requests that compute the same block at the same time one keeps it, and both use it.
+The name of a block is a hash of all tokens up to its end, as in Kwon et al., PagedAttention,
+arXiv:2309.06180, section 4.4. If two requests compute the same block at the same time, one copy is kept and
+both use it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["Prefixes", "block_names"]
 
 
 def block_names(request: Request, block_tokens: int) -> tuple[int, ...]:
-    """Return the names of the whole blocks of a prompt; different adapters have none in common."""
+    """Return the names of the full blocks of a prompt; prompts of different adapters share none."""
     prompt = request.prompt
     name = hash(request.adapter)
     names: list[int] = []
@@ -27,9 +28,9 @@ def block_names(request: Request, block_tokens: int) -> tuple[int, ...]:
 
 
 class Prefixes:
-    """The named blocks of one pool: those in use, by how many, and the idle ones, used longest ago first.
+    """The named blocks of one pool: those in use, with counts, and the idle ones, least recently used first.
 
-    Idle blocks count as free. Whoever takes free blocks says so by `trim`, before any are given back.
+    Idle blocks count as free. After free blocks were taken, `trim` must be called before any are given back.
     """
 
     def __init__(self) -> None:
@@ -37,20 +38,20 @@ class Prefixes:
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def trim(self, num_free: int) -> None:
-        """Forget of the idle blocks those used longest ago, until there are no more than are free."""
+        """Forget the least recently used idle blocks, until there are no more of them than free blocks."""
         while len(self._idle) > num_free:
             self._idle.popitem(last=False)
 
     def num_used(self, names: Iterable[int]) -> int:
-        """Return how many of the first blocks somebody uses, so that they take no free ones."""
+        """Return how many of the first blocks are in use, so that sharing them takes no free ones."""
         return sum(1 for _ in takewhile(self._used.__contains__, names))
 
     def num_found(self, names: Iterable[int]) -> int:
-        """Return how many of the first blocks are there."""
+        """Return how many of the first blocks are cached, in use or idle."""
         return sum(1 for _ in takewhile(lambda name: name in self._used or name in self._idle, names))
 
     def take(self, names: Sequence[int]) -> tuple[int, int]:
-        """Use the first blocks, as far as they are there; return how many, and how many of them were idle."""
+        """Use the first blocks, as far as they are cached; return how many, and how many were idle."""
         num_found, num_idle = self.num_found(names), 0
         for name in names[:num_found]:
             if name in self._used:
@@ -62,14 +63,14 @@ class Prefixes:
         return num_found, num_idle
 
     def keep(self, name: int) -> bool:
-        """Use a block that was computed; return whether somebody used one like it, and one is free again."""
+        """Use a block that was computed; return whether one of its name was in use, so that one is freed."""
         known = name in self._used
         self._used[name] = self._used.get(name, 0) + 1
         self._idle.pop(name, None)
         return known
 
     def give_back(self, names: Sequence[int]) -> int:
-        """Stop using blocks, the last first; return how many others still use."""
+        """Stop using blocks, the last first; return how many of them are still in use."""
         num_left = 0
         for name in reversed(names):
             self._used[name] -= 1
@@ -81,7 +82,7 @@ class Prefixes:
         return num_left
 
     def forget(self) -> None:
-        """Forget the idle ones: the weights that made them are gone."""
+        """Forget the idle blocks: the weights that they were computed with are gone."""
         self._idle.clear()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""`SimStore`: weights of any size behind simulated bandwidths, and a cache in front of them."""
+"""`SimStore`: weights of any size behind simulated bandwidths, with a cache in front of them."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ def sim_manifest(model: str, weight_bytes: int | str, *, num_shards: int = 1, **
 
 
 class SimStore(WeightStore):
-    """Holds every model on a slow tier and keeps the most recently used ones, by budget, on a fast one.
+    """Holds every model on a slow tier, and caches the most recently used ones on a fast one.
 
-    Bytes are real and deterministic (`sim_bytes`) but take no memory, so a simulated model may have hundreds
-    of gigabytes. A chunk is invalid once the next is asked for: its memoryview is released then, so an
-    engine that reads it late fails instead of reading what happens to lie there.
+    Bytes are deterministic (`sim_bytes`) and take no memory, so a simulated model may have hundreds of
+    gigabytes. A chunk is valid until the next is asked for: its memoryview is released then, so an engine
+    that reads it late fails.
 
     Args:
         models: sizes by model id, or whole manifests (`sim_manifest`).
         home: the tier that holds everything.
         cache: the faster tier, filled by reading and by `prefetch`; `None` for none. Its `capacity_bytes` is
-            the budget: the least recently used model that is not being read makes room.
+            the budget: the least recently used models that are not being read are dropped.
         chunk_bytes: size of a chunk, the last of a shard excepted.
-        shared: whether those who read from a tier at once share its bandwidth, chunk by chunk, and what they
-            have yet to read is shown as queued; otherwise each reads as if alone. A model for which the cache
-            has room is read once for all who want it meanwhile, and shown as loading: who comes later reads
-            from the cache what has come, and the rest with the others. A store that shares belongs to one
-            event loop.
+        shared: whether concurrent reads from a tier share its bandwidth, chunk by chunk, and the view counts
+            their bytes as queued; otherwise each read has the whole bandwidth. A model that fits the cache is
+            then read from the home tier once for all concurrent reads, and the view has it as loading: a read
+            that begins later takes the first bytes from the cache, and the rest together with the others. A
+            store that shares belongs to one event loop.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class SimStore(WeightStore):
         self._content = SimContent(min(self._chunk_bytes, max(sizes, default=0)))
         self._cached: dict[ModelId, set[Shard]] = {}  # least recently used model first
         self._shared = shared
-        self._rises: dict[Shard, _Rise] = {}
+        self._loads: dict[Shard, _Load] = {}
         self._readers: Counter[ModelId] = Counter()
         self._returned = anyio.Event()
         self._num_lent = 0
 
     @property
     def num_lent(self) -> int:
-        """Chunks lent at this moment; 0 when nobody reads."""
+        """Chunks lent at this moment; 0 when nothing is read."""
         return self._num_lent
 
     async def manifest(self, model: ModelId) -> Manifest:
@@ -114,17 +114,17 @@ class SimStore(WeightStore):
                 yield chunks
 
     def view(self) -> StoreView:
-        home = self._shown(self._home, self._home_bytes)
+        home = self._tier_view(self._home, self._home_bytes)
         if self._cache is None:
             return StoreView(tiers=(home,), residency=self._homes)
         whole = tuple(self._residency(model, self._cache) for model in self._cached if self._is_cached(model))
-        cache = self._shown(self._cache, sum(map(_size, self._cached.values())))
+        cache = self._tier_view(self._cache, sum(map(_size, self._cached.values())))
         return StoreView(tiers=(cache, home), residency=whole + self._homes, loading=tuple(self._loading()))
 
     def _loading(self) -> Iterator[Residency]:
         left: Counter[ModelId] = Counter()
-        for shard, rise in self._rises.items():
-            left[shard.model] += shard.size_bytes - rise.come_bytes
+        for shard, load in self._loads.items():
+            left[shard.model] += shard.size_bytes - load.loaded_bytes
         for model, size_bytes in left.items():
             if size_bytes:
                 yield Residency(
@@ -135,7 +135,7 @@ class SimStore(WeightStore):
         size_bytes = self._manifests[model].weight_bytes
         return Residency(model=model, tier=tier.name, size_bytes=size_bytes, node=tier.node)
 
-    def _shown(self, tier: TierView, used_bytes: int) -> TierView:
+    def _tier_view(self, tier: TierView, used_bytes: int) -> TierView:
         return replace(tier, used_bytes=used_bytes, queued_bytes=self._links[tier.name].queued_bytes)
 
     async def prefetch(self, model: ModelId) -> None:
@@ -143,7 +143,7 @@ class SimStore(WeightStore):
         missing = set(self._manifest(model).shards) - self._cached.get(model, set())
         if self._cache is None or not missing:
             return
-        with self._reading(model):  # so that what is cached of it stays
+        with self._reading(model):  # so that its cached shards stay
             self._room_for(model, missing)
             with self._links[self._home.name].queue(_size(missing)) as queued:
                 for size in self._pieces(_size(missing)):
@@ -181,48 +181,48 @@ class SimStore(WeightStore):
 
     async def _lend(self, shard: Shard) -> AsyncGenerator[HostChunk]:
         start = 0
-        with self._way(shard) as way:
+        with self._source(shard) as source:
             for size in self._pieces(shard.size_bytes):
-                tier = await way.carry(size)
+                tier = await source.carry(size)
                 if start + size == shard.size_bytes:
-                    self._tee(shard)
+                    self._cache_read(shard)
                 offset = shard.buffer_offset_bytes + start
                 with self._lent(self._content.view(shard.model, offset, size)) as data:
                     yield HostChunk(offset_bytes=offset, data=data, tier=tier)
                 start += size
 
     @contextlib.contextmanager
-    def _way(self, shard: Shard) -> Generator[_Queued | _Follower]:
-        """From where the bytes of a shard come: the cache, its rise there, or the home tier by itself."""
+    def _source(self, shard: Shard) -> Generator[_Queued | _SharedRead]:
+        """Return what a shard is read from: the cache, a load into it that reads share, or the home tier."""
         cached = self._cache is not None and shard in self._cached.get(shard.model, ())
-        if self._cache is not None and not cached and self._may_rise(shard):
-            with self._rise_of(shard) as rise:
-                yield _Follower(rise, self._links[self._cache.name])
+        if self._cache is not None and not cached and self._may_share(shard):
+            with self._load_of(shard) as load:
+                yield _SharedRead(load, self._links[self._cache.name])
             return
         tier = self._cache if self._cache is not None and cached else self._home
         with self._links[tier.name].queue(shard.size_bytes) as queued:
             yield queued
 
-    def _may_rise(self, shard: Shard) -> bool:
-        """Whether all who read a shard now may do so together."""
+    def _may_share(self, shard: Shard) -> bool:
+        """Whether concurrent reads of a shard share one load into the cache."""
         with contextlib.suppress(TierFull):
             self._room_for(shard.model, {shard})
             return self._shared
         return False
 
     @contextlib.contextmanager
-    def _rise_of(self, shard: Shard) -> Generator[_Rise]:
-        rise = self._rises.get(shard)
-        if rise is None:
-            rise = self._rises[shard] = _Rise(self._links[self._home.name], shard.size_bytes)
-        rise.num_readers += 1
+    def _load_of(self, shard: Shard) -> Generator[_Load]:
+        load = self._loads.get(shard)
+        if load is None:
+            load = self._loads[shard] = _Load(self._links[self._home.name], shard.size_bytes)
+        load.num_readers += 1
         try:
-            yield rise
+            yield load
         finally:
-            rise.num_readers -= 1
-            if not rise.num_readers:
-                rise.close()
-                del self._rises[shard]
+            load.num_readers -= 1
+            if not load.num_readers:
+                load.close()
+                del self._loads[shard]
 
     def _pieces(self, num_bytes: int) -> Iterator[int]:
         """The sizes of the chunks in which so many bytes are read."""
@@ -238,17 +238,17 @@ class SimStore(WeightStore):
             self._num_lent -= 1
             with contextlib.suppress(
                 BufferError
-            ):  # the borrower still looks at it; its error, and harmless here
+            ):  # the reader still has a view of it, and sees no more bytes
                 data.release()
 
-    def _tee(self, shard: Shard) -> None:
-        """Keep a shard that was read whole, if there is room."""
+    def _cache_read(self, shard: Shard) -> None:
+        """Cache a shard that was read to its end, if there is room."""
         if self._cache is not None:
             with contextlib.suppress(TierFull):
                 self._keep(shard.model, {shard})
 
     def _keep(self, model: ModelId, shards: set[Shard]) -> None:
-        """Put shards on the fast tier and make their model the most recently used."""
+        """Cache shards, and make their model the most recently used."""
         held = self._cached.get(model, set())
         for victim in self._room_for(model, shards - held):
             del self._cached[victim]
@@ -256,10 +256,10 @@ class SimStore(WeightStore):
         self._cached[model] = held | shards
 
     def _room_for(self, model: ModelId, shards: set[Shard]) -> list[ModelId]:
-        """Return the models to drop, least recently used first, so that `shards` fit beside the rest.
+        """Return the models to drop from the cache, least recently used first, so that `shards` fit.
 
         Raises:
-            TierFull: they do not fit even so.
+            TierFull: they do not fit even then.
         """
         if self._cache is None or self._cache.capacity_bytes is None:
             return []
@@ -281,9 +281,9 @@ class SimStore(WeightStore):
 
 
 class _Link:
-    """What a tier can give in a second, to everybody alike or to all together.
+    """The bandwidth of a tier, for each read alone or shared by all.
 
-    A chunk on its way takes its time also where its reader has left.
+    A chunk that was begun takes its time, also if its read is cancelled.
     """
 
     def __init__(self, tier: str, bytes_per_s: float, shared: bool) -> None:
@@ -294,7 +294,7 @@ class _Link:
 
     @contextlib.contextmanager
     def queue(self, num_bytes: int) -> Generator[_Queued]:
-        """Have so many bytes to read while the block runs, or until they have come."""
+        """Count bytes as queued while the block runs, or until they have been read."""
         queued = _Queued(self, num_bytes if self._shared else 0)
         self.queued_bytes += queued.left_bytes
         try:
@@ -303,7 +303,7 @@ class _Link:
             self.queued_bytes -= queued.left_bytes
 
     async def carry(self, num_bytes: int) -> None:
-        """Return once so many bytes have come."""
+        """Return once so many bytes have been read."""
         seconds = num_bytes / self._bytes_per_s
         if not self._shared:
             await anyio.sleep(seconds)
@@ -313,7 +313,7 @@ class _Link:
 
 
 class _Queued:
-    """What one reader has yet to read."""
+    """A read of one tier, and how many of its bytes are left."""
 
     def __init__(self, link: _Link, left_bytes: int) -> None:
         self.left_bytes = left_bytes
@@ -321,45 +321,45 @@ class _Queued:
 
     @property
     def tier(self) -> str:
-        """From where they come."""
+        """The name of the tier."""
         return self._link.tier
 
     async def carry(self, num_bytes: int) -> str:
-        """Return once so many of the bytes have come, from which tier."""
+        """Return the tier once so many more bytes have been read from it."""
         await self._link.carry(num_bytes)
-        came_bytes = min(num_bytes, self.left_bytes)
-        self.left_bytes -= came_bytes
-        self._link.queued_bytes -= came_bytes
+        read_bytes = min(num_bytes, self.left_bytes)
+        self.left_bytes -= read_bytes
+        self._link.queued_bytes -= read_bytes
         return self._link.tier
 
 
-class _Rise:
-    """A shard on its way to the cache: whoever wants the next chunk first brings it, for all.
+class _Load:
+    """A load of a shard into the cache: the read that needs the next chunk first loads it, for all.
 
-    One that leaves meanwhile leaves the rest to the others.
+    If that read is cancelled, another goes on.
     """
 
     def __init__(self, link: _Link, num_bytes: int) -> None:
-        self.come_bytes = self.num_readers = 0
+        self.loaded_bytes = self.num_readers = 0
         self._stack = contextlib.ExitStack()
         self._queued = self._stack.enter_context(link.queue(num_bytes))
         self._under_way = False
         self._changed = anyio.Event()
 
     def close(self) -> None:
-        """Nobody wants it any more."""
+        """Give the bytes up that are still queued: no read is left."""
         self._stack.close()
 
     async def reach(self, num_bytes: int) -> str:
-        """Return once so many of its bytes have come, from which tier."""
-        while self.come_bytes < num_bytes:
+        """Return the tier that is read once its first `num_bytes` bytes are loaded."""
+        while self.loaded_bytes < num_bytes:
             if self._under_way:
                 await self._changed.wait()
                 continue
             self._under_way = True
             try:
-                await self._queued.carry(num_bytes - self.come_bytes)
-                self.come_bytes = num_bytes
+                await self._queued.carry(num_bytes - self.loaded_bytes)
+                self.loaded_bytes = num_bytes
             finally:
                 self._under_way = False
                 self._changed.set()
@@ -367,18 +367,18 @@ class _Rise:
         return self._queued.tier
 
 
-class _Follower:
-    """One of those who read a shard that rises."""
+class _SharedRead:
+    """One of the reads that share a load."""
 
-    def __init__(self, rise: _Rise, cache: _Link) -> None:
-        self._rise, self._cache = rise, cache
+    def __init__(self, load: _Load, cache: _Link) -> None:
+        self._load, self._cache = load, cache
         self._read_bytes = 0
 
     async def carry(self, num_bytes: int) -> str:
-        """Return once so many more bytes have come, from which tier."""
+        """Return the tier once so many more bytes have been read from it."""
         self._read_bytes += num_bytes
-        if self._read_bytes > self._rise.come_bytes:
-            return await self._rise.reach(self._read_bytes)
+        if self._read_bytes > self._load.loaded_bytes:
+            return await self._load.reach(self._read_bytes)
         await self._cache.carry(num_bytes)
         return self._cache.tier
 

@@ -21,8 +21,8 @@ _MASK = (1 << 64) - 1
 class SimGeneration:
     """What one request generates: `token(n)` for any position, and when it ends.
 
-    Neither what was generated before nor the batch matters, so a request that was continued elsewhere gets
-    the tokens of an undisturbed run. Sampling (`temperature > 0`) adds the seed; greedy requests ignore it.
+    Tokens depend neither on earlier tokens nor on the batch, so a request that continues on another engine
+    gets those of an undisturbed run. Sampling (`temperature > 0`) adds the seed; greedy requests ignore it.
     """
 
     __slots__ = ("_ends", "_max_context_tokens", "_request", "_salt", "_vocabulary")
@@ -97,7 +97,7 @@ def expected_tokens(request: Request, model: ModelCard, *, vocabulary: int = VOC
 
 
 def check_request(request: Request, model: ModelCard) -> None:
-    """Refuse what can get no token of the model.
+    """Refuse a request that cannot get a token of the model.
 
     Raises:
         InvalidRequest: it has all its tokens.
