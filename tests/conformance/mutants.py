@@ -39,7 +39,7 @@ from hotswap import (
 )
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.sim import SimEngine, SimStore
-from hotswap.backends.sim.tokens import Streamed
+from hotswap.backends.sim.sequence import Sequence as SimSequence
 
 __all__ = ["ENGINES", "STORES"]
 
@@ -48,6 +48,7 @@ STORES: dict[type[SimStore], str] = {}
 
 _E = TypeVar("_E", bound=type[SimEngine])
 _S = TypeVar("_S", bound=type[SimStore])
+SequenceT = TypeVar("SequenceT", bound=SimSequence)
 
 
 def engine_caught_by(test: str) -> Callable[[_E], _E]:
@@ -205,7 +206,7 @@ class LosesABlockOnAbort(SimEngine):
 class KeepsWhatWasCancelled(SimEngine):
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        sequence = self._admit(request)
+        sequence = self._admit(request, self._streamed)
         self._work.set()
         try:
             yield sequence.tokens
@@ -350,12 +351,12 @@ class ForgetsUnreadTokens(SimEngine):
 
 @engine_caught_by("test_a_draining_engine_admits_none")
 class AdmitsWhileDraining(SimEngine):
-    def _admit(self, request: Request) -> Streamed:
+    def _admit(self, request: Request, make: Callable[[Request, ModelCard], SequenceT]) -> SequenceT:
         state = self._state
         if state is InstanceState.DRAINING:
             self._state = InstanceState.SERVING
         try:
-            return super()._admit(request)
+            return super()._admit(request, make)
         finally:
             self._state = state
 
@@ -622,7 +623,7 @@ class TellsOldTokensWhenStopped(SimEngine):
 class ForgetsWhatArrived(SimEngine):
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        self._desk.arrivals.clear()
+        self._migration.arrivals.clear()
         async with super().stream(request) as tokens:
             yield tokens
 

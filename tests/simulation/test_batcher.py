@@ -95,7 +95,7 @@ def test_who_comes_with_blocks_runs_in_the_next_step_though_others_wait_for_memo
     def give(sequence: object) -> None:
         arriving.num_cached, arriving.num_blocks = 5 * BLOCK - 2, 5
 
-    batcher.furnish(arriving, give)
+    batcher.give_blocks(arriving, give)
     step = batcher.plan()
     assert set(step.chunks) == {running, arriving}
     assert list(batcher.waiting) == [head]
@@ -167,7 +167,7 @@ def test_a_loss_lasts_until_what_was_computed_is_computed_again() -> None:
     while second in batcher.running:
         clock.now_s += 1
         batcher.commit(step := batcher.plan())
-    began_s, owed = clock.now_s, second.num_owed
+    began_s, owed = clock.now_s, second.num_to_recompute
     assert owed == 3 * BLOCK
     assert told == []
     while second.num_cached < owed:
@@ -202,7 +202,7 @@ def test_only_who_was_set_back_has_lost_anything(lengths: list[tuple[int, int]])
         s.request.id
         for _, gone in to_their_end(batcher, sequences)
         for s in sequences
-        if s in gone and s.num_owed
+        if s in gone and s.num_to_recompute
     }
     assert told == set_back
 

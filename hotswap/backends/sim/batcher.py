@@ -23,7 +23,7 @@ __all__ = ["Batcher", "Batching"]
 Batching: TypeAlias = Literal["mixed", "prefill_first"]
 
 
-def _nothing() -> None:
+def _ignore_change() -> None:
     pass
 
 
@@ -31,34 +31,33 @@ def _no_time() -> float:
     return 0.0
 
 
-def _nobody(request: RequestId, seconds: float) -> None:
+def _ignore_recovery(request: RequestId, seconds: float) -> None:
     pass
 
 
 class Batcher:
     """Owns the KV blocks of an engine and decides, step by step, which sequences use them.
 
-    Those of higher priority wait in front of others; who comes with its KV blocks or was preempted waits in
-    front of all that are there then.
+    Sequences wait by priority. A sequence that arrives with its KV blocks, or was preempted, is put in front
+    of all that wait then.
 
     With the batching `"prefill_first"`, as of vLLM before 0.3, a step has whole prompts alone while any can
     be admitted, and decodes wait for it; `watermark` is the share of blocks that an admission leaves free
-    while anybody runs.
-    A prompt longer than the budget has a step of its own. Who comes with its blocks decodes in the next step,
-    whatever is free. Requests run in the order of their arrival, also those that were preempted or come from
-    elsewhere, and the last of them is preempted first.
+    while others run. A prompt longer than the budget has a step of its own. A sequence that arrives with its
+    blocks decodes in the next step, whatever is free. Sequences run in the order of arrival, also those that
+    were preempted or have moved, and the last of them is preempted first.
 
-    With `prefix_reuse`, whole blocks of prompts are computed once for all who begin with them, also after
-    they have ended: such blocks count as free, and go when the room is needed, those used longest ago first.
+    With `prefix_reuse`, full blocks of prompts are computed once for all prompts with that prefix. Blocks of
+    ended requests count as free, and are taken when no others are left, the least recently used first.
 
-    With `turnover`, steps say how many joined those who decode, and how many left them.
+    With `turnover`, steps count the sequences that joined the decodes, and those that left them.
 
     Attributes:
-        prefills_first: Whether whole prompts go first.
+        prefills_first: Whether the batching is `"prefill_first"`.
         on_change: Called before any of it changes.
         clock: Tells the time.
-        on_recovered: Called with a request that was preempted and the seconds since, when it has computed
-            again what it had, or leaves without.
+        on_recovered: Called with a request that was preempted and the seconds since, when its tokens are
+            computed again or it ends before.
         num_reused_tokens: How many tokens of prompts were not computed, since their blocks were there.
     """
 
@@ -79,11 +78,11 @@ class Batcher:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # in order of admission
         self.parked: dict[Sequence, None] = {}  # out of the steps, with their blocks
-        self.on_change: Callable[[], None] = _nothing
+        self.on_change: Callable[[], None] = _ignore_change
         self.clock: Callable[[], float] = _no_time
-        self.on_recovered: Callable[[RequestId, float], None] = _nobody
-        self._num_queued_tokens = 0  # of those who wait
-        self._again: dict[Sequence, None] = {}
+        self.on_recovered: Callable[[RequestId, float], None] = _ignore_recovery
+        self._num_queued_tokens = 0  # of the sequences that wait
+        self._preempted: dict[Sequence, None] = {}
         self._max_requests = max_requests
         self._token_budget = token_budget
         self.prefills_first = batching == "prefill_first"
@@ -103,12 +102,12 @@ class Batcher:
 
     @property
     def num_spare_blocks(self) -> int:
-        """KV blocks that who comes with its own leaves free: one for each who is here, or the watermark."""
+        """KV blocks that an arriving sequence leaves free: one for each that is here, or the watermark."""
         return self._kept_free if self.prefills_first else len(self)
 
     @property
     def num_next_blocks(self) -> int:
-        """KV blocks that the first of those that wait still needs before it is admitted; 0 if none waits."""
+        """KV blocks that the first waiting sequence needs before it is admitted; 0 if none waits."""
         if not self.waiting:
             return 0
         first = self.waiting[0]
@@ -116,16 +115,16 @@ class Batcher:
         return self._blocks(first.num_tokens) - first.num_blocks - lent
 
     def num_prefill_tokens(self, *, running: bool) -> int:
-        """Tokens to be computed before those who wait, are parked or run get their next one."""
-        seated = (*self.running, *self.parked) if running else self.parked
-        if not seated:
+        """Tokens to be computed before the sequences get their next one; without `running`, before others."""
+        admitted = (*self.running, *self.parked) if running else self.parked
+        if not admitted:
             return self._num_queued_tokens
-        return self._num_queued_tokens + sum(count for s in seated if (count := s.num_pending) > 1)
+        return self._num_queued_tokens + sum(count for s in admitted if (count := s.num_pending) > 1)
 
     @property
     def preempted(self) -> tuple[RequestId, ...]:
-        """Those that wait again after they had got tokens here."""
-        return tuple(sequence.request.id for sequence in reversed(self._again)) if self._again else ()
+        """Requests that wait again after they had got tokens here."""
+        return tuple(sequence.request.id for sequence in reversed(self._preempted)) if self._preempted else ()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -143,8 +142,8 @@ class Batcher:
             at -= 1
         self._queue(sequence, at)
 
-    def furnish(self, sequence: Sequence, give: Callable[[Sequence], None]) -> None:
-        """Have one that waits given the blocks it comes with, and put it in front."""
+    def give_blocks(self, sequence: Sequence, give: Callable[[Sequence], None]) -> None:
+        """Have `give` attach the blocks that a waiting sequence arrives with, and put it in front."""
         self._unqueue(sequence)
         give(sequence)
         self._queue(sequence, 0)
@@ -153,7 +152,7 @@ class Batcher:
         """Free what a sequence holds; return whether it was still here. Harmless while a step runs."""
         if not self._take_out(sequence):
             return False
-        if sequence.num_owed:
+        if sequence.num_to_recompute:
             self._recovered(sequence)
         return True
 
@@ -171,7 +170,7 @@ class Batcher:
         return True
 
     def hold(self, num_blocks: int) -> None:
-        """Take blocks for what is to arrive; a negative number gives them back."""
+        """Take blocks for a sequence that is to arrive; a negative number gives them back."""
         self.on_change()
         self._trim()
         self.num_free_blocks -= num_blocks
@@ -246,7 +245,7 @@ class Batcher:
             sequence.num_cached += count
             if self._prefixes:
                 self._name(sequence, self._prefixes)
-            if 0 < sequence.num_owed <= sequence.num_cached:
+            if 0 < sequence.num_to_recompute <= sequence.num_cached:
                 self._recovered(sequence)
             if sequence.num_pending == 0 and sequence.generate():
                 self.remove(sequence)
@@ -257,13 +256,13 @@ class Batcher:
         if decodes:
             num_stayed = len(decodes & self._decoded)
             step.num_joined = len(decodes) - num_stayed
-            # Where nobody stays there is nobody to close up.
+            # A batch of which none stays is not compacted.
             step.num_left = len(self._decoded) - num_stayed if num_stayed else 0
         if decodes or not step.num_tokens:
             self._decoded = decodes
 
     def _add_prefills(self, step: Step) -> None:
-        """Fill a step with whole prompts; those who come with their blocks decode in the next one."""
+        """Fill a step with whole prompts; sequences that arrive with their blocks decode in the next one."""
         while self.waiting and len(self.running) < self._max_requests:
             sequence = self.waiting[0]
             count = sequence.num_pending - self._num_found(sequence) * self.block_tokens
@@ -290,13 +289,13 @@ class Batcher:
             step.add(sequence, count)
 
     def _grow(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
-        """Take blocks for `num_tokens`, preempting later sequences if need be; false if it lost its own."""
+        """Take blocks for `num_tokens`, preempting later sequences if need be; false if it was preempted."""
         missing = max(0, self._blocks(num_tokens) - sequence.num_blocks)
         while missing > self.num_free_blocks:
             victim = next((waiting for waiting in self.waiting if waiting.num_blocks), None)
             if victim is not None:  # it arrived with blocks, and computes them again
                 self._unqueue(victim)
-                self._owe(victim)
+                self._mark_for_recompute(victim)
                 self._free(victim)
                 self._queue(victim, 0)
                 continue
@@ -313,21 +312,21 @@ class Batcher:
         return True
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
-        self._owe(victim)
+        self._mark_for_recompute(victim)
         self._take_out(victim)
         self._queue(victim, 0)
         if victim.position > len(victim.request.generated):
-            self._again[victim] = None
+            self._preempted[victim] = None
         step.drop(victim)
 
-    def _owe(self, victim: Sequence) -> None:
-        """Note what a sequence is about to lose."""
-        if victim.num_cached and not victim.num_owed:
+    def _mark_for_recompute(self, victim: Sequence) -> None:
+        """Note the tokens that a sequence is about to lose."""
+        if victim.num_cached and not victim.num_to_recompute:
             victim.preempted_s = self.clock()
-        victim.num_owed = max(victim.num_owed, victim.num_cached)
+        victim.num_to_recompute = max(victim.num_to_recompute, victim.num_cached)
 
     def _recovered(self, sequence: Sequence) -> None:
-        sequence.num_owed = 0
+        sequence.num_to_recompute = 0
         self.on_recovered(sequence.request.id, self.clock() - sequence.preempted_s)
 
     def _queue(self, sequence: Sequence, at: int) -> None:
@@ -337,12 +336,12 @@ class Batcher:
 
     def _unqueue(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
-        self._again.pop(sequence, None)
+        self._preempted.pop(sequence, None)
         if (count := sequence.num_pending) > 1:
             self._num_queued_tokens -= count
 
     def _admitted(self) -> Sequence:
-        """Let the first who waits run, with the blocks of its prompt that are there."""
+        """Admit the first waiting sequence, with the blocks of its prompt that are cached."""
         sequence = self.waiting[0]
         self._unqueue(sequence)
         self._run(sequence)

@@ -1,4 +1,4 @@
-"""`SimEngine`: an engine whose device is a `DeviceProfile` and whose tokens are a hash."""
+"""`SimEngine`: an engine whose times follow a `DeviceProfile`, and whose tokens are hashes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.sim.batcher import Batcher, Batching
 from hotswap.backends.sim.load import Load, Reporting, Reports
 from hotswap.backends.sim.loading import Weights, check_room, read_weights
-from hotswap.backends.sim.migration import Desk, aborted
+from hotswap.backends.sim.migration import MigrationContext, aborted
 from hotswap.backends.sim.sequence import Sequence
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
 from hotswap.engine import Engine, StatusListener
@@ -35,12 +35,12 @@ _S = TypeVar("_S", bound=Sequence)
 
 
 class SimEngine(Engine):
-    """Obeys the whole `Engine` contract, its abilities included, and computes nothing.
+    """Keeps the whole `Engine` contract and all its optional abilities, and computes nothing.
 
-    A step lasts what `profile` says of its tokens, batch and context; a load reads every chunk from the
-    store, then lasts `profile.load_s`. Tokens follow from model, adapter, prompt, seed and position
-    (`expected_tokens`), so any wrong order, loss or repetition downstream shows. `profile.memory_bytes`
-    bounds weights, staged weights and the KV pool together.
+    The duration of a step follows from its tokens, batch and context by `profile`; a load reads every chunk
+    from the store, then sleeps for `profile.load_s`. Tokens are a function of model, adapter, prompt, seed
+    and position (`expected_tokens`), so that a token that is lost, repeated or out of order is noticed.
+    `profile.memory_bytes` bounds weights, staged weights and the KV pool together.
 
     Args:
         id: the instance's name.
@@ -50,12 +50,12 @@ class SimEngine(Engine):
         max_requests: sequences of a batch; more wait inside the engine.
         token_budget: tokens of a step, decodes and prefill chunks together.
         vocabulary: token ids lie below it.
-        max_adapters: how many adapters it holds at once; it takes any, and reads nothing.
+        max_adapters: how many adapters it holds at once; their files are not read.
         batching: prefill chunks beside decodes, or whole prompts before them.
-        watermark: the share of KV blocks that an admission leaves free; of `"prefill_first"` alone.
+        watermark: the share of KV blocks that an admission leaves free; for `"prefill_first"` alone.
         node: where it is, for a store that tells nodes apart.
-        prefix_reuse: whether blocks of prompts are computed once for all who begin with them.
-        reporting: whether views have the load as it is, or as of the last step that has ended.
+        prefix_reuse: whether KV blocks of a prefix are computed once for all prompts that begin with it.
+        reporting: whether the status has the load as it is, or as of the last step that has ended.
     """
 
     _outline: EngineStatus | None = None  # its status, but for the load
@@ -109,19 +109,19 @@ class SimEngine(Engine):
         self._adapters = {}
         self._reserved_bytes, self._lost_because, self._lost_for_good = 0, "", False
         self._verb: anyio.CancelScope | None = None
-        self._desk = Desk(
+        self._migration = MigrationContext(
             self._batcher,
             self.profile,
             check=self._refuse_if_lost,
             give_up=self._give_up,
-            resumed=lambda: self._rouse(),
+            resumed=lambda: self._step_soon(),
         )
         self._work, self._drained = anyio.Event(), anyio.Event()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         async with anyio.create_task_group() as workers:
-            workers.start_soon(self._step_for_ever, name=f"steps of {self.id}")
+            workers.start_soon(self._run_steps, name=f"steps of {self.id}")
             try:
                 with self._running():
                     yield self
@@ -130,7 +130,7 @@ class SimEngine(Engine):
 
     @contextmanager
     def _running(self) -> Generator[None]:
-        """Bracket its life, after which it is as it was before."""
+        """Start the engine, and leave it as it was before."""
         self._started = True
         try:
             yield
@@ -224,7 +224,7 @@ class SimEngine(Engine):
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        sequence = self._admit(request)
+        sequence = self._admit(request, self._streamed)
         try:
             yield sequence.tokens
         finally:
@@ -244,7 +244,7 @@ class SimEngine(Engine):
 
     @property
     def num_reused_tokens(self) -> int:
-        """How many tokens of prompts were found computed, also by the same request before a preemption."""
+        """Tokens of prompts whose KV blocks were cached, also by the same request before a preemption."""
         return self._batcher.num_reused_tokens
 
     def expected_tokens(self, request: Request, model: ModelCard) -> list[int]:
@@ -256,7 +256,7 @@ class SimEngine(Engine):
     @asynccontextmanager
     async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
         self._refuse_if_lost()
-        with self._desk.source(request, self._serving.model if self._serving else None) as source:
+        with self._migration.source(request, self._serving.model if self._serving else None) as source:
             yield source
 
     @asynccontextmanager
@@ -271,7 +271,7 @@ class SimEngine(Engine):
             if self._serving is not serving:
                 raise aborted("copy", f"engine {self.id!r} unloaded the model")
 
-        with self._desk.sink(request, serving.model, check) as sink:
+        with self._migration.sink(request, serving.model, check) as sink:
             yield sink
 
     def _give_up(self, sequence: Sequence) -> None:
@@ -286,7 +286,7 @@ class SimEngine(Engine):
     # ------------------------------------------------------------------ faults
 
     def lose(self, reason: str = "its device failed", *, for_good: bool = False) -> None:
-        """Become LOST at once: streams and whatever verb is under way raise `InstanceLost`.
+        """Become LOST at once: streams and pending verbs raise `InstanceLost`.
 
         `unload` brings the engine back EMPTY, unless it is lost `for_good`.
         """
@@ -295,9 +295,9 @@ class SimEngine(Engine):
         self._note_drained()
         self._serving = self._staged = None
         self._adapters = {}
-        self._desk.arrivals.clear()
+        self._migration.arrivals.clear()
         self._state = _LOST
-        self._desk.meet_boundary()
+        self._migration.end_step()
         if self._verb is not None:
             self._verb.cancel()
 
@@ -319,7 +319,7 @@ class SimEngine(Engine):
                 preloaded=self._staged.model.id if self._staged else None,
                 node=self.node,
             )
-        return self._load().shown(self._outline)
+        return self._load().added_to(self._outline)
 
     def _load(self) -> Load:
         return self._reports.told or Load.of(self._batcher)
@@ -328,12 +328,12 @@ class SimEngine(Engine):
         return self._notifier.watch(listener)
 
     def watch_recoveries(self, tell: Callable[[RequestId, float], None]) -> None:
-        """Tell which request has computed again what a preemption took, after how many seconds."""
+        """Call `tell` with a preempted request once its tokens are computed again, and the seconds since."""
         self._batcher.on_recovered = tell
 
     # ------------------------------------------------------------------ private
 
-    async def _step_for_ever(self) -> None:
+    async def _run_steps(self) -> None:
         while True:
             step = self._batcher.plan()
             self._note_drained()  # a plan refuses what has outgrown the pool
@@ -342,21 +342,21 @@ class SimEngine(Engine):
                 self._work = anyio.Event()
                 await self._work.wait()
                 continue
-            self._desk.stepping = True
+            self._migration.is_stepping = True
             await anyio.sleep(step.seconds(self.profile))
             self._reports.end()
             self._batcher.commit(step)
             self._note_drained()
-            self._desk.meet_boundary()
+            self._migration.end_step()
 
-    def _rouse(self) -> None:
-        """Step, if nobody does."""
+    def _step_soon(self) -> None:
+        """Begin to step, unless steps are under way."""
         self._work.set()
 
-    def _admit(self, request: Request) -> Streamed:
-        return self._seat(request, lambda asked, model: Streamed.of(asked, model, self.vocabulary))
+    def _streamed(self, request: Request, model: ModelCard) -> Streamed:
+        return Streamed.of(request, model, self.vocabulary)
 
-    def _seat(self, request: Request, make: Callable[[Request, ModelCard], _S]) -> _S:
+    def _admit(self, request: Request, make: Callable[[Request, ModelCard], _S]) -> _S:
         if self._state is _LOST:
             raise self._lost()
         if self._serving is None or self._state is not _SERVING or self._model != request.model:
@@ -370,8 +370,8 @@ class SimEngine(Engine):
         check_request(request, model)
         sequence = make(request, model)
         self._batcher.add(sequence)
-        self._desk.furnish(sequence)
-        self._rouse()
+        self._migration.attach_arrival(sequence)
+        self._step_soon()
         return sequence
 
     async def _take_staged_or_read(self, model: ModelCard, store: WeightStore) -> Weights:
@@ -383,7 +383,7 @@ class SimEngine(Engine):
         return await self._read(model, store)
 
     async def _read(self, model: ModelCard, store: WeightStore) -> Weights:
-        """Read all shards into reserved memory, which is given back unless all of them arrive."""
+        """Read all shards into reserved memory, which is freed unless all of them were read."""
         self._reserved_bytes = model.weight_bytes
         try:
             return await read_weights(model, store, self.profile)
@@ -393,7 +393,7 @@ class SimEngine(Engine):
     def _evict_all(self, why: str) -> int:
         error = RequestEvicted(f"Engine {self.id!r} gave its requests back. {why}; they go on elsewhere.")
         evicted = self._batcher.clear(error)
-        self._desk.arrivals.clear()
+        self._migration.arrivals.clear()
         self._note_drained()
         return evicted
 

@@ -1,4 +1,4 @@
-"""What a simulated engine tells of its load: as it is, or as its last report has it."""
+"""The load of a simulated engine, as it is or as the last step has reported it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Reporting: TypeAlias = Literal["live", "by_step"]
 
 
 class Load(NamedTuple):
-    """What of an `EngineStatus` changes from step to step."""
+    """The fields of an `EngineStatus` that change from step to step."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -25,7 +25,13 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, batcher: Batcher, *, decoding: bool = False, num_taken: int = 0) -> Load:
-        """Return that of a batcher, less more blocks; with `decoding` no prompt of who runs is left."""
+        """Return the load of a batcher.
+
+        Args:
+            batcher: The batcher.
+            decoding: Whether the prompts of all running sequences are computed.
+            num_taken: Blocks that the steps since have taken.
+        """
         return cls(
             len(batcher.running),
             len(batcher.waiting),
@@ -35,28 +41,27 @@ class Load(NamedTuple):
             batcher.preempted,
         )
 
-    def shown(self, view: EngineStatus) -> EngineStatus:
-        """Return a view with this load; without a pool there are no free blocks."""
-        return view.updated(
+    def added_to(self, status: EngineStatus) -> EngineStatus:
+        """Return a status with this load; without a pool there are no free blocks."""
+        return status.updated(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_prefill_tokens=self.num_prefill_tokens,
-            num_free_kv_blocks=self.num_free_blocks if view.num_kv_blocks else 0,
+            num_free_kv_blocks=self.num_free_blocks if status.num_kv_blocks else 0,
             num_next_kv_blocks=self.num_next_blocks,
             preempted=self.preempted,
         )
 
 
 class Reports:
-    """Keeps what an engine that reports by step has reported; one that is live reports nothing.
+    """The reports of an engine that reports by step; an engine with live status has none.
 
-    A report is made when a step has been planned, and told when it has ended: until then the one before is.
-    Of whole prompts that the step computes nothing is left.
-    An engine with nothing to do reports at once.
+    A report is made when a step is planned, and published when the step has ended. It counts no token of
+    prompts that the step computes to their end. An engine without requests reports at once.
 
     Attributes:
-        told: What there is to see now; `None` is the load itself.
-        coming: What the step under way will have reported.
+        told: The last report; `None` if the status has the load as it is.
+        coming: The report of the step under way.
     """
 
     def __init__(self, reporting: Reporting, batcher: Batcher) -> None:
@@ -66,13 +71,13 @@ class Reports:
         self._batcher = batcher
 
     def begin(self, *, idle: bool) -> None:
-        """Note that a step was planned, or that there is none."""
+        """Make the report of a step that was planned; `idle` if there is none to run."""
         if self.by_step:
             self.coming = Load.of(self._batcher, decoding=self._batcher.prefills_first)
             if idle:
                 self.told = self.coming
 
     def end(self) -> None:
-        """Note that the step has ended; what it did is in the next report."""
+        """Publish the report of the step that has ended."""
         if self.by_step:
             self.told = self.coming

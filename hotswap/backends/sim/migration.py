@@ -1,4 +1,4 @@
-"""Both ends of a move of simulated KV blocks: numbers of tokens, and the time that their bytes would take."""
+"""KV sources and sinks of simulated engines: they count tokens, and sleep as long as copies would take."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from hotswap.migration import KVLayout, KVPages, KVSink, KVSource, Stopped
 from hotswap.model import ModelCard
 from hotswap.request import Request, RequestId
 
-__all__ = ["Desk", "aborted"]
+__all__ = ["MigrationContext", "aborted"]
 
-# A sink that hears nothing for so long frees its blocks.
+# A sink that is not called for so long frees its blocks.
 LAPSE_S = 10.0
 
 
-class Desk:
-    """What moves use of one engine.
+class MigrationContext:
+    """The parts of an engine that its KV sources and sinks use.
 
     Args:
-        batcher: Its requests and blocks.
+        batcher: The engine's.
         profile: How long copies take.
         check: Raises if the engine is lost.
         give_up: Ends a request's stream, and has the engine forget it.
-        resumed: Told when there may be something to step for again.
+        resumed: Called when a request may run again.
 
     Attributes:
-        arrivals: Blocks that have come, for the streams that will ask for them.
-        stepping: Whether a step is under way.
+        arrivals: Sinks whose blocks have arrived, by the requests whose streams will take them.
+        is_stepping: Whether a step is under way.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class Desk:
         resumed: Callable[[], None],
     ) -> None:
         self.arrivals: dict[RequestId, SimKVSink] = {}
-        self.stepping = False
+        self.is_stepping = False
         self.batcher, self.profile = batcher, profile
         self.check, self.give_up = check, give_up
         self._resumed = resumed
-        self._boundary: list[tuple[Callable[[], None], anyio.Event]] = []
+        self._after_step: list[tuple[Callable[[], None], anyio.Event]] = []
 
     @contextmanager
     def source(self, request: RequestId, model: ModelCard | None) -> Generator[SimKVSource]:
-        """Lend the giving end for a request."""
+        """Return the source of a request that leaves."""
         sequence = next((s for s in self.batcher if s.request.id == request), None)
         if sequence is None or model is None:
             raise aborted("export", f"the engine has no request {request!r}")
@@ -68,7 +68,7 @@ class Desk:
 
     @contextmanager
     def sink(self, request: Request, model: ModelCard, check: Callable[[], None]) -> Generator[SimKVSink]:
-        """Lend the taking end; `check` raises once the model has gone."""
+        """Return a sink for a request that arrives; `check` raises once the model was unloaded."""
         sink = SimKVSink(self, request, self._layout(request, model), check)
         try:
             yield sink
@@ -76,26 +76,26 @@ class Desk:
             sink.close()
             self._resumed()
 
-    def furnish(self, sequence: Running) -> None:
-        """Give a new sequence what has arrived for it, if something has."""
+    def attach_arrival(self, sequence: Running) -> None:
+        """Give a new sequence the blocks that have arrived for it, if any have."""
         if (arrival := self.arrivals.pop(sequence.request.id, None)) is not None:
-            self.batcher.furnish(sequence, arrival.furnish)
+            self.batcher.give_blocks(sequence, arrival.hand_over)
             sequence.reuse(sequence.num_cached)
 
-    def at_boundary(self, act: Callable[[], None]) -> anyio.Event:
-        """Have something done when no step is under way; the event tells that it was."""
+    def after_step(self, act: Callable[[], None]) -> anyio.Event:
+        """Call `act` once no step is under way; the event is set then."""
         done = anyio.Event()
-        if self.stepping:
-            self._boundary.append((act, done))
+        if self.is_stepping:
+            self._after_step.append((act, done))
         else:
             act()
             done.set()
         return done
 
-    def meet_boundary(self) -> None:
-        """Do what waits for the end of a step."""
-        self.stepping = False
-        waiting, self._boundary = self._boundary, []
+    def end_step(self) -> None:
+        """Make the calls that wait for the end of a step."""
+        self.is_stepping = False
+        waiting, self._after_step = self._after_step, []
         for act, done in waiting:
             act()
             done.set()
@@ -112,11 +112,11 @@ class Desk:
 
 
 class SimKVSource(KVSource):
-    """The giving end: one request of an engine."""
+    """The KV blocks of one request of an engine."""
 
-    def __init__(self, desk: Desk, sequence: Running, layout: KVLayout) -> None:
+    def __init__(self, context: MigrationContext, sequence: Running, layout: KVLayout) -> None:
         self.layout = layout
-        self._desk, self._batcher, self._sequence = desk, desk.batcher, sequence
+        self._context, self._batcher, self._sequence = context, context.batcher, sequence
         self._stopped = self._ended = False
 
     async def num_tokens(self) -> int:
@@ -125,7 +125,9 @@ class SimKVSource(KVSource):
         return self._sequence.num_cached
 
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
-        await anyio.sleep(self._desk.profile.kv_s(_blocks(num_tokens, self.layout) * self.layout.block_bytes))
+        await anyio.sleep(
+            self._context.profile.kv_s(_blocks(num_tokens, self.layout) * self.layout.block_bytes)
+        )
         self._require()
         if first_block * self.layout.block_tokens + num_tokens > self._sequence.num_cached:
             raise aborted("copy", "the request gave its KV blocks back")
@@ -133,7 +135,7 @@ class SimKVSource(KVSource):
 
     async def stop(self) -> Stopped:
         self._require()
-        await self._desk.at_boundary(self._park).wait()
+        await self._context.after_step(self._park).wait()
         self._require()
         sequence = self._sequence
         generated = [sequence.token(at) for at in range(sequence.position)]
@@ -142,10 +144,10 @@ class SimKVSource(KVSource):
     async def release(self) -> None:
         self._require()
         self._stopped = False
-        self._desk.give_up(self._sequence)
+        self._context.give_up(self._sequence)
 
     def resume(self) -> None:
-        """Let the request go on where it stopped, if it did; a stop that is still to come does nothing."""
+        """Let the request run again if it was stopped; a stop that is still to come does nothing."""
         self._ended = True
         if self._stopped:
             self._batcher.unpark(self._sequence)
@@ -157,26 +159,28 @@ class SimKVSource(KVSource):
             self._stopped = True
 
     def _require(self) -> None:
-        self._desk.check()
+        self._context.check()
         if self._sequence not in (self._batcher.parked if self._stopped else self._batcher.running):
             raise aborted("copy", "the request has ended, was taken away or waits for KV blocks")
 
 
 class SimKVSink(KVSink):
-    """The taking end. Once committed it is one of the engine's `arrivals`, whose stream takes its blocks."""
+    """KV blocks of a request that arrives; once committed, the stream of the request takes them."""
 
-    def __init__(self, desk: Desk, request: Request, layout: KVLayout, check: Callable[[], None]) -> None:
+    def __init__(
+        self, context: MigrationContext, request: Request, layout: KVLayout, check: Callable[[], None]
+    ) -> None:
         self.layout = layout
-        self._request, self._batcher = request, desk.batcher
-        self._check, self._arrivals = check, desk.arrivals
-        self._handover_s = desk.profile.handover_s
+        self._request, self._batcher = request, context.batcher
+        self._check, self._arrivals = check, context.arrivals
+        self._handover_s = context.profile.handover_s
         self._num_blocks = self._num_tokens = 0
         self._closed = False
-        self._heard_s = anyio.current_time()
+        self._called_s = anyio.current_time()
 
     async def reserve(self, num_tokens: int) -> None:
         await checkpoint()
-        self._hear()
+        self._renew()
         more = _blocks(num_tokens, self.layout) - self._num_blocks
         if more > self._batcher.num_free_blocks - self._batcher.num_spare_blocks:
             raise aborted("reserve", f"{more} KV blocks are wanted, of {self._batcher.num_free_blocks} free")
@@ -186,7 +190,7 @@ class SimKVSink(KVSink):
 
     async def write(self, pages: KVPages) -> None:
         await checkpoint()
-        self._hear()
+        self._renew()
         first = pages.first_block * self.layout.block_tokens
         end = first + pages.num_tokens
         if first > self._num_tokens or _blocks(end, self.layout) > self._num_blocks:
@@ -195,31 +199,31 @@ class SimKVSink(KVSink):
 
     async def commit(self, tokens: Sequence[int]) -> None:
         await anyio.sleep(self._handover_s)
-        self._hear()
+        self._renew()
         if tuple(tokens[: self._request.num_tokens]) != self._request.tokens:
             raise aborted("commit", "the request is not the one that was announced")
         self._arrivals[self._request.id] = self
 
-    def furnish(self, sequence: Running) -> None:
-        """Give a sequence of the request the blocks, as far as its tokens have come; the last is computed."""
+    def hand_over(self, sequence: Running) -> None:
+        """Give the sequence of the request the blocks that were written; its last token is computed again."""
         sequence.num_cached = min(self._num_tokens, sequence.num_tokens - 1)
         sequence.num_blocks, self._num_blocks = self._num_blocks, 0
 
     def close(self) -> None:
-        """Let go of all blocks."""
+        """Free all blocks."""
         if not self._closed:
             self._closed = True
             if self._arrivals.get(self._request.id) is self:
                 del self._arrivals[self._request.id]
             self._batcher.hold(-self._num_blocks)
 
-    def _hear(self) -> None:
+    def _renew(self) -> None:
         self._check()
-        if anyio.current_time() - self._heard_s > LAPSE_S:
+        if anyio.current_time() - self._called_s > LAPSE_S:
             self.close()
         if self._closed:
-            raise aborted("copy", f"its destination heard nothing for {LAPSE_S:g} s")
-        self._heard_s = anyio.current_time()
+            raise aborted("copy", f"its destination was not called for {LAPSE_S:g} s")
+        self._called_s = anyio.current_time()
 
 
 def aborted(stage: str, because: str) -> MigrationAborted:

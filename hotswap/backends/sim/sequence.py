@@ -13,11 +13,11 @@ __all__ = ["Sequence", "Step"]
 
 @dataclass(slots=True, eq=False)
 class Sequence(ABC):
-    """A request on its way through an engine; `num_cached` of its `num_tokens` lie in KV blocks.
+    """A request inside an engine; `num_cached` of its `num_tokens` lie in KV blocks.
 
-    `position` is that of the next token in the generation. One that was preempted, at `preempted_s`, has
-    `num_owed` tokens to compute again; 0 once it has. Where prefixes are reused, `names` are those of
-    its prompt's blocks, and of its own blocks the first `num_named` are there for others, too.
+    `position` is that of the next token in the generation. A sequence that was preempted, at `preempted_s`,
+    has `num_to_recompute` tokens to compute again; 0 once it has. Where prefixes are reused, `names` are
+    those of its prompt's blocks, and the first `num_named` of its blocks are shared.
     """
 
     request: Request
@@ -26,7 +26,7 @@ class Sequence(ABC):
     num_blocks: int = field(init=False, default=0)
     num_named: int = field(init=False, default=0)
     names: tuple[int, ...] = field(init=False, default=())
-    num_owed: int = field(init=False, default=0)
+    num_to_recompute: int = field(init=False, default=0)
     preempted_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -44,11 +44,11 @@ class Sequence(ABC):
 
     @abstractmethod
     def generate(self) -> bool:
-        """Give the next token away; return whether it was the last."""
+        """Emit the next token; return whether it was the last."""
 
     @abstractmethod
     def token(self, position: int) -> int:
-        """Return the token at a position that was generated."""
+        """Return the generated token at a position."""
 
     @abstractmethod
     def reuse(self, num_tokens: int) -> None:
@@ -56,7 +56,7 @@ class Sequence(ABC):
 
     @abstractmethod
     def close(self, error: Exception | None = None) -> None:
-        """End it, after its last token or by an error."""
+        """End the sequence, after its last token or by an error."""
 
 
 class Step:
@@ -67,7 +67,7 @@ class Step:
         prefills: Those of sequences that need more than one before they generate.
         num_tokens: All of them.
         num_joined: How many sequences decode for the first time, where that takes time.
-        num_left: How many others have left since they decoded last, likewise.
+        num_left: How many sequences decoded in the step before and do not in this one, likewise.
     """
 
     __slots__ = ("chunks", "num_joined", "num_left", "num_tokens", "prefills")
@@ -87,7 +87,7 @@ class Step:
         return self.steady_s(profile) + self.turnover_s(profile)
 
     def turnover_s(self, profile: DeviceProfile) -> float:
-        """How much of that is for those who joined or left."""
+        """How much of that is for sequences that joined or left."""
         return profile.turnover_s(joined=self.num_joined, left=self.num_left)
 
     def steady_s(self, profile: DeviceProfile) -> float:

@@ -102,7 +102,7 @@ class EventEngine(SimEngine):
             room = model.max_context_tokens - len(request.prompt)
             return Counted(request, listener, min(request.sampling.max_tokens, room))
 
-        return self._seat(request, counted)
+        return self._admit(request, counted)
 
     def drop(self, sequence: Counted) -> None:
         """Forget a sequence; its listener is told nothing more."""
@@ -147,7 +147,7 @@ class EventEngine(SimEngine):
 
     # ------------------------------------------------------------------ steps
 
-    def _rouse(self) -> None:
+    def _step_soon(self) -> None:
         if self._step is None and not self._woken:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._wake)
@@ -168,7 +168,7 @@ class EventEngine(SimEngine):
         if not step.num_tokens:
             self._step = None
             return
-        self._step, self._desk.stepping = step, True
+        self._step, self._migration.is_stepping = step, True
         num_steps = num_alike(step, self._batcher, _least_left(step))
         if num_steps > 1:
             self._run = DecodeRun.of(step, num_steps, _now_s(), self.profile)
@@ -191,7 +191,7 @@ class EventEngine(SimEngine):
         self._in_step = False
         self._step = None
         self._note_drained()
-        self._desk.meet_boundary()
+        self._migration.end_step()
         self._begin()
 
     def _before_change(self) -> None:
@@ -232,7 +232,7 @@ def _least_left(step: Step) -> int:
         return 1
     left = [
         sequence.limit - sequence.position
-        if isinstance(sequence, Counted) and sequence.begun and not sequence.num_owed
+        if isinstance(sequence, Counted) and sequence.begun and not sequence.num_to_recompute
         else 1
         for sequence in step.chunks
     ]
