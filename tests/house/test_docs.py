@@ -1,0 +1,191 @@
+"""The page of the three journeys names functions that exist, in the order in which a fleet enters them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import anyio
+import pytest
+
+from hotswap import (
+    Action,
+    Adapter,
+    Fleet,
+    FleetView,
+    InstanceId,
+    LoadsExhausted,
+    Migrate,
+    ModelCard,
+    ModelId,
+    OutOfMemory,
+    Sampling,
+    Scheduler,
+    Swap,
+    SwapFailed,
+    WeightStore,
+)
+from hotswap.backends.sim import SimEngine
+from hotswap.offline.virtual_time import virtual_time
+from tests.house.tree import PACKAGE, ROOT
+from tests.runtime.support import PROFILE, engine_of, sim_fleet, until
+
+RUNTIME = PACKAGE / "runtime"
+PAGE = (ROOT / "docs" / "journeys.md").read_text("utf-8")
+LONG = Sampling(max_tokens=200, ignore_eos=True)
+E0, E1 = InstanceId("e0"), InstanceId("e1")
+
+
+def named(text: str) -> list[tuple[Path, str]]:
+    """The functions and classes that a text names, by file and qualified name, in order, each once."""
+    found = re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
+    return list(dict.fromkeys((ROOT / file if "/" in file else RUNTIME / file, name) for file, name in found))
+
+
+def defined(file: Path) -> dict[str, ast.AST]:
+    """Every class, function and method of a file, by qualified name."""
+    found: dict[str, ast.AST] = {}
+
+    def add(body: Sequence[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found[prefix + node.name] = node
+                if isinstance(node, ast.ClassDef):
+                    add(node.body, f"{prefix}{node.name}.")
+
+    add(ast.parse(file.read_text("utf-8")).body, "")
+    return found
+
+
+def steps(journey: str) -> list[list[tuple[Path, str]]]:
+    """The functions of the runtime that each step of a journey is the first to name."""
+    (section,) = re.findall(rf"^## {journey}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    texts = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
+    seen: set[tuple[Path, str]] = set()
+    result = []
+    for text in texts:
+        functions = [
+            (file, name)
+            for file, name in named(text)
+            if file.parent == RUNTIME and not isinstance(defined(file)[name], ast.ClassDef)
+        ]
+        result.append([function for function in functions if function not in seen])
+        seen.update(functions)
+    return result
+
+
+@contextmanager
+def entered() -> Generator[dict[tuple[Path, str], None]]:
+    """Record the runtime's functions in the order in which each is entered, or resumed, first."""
+    found: dict[tuple[Path, str], None] = {}
+    files = {str(path): path for path in RUNTIME.glob("*.py")}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and (path := files.get(frame.f_code.co_filename)) is not None:
+            found.setdefault((path, frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def assert_in_order(journey: str, found: dict[tuple[Path, str], None]) -> None:
+    """Assert that every function that the steps name was entered, and the first one of each step in order."""
+    places = {function: place for place, function in enumerate(found)}
+    named_functions = [functions for functions in steps(journey) if functions]
+    assert len(named_functions) > 4
+    assert [name for functions in named_functions for name in functions if name not in places] == []
+    firsts = [functions[0] for functions in named_functions]
+    assert sorted(firsts, key=places.__getitem__) == firsts
+
+
+class Script(Scheduler):
+    """Plans what a test has put into `actions`, once."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        actions, self.actions = self.actions, []
+        return actions
+
+
+class Failing(SimEngine):
+    """Fails to load while `fails` is set."""
+
+    fails = False
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        if self.fails:
+            raise OutOfMemory("There is no room.")
+        await super().load(model, store)
+
+
+def test_every_name_is_in_the_file_that_the_page_names() -> None:
+    assert len(named(PAGE)) > 50
+    assert [(file.name, name) for file, name in named(PAGE) if name not in defined(file)] == []
+
+
+@virtual_time
+async def test_a_request_goes_as_the_page_says() -> None:
+    engines = [engine_of(name, max_adapters=2) for name in ("e0", "e1")]
+    async with sim_fleet("a", engines=engines, scheduler=Script(), adapters=[Adapter("x", "a")]) as fleet:
+        for engine in engines:
+            await fleet.swap(engine.id, to="a")
+        with entered() as found:
+            async with fleet.stream("a", [1], LONG, adapter="x") as stream:
+                await anext(stream)
+                await fleet.unload(stream.hops[0].instance)
+                await stream.collect()
+    assert stream.num_hops == 2
+    assert_in_order("A request", found)
+
+
+@virtual_time
+async def test_a_swap_goes_as_the_page_says() -> None:
+    script, engine = Script(), Failing("e0", PROFILE)
+    async with sim_fleet("a", "b", engines=[engine], scheduler=script, max_load_attempts=1) as fleet:
+        await fleet.swap("e0", to="a")
+        with entered() as found:
+            script.actions = [Swap(instance=E0, model=ModelId("b"))]
+            await until(lambda: len(fleet.swaps) == 2)
+            await fleet.swap("e0", to="a")
+            engine.fails = True
+            async with anyio.create_task_group() as clients:
+                clients.start_soon(refused, fleet, "b")
+                await until(lambda: bool(fleet.view().waiting))
+                with pytest.raises(SwapFailed):
+                    await fleet.swap("e0", to="b")
+    assert_in_order("A swap", found)
+
+
+@virtual_time
+async def test_a_move_goes_as_the_page_says() -> None:
+    script = Script()
+    async with sim_fleet("a", scheduler=script) as fleet:
+        for instance in fleet.view().instances:
+            await fleet.swap(instance.id, to="a")
+        async with fleet.stream("a", [1] * 64, LONG) as stream:
+            await anext(stream)
+            first, second = sorted((E0, E1), key=lambda end: end != stream.hops[0].instance)
+            with entered() as found:
+                await fleet.migrate(stream.request.id, to=second, way="kv")
+                script.actions = [Migrate(request=stream.request.id, destination=first, way="tokens")]
+                await until(lambda: len(fleet.migrations) == 2)
+                await fleet.drain(first)
+            await stream.collect()
+    assert [record.outcome for record in fleet.migrations] == ["done"] * 3
+    assert_in_order("A move", found)
+
+
+async def refused(fleet: Fleet, model: str) -> None:
+    with pytest.raises(LoadsExhausted):
+        await fleet.generate(model, [1])
