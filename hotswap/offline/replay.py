@@ -1,4 +1,4 @@
-"""Views as text: record what a decision was made from, and make it again elsewhere."""
+"""Views as text: record the input of a decision, and repeat the decision elsewhere."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ _Args = TypeVarTuple("_Args")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Turns of the loop at one instant before it counts as spinning; a busy fleet of a thousand engines takes
-# tens.
+# So many turns of the loop at one instant count as spinning; a busy fleet of a thousand engines takes tens.
 MAX_TURNS_AT_ONE_INSTANT = 200_000
 
 
@@ -37,9 +36,9 @@ class VirtualTimeDeadlock(RuntimeError):
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock starts at 0 and jumps to the next timer whenever nothing can run.
 
-    Timers of equal time fire in the order in which they were set, so a program without other randomness takes
-    the same course every time. `on_turn`, if set, is called before each turn and says whether it
-    made something runnable.
+    Timers of equal time fire in the order in which they were set, so a program without other randomness runs
+    the same way every time. `on_turn`, if set, is called before each turn and returns whether it made
+    something runnable.
     """
 
     def __init__(self) -> None:
@@ -103,7 +102,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._turns += 1
         if self._turns > MAX_TURNS_AT_ONE_INSTANT:
             self._turns = 0  # so that the tasks can still be cancelled
-            raise VirtualTimeDeadlock(self._why("its tasks go round without ever sleeping"))
+            raise VirtualTimeDeadlock(self._why("its tasks run on without ever sleeping"))
         while timers and timers[0][0] <= self._now_s:
             _, _, timer, callback, args, context = heapq.heappop(timers)
             if not timer.cancelled():
@@ -113,19 +112,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         waiting = "".join(f"\n  {_where(task)}" for task in asyncio.all_tasks(self))
         return (
             f"Virtual time stands still at {self._now_s} s: {what}. Something awaits an event that "
-            f"nobody sets, or a thread or socket, which virtual time cannot wait for. The tasks:{waiting}"
+            f"no task sets, or a thread or socket, which virtual time cannot wait for. The tasks:{waiting}"
         )
 
 
 def _unless_cancelled(
     timer: asyncio.TimerHandle, callback: Callable[..., object], args: tuple[Any, ...]
 ) -> None:
-    if not timer.cancelled():  # by whatever ran between its falling due and its turn
+    if not timer.cancelled():  # after it fell due and before it ran
         callback(*args)
 
 
 class _Jump(selectors.SelectSelector):
-    """Asked to wait for sockets, lets the loop jump instead."""
+    """A selector that lets the loop jump in time instead of waiting for sockets."""
 
     def __init__(self, jump: Callable[..., None]) -> None:
         super().__init__()

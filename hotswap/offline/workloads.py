@@ -29,7 +29,7 @@ Lengths: TypeAlias = Callable[[Random], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request that comes `arrive_s` seconds after the beginning."""
+    """A request that arrives `arrive_s` seconds after the start of its workload."""
 
     arrive_s: float
     model: ModelId
@@ -89,16 +89,16 @@ def workload(
     output_tokens: Lengths | None = None,
     vocabulary: int = 32_000,
 ) -> list[Arrival]:
-    """Return the arrivals of `seconds` seconds in order, each model's share of them as `models` says.
+    """Return the arrivals of `seconds` seconds in order, shared among the models by weight.
 
-    Load that shifts is the sum of such lists with other `start_s` and `models`.
+    A shifting load is the sum of such lists with different `start_s` and `models`.
 
     Args:
-        seed: of everything random in it.
+        seed: the seed of all randomness.
         models: weights by model id; they need not add up to 1.
-        rate_per_s: of all models together.
-        seconds: no request arrives later than this after `start_s`.
-        start_s: when it begins.
+        rate_per_s: the rate of all models together.
+        seconds: its length, from `start_s` on.
+        start_s: when the workload begins.
         cv: coefficient of variation of the gaps: 1 is a Poisson process, more comes in bursts (`gamma_gaps`).
         prompt_tokens: draws prompt lengths; by default log-normal with median 128.
         output_tokens: draws `max_tokens`, which every generation reaches; by default log-normal with median
@@ -136,7 +136,7 @@ def workload(
 async def play(arrivals: Sequence[Arrival], serve: Callable[[Arrival], Coroutine[Any, Any, object]]) -> None:
     """Call `serve` for each arrival at its time from now, each in a task of its own, and wait for all.
 
-    An exception from one of them cancels the others: what may fail in a workload is for `serve` to handle.
+    An exception from one call cancels the others, so `serve` handles expected failures itself.
     """
     start_s = anyio.current_time()
     async with anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""Cancels a piece of work at every point where it can be cancelled, and looks at what it left behind."""
+"""Cancelling a scenario at every point where it can be cancelled, with a check of the state after each."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ async def cancel_everywhere(
     every: Literal["checkpoint", "turn"] = "checkpoint",
     limit: int = 10_000,
 ) -> int:
-    """Run `scenario` until it ends undisturbed, the k-th time cancelling it at its k-th checkpoint.
+    """Run `scenario`, cancelled at its k-th checkpoint in the k-th run, until one run completes.
 
     A checkpoint is a point where the task that runs `scenario` gives up control. With `every="turn"`, which
     needs a `VirtualTimeLoop`, each turn of the event loop counts instead, so that what other tasks do on its
-    behalf is interrupted too. The cancellation stays in force, as an anyio scope's does: work that is
-    shielded goes on, and the next checkpoint outside the shield is cancelled.
+    behalf is interrupted too. The cancellation stays in force, as that of an anyio scope: shielded work goes
+    on, and the next checkpoint outside the shield is cancelled.
 
     Args:
-        scenario: makes the work anew; it must begin and end in the same state when nothing disturbs it.
-        check: looks at the books after each run, and puts back what the next run needs.
-        every: what to count.
-        limit: gives up after so many runs, taking the scenario to be endless.
+        scenario: the work; without a cancellation it must end in the state in which it began.
+        check: asserts that all resources are released after each run, and restores what the next run needs.
+        every: what counts as one point.
+        limit: the most runs, after which the scenario is taken to be endless.
 
     Returns:
-        How many runs were cancelled.
+        The number of cancelled runs.
 
     Raises:
-        AssertionError: `scenario` never ended undisturbed.
-        Exception: whatever `scenario` or `check` raised, with a note that says which cancellation led to it.
+        AssertionError: no run of `scenario` completed.
+        Exception: any error of `scenario` or `check`, with a note that names the cancellation.
     """
     for number in range(1, limit + 1):
         try:
@@ -63,7 +63,7 @@ async def cancel_at(
     *,
     every: Literal["checkpoint", "turn"] = "checkpoint",
 ) -> bool:
-    """Run `scenario` once and cancel it at one checkpoint or turn; return whether it got that far."""
+    """Run `scenario` once, cancelled at one checkpoint or turn; return whether it got that far."""
     countdown = _Countdown(number)
     with countdown.scope:
         await (_in_turns if every == "turn" else _in_checkpoints)(_called(scenario), countdown)
@@ -71,7 +71,7 @@ async def cancel_at(
 
 
 class _Countdown:
-    """Cancels a scope when it has ticked often enough."""
+    """Cancels a scope at the last of a number of ticks."""
 
     def __init__(self, ticks: int) -> None:
         self._ticks = ticks
@@ -129,7 +129,7 @@ class _Counted:
                 self._countdown.tick()
                 try:
                     resume = partial(self._work.send, (yield suspended_on))
-                except BaseException as error:  # it is the work's to handle
+                except BaseException as error:  # the work handles it
                     resume = partial(self._work.throw, error)
         finally:
             self._work.close()

@@ -1,4 +1,4 @@
-"""Spans kept in memory, and drawn as the trees they form."""
+"""Recording of spans in memory, as the trees that they form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RecordedSpan", "SpanRecorder"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSpan:
-    """One span that has ended, with the spans under it in the order in which they began.
+    """One ended span, with its child spans in the order in which they began.
 
     `started_s` counts from the earliest span recorded. `links` are the ids of the spans it links to, as
     hexadecimal text like `span_id`. `error` is the description of an error status, empty without one.
@@ -49,9 +49,9 @@ class RecordedSpan:
 
 
 class SpanRecorder:
-    """Give its `tracer_provider` to a fleet, then ask for `tree()` or for spans by name.
+    """Records the spans of a fleet that is given its `tracer_provider`.
 
-    Only spans that have ended are seen. A span whose parent has not ended, or was not recorded here, is a
+    Only ended spans are recorded. A span whose parent has not ended, or was not recorded here, is a
     root.
     """
 
@@ -70,10 +70,12 @@ class SpanRecorder:
             children.setdefault(parent if parent in known else None, []).append(span)
         zero_ns = _start_ns(spans[0]) if spans else 0
 
-        def grown(parent: int | None) -> tuple[RecordedSpan, ...]:
-            return tuple(_recorded(span, zero_ns, grown(_id(span))) for span in children.get(parent, ()))
+        def children_of(parent: int | None) -> tuple[RecordedSpan, ...]:
+            return tuple(
+                _recorded(span, zero_ns, children_of(_id(span))) for span in children.get(parent, ())
+            )
 
-        return list(grown(None))
+        return list(children_of(None))
 
     def named(self, name: str) -> list[RecordedSpan]:
         """Return all spans of a name, parents first."""

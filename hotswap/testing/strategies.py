@@ -1,4 +1,4 @@
-"""Hypothesis strategies for fleets in any state: what a router or a scheduler may meet."""
+"""Hypothesis strategies for the views of fleets in any state that a router or a scheduler may see."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ MODELS = tuple(ModelId(name) for name in "abcd")
 ADAPTERS = tuple(AdapterId(name) for name in ("x", "y", "z@1"))
 
 _HOLDING = (InstanceState.SERVING, InstanceState.DRAINING)
-_STATES = (*InstanceState, InstanceState.SERVING, InstanceState.SERVING)  # as in life, most of them serve
+_STATES = (*InstanceState, *[InstanceState.SERVING] * 5)  # most instances serve
+_seldom = st.sampled_from([False, False, False, False, False, True])
 
 
 def requests(models: Sequence[ModelId] = MODELS) -> st.SearchStrategy[Request]:
@@ -52,12 +53,12 @@ def requests(models: Sequence[ModelId] = MODELS) -> st.SearchStrategy[Request]:
 
 @st.composite
 def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = MODELS) -> InstanceView:
-    """One instance in any state that agrees with itself: what it holds, whom it serves, where it turns to."""
+    """One instance in any consistent state: its model, requests, KV blocks, adapters and swap."""
     state = draw(st.sampled_from(_STATES))
     holds = state in _HOLDING
-    swapping = state in (InstanceState.LOADING, InstanceState.DRAINING) or draw(st.booleans())
+    swapping = state in (InstanceState.LOADING, InstanceState.DRAINING) or draw(_seldom)
     num_blocks = draw(st.sampled_from([8, 64])) if holds else 0
-    max_requests = draw(st.sampled_from([1, 4, 256]))
+    max_requests = draw(st.sampled_from([1, 4, 256, 256]))
     num_requests = draw(st.integers(0, 6)) if holds else 0
     num_running = draw(st.integers(0, num_requests))
     num_waiting = draw(st.integers(0, num_requests - num_running))
@@ -84,7 +85,7 @@ def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = 
         swapping=swapping,
         target=draw(st.sampled_from(models)) if swapping else None,
         serving_since_s=draw(st.floats(0, NOW_S)) if holds else None,
-        draining=holds and draw(st.sampled_from([False, False, False, True])),
+        draining=holds and draw(_seldom),
         last_used_s=draw(st.none() | st.floats(0, NOW_S)),
         cooling_down=draw(st.lists(st.sampled_from(models), max_size=2, unique=True).map(tuple)),
         num_high_priority=draw(st.integers(0, num_requests)),
@@ -113,12 +114,12 @@ def store_views(draw: st.DrawFn, models: Sequence[ModelId] = MODELS) -> StoreVie
 def fleet_views(
     draw: st.DrawFn, models: Sequence[ModelId] = MODELS, max_instances: int = 5, *, with_running: bool = True
 ) -> FleetView:
-    """A whole fleet whose counts agree: what models run is what instances have, what waits is in the room.
+    """A fleet whose counts agree: of running requests by model and by instance, and of waiting requests.
 
-    Without what is running it is the view of a router, where `num_high_priority` has nothing to agree with.
+    `with_running=False` gives the view of a router, which has no running requests or adapters.
     """
     names = [InstanceId(f"e{number}") for number in range(draw(st.integers(0, max_instances)))]
-    held = models[: draw(st.integers(1, len(models)))]  # few models often, so that many have replicas
+    held = models[: draw(st.integers(1, len(models)))]  # often few models, so that many have replicas
     instances = tuple([draw(instance_views(name, held)) for name in names])
     waiting = tuple(draw(st.lists(_waiting(models), max_size=8)))
     running: Counter[ModelId | None] = Counter()
@@ -151,7 +152,7 @@ def routings(draw: st.DrawFn) -> tuple[Request, FleetView]:
 
 @st.composite
 def _running(draw: st.DrawFn, instance: InstanceView) -> Sequence[RunningView]:
-    """As many requests as the instance is charged with."""
+    """The running requests of an instance, as many as it counts."""
     if instance.model is None or not instance.num_requests:
         return ()
     lengths = st.tuples(st.integers(1, 200), st.integers(0, 1), st.booleans())
@@ -192,7 +193,7 @@ def _waiting(models: Sequence[ModelId]) -> st.SearchStrategy[WaitingView]:
 
 @st.composite
 def _adapter_views(draw: st.DrawFn, model: ModelId, waiting: Sequence[WaitingView]) -> Sequence[AdapterView]:
-    """Those of one model that somebody waits for, and some that were asked for before."""
+    """The adapters of one model that requests wait for, and some that were asked for before."""
     queued = Counter(request.adapter for request in waiting if request.model == model)
     asked = {*queued, *draw(st.lists(st.sampled_from(ADAPTERS), unique=True))}
     return [

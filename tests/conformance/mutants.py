@@ -216,7 +216,7 @@ class KeepsWhatWasCancelled(SimEngine):
             self._batcher.remove(sequence)
 
 
-@engine_caught_by("test_a_reader_that_is_cancelled_disturbs_nobody")
+@engine_caught_by("test_a_reader_that_is_cancelled_disturbs_no_request")
 class EndsAllStreamsTogether(SimEngine):
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
@@ -341,7 +341,7 @@ class MiscountsTheEvicted(SimEngine):
         return await super().evict(deadline_s=deadline_s) - 1
 
 
-@engine_caught_by("test_tokens_that_nobody_read_yet_survive_an_eviction")
+@engine_caught_by("test_unread_tokens_survive_an_eviction")
 class ForgetsUnreadTokens(SimEngine):
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
@@ -553,7 +553,7 @@ class KeepsAdaptersAcrossLoads(SimEngine):
         self._adapters.update(kept)
 
 
-@engine_caught_by("test_what_does_not_fit_is_refused_and_disturbs_nobody")
+@engine_caught_by("test_what_does_not_fit_is_refused_and_disturbs_no_request")
 class MakesRoomByItself(SimEngine):
     async def load_adapter(self, adapter: Adapter) -> None:
         if len(self._adapters) >= self.max_adapters:

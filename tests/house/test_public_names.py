@@ -1,6 +1,9 @@
 """The public names of hotswap: taking one away, or adding one, is a decision that shows here."""
 
+import importlib
 import inspect
+
+import pytest
 
 import hotswap
 
@@ -111,6 +114,79 @@ PUBLIC = [
     "parse_bytes",
 ]
 
+# The packages whose names users import from the package itself.
+PACKAGES = {
+    "hotswap.offline": [
+        "Arrival",
+        "VirtualTimeDeadlock",
+        "VirtualTimeLoop",
+        "dump_view",
+        "load_view",
+        "play",
+        "workload",
+    ],
+    "hotswap.policies": [
+        "AdapterPool",
+        "AffinityRouter",
+        "Chain",
+        "ConsistentHashRouter",
+        "Cooldown",
+        "ElasticQuota",
+        "FirstOf",
+        "FirstOfRouters",
+        "Freeness",
+        "FreenessAutoscaler",
+        "FreenessRouter",
+        "HorizontalAutoscaler",
+        "KeepAliveSwap",
+        "KeepAsIs",
+        "LeastLoadedRouter",
+        "LeastTimeRouter",
+        "LoadCosts",
+        "MoveCosts",
+        "PrefixRouter",
+        "Quotas",
+        "RestoreMinReplicas",
+        "RoundRobinRouter",
+        "ShepherdSwap",
+        "StartupCosts",
+        "StartupTimePlacement",
+        "StaticPinning",
+        "VirtualUsage",
+        "VirtualUsageRescheduler",
+        "WeightedLoadSwap",
+        "accepted",
+        "assume",
+        "infaas_router",
+        "quotas",
+    ],
+    "hotswap.policies.planning": [
+        "MethodReport",
+        "ModelShape",
+        "Recommendation",
+        "ScalingMonitor",
+        "ScalingStep",
+        "SharedModel",
+        "SharingAdvisor",
+        "SharingMethod",
+        "SharingReport",
+    ],
+    "hotswap.testing": [
+        "ChannelConformance",
+        "EngineConformance",
+        "EngineFaults",
+        "RecordedSpan",
+        "RouterConformance",
+        "SchedulerConformance",
+        "SpanRecorder",
+        "StoreFaults",
+        "WeightStoreConformance",
+        "cancel_everywhere",
+        "chaotic_engine",
+        "chaotic_store",
+    ],
+}
+
 
 def _order(public_name: str) -> tuple[int, str]:
     """Constants, then classes, then functions, as the linter sorts them."""
@@ -149,3 +225,10 @@ def test_every_public_method_is_documented_here_or_by_its_interface() -> None:
         if not method.startswith("_") and not inspect.getdoc(function)
     ]
     assert undocumented == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_of_packages_are_pinned_sorted_and_documented(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__all__ == PACKAGES[package] == sorted(set(PACKAGES[package]), key=_order)
+    assert [public_name for public_name in module.__all__ if not getattr(module, public_name).__doc__] == []

@@ -1,4 +1,4 @@
-"""A view survives its text, whatever it holds, and gives the same decision."""
+"""Any view survives as text, and gives the same decision."""
 
 from __future__ import annotations
 

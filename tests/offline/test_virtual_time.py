@@ -44,11 +44,11 @@ def test_sleepers_wake_in_time_and_equals_in_order(delays_s: list[float]) -> Non
 
 
 def test_the_same_program_takes_the_same_course() -> None:
-    async def course() -> list[tuple[int, float]]:
+    async def program() -> list[tuple[int, float]]:
         random = Random(3)
         return await _sleepers([random.choice([0.5, random.random()]) for _ in range(200)])
 
-    assert run(course) == run(course)
+    assert run(program) == run(program)
 
 
 def test_a_sleep_that_is_cancelled_takes_no_time() -> None:
@@ -87,7 +87,7 @@ def test_time_does_not_pass_while_something_can_run() -> None:
     assert seen_s == [0]
 
 
-def test_a_deadlock_names_who_waits_and_where() -> None:
+def test_a_deadlock_names_the_waiting_tasks_and_where() -> None:
     async def wait_in_vain() -> None:
         await anyio.Event().wait()
 

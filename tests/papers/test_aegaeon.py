@@ -1,4 +1,4 @@
-"""Aegaeon (SOSP 2025): its example of quotas, and that the tokens made in a round are those it promises."""
+"""Aegaeon (SOSP 2025): its example of quotas, and that a round makes the tokens that the formula gives."""
 
 import pytest
 from hypothesis import given

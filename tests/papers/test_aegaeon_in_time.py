@@ -15,13 +15,13 @@ def tallies() -> dict[str, Tally]:
     return {name: play(trace, scheduler) for name, scheduler in SYSTEMS.items()}
 
 
-def test_turns_make_the_share_of_tokens_that_the_formula_promises(tallies: dict[str, Tally]) -> None:
+def test_turns_make_the_share_of_tokens_of_the_formula(tallies: dict[str, Tally]) -> None:
     figures = tallies["turns"].figures()
     assert figures["tokens_on_time"] >= promised(5).attainment - 0.05
 
 
 def test_with_whole_requests_more_first_tokens_come_late(tallies: dict[str, Tally]) -> None:
-    """Who asks for an idle model waits for a whole request of each model before it."""
+    """A request for an idle model waits for a whole request of each model before it."""
     first = {name: tally.figures()["first_tokens_on_time"] for name, tally in tallies.items()}
     assert first["turns"] > first["whole requests"] + 0.1
     assert tallies["turns"].num_swaps > tallies["whole requests"].num_swaps

@@ -42,7 +42,7 @@ def a10(name: str, requests: int, held: int, **facts: Any) -> Any:
             187 / 20,
             79 / 21,
         ),
-        # One of those who run is of high priority: room for all but 1600 tokens, 751 blocks, is kept.
+        # One running request is of high priority: all but 1600 tokens, 751 blocks, are kept free.
         ({"requests": 20, "held": 600, "high": 1}, -500 / 20, -508 / 20),
         # Two of them share that, so it counts once.
         ({"requests": 20, "held": 600, "high": 2}, -500 / 20, -508 / 20),

@@ -30,14 +30,14 @@ COSTS = StartupCosts(token_s=0.01, start_s=0.1)
 
 
 def two_servers(num_tokens: int) -> FleetView:
-    """`near` has a staged and runs b; `free` is EMPTY; `other` has a second replica of b, with room."""
+    """`near` has a staged and runs b; `free` is EMPTY; `other` has a second replica of b, with places."""
     near = replace(serving("near", "b", 1), preloaded=ModelId("a"))
     inference = RunningView(
         id=RequestId("r"), model=ModelId("b"), instance=near.id, num_tokens=num_tokens, num_remaining=10_000
     )
     view = fleet(
         [near, empty("free"), serving("other", "b")],
-        [model("a", 1, waiting=1), model("b", 1, floor=1)],
+        [model("a", 1, waiting=1), model("b", 1, min_replicas=1)],
     )
     return replace(view, store=FAR, running=(inference,))
 
@@ -50,7 +50,7 @@ def test_a_migration_beats_a_load_from_far() -> None:
     assert swaps(plan) == [("near", "a")]
 
 
-def test_what_is_available_alone_is_slower_and_preemption_waits_for_nobody_but_hurts() -> None:
+def test_waiting_for_a_free_instance_is_slower_and_preemption_is_fast_but_disrupts() -> None:
     """The paper's other policies: by availability the far load, by preemption the victim's work is cut."""
     view = two_servers(1000)
     assert swaps(KeepAliveSwap().plan(view)) == [("free", "a")]

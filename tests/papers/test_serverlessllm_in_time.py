@@ -148,7 +148,7 @@ def test_no_model_begins_with_a_burst() -> None:
     assert len(begun) <= 4
 
 
-def test_in_one_queue_who_finds_no_gpu_waits_for_the_first_that_comes_free() -> None:
+def test_in_one_queue_a_request_without_a_gpu_waits_for_the_first_free_one() -> None:
     """Of 18 requests at once sixteen find a GPU; the next two wait for the two that end first."""
     tokens = [100, 40, 70, *[100] * 15]
     trace = Trace(tuple(asked(400, f"m{number}", count) for number, count in enumerate(tokens)))

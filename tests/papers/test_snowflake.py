@@ -11,7 +11,7 @@ from tests.policies.views import began, empty, fleet, model, served, serving, sw
 
 
 def carried_out(rule: WeightedLoadSwap, view: FleetView) -> tuple[FleetView, list[int]]:
-    """Plan and load until the rule rests; the fleet then, and the swaps of each control period."""
+    """Plan and load until the rule plans nothing; the fleet then, and the swaps of each interval."""
     periods: list[int] = []
     while plan := rule.plan(view):
         periods.append(len(plan))
@@ -34,7 +34,7 @@ def test_three_times_less_throughput_is_three_times_the_replicas(p: int, num_ins
     assert replicas(after) == {"a": num_instances // 4, "b": 3 * num_instances // 4}
 
 
-def test_little_traffic_makes_room_for_much() -> None:
+def test_a_model_of_little_traffic_gives_replicas_to_one_of_much() -> None:
     """The post: "Swap out models with low GPU utilization for those with higher workloads"."""
     view = fleet([serving(f"e{n}", "a" if n else "b") for n in range(4)], [model("a", 1), model("b", 60)])
     after, _ = carried_out(WeightedLoadSwap(t1=8, t2=6, b=2.0), view)
@@ -50,7 +50,7 @@ def test_no_swaps_at_maximum_capacity() -> None:
 
 def test_failover_restores_the_minimum_in_one_period() -> None:
     """The post: "If the minimum number [...] is not met, we quickly identify a candidate model"."""
-    models = [model("a", 3, floor=2), model("b", 2, floor=1), model("c", 4)]
+    models = [model("a", 3, min_replicas=2), model("b", 2, min_replicas=1), model("c", 4)]
     view = fleet([serving(f"e{n}", of) for n, of in enumerate("aabcc")], models)
     lost = replace(view.instances[1], state=InstanceState.LOST, model=None)
     view = replace(view, instances=(view.instances[0], lost, *view.instances[2:]))

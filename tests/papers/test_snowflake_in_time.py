@@ -47,7 +47,7 @@ def test_a_tenfold_burst_is_met_and_then_nothing_swaps(hardened: Outcome) -> Non
 
 
 def test_fixed_engines_that_swap_beat_pinned_ones(hardened: Outcome) -> None:
-    """Pinned halves cannot serve the burst: who asks late waits over twenty times as long."""
+    """Pinned halves cannot serve the burst: late requests wait over twenty times as long."""
     pinned = played(StaticPinning({f"e{n}": "ab"[n % 2] for n in range(ENGINES)}))
     late = [
         percentile([r.ttft_s for r in outcome.requests if r.model == "a" and r.arrived_s > BURST_S], 99)
@@ -57,7 +57,7 @@ def test_fixed_engines_that_swap_beat_pinned_ones(hardened: Outcome) -> None:
 
 
 def test_fixed_engines_that_swap_beat_twice_as_many_that_start_cold(hardened: Outcome) -> None:
-    """Until new instances are there, who asks waits for minutes of requests before; then they are idle."""
+    """Until new instances are loaded, requests wait behind minutes of earlier ones; then they are idle."""
     cold = autoscaled(1, 240)
     assert not any(request.error for request in cold.requests)
     begun = [swap for swap in cold.swaps if swap.started_s >= FLOORS_S + BURST_S]
@@ -77,7 +77,7 @@ def test_chance_makes_the_bare_rule_swap_and_not_the_hardened_one(hardened: Outc
     assert later[1] == 0
 
 
-def test_a_floor_is_restored_within_a_period_and_a_swap() -> None:
+def test_min_replicas_are_restored_within_an_interval_and_a_swap() -> None:
     """Of the two replicas of a model one is lost, and at once another instance turns to it."""
     cluster = replace(CLUSTER, min_replicas=2, losses=((60.0, "e0"),))
     outcome = played(HARDENED, seconds=20, cluster=cluster)

@@ -22,7 +22,7 @@ from hotswap import (
 )
 from hotswap.policies import AdapterPool
 from hotswap.testing.strategies import fleet_views
-from tests.policies.views import fleet, model, serving, turning
+from tests.policies.views import fleet, model, serving, swapping_to
 
 POOL = AdapterPool()
 
@@ -137,7 +137,7 @@ def test_another_copy_of_what_is_popular_goes_before_the_first_of_what_is_due() 
 
 
 def test_only_instances_that_serve_the_model_and_stay_with_it_are_given_any() -> None:
-    leaving = replace(turning("e1", "b", of="a"), max_adapters=2)
+    leaving = replace(swapping_to("e1", "b", of="a"), max_adapters=2)
     draining = replace(holding("e2"), draining=True)
     empty = replace(holding("e4"), state=InstanceState.EMPTY, model=None)
     instances = [leaving, draining, holding("e3", of="b"), empty, holding("e5", places=0)]
@@ -168,7 +168,7 @@ def test_what_is_needed_is_never_displaced_by_what_is_not(before: FleetView) -> 
 
 
 @given(fleet_views())
-def test_nobody_gets_a_place_while_one_that_is_waited_for_has_none(before: FleetView) -> None:
+def test_no_adapter_gets_a_place_while_a_needed_one_has_none(before: FleetView) -> None:
     plan = [action for action in POOL.plan(before) if isinstance(action, PinAdapters)]
     after = carried_out(before, plan)
     there = {(i.model, name) for i in after.instances for name in i.adapters}

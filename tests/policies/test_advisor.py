@@ -153,11 +153,11 @@ def test_waits_in_turns_are_those_of_a_device_that_is_followed(num_models: int, 
     off_s = round_s - turn_s
     random, num_requests, added_s = Random(7), 40_000, 0.0
     for _ in range(num_requests):
-        at_s, last_evicted_s = random.random() * round_s, service_s  # its model is on from 0 to `turn_s`
+        at_s, remaining_s = random.random() * round_s, service_s  # its model is on from 0 to `turn_s`
         if at_s >= turn_s:
             added_s, at_s = added_s + round_s - at_s, 0.0
-        while last_evicted_s > turn_s - at_s:
-            last_evicted_s, at_s, added_s = last_evicted_s - (turn_s - at_s), 0.0, added_s + off_s
+        while remaining_s > turn_s - at_s:
+            remaining_s, at_s, added_s = remaining_s - (turn_s - at_s), 0.0, added_s + off_s
     expected = switching([9.0] * num_models, [switch_s] * num_models, [service_s] * num_models, turn_s=turn_s)
     assert expected.added_s == pytest.approx(added_s / num_requests, rel=0.03)
     assert expected.switches_per_s == pytest.approx(num_models / round_s)

@@ -28,8 +28,8 @@ from tests.policies.views import (
     model,
     served,
     serving,
+    swapping_to,
     swaps,
-    turning,
     waiting,
 )
 
@@ -64,13 +64,13 @@ def test_no_load_however_high_moves_a_pinned_model() -> None:
     assert PINS.plan(view) == ()
 
 
-def test_what_was_turned_by_hand_is_turned_back_unless_a_floor_breaks() -> None:
+def test_a_swap_by_hand_is_undone_unless_min_replicas_forbid_it() -> None:
     models = [model("a"), model("b"), model("c", 3)]
     view = fleet([serving("e0", "c", 3), serving("e1", "b"), serving("e2", "a")], models)
     plan = replace(PINS, deadline_s=2.0).plan(view)
     assert swaps(plan) == [("e0", "a")]
     assert [action.deadline_s for action in plan if isinstance(action, Swap)] == [2.0]
-    assert PINS.plan(replace(view, models=(*models[:2], model("c", 3, floor=1)))) == ()
+    assert PINS.plan(replace(view, models=(*models[:2], model("c", 3, min_replicas=1)))) == ()
 
 
 def test_what_the_fleet_does_not_have_is_passed_over() -> None:
@@ -112,7 +112,7 @@ def test_else_the_idle_instance_used_longest_ago() -> None:
     assert swaps(KEEP.plan(fleet(instances, ABSENT))) == [("e2", "a")]
 
 
-def test_nobody_is_evicted() -> None:
+def test_no_request_is_evicted() -> None:
     view = fleet([serving("e0", "d", 2), serving("e1", "d", 2)], ABSENT, waiting=[waiting("a", 0.0)])
     assert KEEP.plan(view) == ()
 
@@ -120,7 +120,7 @@ def test_nobody_is_evicted() -> None:
 def test_a_model_with_a_replica_gets_no_second_one() -> None:
     many = [model("a", 900, waiting=800), model("b")]
     assert KEEP.plan(fleet([serving("e0", "a", 100), empty("e1")], many)) == ()
-    assert KEEP.plan(fleet([turning("e0", "a"), empty("e1")], many)) == ()
+    assert KEEP.plan(fleet([swapping_to("e0", "a"), empty("e1")], many)) == ()
 
 
 def test_what_was_idle_for_its_time_is_unloaded() -> None:
@@ -130,7 +130,7 @@ def test_what_was_idle_for_its_time_is_unloaded() -> None:
         used(serving("e2", "d", 4), 0.0),
     ]
     assert unloads(KEEP.plan(fleet(instances, ABSENT[1:]))) == ["e0"]
-    assert KEEP.plan(fleet(instances, [model("b", floor=1), *ABSENT[2:]])) == ()
+    assert KEEP.plan(fleet(instances, [model("b", min_replicas=1), *ABSENT[2:]])) == ()
     assert KEEP.plan(fleet(instances, [model("b", 1, waiting=1), *ABSENT[2:]])) == ()
     assert KeepAliveSwap(keep_alive_s=inf).plan(fleet(instances, ABSENT[1:])) == ()
 
@@ -170,7 +170,7 @@ def test_more_than_lambda_times_the_work_preempts(num_waiting: int, running: int
     assert swaps(PREEMPT.plan(view)) == ([("e0", "a")] if fires else [])
 
 
-def test_work_is_weighted_by_slowness() -> None:
+def test_work_is_weighted() -> None:
     view = fleet([serving("e0", "b", 3)], [model("a", 4, waiting=4, w=3.0), model("b", 3)])
     assert swaps(PREEMPT.plan(view)) == [("e0", "a")]  # 12 against 3
     slow = fleet([serving("e0", "b", 3)], [model("a", 10, waiting=10), model("b", 3, w=2.0)])
@@ -188,14 +188,14 @@ def test_a_batch_is_no_larger_than_the_instance() -> None:
     view = fleet(
         [replace(serving("e0", "b", 3), max_requests=8)], [model("a", 90, waiting=90), model("b", 3)]
     )
-    assert swaps(PREEMPT.plan(view)) == []  # 8 against 3, whoever else waits
+    assert swaps(PREEMPT.plan(view)) == []  # 8 against 3, whichever other models wait
 
 
 def test_only_what_no_place_takes_counts_as_waiting() -> None:
     there = replace(serving("e0", "a", 2), max_requests=4)
     models = [model("a", 9, waiting=7), model("b", 2)]
     assert swaps(PREEMPT.plan(fleet([there, serving("e1", "b", 2)], models))) == []  # 5 against 2
-    coming = replace(turning("e2", "a"), max_requests=4)
+    coming = replace(swapping_to("e2", "a"), max_requests=4)
     assert swaps(PREEMPT.plan(fleet([there, coming, serving("e1", "b")], models))) == [("e1", "a")]  # 1
     assert swaps(PREEMPT.plan(fleet([there, replace(coming, max_requests=5), empty("e1")], models))) == []
 
@@ -220,8 +220,8 @@ def test_what_was_preempted_does_not_preempt_at_once() -> None:
     assert PREEMPT.plan(view) == ()
 
 
-def test_floors_are_kept_and_deadlines_given() -> None:
-    models = [model("a", 90, waiting=90), model("b", 1, floor=1)]
+def test_min_replicas_are_kept_and_deadlines_given() -> None:
+    models = [model("a", 90, waiting=90), model("b", 1, min_replicas=1)]
     assert PREEMPT.plan(fleet([serving("e0", "b", 1)], models)) == ()
     (swap,) = replace(PREEMPT, deadline_s=4.0).plan(
         fleet([serving("e0", "b", 1)], [models[0], model("b", 1)])
@@ -310,7 +310,7 @@ def test_an_idle_replica_of_another_model_is_not_taken() -> None:
 
 def test_what_is_not_wanted_goes_when_it_has_been_idle_for_long_but_not_below_min_replicas() -> None:
     instances = [used(serving(f"e{n}", "a"), last_s=100.0 * n) for n in range(4)]
-    view = fleet(instances, [model("a", floor=2)], now_s=600.0)
+    view = fleet(instances, [model("a", min_replicas=2)], now_s=600.0)
     assert unloads(HPA.plan(view)) == ["e0", "e1"]
     assert unloads(HPA.plan(replace(view, models=(model("a"),)))) == ["e0", "e1", "e2", "e3"]
     busy = replace(view, models=(model("a", 37),))

@@ -1,4 +1,4 @@
-"""Where the requests of a turning instance could go: what is promised once, and how large they may be."""
+"""The spare capacity for requests of an instance that swaps: reserved once, and counted by size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId, RequestId
 from hotswap.policies.schedulers.startup_time.capacity import SpareCapacity
 from hotswap.view import RunningView
-from tests.policies.views import serving, turning
+from tests.policies.views import serving, swapping_to
 
 A = ModelId("a")
 
@@ -27,14 +27,14 @@ def with_places(name: str, places: int) -> InstanceView:
     return replace(serving(name, "a", 2), max_requests=2 + places)
 
 
-def test_what_is_promised_is_had_by_nobody_else() -> None:
+def test_a_reserved_place_is_given_once() -> None:
     capacity = capacity_of(with_places("e0", 1), with_places("e1", 2))
     assert capacity.total(A) == 3
     assert [capacity.reserve(A) for _ in range(4)] == ["e1", "e0", "e1", None]
     assert capacity.total(A) == 0
 
 
-def test_a_replica_that_turns_has_no_places() -> None:
+def test_a_removed_replica_has_no_places() -> None:
     first, second = with_places("e0", 1), with_places("e1", 2)
     capacity = capacity_of(first, second)
     capacity.reserve(A)
@@ -45,7 +45,7 @@ def test_a_replica_that_turns_has_no_places() -> None:
 
 @pytest.mark.parametrize(
     "leaving",
-    [turning("e1", "b", of="a"), replace(serving("e1", "a"), state=InstanceState.DRAINING)],
+    [swapping_to("e1", "b", of="a"), replace(serving("e1", "a"), state=InstanceState.DRAINING)],
     ids=["turns away", "drains"],
 )
 def test_the_largest_request_counts_wherever_it_runs(leaving: InstanceView) -> None:

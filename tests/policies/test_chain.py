@@ -1,4 +1,4 @@
-"""Schedulers made of schedulers: nobody's instance is taken twice, nobody is asked in vain."""
+"""Schedulers made of schedulers: no instance is taken twice, and protected ones are planned round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ from hotswap.policies import (
     accepted,
     assume,
 )
-from tests.policies.views import empty, fleet, fleet_views, model, request, serving, swaps, turning
+from tests.policies.views import empty, fleet, fleet_views, model, request, serving, swapping_to, swaps
 
 RULE = WeightedLoadSwap(t1=8, t2=6, b=2.0)
 
@@ -84,7 +84,8 @@ def test_the_next_one_sees_what_was_decided() -> None:
 
 def test_two_schedulers_do_not_both_serve_one_need() -> None:
     view = fleet(
-        [serving("e0", "b"), serving("e1", "b"), serving("e2", "b")], [model("a", 4, floor=1), model("b")]
+        [serving("e0", "b"), serving("e1", "b"), serving("e2", "b")],
+        [model("a", 4, min_replicas=1), model("b")],
     )
     assert swaps(Chain(RestoreMinReplicas(), RULE, RULE).plan(view)) == swaps(RestoreMinReplicas().plan(view))
 
@@ -133,7 +134,7 @@ class SendsTo(Router):
 
 
 def test_the_first_router_with_an_answer_that_holds_decides() -> None:
-    view = fleet([serving("e0", "a"), serving("e1", "b"), turning("e2", "a")], [model("a"), model("b")])
+    view = fleet([serving("e0", "a"), serving("e1", "b"), swapping_to("e2", "a")], [model("a"), model("b")])
     asked = request("a")
     assert FirstOfRouters(SendsTo(None), SendsTo("e0"), NeverAsked()).route(asked, view) == "e0"
     for useless in ("e1", "e2", "gone", None):
@@ -158,7 +159,7 @@ def test_the_plan_goes_round_a_cooling_instance() -> None:
 
 
 def test_a_cooling_replica_still_counts() -> None:
-    models = [model("a", floor=1), model("b", 20)]
+    models = [model("a", min_replicas=1), model("b", 20)]
     view = fleet([serving("e0", "a", since_s=99.0), serving("e1", "a"), serving("e2", "b")], models)
     assert swaps(Cooldown(RULE, 5.0).plan(view)) == [("e1", "b")]
 
@@ -167,8 +168,8 @@ def test_an_empty_instance_never_cools_down() -> None:
     assert swaps(Cooldown(RULE, 1e9).plan(fleet([empty("e0")], [model("a", 1)]))) == [("e0", "a")]
 
 
-def test_floors_outside_do_not_wait() -> None:
-    view = fleet([serving("e0", "b", since_s=99.0)], [model("a", floor=1), model("b", 1)])
+def test_min_replicas_outside_do_not_wait() -> None:
+    view = fleet([serving("e0", "b", since_s=99.0)], [model("a", min_replicas=1), model("b", 1)])
     assert swaps(Cooldown(RULE, 5.0).plan(view)) == []
     assert swaps(Chain(RestoreMinReplicas(), Cooldown(RULE, 5.0)).plan(view)) == [("e0", "a")]
 
@@ -197,8 +198,8 @@ def test_reprs_read_like_the_calls() -> None:
 
 
 def test_what_the_fleet_would_not_begin_is_dropped() -> None:
-    rests = replace(empty("e3"), cooling_down=(ModelId("b"),))
-    view = fleet([serving("e0", "a"), empty("e1"), turning("e2", "a"), rests], [model("a"), model("b")])
+    cooling = replace(empty("e3"), cooling_down=(ModelId("b"),))
+    view = fleet([serving("e0", "a"), empty("e1"), swapping_to("e2", "a"), cooling], [model("a"), model("b")])
     unload, prefetch = Unload(instance=InstanceId("e0")), Prefetch(model=ModelId("b"))
     assert accepted(view, [to("e0", "a"), to("e0", "z"), to("gone", "b"), to("e2", "b"), to("e3", "b")]) == ()
     assert accepted(view, [Unload(instance=InstanceId("e1")), unload, to("e0", "b")]) == (unload,)

@@ -1,4 +1,4 @@
-"""Consistent hashing with bounded loads: who is chosen, what is never exceeded, and what a change moves."""
+"""Consistent hashing with bounded loads: the chosen replica, the bound, and the keys that a change moves."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hotswap import AdapterId, ConfigError, InstanceId, InstanceView, ModelId, Request, RequestId
 from hotswap.policies import ConsistentHashRouter
-from tests.policies.views import empty, fleet, model, serving, turning
+from tests.policies.views import empty, fleet, model, serving, swapping_to
 
 PLAIN = ConsistentHashRouter(c=inf)
 BOUNDS = st.sampled_from([1.0, 1.1, 1.25, 2.0])
@@ -61,7 +61,7 @@ def moved(before: dict[int, str], after: dict[int, str]) -> list[int]:
 
 
 @given(LOADS, BOUNDS, st.integers(0, 99))
-def test_whoever_is_chosen_stays_within_its_share(loads: list[int], c: float, key: int) -> None:
+def test_a_chosen_replica_stays_within_its_share(loads: list[int], c: float, key: int) -> None:
     named_loads = dict(zip(named(len(loads)), loads, strict=True))
     answer = route(ConsistentHashRouter(c=c), named_loads, asks(key))
     assert named_loads[answer] + 1 <= ceil(c * (sum(loads) + 1) / len(loads))
@@ -82,30 +82,32 @@ def test_without_slack_the_fleet_is_even() -> None:
     assert set(loads.values()) == {10}
 
 
-# ------------------------------------------------------------------ the circle
+# ------------------------------------------------------------------ the ring
 
 
 @given(LOADS, BOUNDS | st.just(inf), st.integers(0, 99), st.integers(1, 20))
-def test_it_is_the_walk_on_a_circle_of_the_candidates_alone(
+def test_it_is_the_walk_on_a_ring_of_the_candidates_alone(
     loads: list[int], c: float, key: int, virtual_nodes: int
 ) -> None:
-    """Said plainly: all points of the candidates in a row, and the first from the key on that has room."""
+    """The walk, written out: all points of the candidates in order, the first below the capacity."""
     names = named(len(loads))
     instances = [serving(name, "a", load) for name, load in zip(names, loads, strict=True)]
     others = [
         serving("x0", "b"),
         empty("x1"),
-        turning("x2", "a"),
+        swapping_to("x2", "a"),
         replace(serving("x3", "a"), max_requests=0),
     ]
     router = ConsistentHashRouter(c=c, virtual_nodes=virtual_nodes)
     answer = router.route(asks(key), fleet([*others, *instances], [model("a"), model("b")]))
 
-    circle = sorted((point, name) for name in names for point in points_of(name, virtual_nodes))
+    ring = sorted((point, name) for name in names for point in points_of(name, virtual_nodes))
     place = number(repr(("a", None)).encode() + key.to_bytes(8, "little"), size=8)[0]
-    walk = [name for point, name in circle if point >= place] + [name for _, name in circle]
-    room = {name for name, load in zip(names, loads, strict=True) if load < c * (sum(loads) + 1) / len(loads)}
-    assert answer == next(name for name in walk if name in room)
+    walk = [name for point, name in ring if point >= place] + [name for _, name in ring]
+    below = {
+        name for name, load in zip(names, loads, strict=True) if load < c * (sum(loads) + 1) / len(loads)
+    }
+    assert answer == next(name for name in walk if name in below)
 
 
 def points_of(name: str, count: int) -> list[int]:
@@ -152,7 +154,7 @@ def test_what_others_serve_does_not_matter() -> None:
 
 
 def test_a_model_with_few_of_many_instances_is_walked_in_the_same_order() -> None:
-    """Its own circle and that of the whole fleet agree, so that no key moves where one takes over."""
+    """Its own ring and that of the whole fleet agree, so no key moves when one replaces the other."""
     here = [serving(name, "a") for name in named(2)]
     others: list[InstanceView] = [serving(f"x{number}", "b") for number in range(60)]
     for key in range(50):

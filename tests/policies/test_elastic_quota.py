@@ -1,4 +1,4 @@
-"""Turns of models: whose it is, when it is over, and that everybody gets one."""
+"""Turns of models: which model is next, when its turn is over, and that every model gets one."""
 
 from dataclasses import replace
 from math import inf
@@ -88,7 +88,7 @@ def test_a_turn_is_over_when_its_quota_is_used_up() -> None:
     assert at(view, 104.0) == [("e0", "c")]  # which has waited longer
 
 
-def test_an_empty_instance_comes_first_then_one_that_nobody_misses() -> None:
+def test_an_empty_instance_comes_first_then_an_idle_one() -> None:
     waits = [waiting("b", 99.0)]
     models = [model("a", 1), model("b", 1, waiting=1), model("c")]
     idle, used = serving("e1", "c", since_s=100.0), serving("e0", "a", 1, since_s=0.0)
@@ -98,12 +98,12 @@ def test_an_empty_instance_comes_first_then_one_that_nobody_misses() -> None:
     assert swaps(RULE.plan(fleet(twice, models, waiting=waits))) == [("e1", "b")]
 
 
-def test_who_is_furthest_beyond_its_quota_gives_way() -> None:
+def test_the_model_furthest_beyond_its_quota_gives_way() -> None:
     instances = [serving("e0", "a", 1, since_s=80.0), serving("e1", "b", 1, since_s=70.0)]
     models = [model("a", 1), model("b", 1), model("c", 1, waiting=1)]
     view = fleet(instances, models, waiting=[waiting("c", 90.0)])
     assert swaps(RULE.plan(view)) == [("e1", "c")]
-    kept = [model("a", 1), model("b", 1, floor=1), model("c", 1, waiting=1)]
+    kept = [model("a", 1), model("b", 1, min_replicas=1), model("c", 1, waiting=1)]
     assert swaps(RULE.plan(replace(view, models=tuple(kept)))) == [("e0", "c")]
 
 
@@ -131,12 +131,12 @@ def test_one_that_cannot_be_loaded_falls_behind() -> None:
     assert swaps(RULE.plan(replace(view, models=(failing,)))) == [("e0", "b")]
 
 
-def test_nobody_is_moved_for_a_model_that_has_a_replica() -> None:
+def test_no_instance_is_taken_for_a_model_that_has_a_replica() -> None:
     assert swaps(RULE.plan(fleet([serving("e0", "a", 50)], [model("a", 50), model("b")]))) == []
 
 
 @given(st.integers(1, 3), st.integers(2, 4))
-def test_everybody_is_served_once_in_a_round(num_instances: int, num_models: int) -> None:
+def test_every_model_is_served_once_in_a_round(num_instances: int, num_models: int) -> None:
     """Two minutes of control periods of a tenth of a second, loads that take until the next."""
     names = MODELS[:num_models]
     tick_s, since_s = 0.1, dict.fromkeys(names, 0.0)  # when each of them was served last

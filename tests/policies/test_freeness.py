@@ -53,7 +53,7 @@ def test_a_queue_before_an_idle_instance_is_a_batch_of_one() -> None:
     assert PAPER.of(loaded("e0", 2, waiting=2, next_blocks=30)) == 70.0
 
 
-def test_the_artifact_counts_all_who_wait_and_keeps_one_percent() -> None:
+def test_the_artifact_counts_all_waiting_requests_and_keeps_one_percent() -> None:
     instance = loaded("e0", 13, free=60, waiting=3, next_blocks=5, prefill=320)
     assert ARTIFACT.usage(instance) == VirtualUsage(physical=41, queuing=20)
     assert ARTIFACT.of(instance, dispatch=True) == pytest.approx(39 / 13)  # running and waiting
@@ -62,7 +62,7 @@ def test_the_artifact_counts_all_who_wait_and_keeps_one_percent() -> None:
 
 
 def test_the_artifact_dispatches_requests_of_high_priority_to_where_such_are() -> None:
-    """Its headroom of 50 blocks is for whoever would be the first of its class there."""
+    """Its headroom of 50 blocks is for the first request of high priority there."""
     joined, alone = loaded("e0", 10, free=60, high=1), loaded("e1", 10, free=60)
     seen = [ARTIFACT.of(i, dispatch=True, high=high) for i in (joined, alone) for high in (True, False)]
     assert seen == pytest.approx([5.9, 0.9, 0.9, 5.9])
@@ -193,7 +193,7 @@ def test_engines_without_kv_blocks_are_balanced_by_requests() -> None:
 
 
 def in_turn(replicas: list[InstanceView], times: int, begin: int = 1) -> tuple[list[str], list[InstanceView]]:
-    """Assign requests as a fleet does, and return who got them."""
+    """Assign requests as a fleet does, and return the instances that got them."""
     given_to: list[str] = []
     for turn in range(begin, begin + times):
         answer = RoundRobinRouter().route(request("a"), fleet_of(replicas))

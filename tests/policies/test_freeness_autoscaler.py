@@ -19,7 +19,7 @@ from hotswap.policies import (
     assume,
 )
 from tests.policies.loads import fleet_of, loaded, moves, running, terminating
-from tests.policies.views import began, empty, fleet_views, model, served, swaps, turning
+from tests.policies.views import began, empty, fleet_views, model, served, swapping_to, swaps
 
 RULE = FreenessAutoscaler()
 A = [model("a", 1)]
@@ -85,13 +85,13 @@ def test_the_least_and_the_most_instances_are_kept() -> None:
     idle, busy = [at(f"e{n}", 90) for n in range(4)], [at(f"e{n}", 1) for n in range(4)]
     assert plan(*idle[:2], rule=bounded) == ([], [])
     assert plan(*idle[:3], rule=bounded) == ([], ["e0"])
-    assert plan(*idle[:3], models=[model("a", floor=3)], rule=bounded) == ([], [])
+    assert plan(*idle[:3], models=[model("a", min_replicas=3)], rule=bounded) == ([], [])
     assert plan(*busy[:2], empty("x"), rule=bounded) == ([("x", "a")], [])
     assert plan(*busy[:3], empty("x"), rule=bounded) == ([], [])
     assert plan(at("e0", 30), empty("x"), empty("y"), rule=bounded) == ([("x", "a")], [])
 
 
-def test_who_waits_for_a_place_brings_an_instance_and_keeps_what_there_is() -> None:
+def test_a_waiting_request_adds_an_instance_and_keeps_the_others() -> None:
     some = [model("a", 20, waiting=1)]
     assert plan(at("e0", 30), empty("x"), models=some) == ([("x", "a")], [])
     assert plan(at("e0", 90), at("e1", 90), models=some) == ([], [])
@@ -110,8 +110,8 @@ def test_the_least_free_model_is_served_first() -> None:
     instances = [at("e0", 5), at("e1", 2, of="b"), empty("x"), empty("y")]
     assert plan(*instances, models=models[:2]) == ([("x", "b"), ("y", "a")], [])
     assert plan(*instances, models=models) == ([("x", "c"), ("y", "b")], [])  # c has none at all
-    floors = [model("a", 10), model("b", 10, floor=2)]
-    assert plan(at("e0", 5), at("e1", 30, of="b"), empty("x"), models=floors) == ([("x", "b")], [])
+    models = [model("a", 10), model("b", 10, min_replicas=2)]
+    assert plan(at("e0", 5), at("e1", 30, of="b"), empty("x"), models=models) == ([("x", "b")], [])
 
 
 # ------------------------------------------------------------------ the pace
@@ -119,9 +119,9 @@ def test_the_least_free_model_is_served_first() -> None:
 
 def test_nothing_changes_while_an_instance_comes_or_goes() -> None:
     low, spare = [at("e0", 1), at("e1", 1)], empty("x")
-    assert plan(*low, turning("e2", "a"), spare) == ([], [])
+    assert plan(*low, swapping_to("e2", "a"), spare) == ([], [])
     assert plan(*low, terminating(at("e2", 1)), spare) == ([], [])
-    assert plan(*low, turning("e2", "b"), spare) == ([("x", "a")], [])
+    assert plan(*low, swapping_to("e2", "b"), spare) == ([("x", "a")], [])
     assert plan(at("e0", 90), at("e1", 90), terminating(at("e2", 90))) == ([], [])
 
 
@@ -240,7 +240,7 @@ def test_the_artifact_takes_all_instances_as_one() -> None:
 
 
 @pytest.mark.parametrize(("freeness", "down"), [(90, []), (99, ["e0"])])
-def test_the_artifact_gives_one_back_when_others_have_room_for_all(freeness: int, down: list[str]) -> None:
+def test_the_artifact_removes_one_when_the_others_can_hold_all(freeness: int, down: list[str]) -> None:
     three = [at(f"e{n}", freeness) for n in range(3)]  # (2700 - 1000) / 30 = 57, (2970 - 1000) / 30 = 66
     assert plan(*three, rule=POOLED) == ([], down)
 
@@ -259,4 +259,4 @@ def test_in_the_artifact_one_that_goes_does_not_keep_others_from_coming() -> Non
     going = terminating(at("e2", 99))
     assert plan(at("e0", 1), at("e1", 1), going, empty("x"), rule=POOLED) == ([("x", "a")], [])
     assert plan(*[at(f"e{n}", 99) for n in (0, 1, 3)], going, rule=POOLED) == ([], [])
-    assert plan(at("e0", 1), turning("e1", "a"), empty("x"), rule=POOLED) == ([], [])
+    assert plan(at("e0", 1), swapping_to("e1", "a"), empty("x"), rule=POOLED) == ([], [])

@@ -51,7 +51,7 @@ def test_a_pool_gives_no_more_than_it_can_spare() -> None:
     assert names(choose([two, pool(offer("e2", 1, 9.0))], 2)) == {"e1", "e2"}
 
 
-def test_what_moves_out_must_find_room_in_its_pool() -> None:
+def test_requests_that_move_need_capacity_in_their_pool() -> None:
     # Nine places: four taken and one free on e0, one taken and three free on e1, six free on a third.
     replicas = [offer("e0", 5, 1.0, capacity=5), offer("e1", 5, 2.0, capacity=4)]
     assert names(choose([pool(*replicas, capacity=10)], 10)) == {"e0", "e1"}
@@ -60,7 +60,7 @@ def test_what_moves_out_must_find_room_in_its_pool() -> None:
     assert choose([pool(*replicas, capacity=3)], 10) == ()
 
 
-def test_equal_times_go_to_the_lesser_harm_then_to_the_earlier_offer() -> None:
+def test_equal_times_go_to_the_least_disruption_then_to_the_earlier_offer() -> None:
     offers = [offer("e0", disruption=2), offer("e1", disruption=1), offer("e2", disruption=1)]
     assert names(choose([pool(*offers)], 1)) == {"e1"}
     assert names(choose([pool(each) for each in offers], 1)) == {"e1"}

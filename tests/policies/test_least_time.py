@@ -56,7 +56,7 @@ def expected_s(
 
 
 @given(routings())
-def test_nobody_would_answer_sooner(routing: tuple[Request, FleetView]) -> None:
+def test_no_candidate_would_answer_sooner(routing: tuple[Request, FleetView]) -> None:
     asked, view = routing
     answer = ROUTER.route(asked, view)
     able = [i for i in view.serving(asked.model) if i.max_tokens is None or asked.num_tokens < i.max_tokens]
@@ -78,7 +78,7 @@ def test_nobody_would_answer_sooner(routing: tuple[Request, FleetView]) -> None:
         blocks_s=st.sampled_from([0.0, 0.01, 1.0]),
     ),
 )
-def test_nobody_of_many_would_answer_sooner(
+def test_none_of_many_candidates_would_answer_sooner(
     hosts: list[InstanceView], tokens: int, adapter: str | None, router: LeastTimeRouter
 ) -> None:
     asked, view = request("a", adapter=adapter, tokens=tokens), fleet(hosts, [model("a")])

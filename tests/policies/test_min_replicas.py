@@ -1,4 +1,4 @@
-"""Floors are met as far as the fleet can, without evicting more than it must."""
+"""`min_replicas` are restored as far as the fleet allows, with as few evictions as possible."""
 
 from math import nan
 
@@ -16,34 +16,37 @@ from tests.policies.views import (
     served,
     serving,
     steady_fleets,
+    swapping_to,
     swaps,
-    turning,
 )
 
-FLOORS = RestoreMinReplicas()
+RESTORE = RestoreMinReplicas()
 
 
-def test_a_met_floor_needs_nothing() -> None:
+def test_met_min_replicas_need_nothing() -> None:
     view = fleet(
-        [serving("e0", "a"), turning("e1", "a"), empty("e2")], [model("a", 99, floor=2), model("b", 9)]
+        [serving("e0", "a"), swapping_to("e1", "a"), empty("e2")],
+        [model("a", 99, min_replicas=2), model("b", 9)],
     )
-    assert swaps(FLOORS.plan(view)) == []
+    assert swaps(RESTORE.plan(view)) == []
 
 
-def test_a_replica_that_turns_away_does_not_count() -> None:
-    view = fleet([turning("e0", "b", of="a"), serving("e1", "b")], [model("a", floor=1), model("b")])
-    assert swaps(FLOORS.plan(view)) == [("e1", "a")]
+def test_a_replica_that_swaps_away_does_not_count() -> None:
+    view = fleet(
+        [swapping_to("e0", "b", of="a"), serving("e1", "b")], [model("a", min_replicas=1), model("b")]
+    )
+    assert swaps(RESTORE.plan(view)) == [("e1", "a")]
 
 
 def test_a_lost_replica_does_not_count_and_is_not_used() -> None:
     lost = InstanceView(id=serving("e0", "a").id, state=InstanceState.LOST)
-    view = fleet([lost, serving("e1", "b")], [model("a", floor=1), model("b", 50)])
-    assert swaps(FLOORS.plan(view)) == [("e1", "a")]
+    view = fleet([lost, serving("e1", "b")], [model("a", min_replicas=1), model("b", 50)])
+    assert swaps(RESTORE.plan(view)) == [("e1", "a")]
 
 
-def test_an_empty_instance_is_filled_before_anybody_is_evicted() -> None:
+def test_an_empty_instance_is_filled_before_a_request_is_evicted() -> None:
     rule = RestoreMinReplicas(deadline_s=2.0)
-    view = fleet([serving("e0", "b"), empty("e1")], [model("a", floor=2), model("b")])
+    view = fleet([serving("e0", "b"), empty("e1")], [model("a", min_replicas=2), model("b")])
     plan = rule.plan(view)
     assert swaps(plan) == [("e1", "a"), ("e0", "a")]
     assert [swap.deadline_s for swap in plan if isinstance(swap, Swap)] == [0.0, 2.0]
@@ -53,7 +56,7 @@ def test_an_empty_instance_is_filled_before_anybody_is_evicted() -> None:
     ]
 
 
-def test_the_least_loaded_model_above_its_floor_gives() -> None:
+def test_the_least_loaded_model_above_its_min_replicas_gives() -> None:
     instances = [
         serving("e0", "b"),
         serving("e1", "c"),
@@ -61,20 +64,20 @@ def test_the_least_loaded_model_above_its_floor_gives() -> None:
         serving("e3", "d"),
         serving("e4", "d"),
     ]
-    models = [model("a", floor=1), model("b", floor=1), model("c", 6), model("d", 4)]
-    assert swaps(FLOORS.plan(fleet(instances, models))) == [("e3", "a")]
+    models = [model("a", min_replicas=1), model("b", min_replicas=1), model("c", 6), model("d", 4)]
+    assert swaps(RESTORE.plan(fleet(instances, models))) == [("e3", "a")]
 
 
 def test_a_model_keeps_a_replica_for_its_work_if_another_can_give() -> None:
     instances = [serving("e0", "b"), serving("e1", "c"), serving("e2", "c")]
-    models = [model("a", floor=1), model("b", 1), model("c", 90)]
-    assert swaps(FLOORS.plan(fleet(instances, models))) == [("e1", "a")]
-    assert swaps(FLOORS.plan(fleet(instances[:2], models))) == [("e0", "a")]
+    models = [model("a", min_replicas=1), model("b", 1), model("c", 90)]
+    assert swaps(RESTORE.plan(fleet(instances, models))) == [("e1", "a")]
+    assert swaps(RESTORE.plan(fleet(instances[:2], models))) == [("e0", "a")]
 
 
 def test_models_are_served_in_turn_and_failing_ones_last() -> None:
-    models = [model("a", floor=2, failed=1), model("b", floor=2), model("c", 1, floor=1)]
-    assert swaps(FLOORS.plan(fleet([empty(f"e{n}") for n in range(4)], models))) == [
+    models = [model("a", min_replicas=2, failed=1), model("b", min_replicas=2), model("c", 1, min_replicas=1)]
+    assert swaps(RESTORE.plan(fleet([empty(f"e{n}") for n in range(4)], models))) == [
         ("e0", "c"),
         ("e1", "b"),
         ("e2", "b"),
@@ -82,14 +85,14 @@ def test_models_are_served_in_turn_and_failing_ones_last() -> None:
     ]
 
 
-def test_the_lowest_share_of_a_floor_goes_first() -> None:
-    models = [model("a", 50, floor=2), model("b", floor=2)]
-    assert swaps(FLOORS.plan(fleet([empty("e0"), empty("e1")], models))) == [("e0", "a"), ("e1", "b")]
+def test_the_lowest_share_of_min_replicas_goes_first() -> None:
+    models = [model("a", 50, min_replicas=2), model("b", min_replicas=2)]
+    assert swaps(RESTORE.plan(fleet([empty("e0"), empty("e1")], models))) == [("e0", "a"), ("e1", "b")]
 
 
 @given(fleet_views())
-def test_every_action_would_be_begun_and_breaks_no_other_floor(view: FleetView) -> None:
-    plan = FLOORS.plan(view)
+def test_every_action_would_be_begun_and_violates_no_other_min_replicas(view: FleetView) -> None:
+    plan = RESTORE.plan(view)
     after = assume(view, plan)
     assert accepted(view, plan) == tuple(plan)
     for m in view.models:
@@ -97,19 +100,19 @@ def test_every_action_would_be_begun_and_breaks_no_other_floor(view: FleetView) 
 
 
 @given(fleet_views())
-def test_nothing_is_done_beyond_the_floors(view: FleetView) -> None:
+def test_nothing_is_done_beyond_min_replicas(view: FleetView) -> None:
     assert all(
-        len(assume(view, FLOORS.plan(view)).replicas(m.id)) <= max(len(view.replicas(m.id)), m.min_replicas)
+        len(assume(view, RESTORE.plan(view)).replicas(m.id)) <= max(len(view.replicas(m.id)), m.min_replicas)
         for m in view.models
     )
 
 
 @given(steady_fleets())
-def test_one_plan_meets_every_floor_that_can_be_met_and_then_rests(view: FleetView) -> None:
-    after = served(began(view, FLOORS.plan(view)))
+def test_one_plan_restores_all_that_can_be_restored_and_the_next_does_nothing(view: FleetView) -> None:
+    after = served(began(view, RESTORE.plan(view)))
     if sum(m.min_replicas for m in view.models) <= len(view.instances):
         assert all(len(after.replicas(m.id)) >= m.min_replicas for m in view.models)
-    assert FLOORS.plan(after) == ()
+    assert RESTORE.plan(after) == ()
 
 
 def test_a_senseless_deadline_is_refused() -> None:

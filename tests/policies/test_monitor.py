@@ -70,8 +70,8 @@ def test_a_model_for_which_many_wait_needs_one_more() -> None:
 # ------------------------------------------------------------------ use
 
 
-def used(*times: int, instance: InstanceView, floor: int = 0) -> list[FleetView]:
-    models = [model("a", 1), model("b", floor=floor)]
+def used(*times: int, instance: InstanceView, min_replicas: int = 0) -> list[FleetView]:
+    models = [model("a", 1), model("b", min_replicas=min_replicas)]
     return seen(*[fleet([serving("e0", "a", 1), replace(instance, num_requests=n)], models) for n in times])
 
 
@@ -82,9 +82,9 @@ def test_an_instance_that_is_seldom_used_may_go() -> None:
     assert told(MONITOR.recommend(used(0, instance=empty("e1")), ())) == [("remove", "e1")]
 
 
-def test_it_stays_where_a_floor_or_a_swap_needs_it_or_it_is_new() -> None:
+def test_an_instance_stays_that_min_replicas_need_or_that_swapped_or_is_new() -> None:
     idle = serving("e1", "b")
-    assert told(MONITOR.recommend(used(0, instance=idle, floor=1), ())) == []
+    assert told(MONITOR.recommend(used(0, instance=idle, min_replicas=1), ())) == []
     assert told(MONITOR.recommend(used(0, instance=idle), [swapped("e1", "b")])) == []
     assert told(MONITOR.recommend([*seen(busy()), *used(0, instance=idle)], ())) == []
 

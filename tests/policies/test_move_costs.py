@@ -73,7 +73,7 @@ def test_a_request_that_ends_before_it_could_have_moved_stays() -> None:
     assert costs.choose(replace(MOVE, num_remaining=900)).way != "wait"
 
 
-def test_a_way_that_turns_out_slow_is_left() -> None:
+def test_a_method_that_proves_slow_is_avoided() -> None:
     costs = MoveCosts(byte_s=1e-10)
     assert costs.choose(MOVE).way == "kv"
     for _ in range(50):

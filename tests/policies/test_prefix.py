@@ -1,4 +1,4 @@
-"""Prefix-aware routing: who meets, when evenness comes first, and what a change of the fleet moves."""
+"""Prefix-aware routing: which requests meet, when even load comes first, which prefixes a change moves."""
 
 from dataclasses import replace
 from math import inf

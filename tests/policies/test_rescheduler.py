@@ -38,7 +38,7 @@ def roomy(name: str, **facts: Any) -> InstanceView:
     return loaded(name, 10, **({"free": 80} | facts))
 
 
-# ------------------------------------------------------------------ who takes part
+# ------------------------------------------------------------------ sources and destinations
 
 
 def test_a_request_moves_from_below_the_threshold_to_above_it() -> None:
@@ -95,7 +95,7 @@ def test_an_instance_takes_part_in_one_move_at_a_time() -> None:
     ]
     assert [moves(RULE.plan(view)) for view in fleets] == [[], [], []]
     spare = fleet_of([crowded("e0"), roomy("e1", moves=1), roomy("e2", free=60)], requests)
-    assert moves(RULE.plan(spare)) == [("r1", "e2")]  # and nobody is paired in vain
+    assert moves(RULE.plan(spare)) == [("r1", "e2")]  # no pair without a request to move
 
 
 def test_a_queue_that_cannot_be_seated_makes_a_source() -> None:
@@ -107,7 +107,7 @@ def test_a_queue_that_cannot_be_seated_makes_a_source() -> None:
     )
 
 
-def test_room_is_made_round_a_request_of_high_priority() -> None:
+def test_headroom_is_made_for_a_request_of_high_priority() -> None:
     held = loaded("e0", 10, free=300, total=500, high=1)
     requests = [running("high", "e0", 100, priority=1), running("low", "e0", 300), running("next", "e0", 200)]
     view = fleet_of([held, loaded("e1", 10, free=300, total=500)], requests)
@@ -130,7 +130,7 @@ def test_the_paper_moves_the_lowest_priority_and_then_the_shortest() -> None:
     assert moves(RULE.plan(replace(view, running=tuple(requests[:1])))) == [("a", "e1")]
 
 
-def test_the_artifact_moves_the_last_who_came_of_normal_priority() -> None:
+def test_the_artifact_moves_the_latest_request_of_normal_priority() -> None:
     requests = [
         running("a", "e0", 20, arrived_s=1),
         running("b", "e0", 90, arrived_s=2),
@@ -180,7 +180,7 @@ def test_what_waits_at_a_destination_and_what_is_kept_free_there_is_not_given_aw
     short = loaded("e1", 2, free=80, waiting=1, next_blocks=5, prefill=80)
     view = fleet_of([crowded("e0"), short], [running("r", "e0")])
     assert moves(RULE.plan(view)) == [("r", "e1")]
-    assert moves(ARTIFACT.plan(view)) == []  # to nobody where somebody waits
+    assert moves(ARTIFACT.plan(view)) == []  # an instance with a waiting request is no destination
     calm = loaded("e1", 2, free=40)
     for tokens, fits in ((16 * 39 - 1, True), (16 * 39, False)):
         view = fleet_of([crowded("e0"), calm], [running("r", "e0", tokens)])
@@ -198,7 +198,7 @@ def test_the_guard_leaves_pain_where_it_is() -> None:
 # ------------------------------------------------------------------ terminating
 
 
-def test_a_terminating_instance_drains_by_moves_whoever_its_requests_are() -> None:
+def test_a_terminating_instance_drains_by_moves_of_any_request() -> None:
     leaving = terminating(loaded("e0", 2))
     requests = [running("a", "e0", 40, priority=2), running("b", "e0", 20, priority=1, begun=False)]
     for rule, first in ((RULE, "b"), (ARTIFACT, "a")):
@@ -219,7 +219,7 @@ def test_what_waits_on_a_terminating_instance_leaves_as_tokens() -> None:
         assert (move.request, move.way) == (request.id, way)
 
 
-def test_nobody_moves_to_an_instance_that_takes_no_requests() -> None:
+def test_no_request_moves_to_an_instance_that_is_not_open() -> None:
     requests = [running("r", "e0")]
     full = replace(roomy("e1"), max_requests=10)
     lost = replace(roomy("e1"), state=InstanceState.LOST)

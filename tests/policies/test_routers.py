@@ -1,4 +1,4 @@
-"""What the routers promise for every fleet, and the order of affinity."""
+"""The contracts of the routers on every fleet, and the order of affinity."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ from tests.policies.views import (
     model,
     request,
     serving,
-    turning,
+    swapping_to,
 )
 
 ROUTERS = (LeastLoadedRouter(), AffinityRouter(), FirstOfRouters(AffinityRouter(), LeastLoadedRouter()))
@@ -105,13 +105,13 @@ def test_what_is_kept_from_route_to_route_changes_no_answer(router: Router, data
 def test_no_open_replica_is_none(router: Router) -> None:
     full = replace(serving("e0", "a", 4), max_requests=4)
     assert route(router) is None
-    draining = replace(turning("e3", "b", of="a"), state=InstanceState.DRAINING)
-    assert route(router, serving("e0", "b"), empty("e1"), turning("e2", "a"), draining, full) is None
+    draining = replace(swapping_to("e3", "b", of="a"), state=InstanceState.DRAINING)
+    assert route(router, serving("e0", "b"), empty("e1"), swapping_to("e2", "a"), draining, full) is None
 
 
 @pytest.mark.parametrize("router", EVERY_ROUTER, ids=repr)
 def test_an_instance_about_to_turn_away_is_used_only_where_no_other_is_open(router: Router) -> None:
-    leaving = turning("e0", "b", of="a")
+    leaving = swapping_to("e0", "b", of="a")
     assert route(router, leaving) == "e0"
     assert route(router, leaving, serving("e1", "a", 5)) == "e1"
     assert route(router, leaving, replace(serving("e1", "a", 5), max_requests=5)) == "e0"

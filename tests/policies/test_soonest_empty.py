@@ -48,14 +48,14 @@ def test_it_is_the_order_of_sorting_them_all(
     view = seen(instances)
     leave_s = (lambda runs: 0.0) if everyone_leaves_at_once else COSTS.leave_s
     order = SoonestEmpty(view, view.instances, leave_s)
-    list(islice(order, read_before))  # who was read once is read again
+    list(islice(order, read_before))  # instances that were read are read again
     expected = sorted(
         view.instances, key=lambda i: (leave_s(view.running_on(i.id)), disruption(i), lru_key(i))
     )
     assert list(order) == list(order) == expected
 
 
-def test_only_who_may_be_first_is_looked_at_whole() -> None:
+def test_only_an_instance_that_may_be_first_is_read_whole() -> None:
     long = [(900, 400)] * 4
     view = seen([(long, 1.0)] * 50 + [([(10, 400)] * 4, 1.0)] + [(long, 1.0)] * 49)
     looked_at: list[int] = []

@@ -30,7 +30,7 @@ from hotswap import (
     TierView,
 )
 from hotswap.policies import Cooldown, StartupCosts, StartupTimePlacement, accepted
-from tests.policies.views import empty, fleet, fleet_views, model, serving, swaps, turning, waiting
+from tests.policies.views import empty, fleet, fleet_views, model, serving, swapping_to, swaps, waiting
 
 GB = 10**9
 DISK = TierView(name="disk", bytes_per_s=4 * GB)
@@ -90,7 +90,7 @@ RUNS = (
 )
 
 
-def test_victims_that_move_soonest_make_room() -> None:
+def test_victims_that_move_soonest_are_chosen() -> None:
     """Startup times: 12.1 s on e0, 5.2 s on e1, 42.1 s on e2; so e1, and its requests go to the other two."""
     plan = RULE.plan(seen([E0, E1, E2], [model("a", 1, waiting=1), model("b", 4)], RUNS))
     assert swaps(plan) == [("e1", "a")]
@@ -120,7 +120,7 @@ def test_those_that_would_wait_longer_get_an_instance_though_others_wait() -> No
     assert swaps(RULE.plan(view)) == [("e0", "a"), ("e1", "a")]  # three wait, one of them for 1 s alone
 
 
-def test_an_idle_instance_is_quicker_than_victims_and_an_empty_one_harms_nobody() -> None:
+def test_an_idle_instance_is_quicker_than_victims_and_an_empty_one_disrupts_least() -> None:
     idle = serving("e4", "c")
     models = [model("a", 1, waiting=1), model("b", 4), model("c")]
     assert swaps(RULE.plan(seen([E0, E1, E2, idle], models, RUNS))) == [("e4", "a")]
@@ -147,7 +147,7 @@ def test_of_idle_instances_the_one_used_longest_ago_goes() -> None:
 
 
 def test_a_request_that_ends_sooner_than_it_could_move_stays() -> None:
-    """Four tokens left take 0.2 s, a move 1.1 s: e1 is ready after 2.2 s, and needs no room elsewhere."""
+    """Four tokens left take 0.2 s, a move 1.1 s: e1 is ready after 2.2 s, and needs no place elsewhere."""
     full = small(E0, 1)
     ending = run("r1", E1, 100, left=4)
     view = seen([full, E1], [model("a", 1, waiting=1), model("b", 2)], [run("r0", full), ending])
@@ -167,7 +167,7 @@ def test_what_ends_by_itself_ends_while_others_move() -> None:
 # ------------------------------------------------------------------ what is not done
 
 
-def test_nobody_is_evicted_where_no_room_is() -> None:
+def test_no_request_is_evicted_where_replicas_are_full() -> None:
     full = [small(serving("e0", "b"), 1), small(serving("e1", "b"), 1)]
     runs = [run("r0", full[0]), run("r1", full[1])]
     models = [model("a", 1, waiting=1), model("b", 2)]
@@ -176,13 +176,13 @@ def test_nobody_is_evicted_where_no_room_is() -> None:
     assert moves(RULE.plan(seen(roomy, models, runs))) == {"r0": "e1"}
 
 
-def test_room_that_is_waited_for_is_no_room() -> None:
+def test_places_for_waiting_requests_are_no_capacity() -> None:
     roomy = [small(serving("e0", "b"), 1), small(serving("e1", "b"), 2)]
     runs = [run("r0", roomy[0]), run("r1", roomy[1])]
     assert RULE.plan(seen(roomy, [model("a", 1, waiting=1), model("b", 3, waiting=1)], runs)) == ()
 
 
-def test_room_is_counted_in_kv_blocks_too() -> None:
+def test_capacity_is_counted_in_kv_blocks_too() -> None:
     def plan(free: int) -> dict[str, str]:
         there = replace(E1, num_kv_blocks=100, num_free_kv_blocks=free, kv_block_tokens=16)
         runs = [run("r0", E0, 100, left=400), run("r1", there, 300, left=400)]
@@ -193,7 +193,7 @@ def test_room_is_counted_in_kv_blocks_too() -> None:
     assert plan(free=18) == {"r1": "e0"}  # nothing is known of the blocks of e0
 
 
-def test_a_pool_that_could_never_hold_a_request_is_no_room() -> None:
+def test_a_kv_pool_too_small_for_a_request_is_no_capacity() -> None:
     def plan(num_kv_blocks: int) -> dict[str, str]:
         there = replace(serving("e1", "b"), cooling_down=(ModelId("a"),), kv_block_tokens=16)
         there = replace(there, num_kv_blocks=num_kv_blocks, num_free_kv_blocks=num_kv_blocks)
@@ -205,7 +205,7 @@ def test_a_pool_that_could_never_hold_a_request_is_no_room() -> None:
 
 
 def test_what_could_not_be_emptied_is_no_reason_not_to_wait() -> None:
-    """1.1 s on e1, were there room for its victim; so 2 s on e2, and the replica is free after 1.5 s."""
+    """1.1 s on e1, if its victim had a place elsewhere; so 2 s on e2, and the replica is free after 1.5 s."""
     staged = replace(small(serving("e1", "b"), 1), preloaded=ModelId("a"))
     busy = small(serving("e0", "a"), 1)
     models = [model("a", 2, waiting=1), model("b", 1)]
@@ -215,16 +215,16 @@ def test_what_could_not_be_emptied_is_no_reason_not_to_wait() -> None:
     assert moves(RULE.plan(seen([busy, staged, empty("e2"), room], models, runs))) == {"r1": "e3"}
 
 
-def test_floors_are_kept() -> None:
-    models = [model("a", 1, waiting=1), model("b", 4, floor=3)]
+def test_min_replicas_are_kept() -> None:
+    models = [model("a", 1, waiting=1), model("b", 4, min_replicas=3)]
     assert RULE.plan(seen([E0, E1, E2], models, RUNS)) == ()
 
 
 def test_a_place_that_is_free_or_coming_is_enough() -> None:
     two = [model("a", 2, waiting=2), model("b")]
     assert RULE.plan(seen([small(serving("e0", "a"), 2), empty("e1")], two)) == ()
-    assert RULE.plan(seen([turning("e0", "a"), empty("e1")], two)) == ()
-    assert swaps(RULE.plan(seen([small(turning("e0", "a"), 1), empty("e1")], two))) == [("e1", "a")]
+    assert RULE.plan(seen([swapping_to("e0", "a"), empty("e1")], two)) == ()
+    assert swaps(RULE.plan(seen([small(swapping_to("e0", "a"), 1), empty("e1")], two))) == [("e1", "a")]
 
 
 def test_an_instance_to_which_requests_are_on_their_way_is_no_victim() -> None:
@@ -252,7 +252,7 @@ def test_models_take_turns_by_the_longest_wait_and_queue_behind_one_another() ->
 def test_moving_off_a_turning_instance_goes_on() -> None:
     """The fleet drops moves beyond those that an instance may take part in; the next plan asks again."""
     models = [model("a", 1, waiting=1), model("b", 3)]
-    leaving = replace(turning("e1", "a", of="b"), state=InstanceState.DRAINING)
+    leaving = replace(swapping_to("e1", "a", of="b"), state=InstanceState.DRAINING)
     runs = [run("r0", E0), run("r1", leaving, moving=True), run("r2", leaving), run("r3", leaving, left=2)]
     plan = RULE.plan(seen([E0, leaving], models, runs))
     assert moves(plan) == {"r2": "e0"}
@@ -260,7 +260,7 @@ def test_moving_off_a_turning_instance_goes_on() -> None:
 
 
 def test_an_instance_that_others_are_sent_to_is_not_turned_in_the_same_plan() -> None:
-    leaving = turning("e0", "a", of="b")
+    leaving = swapping_to("e0", "a", of="b")
     models = [model("a", 1), model("b", 1), model("c", 1, waiting=1)]
     plan = RULE.plan(seen([leaving, E1], models, [run("r0", leaving)]))
     assert moves(plan) == {"r0": "e1"}
@@ -320,7 +320,7 @@ def test_a_busy_instance_with_the_model_near_is_freed_by_way_of_an_idle_one() ->
     assert moves(plan) == {}, "there is nowhere to go yet"
 
 
-def test_nobody_is_evicted_for_a_way_round_that_takes_longer_than_the_deadline() -> None:
+def test_no_replacement_takes_longer_than_the_deadline() -> None:
     """Its requests would be gone from e0 in 0.7 s."""
     view = crossed(("a", "n0"), ("b", "n1"))
     assert swaps(replace(RULE, deadline_s=0.8).plan(view)) == [("e1", "b"), ("e0", "a")]
@@ -328,16 +328,16 @@ def test_nobody_is_evicted_for_a_way_round_that_takes_longer_than_the_deadline()
 
 
 def test_the_requests_follow_once_their_model_is_there() -> None:
-    leaving = replace(on("n0", turning("e0", "a", of="b")), state=InstanceState.DRAINING)
+    leaving = replace(on("n0", swapping_to("e0", "a", of="b")), state=InstanceState.DRAINING)
     there = on("n1", serving("e1", "b"))
     plan = RULE.plan(seen([leaving, there], [model("a", 1, waiting=1), model("b", 1)], [run("r0", leaving)]))
     assert moves(plan) == {"r0": "e1"}
 
 
-def test_the_place_of_those_who_move_is_not_promised_to_who_waits() -> None:
-    """r0 goes to e1 as soon as b is there; who waits for b needs another instance, and r0 is no reason."""
-    leaving = replace(on("n0", turning("e0", "a", of="b")), state=InstanceState.DRAINING)
-    coming = on("n1", turning("e1", "b"))
+def test_places_for_moving_requests_are_not_given_to_waiting_ones() -> None:
+    """r0 goes to e1 as soon as b is loaded; a waiting request of b needs another instance, r0 does not."""
+    leaving = replace(on("n0", swapping_to("e0", "a", of="b")), state=InstanceState.DRAINING)
+    coming = on("n1", swapping_to("e1", "b"))
     models = [model("a", 1, waiting=1), model("b", 2, waiting=1)]
     view = replace(seen([leaving, coming, on("n1", empty("e2"))], models, [run("r0", leaving)]), store=near())
     assert swaps(RULE.plan(view)) == [("e2", "b")]
@@ -353,13 +353,13 @@ def test_a_way_round_that_is_longer_is_not_taken() -> None:
     assert swaps(RULE.plan(crossed(("b", "n1")))) == [("e1", "a")]
 
 
-def test_who_waits_for_the_victims_model_goes_first() -> None:
+def test_requests_that_wait_for_the_victims_model_go_first() -> None:
     view = crossed(("a", "n0"), ("b", "n1"))
     view = replace(view, models=(model("a", 1, waiting=1), model("b", 2, waiting=1)))
     assert ("e0", "a") not in swaps(RULE.plan(view))
 
 
-def test_eviction_counts_no_time_and_moves_nobody() -> None:
+def test_eviction_counts_no_time_and_moves_no_request() -> None:
     """Shepherd* of the paper: 0.4 s on e0, whose request goes on elsewhere, once b is loaded there."""
     evicts = StartupTimePlacement(costs=COSTS, victims="evict")
     plan = evicts.plan(crossed(("a", "n0"), tokens=2000))
@@ -385,7 +385,7 @@ def small_fleets_of_nodes(draw: st.DrawFn) -> FleetView:
 
 
 @given(small_fleets_of_nodes(), st.sampled_from(["move", "evict", "stay"]))
-def test_on_nodes_too_every_action_would_be_begun_and_floors_hold(
+def test_on_nodes_too_every_action_would_be_begun_and_min_replicas_hold(
     view: FleetView, victims: Literal["move", "evict", "stay"]
 ) -> None:
     plan = StartupTimePlacement(costs=COSTS, victims=victims).plan(view)
@@ -425,7 +425,7 @@ class Tried:
         return max(moved_s, ended_s) + (0.0 if instance.preloaded == "a" else LOAD_S)
 
     def possible(self, taken: Sequence[InstanceView]) -> bool:
-        """Whether floors hold, and some way of sending every victim somewhere leaves room for who waits."""
+        """Whether min_replicas hold, and the victims can be placed so that waiting requests have places."""
         for donor in self.view.models:
             mine = [i for i in taken if i.model == donor.id]
             if mine and len(self.view.replicas(donor.id)) - len(mine) < donor.min_replicas:
@@ -486,8 +486,8 @@ def small_fleets(draw: st.DrawFn) -> FleetView:
     ]
     models = [
         model("a", 9, waiting=draw(st.integers(1, 7))),
-        model("b", 9, waiting=draw(st.integers(0, 1)), floor=draw(st.integers(0, 1))),
-        model("c", 9, floor=draw(st.integers(0, 1))),
+        model("b", 9, waiting=draw(st.integers(0, 1)), min_replicas=draw(st.integers(0, 1))),
+        model("c", 9, min_replicas=draw(st.integers(0, 1))),
     ]
     return seen(instances, models, runs)
 
@@ -510,7 +510,7 @@ def test_no_other_choice_of_instances_is_better(view: FleetView) -> None:
 
 
 @given(small_fleets())
-def test_every_victim_is_sent_once_to_a_replica_that_stays_and_has_room(view: FleetView) -> None:
+def test_every_victim_is_sent_once_to_a_replica_that_stays_and_has_places(view: FleetView) -> None:
     plan = RULE.plan(view)
     turned = {action.instance: action.model for action in plan if isinstance(action, Swap)}
     sent = Counter(action.destination for action in plan if isinstance(action, Migrate))
@@ -568,7 +568,7 @@ def test_another_fate_of_victims_is_refused() -> None:
 
 
 def test_a_cooling_replica_is_a_replica() -> None:
-    """`Cooldown` shows it as turning to the model that it has: full as it is, it is no place that comes."""
+    """`Cooldown` shows it as swapping to the model that it has: it is full, so no place becomes free."""
     cooling = small(serving("e0", "a", since_s=99.0), 1)
     view = seen([cooling, empty("e1")], [model("a", 2, waiting=1)], [run("r0", cooling)])
     assert swaps(Cooldown(RULE, 5.0).plan(view)) == [("e1", "a")]

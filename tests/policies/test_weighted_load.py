@@ -24,8 +24,8 @@ from tests.policies.views import (
     served,
     serving,
     steady_fleets,
+    swapping_to,
     swaps,
-    turning,
     waiting,
 )
 
@@ -197,10 +197,14 @@ def test_m2_is_the_least_loaded_model() -> None:
 def test_m2_keeps_its_floor() -> None:
     instances = [serving("e0", "a"), serving("e1", "b"), serving("e2", "c")]
     assert (
-        swaps(RULE.plan(fleet(instances, [model("a", 40), model("b", floor=1), model("c", 1, floor=1)])))
+        swaps(
+            RULE.plan(
+                fleet(instances, [model("a", 40), model("b", min_replicas=1), model("c", 1, min_replicas=1)])
+            )
+        )
         == []
     )
-    assert swaps(RULE.plan(fleet(instances, [model("a", 40), model("b", floor=1), model("c")]))) == [
+    assert swaps(RULE.plan(fleet(instances, [model("a", 40), model("b", min_replicas=1), model("c")]))) == [
         ("e2", "a")
     ]
 
@@ -232,7 +236,7 @@ def test_ties_of_m2_go_to_the_one_whose_load_rises_less_then_the_smaller_id() ->
 
 def test_a_model_whose_replicas_are_all_turning_cannot_be_m2() -> None:
     view = fleet(
-        [serving("e0", "a"), turning("e1", "b"), serving("e2", "c"), serving("e3", "c")],
+        [serving("e0", "a"), swapping_to("e1", "b"), serving("e2", "c"), serving("e3", "c")],
         [model("a", 40), model("b"), model("c", 2)],
     )
     assert swaps(RULE.plan(view)) == [("e2", "a")]
@@ -241,7 +245,7 @@ def test_a_model_whose_replicas_are_all_turning_cannot_be_m2() -> None:
 # ------------------------------------------------------------------ which instance
 
 
-def test_an_empty_instance_is_used_before_anybody_is_evicted() -> None:
+def test_an_empty_instance_is_used_before_a_request_is_evicted() -> None:
     view = fleet([serving("e0", "a"), serving("e1", "b"), empty("e2")], [model("a", 10), model("b")])
     assert swaps(RULE.plan(view)) == [("e2", "a")]
 
@@ -275,11 +279,11 @@ def test_of_m2s_replicas_the_preloaded_then_the_idlest_goes() -> None:
 
 def test_a_model_that_is_loading_is_not_loaded_twice() -> None:
     models = [model("a", 5, waiting=5), model("b"), model("c")]
-    assert swaps(RULE.plan(fleet([turning("e0", "a"), serving("e1", "b"), empty("e2")], models))) == []
-    assert swaps(RULE.plan(fleet([turning("e0", "a", of="c"), serving("e1", "b")], models))) == []
+    assert swaps(RULE.plan(fleet([swapping_to("e0", "a"), serving("e1", "b"), empty("e2")], models))) == []
+    assert swaps(RULE.plan(fleet([swapping_to("e0", "a", of="c"), serving("e1", "b")], models))) == []
 
 
-def test_the_deadline_is_for_those_who_are_evicted() -> None:
+def test_the_deadline_is_for_evicted_requests() -> None:
     rule = replace(RULE, deadline_s=3.0)
     view = fleet([serving("e0", "b"), empty("e1")], [model("a", 1), model("b"), model("c", 1)])
     assert [(a.instance, a.deadline_s) for a in rule.plan(view) if isinstance(a, Swap)] == [
@@ -299,26 +303,26 @@ def test_a_plan_says_why() -> None:
 
 def test_a_model_goes_elsewhere_than_where_it_has_just_failed() -> None:
     models = [model("a", 5, failed=1), model("b"), model("c")]
-    rests = replace(empty("e0"), cooling_down=(models[0].id,))
-    assert swaps(RULE.plan(fleet([rests, serving("e1", "b"), serving("e2", "c")], models))) == [("e1", "a")]
-    assert swaps(RULE.plan(fleet([rests, serving("e1", "b"), empty("e2")], models))) == [("e2", "a")]
+    cooling = replace(empty("e0"), cooling_down=(models[0].id,))
+    assert swaps(RULE.plan(fleet([cooling, serving("e1", "b"), serving("e2", "c")], models))) == [("e1", "a")]
+    assert swaps(RULE.plan(fleet([cooling, serving("e1", "b"), empty("e2")], models))) == [("e2", "a")]
 
 
-def test_a_model_that_fails_again_evicts_nobody_until_it_has_rested() -> None:
-    models = [model("a", 5, failed=2, floor=1), model("b"), model("c")]
-    rests = replace(serving("e0", "b"), cooling_down=(models[0].id,))
-    assert swaps(RULE.plan(fleet([rests, serving("e1", "b"), serving("e2", "c")], models))) == []
-    assert swaps(RULE.plan(fleet([rests, serving("e1", "b"), empty("e2")], models))) == [("e2", "a")]
+def test_a_model_that_fails_again_takes_no_replica_while_it_cools_down() -> None:
+    models = [model("a", 5, failed=2, min_replicas=1), model("b"), model("c")]
+    cooling = replace(serving("e0", "b"), cooling_down=(models[0].id,))
+    assert swaps(RULE.plan(fleet([cooling, serving("e1", "b"), serving("e2", "c")], models))) == []
+    assert swaps(RULE.plan(fleet([cooling, serving("e1", "b"), empty("e2")], models))) == [("e2", "a")]
     rested = fleet([serving("e0", "b"), serving("e1", "b"), serving("e2", "c")], models)
     assert swaps(RULE.plan(rested)) == [("e0", "a")]
 
 
-# ------------------------------------------------------------------ floors
+# ------------------------------------------------------------------ min_replicas
 
 
-def test_a_floor_is_restored_before_any_load_is_moved() -> None:
+def test_min_replicas_are_restored_before_any_load_is_moved() -> None:
     view = fleet(
-        [serving("e0", "a"), serving("e1", "c")], [model("a", 40), model("b", floor=1), model("c", 1)]
+        [serving("e0", "a"), serving("e1", "c")], [model("a", 40), model("b", min_replicas=1), model("c", 1)]
     )
     assert swaps(RULE.plan(view))[0] == ("e1", "b")
 
@@ -364,10 +368,10 @@ def test_a_model_without_replica_may_take_one_of_several() -> None:
 # ------------------------------------------------------------------ patience
 
 
-def oversubscribed(since_s: float, served_since_s: float = 0.0, **floors: int) -> FleetView:
+def oversubscribed(since_s: float, served_since_s: float = 0.0, **min_replicas: int) -> FleetView:
     return fleet(
         [serving("e0", "b", since_s=served_since_s), serving("e1", "c", since_s=served_since_s)],
-        [model("a", 1, waiting=1), model("b", 70), model("c", 80, floor=floors.get("c", 0))],
+        [model("a", 1, waiting=1), model("b", 70), model("c", 80, min_replicas=min_replicas.get("c", 0))],
         waiting=[waiting("a", since_s)],
     )
 
@@ -385,9 +389,12 @@ def test_patience_takes_only_a_replica_that_had_its_turn() -> None:
     assert swaps(RULE.plan(oversubscribed(since_s=0.0, served_since_s=95.0))) == []
 
 
-def test_patience_keeps_floors() -> None:
+def test_patience_keeps_min_replicas() -> None:
     view = oversubscribed(since_s=0.0, c=1)
-    kept = replace(view, models=(model("a", 1, waiting=1), model("b", 70, floor=1), model("c", 80, floor=1)))
+    kept = replace(
+        view,
+        models=(model("a", 1, waiting=1), model("b", 70, min_replicas=1), model("c", 80, min_replicas=1)),
+    )
     assert swaps(RULE.plan(view)) == [("e0", "a")]
     assert swaps(RULE.plan(kept)) == []
 
@@ -472,8 +479,8 @@ def test_a_replica_stays_for_its_least_residency(since_s: float, fires: bool) ->
     assert bool(WeightedLoadSwap(t1=1, t2=50, b=1.5, min_residency_s=30).plan(view)) is fires
 
 
-def test_a_floor_does_not_ask_for_residency() -> None:
-    view = fleet([serving("e0", "a"), serving("e1", "a")], [model("a", 2), model("b", 0, floor=1)])
+def test_min_replicas_do_not_wait_for_residency() -> None:
+    view = fleet([serving("e0", "a"), serving("e1", "a")], [model("a", 2), model("b", 0, min_replicas=1)])
     assert swaps(WeightedLoadSwap(t1=1, t2=50, b=1.5, min_residency_s=1e9, sigmas=9).plan(view))
 
 
@@ -511,7 +518,7 @@ def test_the_order_of_the_view_does_not_matter(
 
 @given(schedulers, fleet_views())
 def test_every_action_would_be_begun(rule: WeightedLoadSwap, view: FleetView) -> None:
-    """At most one an instance, free ones only, never LOST or turning, never a model too large for it."""
+    """At most one an instance, free ones only, never LOST or swapping, never a model too large for it."""
     plan = rule.plan(view)
     assert accepted(view, plan) == tuple(plan)
     for swap in plan:
@@ -522,7 +529,7 @@ def test_every_action_would_be_begun(rule: WeightedLoadSwap, view: FleetView) ->
 
 
 @given(schedulers, fleet_views())
-def test_no_model_is_brought_below_its_floor(rule: WeightedLoadSwap, view: FleetView) -> None:
+def test_no_model_is_brought_below_its_min_replicas(rule: WeightedLoadSwap, view: FleetView) -> None:
     after = assume(view, rule.plan(view))
     for m in view.models:
         before = len(view.replicas(m.id))
@@ -548,7 +555,7 @@ def allocations(view: FleetView) -> tuple[int, ...]:
 def test_swapping_ends_under_a_steady_load(
     rule: WeightedLoadSwap, view: FleetView, rng: random.Random
 ) -> None:
-    """No allocation comes back, whatever order loads end in, so there is no A to B to A."""
+    """No allocation comes back, in whichever order loads end, so there is no A to B to A."""
     rule = replace(rule, guard=True, patience_s=None)
     seen = {allocations(view)}
     for _ in count():

@@ -36,7 +36,7 @@ def model(
     p: int = 0,
     *,
     w: float = 1.0,
-    floor: int = 0,
+    min_replicas: int = 0,
     waiting: int = 0,
     failed: int = 0,
     weight: int = 0,
@@ -46,7 +46,7 @@ def model(
         num_running=p - waiting,
         num_waiting=waiting,
         weight=w,
-        min_replicas=floor,
+        min_replicas=min_replicas,
         num_failed_loads=failed,
         weight_bytes=weight,
     )
@@ -81,8 +81,8 @@ def empty(name: str, *, preloaded: str | None = None, memory: int = 0) -> Instan
     )
 
 
-def turning(name: str, to: str, *, of: str | None = None) -> InstanceView:
-    """An instance on its way to another model; with `of`, it still serves that one meanwhile."""
+def swapping_to(name: str, to: str, *, of: str | None = None) -> InstanceView:
+    """An instance that swaps to another model; with `of`, it still serves that one meanwhile."""
     return InstanceView(
         id=InstanceId(name),
         state=SERVING if of else LOADING,
@@ -178,13 +178,13 @@ def instance_views(draw: st.DrawFn, name: str, now_s: float) -> InstanceView:
 
 
 @st.composite
-def model_views(draw: st.DrawFn, name: ModelId, *, max_floor: int = 2) -> ModelView:
+def model_views(draw: st.DrawFn, name: ModelId, *, max_min_replicas: int = 2) -> ModelView:
     return ModelView(
         id=name,
         num_running=draw(st.integers(0, 20)),
         num_waiting=draw(st.integers(0, 20)),
         weight=draw(st.sampled_from([0.5, 1.0, 3.0])),
-        min_replicas=draw(st.integers(0, max_floor)),
+        min_replicas=draw(st.integers(0, max_min_replicas)),
         num_failed_loads=draw(st.sampled_from([0, 0, 0, 1, 5000])),
         weight_bytes=draw(st.sampled_from([0, 5, 15])),
     )
@@ -192,7 +192,7 @@ def model_views(draw: st.DrawFn, name: ModelId, *, max_floor: int = 2) -> ModelV
 
 @st.composite
 def fleet_views(draw: st.DrawFn) -> FleetView:
-    """Every state, swaps under way, floors that may not be met, mixed sizes; also no instance or no model."""
+    """Every state, swaps under way, missing min_replicas, mixed sizes; also no instance or no model."""
     now_s = 60.0
     names = [f"e{n}" for n in range(draw(st.integers(0, 7)))]
     requests = draw(st.lists(st.tuples(_model_ids, st.floats(0.0, now_s)), max_size=5))
@@ -209,7 +209,7 @@ def steady_fleets(draw: st.DrawFn) -> FleetView:
     """Settled fleets of equal engines, some of them EMPTY, under a load that will not change."""
     count = draw(st.integers(1, 8))
     held = draw(st.lists(st.none() | _model_ids, min_size=count, max_size=count))
-    models = [draw(model_views(name, max_floor=1)) for name in MODELS]
+    models = [draw(model_views(name, max_min_replicas=1)) for name in MODELS]
     return fleet(
         [serving(f"e{n}", of) if of else empty(f"e{n}") for n, of in enumerate(held)],
         [replace(m, weight_bytes=0) for m in models],

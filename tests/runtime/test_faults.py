@@ -70,7 +70,7 @@ class Raising(WrapperEngine):
 
 
 @virtual_time
-async def test_a_listener_that_raises_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_listener_that_raises_disturbs_no_request(caplog: pytest.LogCaptureFixture) -> None:
     def listen(record: SwapRecord) -> None:
         raise ZeroDivisionError("a listener's own fault")
 

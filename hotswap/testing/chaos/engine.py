@@ -1,4 +1,4 @@
-"""An engine that is lost, late and short of memory at random, with whatever abilities it had before."""
+"""An engine wrapper that injects losses, delays and lack of memory."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _T = TypeVar("_T")
 
 @runtime_checkable
 class _Losable(Protocol):
-    """An engine that can be lost on purpose."""
+    """An engine with a method that loses it."""
 
     def lose(self, reason: str) -> None: ...
 
 
 def chaotic_engine(engine: Engine, random: Random, faults: EngineFaults | None = None) -> ChaosEngine:
-    """Wrap an engine; what it can do beside the five verbs it still can, and it can nothing else.
+    """Wrap an engine; the wrapper supports exactly the optional abilities of the engine.
 
     Args:
         engine: Any engine, a wrapper included: abilities that it hides stay hidden.
-        random: Decides all that happens.
-        faults: What may happen; nothing if it is left out.
+        random: The source of all chance.
+        faults: The faults to inject; none by default.
     """
     bases: list[type[ChaosEngine]] = []
     if isinstance(engine, SupportsPreload):
@@ -57,32 +57,32 @@ def chaotic_engine(engine: Engine, random: Random, faults: EngineFaults | None =
 
 
 class ChaosEngine(WrapperEngine):
-    """Injects faults into the five verbs of an engine; `chaotic_engine` makes one with its abilities.
+    """Injects faults into the methods of an engine; `chaotic_engine` makes one with the engine's abilities.
 
-    An engine that has a method `lose` is lost by it. For another the wrapper plays the loss: every verb and
-    every stream raises `InstanceLost`, until `unload`.
+    An engine with a method `lose` is lost by that method. For other engines the wrapper simulates the loss:
+    every method and every stream raises `InstanceLost`, until `unload`.
     """
 
     def __init__(self, engine: Engine, random: Random, faults: EngineFaults | None = None) -> None:
         super().__init__(engine)
         self.faults = faults or EngineFaults()
         self.injector = Injector(random)
-        # Of its own, so that losses come at the same moments however many tokens there are.
+        # A generator of its own, so that the number of tokens does not change when losses come.
         self._losses = Random(random.getrandbits(64))
         self._notifier = StatusNotifier()
-        self._lost_because = ""
+        self._loss_reason = ""
         self._waits: set[anyio.CancelScope] = set()
 
     @property
     def injected(self) -> Counter[str]:
-        """How many faults came, by kind."""
+        """The number of injected faults by kind."""
         return self.injector.injected
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         async with self.wrapped, anyio.create_task_group() as tasks:
             if self.faults.loss_every_s < math.inf:
-                tasks.start_soon(self._lose_now_and_then, name=f"losses of {self.id}")
+                tasks.start_soon(self._lose_at_random, name=f"losses of {self.id}")
             try:
                 yield self
             finally:
@@ -93,7 +93,7 @@ class ChaosEngine(WrapperEngine):
     async def load(self, model: ModelCard, store: WeightStore) -> None:
         await self.late()
         self.refuse_if_lost()
-        self.find_no_memory(f"Model {model.id!r}")
+        self.run_out_of_memory(f"Model {model.id!r}")
         await self.unless_lost(partial(self.wrapped.load, model, store))
 
     async def unload(self) -> None:
@@ -101,9 +101,9 @@ class ChaosEngine(WrapperEngine):
             await self.late()
             lost = self.status().state is InstanceState.LOST
             if lost and self.injector.hits("stuck", self.faults.stuck):
-                raise InstanceLost(f"Engine {self.id!r} does not come back for now; try again.")
+                raise InstanceLost(f"Engine {self.id!r} is stuck, by chance; try again.")
             await self.wrapped.unload()
-            self._lost_because = ""
+            self._loss_reason = ""
             self._notifier.state_changed()
         await checkpoint_if_cancelled()
 
@@ -120,7 +120,7 @@ class ChaosEngine(WrapperEngine):
 
     def status(self) -> EngineStatus:
         view = self.wrapped.status()
-        if not self._lost_because:
+        if not self._loss_reason:
             return view
         return EngineStatus(
             id=view.id,
@@ -146,34 +146,34 @@ class ChaosEngine(WrapperEngine):
         if isinstance(self.wrapped, _Losable):
             self.wrapped.lose(reason)
             return
-        self._lost_because = reason
+        self._loss_reason = reason
         self._notifier.state_changed()
         for scope in self._waits:
             scope.cancel()
 
     async def late(self) -> None:
-        """Begin late, if that comes now."""
+        """Start late, by chance."""
         await self.injector.pause("delay", self.faults.delay, self.faults.delay_s)
 
-    def find_no_memory(self, whose: str) -> None:
-        """Raise `OutOfMemory`, if that comes now."""
+    def run_out_of_memory(self, whose: str) -> None:
+        """Raise `OutOfMemory`, by chance."""
         if self.injector.hits("no_memory", self.faults.no_memory):
             raise OutOfMemory(f"{whose} finds no memory on engine {self.id!r}, by chance; try elsewhere.")
 
-    def give_up(self, stage: str) -> None:
-        """Raise `MigrationAborted`, if that comes now."""
+    def abort_move(self, stage: str) -> None:
+        """Raise `MigrationAborted`, by chance."""
         if self.injector.hits("abort", self.faults.abort):
-            raise MigrationAborted(f"Engine {self.id!r} gave a move up in {stage!r}, by chance.", stage=stage)
+            raise MigrationAborted(f"Engine {self.id!r} aborted a move in {stage!r}, by chance.", stage=stage)
 
     def refuse_if_lost(self) -> None:
-        """Raise `InstanceLost` while the wrapper plays a loss."""
-        if self._lost_because:
+        """Raise `InstanceLost` while the wrapper simulates a loss."""
+        if self._loss_reason:
             raise InstanceLost(
-                f"Engine {self.id!r} is lost: {self._lost_because}. Unload it to bring it back."
+                f"Engine {self.id!r} is lost: {self._loss_reason}. Unload it to bring it back."
             )
 
     async def unless_lost(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what `work` returns; interrupt it by `InstanceLost` when the wrapper plays a loss."""
+        """Return the result of `work`; interrupt it by `InstanceLost` when the wrapper simulates a loss."""
         if isinstance(self.wrapped, _Losable):
             return await work()
         self.refuse_if_lost()
@@ -188,7 +188,7 @@ class ChaosEngine(WrapperEngine):
         self.refuse_if_lost()
         raise InstanceLost(f"Engine {self.id!r} was lost meanwhile; it has come back.")
 
-    async def _lose_now_and_then(self) -> None:
+    async def _lose_at_random(self) -> None:
         while True:
             await anyio.sleep(self._losses.expovariate(1 / self.faults.loss_every_s))
             if self.injector.armed and self.status().state is not InstanceState.LOST:
@@ -196,7 +196,7 @@ class ChaosEngine(WrapperEngine):
 
 
 class _ChaosTokens(TokenStream):
-    """A stream that pauses now and then, and ends with an engine whose loss the wrapper plays."""
+    """A stream with injected pauses, which ends when the wrapper simulates a loss."""
 
     def __init__(self, engine: ChaosEngine, tokens: TokenStream) -> None:
         self._engine, self._tokens = engine, tokens
@@ -210,7 +210,7 @@ class _ChaosTokens(TokenStream):
 
 
 class _Preloading(ChaosEngine):
-    """Stages models as the wrapped engine does, if there is room by chance."""
+    """Preloads models as the wrapped engine does, with injected lack of memory."""
 
     def can_preload(self, model: ModelCard) -> bool:
         """See `SupportsPreload`."""
@@ -223,9 +223,9 @@ class _Preloading(ChaosEngine):
         await self.late()
         self.refuse_if_lost()
         try:
-            self.find_no_memory(f"Model {model.id!r}")
+            self.run_out_of_memory(f"Model {model.id!r}")
         except OutOfMemory:
-            await self.wrapped.drop_preload()  # a failure leaves nothing staged
+            await self.wrapped.drop_preload()  # a failed preload leaves nothing behind
             raise
         await self.unless_lost(partial(self.wrapped.preload, model, store))
 
@@ -236,15 +236,15 @@ class _Preloading(ChaosEngine):
 
 
 class _Adapting(ChaosEngine):
-    """Holds adapters as the wrapped engine does, if there is room by chance."""
+    """Holds adapters as the wrapped engine does, with injected lack of memory."""
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """See `SupportsAdapters`."""
         assert isinstance(self.wrapped, SupportsAdapters)
         await self.late()
         self.refuse_if_lost()
-        if set(self.status().adapters) - {adapter.version}:  # the only one always finds room
-            self.find_no_memory(f"Adapter {adapter.version!r}")
+        if set(self.status().adapters) - {adapter.version}:  # a single adapter always fits
+            self.run_out_of_memory(f"Adapter {adapter.version!r}")
         await self.unless_lost(partial(self.wrapped.load_adapter, adapter))
 
     async def drop_adapter(self, adapter: AdapterId) -> None:
@@ -262,9 +262,9 @@ class _Migrating(ChaosEngine):
         assert isinstance(self.wrapped, SupportsMigration)
         await self.late()
         self.refuse_if_lost()
-        self.give_up("export")
+        self.abort_move("export")
         async with self.wrapped.export_kv(request) as source:
-            yield ChaosSource(source, self._disturbed)
+            yield ChaosSource(source, self._with_faults)
 
     @asynccontextmanager
     async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
@@ -272,14 +272,14 @@ class _Migrating(ChaosEngine):
         assert isinstance(self.wrapped, SupportsMigration)
         await self.late()
         self.refuse_if_lost()
-        self.give_up("reserve")
+        self.abort_move("reserve")
         async with self.wrapped.import_kv(request) as sink:
-            yield ChaosSink(sink, self._disturbed)
+            yield ChaosSink(sink, self._with_faults)
 
-    async def _disturbed(self, stage: str, work: Callable[[], Awaitable[_T]]) -> _T:
+    async def _with_faults(self, stage: str, work: Callable[[], Awaitable[_T]]) -> _T:
         await self.late()
         self.refuse_if_lost()
         if stage == "reserve" and self.injector.hits("no_memory", self.faults.no_memory):
             raise MigrationAborted(f"Engine {self.id!r} has too few KV blocks, by chance.", stage=stage)
-        self.give_up(stage)
+        self.abort_move(stage)
         return await self.unless_lost(work)

@@ -1,4 +1,4 @@
-"""Which faults there are, how often they come, and the counting of those that came."""
+"""The faults that can be injected, their chances, and the count of injected faults."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _TIMES = ("loss_every_s", "delay_s", "stall_s", "bytes_per_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFaults:
-    """What goes wrong with an engine; chances are from 0 to 1, and times are means of exponential ones.
+    """The faults of an engine; chances are from 0 to 1, and times are means of exponential distributions.
 
     Attributes:
-        loss_every_s: Between two losses of the engine, whatever it does then.
-        stuck: Chance that an `unload` brings a lost engine not back; the next one may.
-        delay: Chance that a verb begins later than it was asked for, entering a stream included.
-        delay_s: How much later.
+        loss_every_s: Seconds between two losses of the engine, which may come at any moment.
+        stuck: Chance that an `unload` does not bring a lost engine back; a later one may.
+        delay: Chance that a method call starts late, entering a stream included.
+        delay_s: Seconds of that delay.
         stall: Chance that a stream pauses before a token.
-        stall_s: For how long.
-        no_memory: Chance that a load, a preload, an adapter beside others or a reservation of KV blocks finds
-            no room.
-        abort: Chance that a verb of a move of KV blocks gives the move up.
+        stall_s: Seconds of that pause.
+        no_memory: Chance that a load, a preload, a further adapter or a reservation of KV blocks runs out of
+            memory.
+        abort: Chance that a call during a move of KV blocks aborts the move.
     """
 
     loss_every_s: float = math.inf
@@ -47,16 +47,16 @@ class EngineFaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFaults:
-    """What goes wrong with a store; chances are from 0 to 1, and times are means of exponential ones.
+    """The faults of a store; chances are from 0 to 1, and times are means of exponential distributions.
 
     Attributes:
-        bytes_per_s: Nothing is read faster.
+        bytes_per_s: The highest bandwidth of a read.
         delay: Chance that a chunk comes late.
-        delay_s: By how much.
-        missing: Chance that a manifest or a shard that is asked for is not there.
-        error: Chance that the read of a shard breaks off, at its beginning or anywhere in it.
+        delay_s: Seconds of that delay.
+        missing: Chance that a requested manifest or shard is missing.
+        error: Chance that the read of a shard fails, at its beginning or anywhere in it.
         corrupt: Chance that a shard is found damaged, anywhere in it or after its last chunk.
-        refuse: Chance that the store would rather not lend a rank in place, or read a shard into place.
+        refuse: Chance that the store declines to lend a rank in place, or to read a shard into place.
     """
 
     bytes_per_s: float = math.inf
@@ -75,8 +75,8 @@ class Injector:
     """Draws faults from a `Random`, and counts them.
 
     Attributes:
-        armed: While it is false no fault comes, and nothing is drawn.
-        injected: How many faults came, by kind.
+        armed: While false, no fault is injected and nothing is drawn.
+        injected: The number of injected faults by kind.
     """
 
     def __init__(self, random: Random) -> None:
@@ -85,18 +85,18 @@ class Injector:
         self._random = random
 
     def hits(self, kind: str, chance: float) -> bool:
-        """Whether a fault comes now; it is counted if it does."""
+        """Return whether to inject a fault now; an injected fault is counted."""
         hit = self.armed and chance > 0 and self._random.random() < chance
         if hit:
             self.injected[kind] += 1
         return hit
 
     def share(self) -> float:
-        """Draw a place from 0 to 1."""
+        """Draw a number from 0 to 1."""
         return self._random.random()
 
     async def pause(self, kind: str, chance: float, mean_s: float) -> None:
-        """Sleep, if that comes now, for a time whose mean is `mean_s`; without it not even a checkpoint."""
+        """Sleep for `mean_s` on average, by chance; without the fault there is not even a checkpoint."""
         if self.hits(kind, chance):
             await anyio.sleep(self._random.expovariate(1 / mean_s))
 

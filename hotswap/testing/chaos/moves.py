@@ -1,4 +1,4 @@
-"""Both ends of a move of KV blocks, each verb of which may be late or give up."""
+"""Both ends of a move of KV blocks, with injected delays and aborts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _T = TypeVar("_T")
 
 
 class Disturb(Protocol):
-    """Carries out the verb of a stage, or lets it fail."""
+    """Runs the work of a stage, or injects a fault."""
 
     async def __call__(self, stage: str, work: Callable[[], Awaitable[_T]]) -> _T: ...
 
 
 class ChaosSource(KVSource):
-    """A giving end that is disturbed."""
+    """A source with injected faults."""
 
     def __init__(self, source: KVSource, disturb: Disturb) -> None:
         self.layout = source.layout
@@ -40,7 +40,7 @@ class ChaosSource(KVSource):
 
 
 class ChaosSink(KVSink):
-    """A taking end that is disturbed."""
+    """A sink with injected faults."""
 
     def __init__(self, sink: KVSink, disturb: Disturb) -> None:
         self.layout, self.num_present_blocks = sink.layout, sink.num_present_blocks

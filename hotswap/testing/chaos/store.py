@@ -1,4 +1,4 @@
-"""A store that is slow, and whose shards are missing or damaged at random, with its abilities as before."""
+"""A store wrapper that injects slow reads and missing or damaged shards."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["ChaosStore", "chaotic_store"]
 
 
 def chaotic_store(store: WeightStore, random: Random, faults: StoreFaults | None = None) -> ChaosStore:
-    """Wrap a store; what it can do beside the three verbs it still can, and it can nothing else.
+    """Wrap a store; the wrapper supports exactly the optional abilities of the store.
 
     Args:
         store: Any store.
-        random: Decides all that happens.
-        faults: What may happen; nothing if it is left out.
+        random: The source of all chance.
+        faults: The faults to inject; none by default.
     """
     bases: list[type[ChaosStore]] = []
     if isinstance(store, SupportsPrefetch):
@@ -53,7 +53,7 @@ def chaotic_store(store: WeightStore, random: Random, faults: StoreFaults | None
 
 
 class ChaosStore(WrapperStore):
-    """Injects faults into the three verbs of a store; `chaotic_store` makes one with its abilities."""
+    """Injects faults into the methods of a store; `chaotic_store` makes one with the store's abilities."""
 
     def __init__(self, store: WeightStore, random: Random, faults: StoreFaults | None = None) -> None:
         super().__init__(store)
@@ -62,7 +62,7 @@ class ChaosStore(WrapperStore):
 
     @property
     def injected(self) -> Counter[str]:
-        """How many faults came, by kind."""
+        """The number of injected faults by kind."""
         return self.injector.injected
 
     async def manifest(self, model: ModelId) -> Manifest:
@@ -74,7 +74,7 @@ class ChaosStore(WrapperStore):
         self.miss(f"Shard {shard.file!r} of {shard.model!r}")
         end = self.draw_end(shard.file, shard.model)
         async with self.wrapped.open(shard) as chunks:
-            yield _Disturbed(self, chunks, shard, end)
+            yield _FaultyChunks(self, chunks, shard, end)
 
     def __repr__(self) -> str:
         return f"<ChaosStore of {self.wrapped!r} {self.injector!r}>"
@@ -82,21 +82,21 @@ class ChaosStore(WrapperStore):
     # ------------------------------------------------------------------ faults
 
     def miss(self, what: str) -> None:
-        """Raise `ShardMissing`, if that comes now."""
+        """Raise `ShardMissing`, by chance."""
         if self.injector.hits("missing", self.faults.missing):
-            raise ShardMissing(f"{what} is not there, by chance; ask again.")
+            raise ShardMissing(f"{what} is missing, by chance; try again.")
 
     def draw_end(self, file: str, model: ModelId) -> End | None:
-        """Return where and how a read will break off; `None` if it goes well."""
+        """Return where and how a read will fail; `None` if it will not."""
         if self.injector.hits("error", self.faults.error):
             return End(self.injector.share(), StoreError(f"{file!r} of {model!r} cannot be read, by chance."))
         if self.injector.hits("corrupt", self.faults.corrupt):
-            at = min(1.0, 2 * self.injector.share())  # every other time after the last chunk
+            at = min(1.0, 2 * self.injector.share())  # in half of all cases after the last chunk
             return End(at, ShardCorrupt(f"{file!r} of {model!r} is damaged, by chance."))
         return None
 
     async def take_time(self, size_bytes: int) -> None:
-        """Take as long as a slow disk takes for so many bytes, and longer, if that comes now."""
+        """Sleep as long as the slow disk reads `size_bytes`, and longer by chance."""
         await self.injector.pause("delay", self.faults.delay, self.faults.delay_s)
         if self.injector.armed and (seconds := size_bytes / self.faults.bytes_per_s):
             await anyio.sleep(seconds)
@@ -104,14 +104,14 @@ class ChaosStore(WrapperStore):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a read breaks off, after `at` of its bytes, from 0 to 1."""
+    """The failure of a read, after the share `at` of its bytes, from 0 to 1."""
 
     at: float
     error: StoreError
 
 
-class _Disturbed:
-    """Chunks that come late, until something breaks."""
+class _FaultyChunks:
+    """Chunks with injected delays, up to an injected failure."""
 
     def __init__(
         self, store: ChaosStore, chunks: AsyncIterator[HostChunk], shard: Shard, end: End | None
@@ -120,7 +120,7 @@ class _Disturbed:
         self._left_bytes = float("inf") if end is None else end.at * shard.size_bytes
         self._at_end = end is not None and end.at >= 1
 
-    def __aiter__(self) -> _Disturbed:
+    def __aiter__(self) -> _FaultyChunks:
         return self
 
     async def __anext__(self) -> HostChunk:
@@ -183,7 +183,7 @@ class _Lending(ChaosStore):
         if end is not None and end.at < 0.5:
             raise end.error
         async with self.wrapped.lend(manifest, rank) as buffer:
-            await self.take_time(0)  # what is resident is not read
+            await self.take_time(0)  # a resident model is not read
             if end is not None:
                 raise end.error
             yield buffer

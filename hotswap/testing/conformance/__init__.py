@@ -1,7 +1,6 @@
 """Public conformance suites: inherit from one, write its `make_*` hooks, and pytest runs it.
 
-Each checks what its interface's docstrings promise, so a class that passes can stand in for any other of its
-kind.
+Each checks what the docstrings of its interface promise, so classes that pass are interchangeable.
 """
 
 from hotswap.testing.conformance.channel import ChannelConformance

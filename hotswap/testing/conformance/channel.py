@@ -1,4 +1,4 @@
-"""`ChannelConformance`: what every link must do, whatever lies between its ends."""
+"""`ChannelConformance`: the contract of every `Channel`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ChannelConformance"]
 
 
 class ChannelConformance(Suite):
-    """Every sentence of `hotswap.transport.Channel` that can be tested, as a class to inherit from.
+    """Checks every testable promise of `hotswap.transport.Channel`; inherit from it.
 
     ```python
     class TestMyLink(ChannelConformance):
@@ -30,8 +30,8 @@ class ChannelConformance(Suite):
     ```
 
     Attributes:
-        large_bytes: of payloads that should take a link several goes; no more than `max_payload_bytes`.
-        flood_bytes: more than a link may hold on its way.
+        large_bytes: the size of payloads that a link must split; at most `max_payload_bytes`.
+        flood_bytes: more bytes than a link may buffer.
     """
 
     large_bytes: ClassVar[int] = 3 << 20
@@ -115,7 +115,7 @@ class ChannelConformance(Suite):
             await right.aclose()
 
     @check
-    async def test_a_sender_waits_for_who_takes_nothing(self) -> None:
+    async def test_a_sender_waits_while_the_other_end_takes_nothing(self) -> None:
         async with self.make_channels() as (left, right):
             await self._expect_a_bound(left, right)
 
@@ -141,7 +141,7 @@ class ChannelConformance(Suite):
                 before = num_sent
                 for _ in range(100):
                     await anyio.wait_all_tasks_blocked()
-            assert num_sent < len(flood), "the link takes what nobody receives"
+            assert num_sent < len(flood), "the link buffers without a bound"
             await _expect_all(receiver, flood)
 
     # ------------------------------------------------------------------ cancellation

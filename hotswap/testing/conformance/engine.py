@@ -1,4 +1,4 @@
-"""`EngineConformance`: what every engine must do, whatever runs its models."""
+"""`EngineConformance`: the contract of every `Engine`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EngineConformance(
     MigrationChecks,
     StatusChecks,
 ):
-    """Every sentence of `hotswap.engine.Engine` that can be tested, as a class to inherit from.
+    """Checks every testable promise of `hotswap.engine.Engine`; inherit from it.
 
     ```python
     class TestMyEngine(EngineConformance):
@@ -37,5 +37,5 @@ class EngineConformance(
             return MyStore("/weights")
     ```
 
-    See `EngineSuite` for all hooks. Abilities that the engine lacks are skipped.
+    See `EngineSuite` for all hooks. Checks of abilities that the engine lacks are skipped.
     """

@@ -1,4 +1,4 @@
-"""Requests that leave an engine with their KV blocks, and arrive at another."""
+"""Checks of migration: requests move to another engine with their KV blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotswap.errors import InstanceLost, MigrationAborted, RequestEvicted
 from hotswap.migration import KVPages, KVSink, KVSource, SupportsMigration
 from hotswap.request import Request, RequestId
 from hotswap.testing.conformance.engine_status import all_told
-from hotswap.testing.conformance.engine_suite import Bench, EngineSuite, Reader, collect, no_requests
+from hotswap.testing.conformance.engine_suite import EngineSetup, EngineSuite, Reader, collect, no_requests
 from hotswap.testing.conformance.suite import check, until
 
 __all__ = ["MigrationChecks"]
@@ -25,22 +25,22 @@ __all__ = ["MigrationChecks"]
 class Pair:
     """Two engines that serve the first model."""
 
-    bench: Bench
+    setup: EngineSetup
     source: Engine
     destination: Engine
 
     def export(self, request: RequestId) -> AbstractAsyncContextManager[KVSource]:
-        """The giving end."""
+        """Open the sending end of a move."""
         assert isinstance(self.source, SupportsMigration)
         return self.source.export_kv(request)
 
     def take(self, request: Request) -> AbstractAsyncContextManager[KVSink]:
-        """The taking end."""
+        """Open the receiving end of a move."""
         assert isinstance(self.destination, SupportsMigration)
         return self.destination.import_kv(request)
 
     def back(self, request: Request) -> AbstractAsyncContextManager[KVSink]:
-        """A taking end of the engine that gives."""
+        """Open a receiving end on the source engine."""
         assert isinstance(self.source, SupportsMigration)
         return self.source.import_kv(request)
 
@@ -51,7 +51,7 @@ class MigrationChecks(EngineSuite):
     @check
     async def test_a_request_leaves_with_its_blocks_and_goes_on_elsewhere(self) -> None:
         async with self.pair() as pair:
-            request = self.long_requests(pair.bench.card, 1)[0]
+            request = self.long_requests(pair.setup.card, 1)[0]
             async with (
                 self.streaming(pair.source, [request]) as (reader,),
                 pair.export(request.id) as source,
@@ -69,12 +69,12 @@ class MigrationChecks(EngineSuite):
                 assert isinstance(reader.error, RequestEvicted), "its stream was to end here"
                 assert [*request.prompt, *reader.ids] == list(stopped.tokens), "tokens were lost or added"
                 rest = await self.rest_of(pair.destination, request, reader)
-            assert reader.ids + rest == await self.expected(request, pair.bench.card)
+            assert reader.ids + rest == await self.expected(request, pair.setup.card)
 
     @check
     async def test_an_arrived_request_finds_what_was_copied(self) -> None:
         async with self.pair() as pair:
-            request = self.long_requests(pair.bench.card, 1)[0]
+            request = self.long_requests(pair.setup.card, 1)[0]
             async with (
                 self.streaming(pair.source, [request]) as (reader,),
                 pair.export(request.id) as source,
@@ -93,7 +93,7 @@ class MigrationChecks(EngineSuite):
     @check
     async def test_a_request_that_was_not_released_goes_on_where_it_was(self) -> None:
         async with self.pair() as pair:
-            requests = self.long_requests(pair.bench.card)
+            requests = self.long_requests(pair.setup.card)
             async with (
                 self.streaming(pair.source, requests) as readers,
                 pair.export(requests[0].id) as source,
@@ -101,12 +101,12 @@ class MigrationChecks(EngineSuite):
                 await self.read_full_blocks(source)
                 await source.stop()
             for reader in readers:
-                await self.assert_whole(reader, pair.bench.card)
+                await self.assert_whole(reader, pair.setup.card)
 
     @check
     async def test_a_stop_that_is_cancelled_leaves_no_request_stopped(self) -> None:
         async with self.pair() as pair:
-            requests = self.long_requests(pair.bench.card)
+            requests = self.long_requests(pair.setup.card)
             async with self.streaming(pair.source, requests) as readers:
                 for request in requests:
                     async with pair.export(request.id) as source:
@@ -114,12 +114,12 @@ class MigrationChecks(EngineSuite):
                             scope.cancel()
                             await source.stop()
             for reader in readers:
-                await self.assert_whole(reader, pair.bench.card)
+                await self.assert_whole(reader, pair.setup.card)
 
     @check
     async def test_blocks_that_were_not_committed_are_given_back(self) -> None:
         async with self.pair() as pair:
-            request = self.long_requests(pair.bench.card, 1)[0]
+            request = self.long_requests(pair.setup.card, 1)[0]
             async with self.streaming(pair.source, [request]) as (reader,):
                 view = pair.destination.status()
                 most = (view.num_free_kv_blocks // 2 + 2) * view.kv_block_tokens
@@ -128,13 +128,13 @@ class MigrationChecks(EngineSuite):
                         await self.copy_full_blocks(source, sink)
                         await sink.reserve(most)
                 await until(lambda: no_requests(pair.destination))
-            await self.assert_whole(reader, pair.bench.card)
+            await self.assert_whole(reader, pair.setup.card)
 
     @check
     async def test_others_go_on_undisturbed_while_one_moves(self) -> None:
         async with self.pair() as pair:
-            requests = self.long_requests(pair.bench.card)
-            other = self.request(pair.bench.card, salt=9, max_tokens=self.long_tokens)
+            requests = self.long_requests(pair.setup.card)
+            other = self.request(pair.setup.card, salt=9, max_tokens=self.long_tokens)
             async with (
                 self.streaming(pair.destination, [other]) as (there,),
                 self.streaming(pair.source, requests) as readers,
@@ -143,12 +143,12 @@ class MigrationChecks(EngineSuite):
             ):
                 await self.copy_full_blocks(source, sink)
             for reader in (*readers, there):
-                await self.assert_whole(reader, pair.bench.card)
+                await self.assert_whole(reader, pair.setup.card)
 
     @check
     async def test_what_an_eviction_takes_away_cannot_be_copied(self) -> None:
         async with self.pair() as pair:
-            request = self.long_requests(pair.bench.card, 1)[0]
+            request = self.long_requests(pair.setup.card, 1)[0]
             async with self.streaming(pair.source, [request]), pair.export(request.id) as source:
                 await pair.source.evict(deadline_s=0)
                 with pytest.raises(MigrationAborted):
@@ -157,7 +157,7 @@ class MigrationChecks(EngineSuite):
     @check
     async def test_a_stopped_request_that_was_taken_away_cannot_be_copied(self) -> None:
         async with self.pair() as pair:
-            request = self.long_requests(pair.bench.card, 1)[0]
+            request = self.long_requests(pair.setup.card, 1)[0]
             async with self.streaming(pair.source, [request]), pair.export(request.id) as source:
                 stopped = await source.stop()
                 await pair.source.evict(deadline_s=0)
@@ -168,7 +168,7 @@ class MigrationChecks(EngineSuite):
     @check
     async def test_a_request_that_has_gone_cannot_be_released(self) -> None:
         async with self.pair() as pair:
-            request = self.long_requests(pair.bench.card, 1)[0]
+            request = self.long_requests(pair.setup.card, 1)[0]
             async with AsyncExitStack() as move:
                 async with pair.source.stream(request) as tokens:
                     await anext(tokens)
@@ -182,40 +182,40 @@ class MigrationChecks(EngineSuite):
         if not self.can_lose:
             pytest.skip("write lose(engine) and set can_lose")
         async with self.pair() as pair, AsyncExitStack() as moves:
-            requests = self.long_requests(pair.bench.card, 2)
+            requests = self.long_requests(pair.setup.card, 2)
             async with self.streaming(pair.source, requests):
                 source = await moves.enter_async_context(pair.export(requests[0].id))
                 sink = await moves.enter_async_context(pair.back(requests[1]))
                 self.lose(pair.source)
                 await self.assert_all_raise(InstanceLost, source, sink)
-            with suppress(InstanceLost):  # some do not come back
+            with suppress(InstanceLost):  # some engines do not come back
                 await pair.source.unload()
             await self.assert_all_raise((MigrationAborted, InstanceLost), source, sink)
 
     @check
     async def test_no_blocks_at_all_may_be_written(self) -> None:
-        async with self.pair() as pair, pair.take(self.request(pair.bench.card)) as sink:
+        async with self.pair() as pair, pair.take(self.request(pair.setup.card)) as sink:
             await sink.write(KVPages(0, 0, memoryview(bytearray())))
 
     @check
     async def test_an_unknown_request_cannot_leave(self) -> None:
         async with self.pair() as pair:
             with pytest.raises(MigrationAborted):
-                async with pair.export(RequestId("nobody")):
+                async with pair.export(RequestId("unknown")):
                     pass
 
     @check
     async def test_a_request_for_another_model_cannot_arrive(self) -> None:
         async with self.pair() as pair:
             with pytest.raises(MigrationAborted):
-                async with pair.take(self.request(pair.bench.cards[1])):
+                async with pair.take(self.request(pair.setup.cards[1])):
                     pass
 
     @check
     async def test_more_blocks_than_there_are_cannot_be_reserved(self) -> None:
         async with self.pair() as pair:
             view = pair.destination.status()
-            async with pair.take(self.request(pair.bench.card)) as sink:
+            async with pair.take(self.request(pair.setup.card)) as sink:
                 with pytest.raises(MigrationAborted):
                     await sink.reserve((view.num_kv_blocks + 1) * view.kv_block_tokens)
                 assert pair.destination.status().num_free_kv_blocks == view.num_kv_blocks
@@ -223,7 +223,7 @@ class MigrationChecks(EngineSuite):
     @check
     async def test_listeners_of_both_engines_are_told_of_every_change_while_a_request_moves(self) -> None:
         async with self.pair() as pair:
-            requests = self.long_requests(pair.bench.card, 2)
+            requests = self.long_requests(pair.setup.card, 2)
             with all_told(pair.source, pair.destination):
                 async with self.streaming(pair.source, requests) as (reader, _):
                     async with pair.export(requests[1].id) as source, pair.take(requests[1]) as sink:
@@ -242,14 +242,14 @@ class MigrationChecks(EngineSuite):
 
     @asynccontextmanager
     async def pair(self) -> AsyncGenerator[Pair]:
-        """Two engines that serve the first model; skips where they cannot give requests away."""
-        async with self.serving() as bench, self.make_engine() as other:
-            if not isinstance(bench.engine, SupportsMigration):
+        """Two engines that serve the first model; skips engines without support for migration."""
+        async with self.serving() as setup, self.make_engine() as other:
+            if not isinstance(setup.engine, SupportsMigration):
                 pytest.skip("the engine does not support migration")
-            await other.load(bench.card, bench.store)
-            yield Pair(bench, bench.engine, other)
+            await other.load(setup.card, setup.store)
+            yield Pair(setup, setup.engine, other)
             await until(lambda: no_requests(other))
-            self.assert_books(other)
+            self.assert_released(other)
 
     async def assert_all_raise(
         self, error: type[Exception] | tuple[type[Exception], ...], source: KVSource, sink: KVSink
@@ -269,7 +269,7 @@ class MigrationChecks(EngineSuite):
                 await verb()
 
     async def read_full_blocks(self, source: KVSource) -> int:
-        """Read what is full now; return how many tokens that is."""
+        """Read the blocks that are full now; return the number of their tokens."""
         block_tokens = source.layout.block_tokens
         full = await source.num_tokens() // block_tokens * block_tokens
         if full:
@@ -278,7 +278,7 @@ class MigrationChecks(EngineSuite):
         return full
 
     async def copy_full_blocks(self, source: KVSource, sink: KVSink) -> int:
-        """Copy what is full now; return how many tokens that is."""
+        """Copy the blocks that are full now; return the number of their tokens."""
         block_tokens = source.layout.block_tokens
         full = await source.num_tokens() // block_tokens * block_tokens
         await sink.reserve(full + block_tokens)
@@ -287,5 +287,5 @@ class MigrationChecks(EngineSuite):
         return full
 
     async def rest_of(self, engine: Engine, request: Request, reader: Reader) -> list[int]:
-        """What an engine gives a request from where a reader was interrupted."""
+        """Return the tokens that an engine generates from where a reader was interrupted."""
         return [token.id for token in await collect(engine, request.continued(reader.ids))]

@@ -104,8 +104,8 @@ class StatusChecks(EngineSuite):
 
     @check
     async def test_a_listener_is_told_of_every_change_while_requests_run(self) -> None:
-        async with self.serving() as bench:
-            engine, card = bench.engine, bench.card
+        async with self.serving() as setup:
+            engine, card = setup.engine, setup.card
             most = engine.status().max_tokens
             assert most is not None
             half = min(most, card.max_context_tokens) // 2 - 4
@@ -128,81 +128,81 @@ class StatusChecks(EngineSuite):
 
     @check
     async def test_a_listener_is_told_of_requests_that_are_cancelled(self) -> None:
-        async with self.serving() as bench:
-            with all_told(bench.engine):
+        async with self.serving() as setup:
+            with all_told(setup.engine):
                 for number in (1, 2, 3, 5, 8):
-                    await cancel_at(number, lambda: collect(bench.engine, self.long_requests(bench.card)[0]))
-                await until(lambda: no_requests(bench.engine))
+                    await cancel_at(number, lambda: collect(setup.engine, self.long_requests(setup.card)[0]))
+                await until(lambda: no_requests(setup.engine))
 
     @check
     async def test_a_listener_is_told_of_every_change_while_models_come_and_go(self) -> None:
-        async with self.idle() as bench:
-            engine = bench.engine
+        async with self.idle() as setup:
+            engine = setup.engine
             with all_told(engine):
                 for num_chunks in (0, 1):
                     with pytest.raises(StoreError, match="planted"):
-                        await engine.load(bench.card, FailingStore(bench.store, num_chunks))
-                for card in bench.cards[:2]:
-                    await engine.load(card, bench.store)
+                        await engine.load(setup.card, FailingStore(setup.store, num_chunks))
+                for card in setup.cards[:2]:
+                    await engine.load(card, setup.store)
                     async with self.streaming(engine, self.long_requests(card, 2)):
                         await engine.unload()
                 await engine.unload()
 
     @check
     async def test_a_listener_is_told_of_loads_that_are_cancelled(self) -> None:
-        async with self.idle() as bench:
-            engine = bench.engine
+        async with self.idle() as setup:
+            engine = setup.engine
             with all_told(engine):
                 for number in (1, 2, 3, 5, 8, 13):
-                    await cancel_at(number, lambda: engine.load(bench.card, bench.store))
+                    await cancel_at(number, lambda: engine.load(setup.card, setup.store))
                     await engine.unload()
 
     @check
     async def test_a_listener_is_told_of_every_change_while_requests_are_evicted(self) -> None:
-        async with self.serving() as bench:
-            engine = bench.engine
+        async with self.serving() as setup:
+            engine = setup.engine
             with all_told(engine):
-                async with self.streaming(engine, self.long_requests(bench.card, 2)):
+                async with self.streaming(engine, self.long_requests(setup.card, 2)):
                     await cancel_at(1, lambda: engine.evict(deadline_s=50.0))
                     await cancel_at(2, lambda: engine.evict(deadline_s=50.0))
                     await engine.evict(deadline_s=0.01)
                 with pytest.raises(RequestEvicted):
-                    await collect(engine, self.request(bench.card))
+                    await collect(engine, self.request(setup.card))
                 await until(lambda: no_requests(engine))
                 await engine.unload()
 
     @check
     async def test_a_listener_is_told_of_every_change_while_a_model_is_staged(self) -> None:
-        async with self.serving() as bench:
-            engine, stager = bench.engine, able(bench)
+        async with self.serving() as setup:
+            engine, stager = setup.engine, able(setup)
             with all_told(engine):
-                async with self.streaming(engine, self.long_requests(bench.card, 2)):
+                async with self.streaming(engine, self.long_requests(setup.card, 2)):
                     with pytest.raises(StoreError, match="planted"):
-                        await stager.preload(bench.cards[1], FailingStore(bench.store, 1))
+                        await stager.preload(setup.cards[1], FailingStore(setup.store, 1))
                     for number in (1, 2, 3, 5):
-                        await cancel_at(number, lambda: stager.preload(bench.cards[1], bench.store))
+                        await cancel_at(number, lambda: stager.preload(setup.cards[1], setup.store))
                         await stager.drop_preload()
-                    await stager.preload(bench.cards[1], bench.store)
+                    await stager.preload(setup.cards[1], setup.store)
                     await engine.evict(deadline_s=0)
                 await engine.unload()
-                await engine.load(bench.cards[1], bench.store)
-                await collect(engine, self.request(bench.cards[1]))
+                await engine.load(setup.cards[1], setup.store)
+                await collect(engine, self.request(setup.cards[1]))
 
     @check
     async def test_a_listener_is_told_of_a_loss_and_of_what_follows(self) -> None:
         if not self.can_lose:
             pytest.skip("write lose(engine) and set can_lose")
-        async with self.serving() as bench:
-            engine = bench.engine
+        async with self.serving() as setup:
+            engine = setup.engine
             with all_told(engine):
-                async with self.streaming(engine, self.long_requests(bench.card)):
+                async with self.streaming(engine, self.long_requests(setup.card)):
                     self.lose(engine)
                 await until(lambda: engine.status().state is InstanceState.LOST)
                 try:
                     await engine.unload()
                 except InstanceLost:  # some do not come back
                     return
-                store = GatedStore(bench.store)
+                store = GatedStore(setup.store)
 
                 async def lose_it() -> None:
                     await store.reached.wait()
@@ -212,7 +212,7 @@ class StatusChecks(EngineSuite):
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(lose_it)
                     with pytest.raises(InstanceLost):
-                        await engine.load(bench.card, store)
+                        await engine.load(setup.card, store)
 
     @check
     async def test_a_listener_is_told_of_every_change_when_the_engine_is_left(self) -> None:
@@ -230,12 +230,12 @@ class StatusChecks(EngineSuite):
 
     @check
     async def test_a_second_listener_takes_the_place_of_the_first(self) -> None:
-        async with self.serving() as bench:
-            with all_told(bench.engine) as (first,):
+        async with self.serving() as setup:
+            with all_told(setup.engine) as (first,):
                 pass
             num_calls = first.num_calls
-            with all_told(bench.engine) as (second,):
-                await collect(bench.engine, self.request(bench.card))
+            with all_told(setup.engine) as (second,):
+                await collect(setup.engine, self.request(setup.card))
             assert first.num_calls == num_calls
             assert second.num_calls > 0
 

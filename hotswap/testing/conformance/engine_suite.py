@@ -1,4 +1,4 @@
-"""The hooks of `EngineConformance`, and the bench that its checks work on."""
+"""The hooks of `EngineConformance`, and the setup of its checks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hotswap.store import WeightStore
 from hotswap.testing.conformance.suite import Suite, until
 from hotswap.view import InstanceState
 
-__all__ = ["Bench", "EngineSuite", "Reader"]
+__all__ = ["EngineSetup", "EngineSuite", "Reader"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """An engine that serves `card` from `store`, with every model's card beside."""
+class EngineSetup:
+    """An engine, its store, and the cards of all models."""
 
     engine: Engine
     store: WeightStore
@@ -30,12 +30,12 @@ class Bench:
 
     @property
     def card(self) -> ModelCard:
-        """The model that is loaded."""
+        """The first model, which `serving` loads."""
         return self.cards[0]
 
 
 class Reader:
-    """Reads one stream to its end and keeps what came and what ended it."""
+    """Reads one stream to its end; keeps its tokens and the error that ended it."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -67,14 +67,14 @@ class EngineSuite(Suite):
     """Hooks to write or to override.
 
     Attributes:
-        models: two models or more that the store holds; checks load the first and swap to the second.
-        adapters: two adapters or more of the first model, all of which fit beside it; none where the engine
-            holds none.
-        bad_adapter: one of the first model that the engine must refuse; `None` if there is no such thing.
-        long_tokens: a generation so long that it still runs when a check acts on it; three of them must fit
-            the engine's KV pool side by side, and each the model's context with its prompt.
-        step_s: no step of the engine lasts longer, by the event loop's clock.
-        can_lose: whether `lose` is written.
+        models: at least two models that the store holds; checks load the first and swap to the second.
+        adapters: at least two adapters of the first model, all of which fit beside it; none if the engine
+            does not support adapters.
+        bad_adapter: an adapter of the first model that the engine must refuse; `None` if there is none.
+        long_tokens: the length of a generation that still runs when a check acts on it; three of them must
+            fit in the engine's KV pool together, and each in the model's context with its prompt.
+        step_s: an upper bound of the engine's step time, by the event loop's clock.
+        can_lose: whether `lose` is implemented.
     """
 
     models: ClassVar[tuple[Model, ...]] = ()
@@ -93,7 +93,7 @@ class EngineSuite(Suite):
         raise NotImplementedError("Write make_store(): it returns a store that holds self.models.")
 
     def prompt(self, num_tokens: int, salt: int = 0) -> tuple[int, ...]:
-        """Return a prompt, another one for each salt, of ids that lie in every model's vocabulary."""
+        """Return a prompt of ids in every model's vocabulary, a different one for each salt."""
         return tuple(1 + (salt * 5 + place * 3) % 20 for place in range(num_tokens))
 
     def lose(self, engine: Engine) -> None:
@@ -101,19 +101,19 @@ class EngineSuite(Suite):
         raise NotImplementedError("Write lose(engine), or leave can_lose False.")
 
     async def expected(self, request: Request, card: ModelCard) -> list[int]:
-        """Return the tokens of an undisturbed run: those of a fresh engine, or by whatever else tells."""
+        """Return the tokens of an undisturbed run; by default those of a fresh engine."""
         async with self.make_store() as store, self.make_engine() as engine:
             await engine.load(card, store)
             if request.adapter is not None and isinstance(engine, SupportsAdapters):
                 await engine.load_adapter(next(a for a in self.adapters if a.id == request.adapter))
             return [token.id for token in await collect(engine, request)]
 
-    def assert_books(self, engine: Engine) -> None:
-        """Raise if an engine without requests holds something of them; extend it by what else it counts."""
+    def assert_released(self, engine: Engine) -> None:
+        """Raise if an engine without requests holds resources of requests; extend it for further ones."""
         view = engine.status()
         assert (view.num_running, view.num_waiting) == (0, 0), f"requests are left over: {view}"
-        assert view.num_prefill_tokens == 0, f"nobody is there to be computed: {view}"
-        assert (view.num_next_kv_blocks, view.preempted) == (0, ()), f"nobody is there to wait: {view}"
+        assert view.num_prefill_tokens == 0, f"there is no prompt to compute: {view}"
+        assert (view.num_next_kv_blocks, view.preempted) == (0, ()), f"no request waits: {view}"
         assert view.num_free_kv_blocks == view.num_kv_blocks, f"KV blocks are left over: {view}"
         if view.state is InstanceState.EMPTY:
             assert view.weight_bytes == 0, f"weights are left over: {view}"
@@ -131,28 +131,28 @@ class EngineSuite(Suite):
         )
 
     def long_requests(self, card: ModelCard, count: int = 3) -> list[Request]:
-        """Return requests that run for long."""
+        """Return requests of `long_tokens`."""
         return [self.request(card, salt=salt, max_tokens=self.long_tokens) for salt in range(count)]
 
     @asynccontextmanager
-    async def idle(self) -> AsyncGenerator[Bench]:
-        """An EMPTY engine and its store; the books are checked at the end."""
+    async def idle(self) -> AsyncGenerator[EngineSetup]:
+        """An EMPTY engine and its store; at the end all resources must be released."""
         async with self.make_store() as store, self.make_engine() as engine:
-            yield Bench(engine=engine, store=store, cards=await cards(self.models, store))
+            yield EngineSetup(engine=engine, store=store, cards=await cards(self.models, store))
             await until(lambda: no_requests(engine))
-            self.assert_books(engine)
+            self.assert_released(engine)
 
     @asynccontextmanager
-    async def serving(self, **changes: Any) -> AsyncGenerator[Bench]:
+    async def serving(self, **changes: Any) -> AsyncGenerator[EngineSetup]:
         """An engine that serves the first model, with `changes` to its card."""
-        async with self.idle() as bench:
-            card = replace(bench.card, **changes)
-            await bench.engine.load(card, bench.store)
-            yield replace(bench, cards=(card, *bench.cards[1:]))
+        async with self.idle() as setup:
+            card = replace(setup.card, **changes)
+            await setup.engine.load(card, setup.store)
+            yield replace(setup, cards=(card, *setup.cards[1:]))
 
     @asynccontextmanager
     async def streaming(self, engine: Engine, requests: Sequence[Request]) -> AsyncGenerator[list[Reader]]:
-        """Requests being read side by side, each past its first token; the end waits for their ends."""
+        """Concurrent readers of requests, each past its first token; leaving waits for their ends."""
         readers = [Reader(request) for request in requests]
         async with anyio.create_task_group() as tasks:
             for reader in readers:
@@ -162,19 +162,19 @@ class EngineSuite(Suite):
             yield readers
 
     async def assert_whole(self, reader: Reader, card: ModelCard) -> None:
-        """Raise unless a reader got exactly the tokens of an undisturbed run."""
+        """Raise unless a reader got all tokens of an undisturbed run and no others."""
         assert reader.error is None, f"{reader.request} was not to be disturbed: {reader.error!r}"
         assert reader.ids == await self.expected(reader.request, card), f"{reader.request} has other tokens"
 
     async def assert_part(self, reader: Reader, card: ModelCard) -> None:
-        """Raise unless a reader was interrupted after a prefix of what an undisturbed run gives."""
+        """Raise unless a reader was interrupted after a prefix of the tokens of an undisturbed run."""
         assert reader.error is not None, f"{reader.request} was to be interrupted"
         expected = await self.expected(reader.request, card)
         assert reader.ids == expected[: len(reader.ids)], f"{reader.request} has other tokens"
 
 
 async def cards(models: Sequence[Model], store: WeightStore) -> tuple[ModelCard, ...]:
-    """Return the models' cards by the store's manifests."""
+    """Return the models' cards, from the store's manifests."""
     return tuple([ModelCard.of(model, await store.manifest(ModelId(model.id))) for model in models])
 
 
@@ -185,6 +185,6 @@ async def collect(engine: Engine, request: Request) -> list[Token]:
 
 
 def no_requests(engine: Engine) -> bool:
-    """Whether nothing of a request is left in the engine."""
+    """Whether an engine has no requests and holds no KV blocks of any."""
     view = engine.status()
     return view.num_running == view.num_waiting == 0 and view.num_free_kv_blocks == view.num_kv_blocks

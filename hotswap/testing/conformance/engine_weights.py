@@ -1,4 +1,4 @@
-"""Loading and unloading: an engine is EMPTY or SERVING afterwards, and nothing between."""
+"""Checks of loading and unloading: an engine is EMPTY or SERVING afterwards, in every case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore, WrapperStore
 from hotswap.testing.cancel import cancel_everywhere
-from hotswap.testing.conformance.engine_suite import Bench, EngineSuite, Reader, cards, collect
+from hotswap.testing.conformance.engine_suite import EngineSetup, EngineSuite, Reader, cards, collect
 from hotswap.testing.conformance.suite import Heartbeat, check
 from hotswap.view import InstanceState
 
@@ -27,129 +27,129 @@ class WeightChecks(EngineSuite):
 
     @check
     async def test_an_engine_starts_empty(self) -> None:
-        async with self.idle() as bench:
-            assert_empty(bench.engine)
+        async with self.idle() as setup:
+            assert_empty(setup.engine)
 
     @check
     async def test_a_loaded_engine_serves(self) -> None:
-        async with self.serving() as bench:
-            view = bench.engine.status()
-            assert view.id == bench.engine.id
-            assert (view.state, view.model) == (InstanceState.SERVING, bench.card.id)
+        async with self.serving() as setup:
+            view = setup.engine.status()
+            assert view.id == setup.engine.id
+            assert (view.state, view.model) == (InstanceState.SERVING, setup.card.id)
             assert view.weight_bytes > 0
             assert view.num_free_kv_blocks == view.num_kv_blocks > 0
 
     @check
     async def test_it_is_loading_until_it_serves(self) -> None:
-        async with self.idle() as bench, anyio.create_task_group() as tasks:
-            store = GatedStore(bench.store)
-            tasks.start_soon(bench.engine.load, bench.card, store)
+        async with self.idle() as setup, anyio.create_task_group() as tasks:
+            store = GatedStore(setup.store)
+            tasks.start_soon(setup.engine.load, setup.card, store)
             await store.reached.wait()
-            assert bench.engine.status().state is InstanceState.LOADING
+            assert setup.engine.status().state is InstanceState.LOADING
             with pytest.raises(RequestEvicted):
-                await collect(bench.engine, self.request(bench.card))
+                await collect(setup.engine, self.request(setup.card))
             store.gate.set()
 
     @check
     async def test_models_can_take_turns(self) -> None:
-        async with self.idle() as bench:
-            for card in (*bench.cards[:2], *bench.cards[:2]):
-                await bench.engine.load(card, bench.store)
+        async with self.idle() as setup:
+            for card in (*setup.cards[:2], *setup.cards[:2]):
+                await setup.engine.load(card, setup.store)
                 request = self.request(card)
-                tokens = await collect(bench.engine, request)
+                tokens = await collect(setup.engine, request)
                 assert [token.id for token in tokens] == await self.expected(request, card)
-                await bench.engine.unload()
-                assert_empty(bench.engine)
+                await setup.engine.unload()
+                assert_empty(setup.engine)
 
     @check
     async def test_a_loaded_engine_refuses_a_second_load(self) -> None:
-        async with self.serving() as bench:
+        async with self.serving() as setup:
             with pytest.raises(InstanceError):
-                await bench.engine.load(bench.cards[1], bench.store)
-            await self.assert_works(bench)
+                await setup.engine.load(setup.cards[1], setup.store)
+            await self.assert_works(setup)
 
     @check
     async def test_a_store_that_fails_leaves_the_engine_empty(self) -> None:
-        async with self.idle() as bench:
+        async with self.idle() as setup:
             for num_chunks in (0, 1, 2):
                 with pytest.raises(StoreError, match="planted"):
-                    await bench.engine.load(bench.card, FailingStore(bench.store, num_chunks))
-                assert_empty(bench.engine)
-            await bench.engine.load(bench.card, bench.store)
-            await self.assert_works(bench)
+                    await setup.engine.load(setup.card, FailingStore(setup.store, num_chunks))
+                assert_empty(setup.engine)
+            await setup.engine.load(setup.card, setup.store)
+            await self.assert_works(setup)
 
     @check
     async def test_a_model_the_store_lacks_leaves_the_engine_empty(self) -> None:
-        async with self.idle() as bench:
+        async with self.idle() as setup:
             with pytest.raises(StoreError):
-                await bench.engine.load(replace(bench.card, id=ModelId("no-such-model")), bench.store)
-            assert_empty(bench.engine)
+                await setup.engine.load(replace(setup.card, id=ModelId("no-such-model")), setup.store)
+            assert_empty(setup.engine)
 
     @check
     async def test_a_model_that_does_not_fit_leaves_the_engine_empty(self) -> None:
-        async with self.idle() as bench:
-            store = HugeStore(bench.store)
-            manifest = await store.manifest(bench.card.id)
+        async with self.idle() as setup:
+            store = HugeStore(setup.store)
+            manifest = await store.manifest(setup.card.id)
             with pytest.raises(OutOfMemory):
-                await bench.engine.load(replace(bench.card, weight_bytes=manifest.weight_bytes), store)
-            assert_empty(bench.engine)
-            await bench.engine.load(bench.card, bench.store)
-            await self.assert_works(bench)
+                await setup.engine.load(replace(setup.card, weight_bytes=manifest.weight_bytes), store)
+            assert_empty(setup.engine)
+            await setup.engine.load(setup.card, setup.store)
+            await self.assert_works(setup)
 
     @check
     async def test_a_load_cancelled_anywhere_leaves_the_engine_empty_or_serving(self) -> None:
-        async with self.idle() as bench:
+        async with self.idle() as setup:
 
             async def look() -> None:
-                if bench.engine.status().state is InstanceState.SERVING:  # the cancellation came too late
-                    await bench.engine.unload()
-                assert_empty(bench.engine)
+                if setup.engine.status().state is InstanceState.SERVING:  # the cancellation came too late
+                    await setup.engine.unload()
+                assert_empty(setup.engine)
 
-            await cancel_everywhere(lambda: bench.engine.load(bench.card, bench.store), look)
-            await bench.engine.load(bench.card, bench.store)
-            await self.assert_works(bench)
+            await cancel_everywhere(lambda: setup.engine.load(setup.card, setup.store), look)
+            await setup.engine.load(setup.card, setup.store)
+            await self.assert_works(setup)
 
     @check
     async def test_a_load_lets_the_event_loop_go_on(self) -> None:
-        async with self.idle() as bench:
+        async with self.idle() as setup:
             hearts = [Heartbeat() for _ in range(3)]  # a machine may falter once, or twice
             for heart in hearts:
                 async with heart.beating():
-                    await bench.engine.load(bench.card, bench.store)
-                await bench.engine.unload()
-            assert not all(heart.stood_still for heart in hearts), f"loads stopped the event loop: {hearts}"
+                    await setup.engine.load(setup.card, setup.store)
+                await setup.engine.unload()
+            assert not all(heart.blocked for heart in hearts), f"loads stopped the event loop: {hearts}"
 
     @check
     async def test_unload_is_idempotent(self) -> None:
-        async with self.idle() as bench:
-            await bench.engine.unload()
-            assert_empty(bench.engine)
-            await bench.engine.load(bench.card, bench.store)
-            await bench.engine.unload()
-            await bench.engine.unload()
-            assert_empty(bench.engine)
+        async with self.idle() as setup:
+            await setup.engine.unload()
+            assert_empty(setup.engine)
+            await setup.engine.load(setup.card, setup.store)
+            await setup.engine.unload()
+            await setup.engine.unload()
+            assert_empty(setup.engine)
 
     @check
     async def test_unload_evicts_what_runs(self) -> None:
-        async with self.serving() as bench:
-            async with self.streaming(bench.engine, self.long_requests(bench.card)) as readers:
-                await bench.engine.unload()
-                assert_empty(bench.engine)
+        async with self.serving() as setup:
+            async with self.streaming(setup.engine, self.long_requests(setup.card)) as readers:
+                await setup.engine.unload()
+                assert_empty(setup.engine)
             for reader in readers:
                 assert isinstance(reader.error, RequestEvicted)
-                await self.assert_part(reader, bench.card)
+                await self.assert_part(reader, setup.card)
 
     @check
     async def test_a_cancelled_unload_still_ends_empty(self) -> None:
-        async with self.idle() as bench:
+        async with self.idle() as setup:
 
             async def load_and_unload() -> None:
                 with anyio.CancelScope(shield=True):
-                    await bench.engine.load(bench.card, bench.store)
-                await bench.engine.unload()
+                    await setup.engine.load(setup.card, setup.store)
+                await setup.engine.unload()
 
             async def look() -> None:
-                assert_empty(bench.engine)
+                assert_empty(setup.engine)
 
             # Checkpoints of the shielded load count too; a cancellation there meets the unload at its first.
             await cancel_everywhere(load_and_unload, look)
@@ -170,11 +170,11 @@ class WeightChecks(EngineSuite):
             assert isinstance(readers[0].error, (RequestEvicted, InstanceLost))
             await self.assert_part(readers[0], card)
 
-    async def assert_works(self, bench: Bench) -> None:
-        """Raise unless the engine serves its card as if nothing had happened."""
-        request = self.request(bench.card)
-        tokens = await collect(bench.engine, request)
-        assert [token.id for token in tokens] == await self.expected(request, bench.card)
+    async def assert_works(self, setup: EngineSetup) -> None:
+        """Raise unless the engine serves its model with the expected tokens."""
+        request = self.request(setup.card)
+        tokens = await collect(setup.engine, request)
+        assert [token.id for token in tokens] == await self.expected(request, setup.card)
 
 
 def assert_empty(engine: Engine) -> None:
@@ -186,7 +186,7 @@ def assert_empty(engine: Engine) -> None:
 
 
 class GatedStore(WrapperStore):
-    """Lends nothing until `gate` is set; `reached` tells that somebody asked."""
+    """Lends no chunk until `gate` is set; `reached` is set when a shard is opened."""
 
     def __init__(self, store: WeightStore) -> None:
         super().__init__(store)
@@ -228,7 +228,7 @@ class FailingStore(WrapperStore):
 
 
 class HugeStore(WrapperStore):
-    """Says that every model is larger than any memory."""
+    """Reports every model as larger than any memory."""
 
     async def manifest(self, model: ModelId) -> Manifest:
         manifest = await super().manifest(model)

@@ -1,4 +1,4 @@
-"""`RouterConformance` and `SchedulerConformance`: what every decision must respect, over generated fleets."""
+"""`RouterConformance` and `SchedulerConformance`: the contracts of policies, over generated fleets."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ EXAMPLES = settings(
 
 
 class RouterConformance:
-    """What `hotswap.router.Router` asks of any router: write `make_router` and inherit.
+    """Checks the contract of `hotswap.router.Router`; inherit from it and write `make_router`.
 
     Attributes:
-        examples: how many generated fleets each check looks at, and how.
+        examples: the Hypothesis settings of each check, such as the number of generated fleets.
     """
 
     examples: ClassVar[settings] = EXAMPLES
@@ -52,8 +52,8 @@ class RouterConformance:
 
         def look(request: Request, fleet: FleetView) -> None:
             first = router.route(request, fleet)
-            assert router.route(request, fleet) == first, "asked again, it answers otherwise"
-            assert self.make_router().route(request, fleet) == first, "it depends on what it was asked before"
+            assert router.route(request, fleet) == first, "asked again, it answers differently"
+            assert self.make_router().route(request, fleet) == first, "it depends on earlier calls"
 
         self._for_all(look)
 
@@ -65,7 +65,7 @@ class RouterConformance:
 
         self._for_all(look)
 
-    def test_it_leaves_a_request_waiting_while_nobody_serves_its_model(self) -> None:
+    def test_it_leaves_a_request_waiting_while_no_instance_serves_its_model(self) -> None:
         def look(request: Request, fleet: FleetView) -> None:
             if not fleet.serving(request.model):
                 assert self.make_router().route(request, fleet) is None
@@ -96,10 +96,10 @@ class RouterConformance:
 
 
 class SchedulerConformance:
-    """What `hotswap.scheduler.Scheduler` asks of any scheduler: write `make_scheduler` and inherit.
+    """Checks the contract of `hotswap.scheduler.Scheduler`; inherit from it and write `make_scheduler`.
 
     Attributes:
-        examples: how many generated fleets each check looks at, and how.
+        examples: the Hypothesis settings of each check, such as the number of generated fleets.
     """
 
     examples: ClassVar[settings] = EXAMPLES
@@ -113,8 +113,8 @@ class SchedulerConformance:
 
         def look(fleet: FleetView) -> None:
             first = list(scheduler.plan(fleet))
-            assert list(scheduler.plan(fleet)) == first, "asked again, it plans otherwise"
-            assert list(self.make_scheduler().plan(fleet)) == first, "it depends on what it was asked before"
+            assert list(scheduler.plan(fleet)) == first, "asked again, it plans differently"
+            assert list(self.make_scheduler().plan(fleet)) == first, "it depends on earlier calls"
 
         self._for_all(look)
 
@@ -155,8 +155,8 @@ class SchedulerConformance:
             for action in _on_instances(self.make_scheduler().plan(fleet)):
                 instance = fleet.instance(action.instance)
                 assert instance.free, f"{instance} is not free for {action}"
-                turns = not isinstance(action, Swap) or action.model != instance.model
-                assert turns, f"{instance} serves the model already: {action}"
+                same = isinstance(action, Swap) and action.model == instance.model
+                assert not same, f"{instance} serves the model already: {action}"
 
         self._for_all(look)
 

@@ -1,4 +1,4 @@
-"""`WeightStoreConformance`: what every store must do, wherever it keeps its bytes."""
+"""`WeightStoreConformance`: the contract of every `WeightStore`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["WeightStoreConformance"]
 
 
 class WeightStoreConformance(ReadingChecks, PrefetchChecks):
-    """Every sentence of `hotswap.store.WeightStore` that can be tested, as a class to inherit from.
+    """Checks every testable promise of `hotswap.store.WeightStore`; inherit from it.
 
     ```python
     class TestMyStore(WeightStoreConformance):
@@ -19,5 +19,5 @@ class WeightStoreConformance(ReadingChecks, PrefetchChecks):
             return MyStore("/weights")
     ```
 
-    See `StoreSuite` for all hooks. Abilities that the store lacks are skipped.
+    See `StoreSuite` for all hooks. Checks of abilities that the store lacks are skipped.
     """

@@ -1,4 +1,4 @@
-"""Filling and emptying the fastest tier."""
+"""Checks of prefetching to the fastest tier, and of dropping from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["PrefetchChecks"]
 
 
 class PrefetchChecks(StoreSuite):
-    """Checks of `SupportsPrefetch`; the fastest tier must have room for each of the models."""
+    """Checks of `SupportsPrefetch`; each model must fit in the fastest tier."""
 
     @check
     async def test_a_prefetched_model_lies_on_the_fastest_tier(self) -> None:
@@ -97,19 +97,19 @@ class PrefetchChecks(StoreSuite):
 
 
 def able(store: WeightStore) -> SupportsPrefetch:
-    """Return the store, or skip the check where it cannot prefetch."""
+    """Return the store, or skip the check if it cannot prefetch."""
     if not isinstance(store, SupportsPrefetch):
         pytest.skip("the store does not support prefetching")
     return store
 
 
 def fastest(store: WeightStore) -> str:
-    """The name of the fastest of several tiers."""
+    """Return the name of the fastest of several tiers."""
     if len(store.view().tiers) < 2:
         pytest.skip("the store has a single tier")
     return store.view().tiers[0].name
 
 
 def occupied(view: StoreView) -> tuple[frozenset[Residency], tuple[int, ...]]:
-    """What lies where and the room it takes; a bandwidth may have been relearned meanwhile."""
+    """Return residency and used bytes; bandwidths are left out, since they may be measured anew."""
     return frozenset(view.residency), tuple(tier.used_bytes for tier in view.tiers)

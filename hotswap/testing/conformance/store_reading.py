@@ -1,4 +1,4 @@
-"""Manifests, lent chunks, and the view of a store."""
+"""Checks of manifests, lent chunks and the view of a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hotswap.testing.conformance.suite import Heartbeat, check
 
 __all__ = ["ReadingChecks"]
 
-# The algorithms that checksums may name and that the standard library knows; others are not verified here.
+# The checksum algorithms that the standard library has; others are not verified here.
 CHECKSUMS: dict[str, Callable[[bytes], str]] = {
     "crc32": lambda data: f"{zlib.crc32(data):08x}",
     "sha256": lambda data: hashlib.sha256(data).hexdigest(),
@@ -130,10 +130,10 @@ class ReadingChecks(StoreSuite):
                 async with store.open(shard) as chunks:
                     for _ in range(num_read):
                         await anext(chunks, None)
-                self.assert_books(store)
+                self.assert_released(store)
             with pytest.raises(ZeroDivisionError):
                 await fail_while_reading(store, shard)
-            self.assert_books(store)
+            self.assert_released(store)
             assert await read(store, shard) == whole
 
     @check
@@ -143,7 +143,7 @@ class ReadingChecks(StoreSuite):
             whole = await read(store, shard)
 
             async def look() -> None:
-                self.assert_books(store)
+                self.assert_released(store)
 
             await cancel_everywhere(lambda: read(store, shard), look)
             assert await read(store, shard) == whole
@@ -160,7 +160,7 @@ class ReadingChecks(StoreSuite):
                             async with store.open(shard) as chunks:
                                 async for _ in chunks:
                                     pass
-            assert not all(heart.stood_still for heart in hearts), f"reading stopped the event loop: {hearts}"
+            assert not all(heart.blocked for heart in hearts), f"reading stopped the event loop: {hearts}"
 
     @check
     async def test_the_view_says_where_every_model_lies(self) -> None:
@@ -185,7 +185,7 @@ class ReadingChecks(StoreSuite):
 
 
 def assert_shards(manifest: Manifest) -> None:
-    """Raise unless the shards lie in their ranks' buffers, side by side, in files of plain names."""
+    """Raise unless the shards lie in their ranks' buffers without overlaps, in files of plain names."""
     assert manifest.shards, f"{manifest.model!r} has no shards"
     for shard in manifest.shards:
         assert shard.model == manifest.model

@@ -1,4 +1,4 @@
-"""The hooks of `WeightStoreConformance`, and how its checks read."""
+"""The hooks of `WeightStoreConformance`, and the reading helpers of its checks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StoreSuite(Suite):
     """Hooks to write or to override.
 
     Attributes:
-        models: two models or more that the store holds, the first of several chunks.
-        unknown: a model that it does not hold.
+        models: at least two models that the store holds, the first of several chunks.
+        unknown: a model that the store does not hold.
     """
 
     models: ClassVar[tuple[ModelId, ...]] = ()
@@ -31,12 +31,12 @@ class StoreSuite(Suite):
         raise NotImplementedError("Write make_store(): it returns the store to be tested.")
 
     def num_lent(self, store: WeightStore) -> int | None:
-        """Return how many chunks the store has lent at this moment; `None` if it cannot tell."""
+        """Return the number of chunks lent at this moment; `None` if the store does not count them."""
         count: int | None = getattr(store, "num_lent", None)
         return count
 
-    def assert_books(self, store: WeightStore) -> None:
-        """Raise if a store that nobody reads still holds something for a reader."""
+    def assert_released(self, store: WeightStore) -> None:
+        """Raise if a store without readers still holds resources for one."""
         assert not self.num_lent(store), f"{self.num_lent(store)} chunks are still lent by {store!r}"
         for tier in store.view().tiers:
             assert tier.used_bytes >= 0, f"a tier holds less than nothing: {tier}"
@@ -44,15 +44,15 @@ class StoreSuite(Suite):
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[WeightStore]:
-        """An open store; the books are checked at the end."""
+        """An open store; at the end all resources must be released."""
         async with self.make_store() as store:
             yield store
-            self.assert_books(store)
+            self.assert_released(store)
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A chunk's place and a copy of its bytes."""
+    """The offset of a chunk and a copy of its bytes."""
 
     offset_bytes: int
     data: bytes
@@ -75,5 +75,5 @@ async def read(store: WeightStore, shard: Shard) -> bytes:
 
 
 async def read_all(store: WeightStore, manifest: Manifest) -> list[bytes]:
-    """Read every shard of a model, one after the other."""
+    """Read all shards of a model, one after another."""
     return [await read(store, shard) for shard in manifest.shards]

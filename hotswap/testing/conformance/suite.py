@@ -1,4 +1,4 @@
-"""What the conformance suites share: how a check is run, and how it waits."""
+"""The base of the conformance suites: running a check, waiting, and watching the event loop."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Suite:
     """A base of test classes whose tests are async inside and synchronous outside.
 
     Attributes:
-        virtual: run in virtual time; for implementations without threads, files and sockets.
-        limit_s: a test that takes longer hangs, however busy the machine is; no test of a suite waits for
-            time to pass.
+        virtual: whether to run in virtual time; for implementations without threads, files and sockets.
+        limit_s: the seconds after which a test counts as hanging, however busy the machine is; no test waits
+            for time to pass.
     """
 
     virtual: ClassVar[bool] = False
     limit_s: ClassVar[float] = 600.0
 
     def run(self, test: Callable[[], Awaitable[None]]) -> None:
-        """Run one test on an event loop of its own; override to choose another `TurnLoop`."""
+        """Run one test on a new event loop; override it to choose another `TurnLoop`."""
         loop = VirtualTimeLoop if self.virtual else TurnLoop
         try:
             anyio.run(self._limited, test, backend_options={"loop_factory": loop})
-        except BaseExceptionGroup as group:  # of the task groups that the test and its engine opened
+        except BaseExceptionGroup as group:  # from task groups of the test or its engine
             raise _only_one(group) from None
 
     async def _limited(self, test: Callable[[], Awaitable[None]]) -> None:
@@ -57,7 +57,7 @@ def check(test: Callable[[_S], Awaitable[None]]) -> Callable[[_S], None]:
 
 
 def _only_one(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error within groups of one, so that a skip is a skip and a failure reads like one."""
+    """Return the error inside groups of one, so that pytest sees a skip or a plain failure."""
     inner: BaseException = group.exceptions[0] if len(group.exceptions) == 1 else group
     return _only_one(inner) if _is_group(inner) and inner is not group else inner
 
@@ -67,32 +67,33 @@ def _is_group(error: BaseException) -> TypeGuard[BaseExceptionGroup[BaseExceptio
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what has no event to wait for; the test's own limit ends a wait in vain."""
+    """Poll a condition that has no event; the time limit of the test bounds the wait."""
     while not condition():  # noqa: ASYNC110  # a view has no event
         await anyio.sleep(0.001)
 
 
 class Heartbeat:
-    """Watches whether the event loop stands still, by the wall clock even in virtual time."""
+    """Measures how long the event loop is blocked, by the wall clock even in virtual time."""
 
     def __init__(self) -> None:
         self.longest_pause_s = 0.0
         self.total_s = 0.0
 
     @property
-    def stood_still(self) -> bool:
-        """Whether one pause made up most of a time long enough to tell.
+    def blocked(self) -> bool:
+        """Whether one pause took more than half of a measurement of at least 0.2 s.
 
-        A share, not a limit, so that a slow machine slows both; and nothing can be said of a moment.
+        A share instead of a limit in seconds: a slow machine slows both, and a short measurement says
+        nothing.
         """
         return self.total_s > 0.2 and self.longest_pause_s > 0.5 * self.total_s
 
     def __repr__(self) -> str:
-        return f"<Heartbeat [{self.longest_pause_s:.3f} s of {self.total_s:.3f} s without one]>"
+        return f"<Heartbeat [{self.longest_pause_s:.3f} s of {self.total_s:.3f} s blocked]>"
 
     @asynccontextmanager
     async def beating(self) -> AsyncGenerator[Heartbeat]:
-        """Watch while the block runs."""
+        """Measure while the `async with` block runs."""
         started = time.perf_counter()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._beat)

@@ -93,7 +93,7 @@ def test_tokens_are_those_of_lone_runs(model: Any, depth: int, num_blocks: int) 
 
 
 @torch.inference_mode()
-def test_one_that_leaves_while_its_token_is_under_way_disturbs_nobody(model: Any) -> None:
+def test_one_that_leaves_while_its_token_is_under_way_disturbs_no_request(model: Any) -> None:
     prompts = make_prompts(9, 20, 30, 40)
     wanted = expected(model, prompts)
     runner, _ = make_runner(model, 2, num_blocks=12)
