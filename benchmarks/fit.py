@@ -35,7 +35,7 @@ from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.offline.virtual_time import run
 from hotswap.offline.workloads import Arrival, log_normal_lengths, play, workload
-from hotswap.simulation import Fit, Profile, Shapes, fit_profile, measure_engine
+from hotswap.profiling import Fit, Profile, Shapes, fit_profile, measure_engine
 
 __all__ = ["Settings", "main", "measure"]
 

@@ -45,7 +45,8 @@ from hotswap.policies import (
     VirtualUsageRescheduler,
     infaas_router,
 )
-from hotswap.simulation import PROFILES, Cluster, Outcome, Served, Trace, simulate
+from hotswap.profiling import PROFILES
+from hotswap.simulation import Cluster, Outcome, Served, Trace, simulate
 
 __all__ = ["Run", "chosen", "cluster_of", "figures", "main", "measure", "play"]
 

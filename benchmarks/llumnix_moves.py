@@ -9,7 +9,8 @@ from benchmarks.llumnix_paper import PAPER, Key
 from benchmarks.table import show
 from hotswap import Action, FleetView, InstanceId, Migrate, MigrationLimits, Scheduler
 from hotswap.policies import Chain, LeastLoadedRouter, RestoreMinReplicas
-from hotswap.simulation import PROFILES, Cluster, Trace, TraceRequest, simulate
+from hotswap.profiling import PROFILES
+from hotswap.simulation import Cluster, Trace, TraceRequest, simulate
 
 __all__ = ["CONTEXTS", "move", "show_moves"]
 

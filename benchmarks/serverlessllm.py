@@ -51,17 +51,8 @@ from hotswap import (
 from hotswap.backends.sim import SimEngine
 from hotswap.offline.workloads import Lengths, gamma_gaps, log_normal_lengths, zipf_mix
 from hotswap.policies import LeastLoadedRouter, StartupCosts, StartupTimePlacement, accepted
-from hotswap.simulation import (
-    PROFILES,
-    Cluster,
-    Outcome,
-    Profile,
-    Served,
-    Trace,
-    TraceRequest,
-    generate,
-    simulate,
-)
+from hotswap.profiling import PROFILES, Profile
+from hotswap.simulation import Cluster, Outcome, Served, Trace, TraceRequest, generate, simulate
 from hotswap.simulation.events.engine import Counted, EventEngine, SequenceListener
 from hotswap.simulation.outcome import percentile
 

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from hotswap.commands.arguments import add_fit, add_plan, add_simulate
 from hotswap.errors import ConfigError, HotswapError, ShardMissing, StoreError, UnsupportedModel
 from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
-from hotswap.simulation.arguments import add_fit, add_plan, add_simulate
 
 if TYPE_CHECKING:
     from hotswap.backends.stores.bench import Bench
@@ -131,7 +131,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from hotswap.simulation.command import COLUMNS, COUNTS, simulate_all
+    from hotswap.commands.simulate import COLUMNS, COUNTS, simulate_all
 
     if arguments.plots and arguments.out is None:
         raise ConfigError("--plots needs --out, the directory that pictures go to.")
@@ -144,7 +144,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from hotswap.simulation.command import explained, plan
+    from hotswap.commands.plan import explained, plan
 
     explanation = plan(arguments.view, arguments.scheduler)
     _tell(arguments, explained(explanation), str(explanation))
@@ -152,7 +152,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _fit(arguments: argparse.Namespace) -> int:
-    from hotswap.simulation.fit_command import fit, fitted
+    from hotswap.commands.fit import fit, fitted
 
     with _bar("Measuring steps", unit="kinds") as show:
         result = fit(arguments, show)

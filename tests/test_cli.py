@@ -14,7 +14,7 @@ import pytest
 from hotswap import ModelId
 from hotswap.backends.stores import NvmeStore
 from hotswap.cli import main
-from hotswap.simulation import Profile
+from hotswap.profiling import Profile
 from tests.backends.stores.models import UNIT, put, read
 
 ROOT = Path(__file__).parents[1]

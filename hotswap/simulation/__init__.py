@@ -14,33 +14,22 @@ if TYPE_CHECKING:
     from hotswap.simulation.by_name import router_named, scheduler_named
     from hotswap.simulation.cluster import Cluster
     from hotswap.simulation.explanation import explain
-    from hotswap.simulation.fit import Fit, Measurements, StepSample, fit_profile
-    from hotswap.simulation.measuring import Shapes, measure_engine
     from hotswap.simulation.outcome import Outcome, Sample, Served, Slo
     from hotswap.simulation.plots import draw
-    from hotswap.simulation.profiles import PROFILES, Profile
     from hotswap.simulation.run import simulate
     from hotswap.simulation.trace import Trace, TraceRequest, generate
 
 __all__ = [
-    "PROFILES",
     "Cluster",
-    "Fit",
-    "Measurements",
     "Outcome",
-    "Profile",
     "Sample",
     "Served",
-    "Shapes",
     "Slo",
-    "StepSample",
     "Trace",
     "TraceRequest",
     "draw",
     "explain",
-    "fit_profile",
     "generate",
-    "measure_engine",
     "router_named",
     "scheduler_named",
     "simulate",
@@ -49,12 +38,9 @@ __all__ = [
 _MODULES = {
     "cluster": ("Cluster",),
     "explanation": ("explain",),
-    "fit": ("Fit", "Measurements", "StepSample", "fit_profile"),
-    "measuring": ("Shapes", "measure_engine"),
     "by_name": ("router_named", "scheduler_named"),
     "outcome": ("Outcome", "Sample", "Served", "Slo"),
     "plots": ("draw",),
-    "profiles": ("PROFILES", "Profile"),
     "run": ("simulate",),
     "trace": ("Trace", "TraceRequest", "generate"),
 }

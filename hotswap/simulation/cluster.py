@@ -10,7 +10,7 @@ from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.backends.sim.batcher import Batching
 from hotswap.backends.sim.load import Reporting
 from hotswap.errors import ConfigError
-from hotswap.simulation.profiles import PROFILES, Profile
+from hotswap.profiling.profiles import PROFILES, Profile
 from hotswap.store import WeightStore
 from hotswap.view import TierView
 

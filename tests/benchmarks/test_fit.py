@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fit
-from hotswap.simulation import Shapes
+from hotswap.profiling import Shapes
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ from benchmarks.serverlessllm import (
 )
 from hotswap import Action, FleetView, InstanceId, ModelId, Scheduler, Swap
 from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas, StartupTimePlacement, accepted
-from hotswap.simulation import PROFILES, Cluster, Outcome, Trace, TraceRequest, simulate
+from hotswap.profiling import PROFILES
+from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
 from hotswap.testing.strategies import fleet_views
 
 A40 = PROFILES["a40-llama-2-7b"]

@@ -9,7 +9,7 @@ import pytest
 
 from hotswap import InstanceId, ModelId, PhaseRecord, Residency, StoreView, SwapRecord, TierView
 from hotswap.policies import LoadCosts
-from hotswap.simulation import PROFILES
+from hotswap.profiling import PROFILES
 
 GB = 10**9
 NETWORK = 1.25 * GB  # 10 Gb/s

@@ -40,8 +40,9 @@ from hotswap.policies import (
     VirtualUsageRescheduler,
     WeightedLoadSwap,
 )
+from hotswap.profiling import PROFILES
 from hotswap.request import ModelId, Request, RequestId, Sampling
-from hotswap.simulation import PROFILES, Cluster, Outcome, Trace, TraceRequest, generate, simulate
+from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, generate, simulate
 from hotswap.simulation.events import EventEngine, EventFleet, SimulatedRequest
 from hotswap.simulation.events.decode_run import DecodeRun, num_alike, num_missing
 from hotswap.simulation.events.engine import Counted

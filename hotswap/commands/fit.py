@@ -13,9 +13,9 @@ import anyio
 
 from hotswap.errors import ConfigError, ShardMissing
 from hotswap.model import Model, ModelCard
+from hotswap.profiling.fit import Fit, Measurements, fit_profile
+from hotswap.profiling.measuring import Shapes, measure_engine
 from hotswap.request import ModelId
-from hotswap.simulation.fit import Fit, Measurements, fit_profile
-from hotswap.simulation.measuring import Shapes, measure_engine
 
 __all__ = ["fit", "fitted"]
 

@@ -17,8 +17,8 @@ import anyio
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, InstanceError
 from hotswap.model import ModelCard
+from hotswap.profiling.fit import Measurements, StepSample
 from hotswap.request import Request, RequestId, Sampling
-from hotswap.simulation.fit import Measurements, StepSample
 from hotswap.store import WeightStore
 from hotswap.view import InstanceState
 

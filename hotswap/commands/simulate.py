@@ -1,27 +1,23 @@
-"""`hotswap simulate` and `hotswap plan`, as the command line calls them."""
+"""`hotswap simulate`: every scheduler that is named, on the same trace."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
-from hotswap.offline.replay import load_view
-from hotswap.offline.workloads import Lengths, zipf_mix
+from hotswap.offline.workloads import Lengths, log_normal_lengths, zipf_mix
+from hotswap.profiling.profiles import Profile
 from hotswap.simulation.by_name import router_named, scheduler_named
 from hotswap.simulation.cluster import Cluster
-from hotswap.simulation.explanation import Explanation, explain
 from hotswap.simulation.outcome import Outcome, Slo
 from hotswap.simulation.plots import draw
-from hotswap.simulation.profiles import Profile
 from hotswap.simulation.run import simulate
 from hotswap.simulation.trace import Trace, generate, power_law_lengths
 
-__all__ = ["plan", "simulate_all", "trace_of"]
+__all__ = ["COLUMNS", "COUNTS", "simulate_all"]
 
 COLUMNS = (
     "num_requests",
@@ -87,28 +83,6 @@ def simulate_all(
     return report, [_row(outcome, slo) for outcome in outcomes]
 
 
-def plan(view: Path, scheduler: str) -> Explanation:
-    """Plan again from the file of a view, as `dump_view` writes it."""
-    try:
-        loaded = load_view(view.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{str(view)!r} cannot be read as a view: {exc}.") from exc
-    return explain(loaded, scheduler_named(scheduler))
-
-
-def explained(explanation: Explanation) -> dict[str, object]:
-    """The explanation as plain values."""
-    return {
-        "scheduler": explanation.scheduler,
-        "actions": [{"action": type(action).__name__, **asdict(action)} for action in explanation.actions],
-        "demands": [asdict(demand) for demand in explanation.demands],
-        "candidates": {
-            model: [asdict(candidate) for candidate in candidates]
-            for model, candidates in explanation.candidates.items()
-        },
-    }
-
-
 def trace_of(text: str, seed: int) -> Trace:
     """Return the trace of a file, or one that is made: `poisson:rate=5,seconds=600,models=8`.
 
@@ -151,8 +125,6 @@ _WORDS = frozenset({"cv", "input", "law", "models", "output", "rate", "seconds",
 
 
 def _lengths(tokens: float | None, law: str) -> Lengths | None:
-    from hotswap.offline.workloads import log_normal_lengths
-
     if law not in ("log-normal", "power"):
         raise ConfigError(f"law is {law!r}; give 'log-normal' or 'power'.")
     if tokens is None:
@@ -172,8 +144,3 @@ def _row(outcome: Outcome, slo: Slo) -> tuple[str, ...]:
     figures: Mapping[str, float] = outcome.summary(slo)
     cells: Sequence[str] = [f"{figures[column]:.4g}" for column in COLUMNS]
     return (outcome.name, *cells, *(f"{figures[column]:.0f}" for column in COUNTS))
-
-
-def dumps(value: object) -> str:
-    """One JSON object, keys in order."""
-    return json.dumps(value, indent=2, sort_keys=True)

@@ -10,8 +10,8 @@ from statistics import fmean, median
 
 from hotswap.errors import ConfigError
 from hotswap.hardware import DeviceProfile
-from hotswap.simulation.least_squares import nonnegative
-from hotswap.simulation.profiles import Profile
+from hotswap.profiling.least_squares import nonnegative
+from hotswap.profiling.profiles import Profile
 
 __all__ = ["Fit", "Measurements", "StepSample", "fit_profile", "fit_steps"]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap.simulation import PROFILES
+from hotswap.profiling import PROFILES
 
 # Sun et al., Llumnix, OSDI 2024, figure 10, LLaMA-7B on an A10: seconds to compute a context again.
 RECOMPUTE_S = {256: 0.058, 512: 0.110, 1024: 0.220, 2048: 0.436, 4096: 0.940, 8192: 1.995}

@@ -18,9 +18,9 @@ from hotswap import ConfigError, DeviceProfile, InstanceState, Model, ModelCard
 from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
 from hotswap.cli import main
 from hotswap.offline.virtual_time import run
-from hotswap.simulation import Measurements, Profile, Shapes, StepSample, fit_profile, measure_engine
-from hotswap.simulation.fit import fit_steps
-from hotswap.simulation.least_squares import nonnegative
+from hotswap.profiling import Measurements, Profile, Shapes, StepSample, fit_profile, measure_engine
+from hotswap.profiling.fit import fit_steps
+from hotswap.profiling.least_squares import nonnegative
 
 SIZES = (2, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
 KINDS = [

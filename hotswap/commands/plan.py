@@ -1,0 +1,35 @@
+"""`hotswap plan`: one decision of a scheduler again, from the file of a view."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from hotswap.errors import ConfigError
+from hotswap.offline.replay import load_view
+from hotswap.simulation.by_name import scheduler_named
+from hotswap.simulation.explanation import Explanation, explain
+
+__all__ = ["explained", "plan"]
+
+
+def plan(view: Path, scheduler: str) -> Explanation:
+    """Plan again from the file of a view, as `dump_view` writes it."""
+    try:
+        loaded = load_view(view.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{str(view)!r} cannot be read as a view: {exc}.") from exc
+    return explain(loaded, scheduler_named(scheduler))
+
+
+def explained(explanation: Explanation) -> dict[str, object]:
+    """The explanation as plain values."""
+    return {
+        "scheduler": explanation.scheduler,
+        "actions": [{"action": type(action).__name__, **asdict(action)} for action in explanation.actions],
+        "demands": [asdict(demand) for demand in explanation.demands],
+        "candidates": {
+            model: [asdict(candidate) for candidate in candidates]
+            for model, candidates in explanation.candidates.items()
+        },
+    }
