@@ -75,6 +75,7 @@ def instance_views(draw: st.DrawFn, id: InstanceId, models: Sequence[ModelId] = 
         num_kv_blocks=num_blocks,
         num_free_kv_blocks=draw(st.integers(0, num_blocks)),
         num_next_kv_blocks=draw(st.integers(1, 8)) if num_waiting else 0,
+        preempted=tuple(RequestId(f"{id}.{number}") for number in range(draw(st.integers(0, num_waiting)))),
         memory_bytes=draw(st.sampled_from([16 << 30, 80 << 30])),
         weight_bytes=(8 << 30) if holds else 0,
         adapters=tuple(draw(adapters)),
