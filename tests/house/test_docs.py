@@ -1,4 +1,4 @@
-"""The page of the three journeys names functions that exist, in the order in which a fleet enters them."""
+"""What the pages name exists; the three journeys name functions in the order in which they are entered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ from tests.house.tree import PACKAGE, ROOT
 from tests.runtime.support import PROFILE, engine_of, sim_fleet, until
 
 RUNTIME = PACKAGE / "runtime"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
 PAGE = (ROOT / "docs" / "journeys.md").read_text("utf-8")
+# Names in the pages that are not hotswap's: of Python, vLLM, OpenTelemetry, systemd, and units.
+FOREIGN = {"AsyncEngineArgs", "KeyboardInterrupt", "MemoryError", "RemoveIPC", "SystemExit", "TracerProvider"}
+FOREIGN |= {"AzureLLMInferenceTrace_conv", "GiB", "MiB", "RoPE", "TiB"}
 LONG = Sampling(max_tokens=200, ignore_eos=True)
 E0, E1 = InstanceId("e0"), InstanceId("e1")
 
@@ -127,6 +131,38 @@ class Failing(SimEngine):
         if self.fails:
             raise OutOfMemory("There is no room.")
         await super().load(model, store)
+
+
+def test_every_link_between_pages_leads_to_a_file() -> None:
+    links = [
+        (page, link) for page in PAGES for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    ]
+    assert len(links) > 100
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    paths = {
+        path for page in PAGES for path in re.findall(r"`((?:[\w.]+/)*test_\w+\.py)", page.read_text("utf-8"))
+    }
+    tests = [path.as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(paths) > 20
+    assert [path for path in sorted(paths) if not any(test.endswith(f"/{path}") for test in tests)] == []
+
+
+def test_every_class_that_a_page_names_exists() -> None:
+    source = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
+    known = set(re.findall(r"^\s*class (\w+)|^(\w+)(?:: \w+)? = ", source, re.MULTILINE))
+    classes = {name for names in known for name in names} | FOREIGN
+    words = set(re.findall(r"\w+", source))
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+        code = " ".join(re.findall(r"`([^`\n]+)`", text))
+        named_classes = set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w*|\b[A-Z]{2,}[a-z]\w*", code))
+        assert named_classes <= classes, page
+        assert {
+            member for name, member in re.findall(r"\b([A-Z]\w+)\.(\w+)", code) if name in classes
+        } <= words
 
 
 def test_every_name_is_in_the_file_that_the_page_names() -> None:
