@@ -67,7 +67,7 @@ bench-env: $(BENCH)/.ready  ## install the loaders that the benchmarks compare w
 vllm-env: $(VLLM)/.ready  ## install vLLM for CPUs, for its tests and for `benchmarks engine`; over a gigabyte
 
 # Two at a time, since each of the type checkers keeps one core busy.
-check: $(READY)  ## format, lint, types and floors
+check: $(READY)  ## format, lint, types and layers
 	@$(MAKE) --no-print-directory -j 2 check-pyright check-mypy check-style
 
 check-style: $(READY)
