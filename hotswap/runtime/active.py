@@ -124,12 +124,12 @@ class ActiveRequest:
         """Note a stay that begins."""
         self.hops.append(Hop(instance=instance.id, first_index=self.num_generated))
 
-    def note_token(self, now_s: float) -> None:
+    def note_token(self) -> None:
         """Note a token: a move that brought the request here has succeeded."""
         if self.history is not NEW:
             self.history, _ = step(self.history, GotToken())
         if self.arrived is not None and self.next_instance is None and not self.arrived.is_set():
-            self.arrived_s = now_s
+            self.arrived_s = anyio.current_time()
             self.arrived.set()
 
     def departed(self, event: Event, by: SpanContext | None = None) -> Next:

@@ -18,6 +18,7 @@ from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
@@ -38,11 +39,15 @@ class Adapters:
     Args:
         state: Of the fleet.
         caches: What instances hold.
+        lifetime: Of the fleet.
         telemetry: Records updates and loads ahead of requests.
     """
 
-    def __init__(self, state: FleetState, caches: AdapterCaches, telemetry: Telemetry) -> None:
-        self._state, self._caches, self._telemetry = state, caches, telemetry
+    def __init__(
+        self, state: FleetState, caches: AdapterCaches, lifetime: Lifetime, telemetry: Telemetry
+    ) -> None:
+        self._state, self._caches = state, caches
+        self._lifetime, self._telemetry = lifetime, telemetry
         self._num_versions: dict[tuple[str, str], int] = {}
         self._updating = anyio.Lock()
 
@@ -201,6 +206,7 @@ class Adapters:
                 await self._caches.retire(adapter.version, instance)
 
     def _refuse_rolled(self, model: str) -> None:
+        self._lifetime.check_loop()
         now = self._state.aliases.get(ModelId(model))
         if now is not None:
             raise ConfigError(f"Model {model!r} was rolled to {now!r}, which serves its requests; name that.")

@@ -10,6 +10,7 @@ import anyio
 from hotswap.errors import ConfigError, QueueFull
 from hotswap.request import ModelId, Request
 from hotswap.router import Router
+from hotswap.runtime.checks import check_counts
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.queue import Answered, Ticket
 from hotswap.runtime.state import Change, FleetState
@@ -31,14 +32,19 @@ class Admission:
     """
 
     def __init__(self, state: FleetState, router: Router, *, max_waiting: int) -> None:
-        if max_waiting < 0:
-            raise ConfigError(f"max_waiting is {max_waiting!r}; give 0 (no request may wait) or more.")
+        check_counts(ConfigError, 0, max_waiting=max_waiting)
         self._state, self._router, self._max_waiting = state, router, max_waiting
         self._usual_wait_s = 1.0
         state.subscribe(self)
 
     def enter(
-        self, request: Request, arrival: int, *, refusable: bool = False, answered: Answered | None = None
+        self,
+        request: Request,
+        arrival: int,
+        *,
+        refusable: bool = False,
+        suspect: bool = False,
+        answered: Answered | None = None,
     ) -> Ticket:
         """Queue a request, and ask for it at once if no other of its kind is ahead; `answered` is set then.
 
@@ -49,9 +55,10 @@ class Admission:
                 time that a request has usually waited of late as `retry_after_s`.
         """
         state = self._state
-        ticket = state.enqueue(request, arrival, anyio.Event() if answered is None else answered)
+        answered = anyio.Event() if answered is None else answered
+        ticket = state.enqueue(request, arrival, answered, suspect=suspect)
         state.refresh()
-        if state.queue.is_first(ticket) and self._may_ask(request):
+        if state.queue.is_first(ticket) and self._may_ask(ticket):
             self._ask(ticket)
         if not ticket.waiting:
             return ticket
@@ -75,6 +82,8 @@ class Admission:
             return self.take(ticket)
         except BaseException:
             if ticket.instance is not None:
+                if ticket.suspect:
+                    self._state.suspect = None
                 self._state.release(ticket.request, ticket.instance)
             raise
         finally:
@@ -128,12 +137,15 @@ class Admission:
         heapq.heapify(firsts)
         while firsts:
             _, number, ticket = heapq.heappop(firsts)
-            if self._may_ask(ticket.request):
+            if self._may_ask(ticket):
                 self._ask(ticket)
             if state.index.has_open(ticket.request.model) and (following := next(heads[number], None)):
                 heapq.heappush(firsts, (following.order, number, following))
 
-    def _may_ask(self, request: Request) -> bool:
+    def _may_ask(self, ticket: Ticket) -> bool:
+        if ticket.suspect and self._state.suspect is not None:
+            return False
+        request = ticket.request
         return self._state.index.has_open(request.model, adapters=request.adapter is not None)
 
     def _ask(self, ticket: Ticket) -> None:
@@ -145,6 +157,8 @@ class Admission:
             return
         if ticket.instance is not None:
             self._state.assign(ticket.request, ticket.instance)
+            if ticket.suspect:
+                self._state.suspect = ticket.request.id
         self._state.dequeue(ticket)
         ticket.answered.set()
 

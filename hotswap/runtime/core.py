@@ -21,6 +21,7 @@ from hotswap.router import Router
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Admission
+from hotswap.runtime.checks import check_positive_seconds
 from hotswap.runtime.control import Control
 from hotswap.runtime.flow import Flow
 from hotswap.runtime.lifetime import Lifetime
@@ -78,14 +79,13 @@ class Core(AsyncContextManagerMixin):
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
     ) -> None:
-        if not interval_s > 0:
-            raise ConfigError(f"interval_s is {interval_s!r}; give seconds over 0.")
+        check_positive_seconds(ConfigError, interval_s=interval_s)
         self.telemetry = telemetry = Telemetry(tracer_provider, meter_provider)
         self.state = state = FleetState(store)
         self.lifetime = Lifetime()
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)
-        self.adapters = Adapters(state, self.caches, telemetry)
+        self.adapters = Adapters(state, self.caches, self.lifetime, telemetry)
         self.swaps = Swaps(
             state,
             self.admission,
@@ -102,7 +102,7 @@ class Core(AsyncContextManagerMixin):
             telemetry=telemetry,
             on_record=on_migration,
         )
-        self.models = Models(state, self.swaps, self.adapters)
+        self.models = Models(state, self.swaps, self.adapters, self.lifetime)
         self.operations = Operations(
             state, self.admission, self.swaps, self.moves, self.adapters, self.caches
         )
@@ -142,7 +142,9 @@ class Core(AsyncContextManagerMixin):
                     tasks.start_soon(self._control.run, tasks, last_view, name="hotswap control")
                     try:
                         yield self
-                    except (Exception, SystemExit, KeyboardInterrupt) as exc:
+                    except (anyio.get_cancelled_exc_class(), GeneratorExit):
+                        raise
+                    except BaseException as exc:
                         error = exc
                     finally:
                         self._stop(tasks)

@@ -89,10 +89,8 @@ class ClientRequest(ActiveRequest):
                 f"{len(self._given)} was due; the engine breaks its contract."
             )
         self._given.append(token.id)
-        now_s = anyio.current_time()
-        self.note_token(now_s)
         if self._first_token_s is None:
-            self._first_token_s = now_s
+            self._first_token_s = anyio.current_time()
         text, finish = "", token.finish_reason
         if self._text is not None:
             text = self._text.push(token.id, last=finish is not None)
@@ -226,7 +224,7 @@ class Flow:
             if isinstance(decision, Requeue):
                 if decision.pause_s:
                     await anyio.sleep(decision.pause_s)
-                ticket = self.admission.enter(request.remaining, request.arrival)
+                ticket = self.admission.enter(request.remaining, request.arrival, suspect=decision.suspect)
 
     async def _stay(self, request: ClientRequest, instance: Instance) -> Next:
         """Run the request on an instance that it is assigned to; return what it does next."""
@@ -256,6 +254,7 @@ class Flow:
                         span.set_attribute(tm.REUSED_TOKENS, tokens.num_reused_tokens)
                     instance.end_first_token(self.telemetry)
                     request.deliver(token)
+                    self.state.note_token(request)
                     if request.finished:
                         return Finished()
         if request.finished:

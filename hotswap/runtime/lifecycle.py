@@ -42,6 +42,8 @@ __all__ = [
 
 # So many of these in a row, without a token in between, and a request is given up.
 MAX_ERRORS, MAX_LOSSES = 3, 5
+# From so many losses on it is a suspect.
+SUSPECT_LOSSES = 2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
 
 
@@ -119,9 +121,14 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Wait for an instance again, after a pause."""
+    """Wait for an instance again, after a pause.
+
+    A `suspect` has lost instances in a row without a token. It runs beside no other suspect until it gets
+    one, which tells a request that takes its instance down from those that were beside it.
+    """
 
     pause_s: float = 0.0
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +171,7 @@ def step(history: History, event: Event) -> tuple[History, Next]:
         case Moved():
             return history, GoTo()
         case Interrupted():
-            return history, Requeue(_pause_s(history.num_stalls))
+            return history, _requeue(history)
         case Evicted():
             after = replace(history, num_stalls=history.num_stalls + 1)
         case Lost(error):
@@ -177,12 +184,14 @@ def step(history: History, event: Event) -> tuple[History, Next]:
             after = replace(history, num_stalls=history.num_stalls + 1, num_errors=num_errors)
             if num_errors >= MAX_ERRORS:
                 return after, End(error)
-    return after, Requeue(_pause_s(after.num_stalls))
+    return after, _requeue(after)
 
 
-def _pause_s(num_stalls: int) -> float:
+def _requeue(history: History) -> Requeue:
     """The second stall in a row waits a little, and each one after it twice as long."""
-    return 0.0 if num_stalls <= 1 else min(FIRST_PAUSE_S * 2 ** (num_stalls - 2), LONGEST_PAUSE_S)
+    stalls = history.num_stalls
+    pause_s = 0.0 if stalls <= 1 else min(FIRST_PAUSE_S * 2 ** (stalls - 2), LONGEST_PAUSE_S)
+    return Requeue(pause_s, suspect=history.num_losses >= SUSPECT_LOSSES)
 
 
 def _given_up(error: InstanceLost, num_losses: int) -> InstanceLost:

@@ -16,6 +16,7 @@ from hotswap.request import ModelId, Request
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.checks import check_seconds
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
 from hotswap.store import SupportsImport, SupportsTokenizer
@@ -33,10 +34,11 @@ class Models:
         state: Of the fleet.
         swaps: Unloads a model that is removed.
         adapters: Those of a model are removed with it.
+        lifetime: Of the fleet, which bounds both verbs.
     """
 
-    def __init__(self, state: FleetState, swaps: Swaps, adapters: Adapters) -> None:
-        self._state, self._swaps, self._adapters = state, swaps, adapters
+    def __init__(self, state: FleetState, swaps: Swaps, adapters: Adapters, lifetime: Lifetime) -> None:
+        self._state, self._swaps, self._adapters, self._lifetime = state, swaps, adapters, lifetime
         self._tokenizers: dict[ModelId, Tokenizer] = {}
         self._adding: set[ModelId] = set()
 
@@ -73,7 +75,12 @@ class Models:
         Raises:
             ConfigError: the fleet has a model of this id.
             StoreError: its weights cannot be read.
+            FleetClosed: the fleet is not open, or closed meanwhile.
         """
+        self._lifetime.check_open()
+        await self._lifetime.run(self._add(model), f"the addition of model {model.id!r}")
+
+    async def _add(self, model: Model) -> None:
         name = ModelId(model.id)
         if name in self._state.models or name in self._adding:
             raise ConfigError(f"There is a model {name!r} already; give the new one another id.")
@@ -95,8 +102,13 @@ class Models:
             UnknownModel: the fleet has no such model.
             ConfigError: another model was rolled to it, and requests for that one would have none.
             SwapFailed: an instance could not unload it; the model stays registered.
+            FleetClosed: the fleet is not open, or closed meanwhile.
         """
+        self._lifetime.check_open()
         check_seconds(ConfigError, deadline_s=deadline_s)
+        await self._lifetime.run(self._remove(model, deadline_s), f"the removal of model {model!r}")
+
+    async def _remove(self, model: str, deadline_s: float | None) -> None:
         state, name = self._state, ModelId(model)
         card = state.card(name)
         if old := [old for old, new in state.aliases.items() if new == name]:

@@ -25,6 +25,7 @@ from hotswap.migration import KVSink, KVSource, SupportsMigration
 from hotswap.request import Request, RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.adapter_cache import AdapterCaches
+from hotswap.runtime.checks import check_counts, check_positive_seconds
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
 from hotswap.telemetry import Telemetry
@@ -60,11 +61,8 @@ class MigrationLimits:
 
     def __post_init__(self) -> None:
         for name in ("per_instance", "max_stages", "last_stage_blocks", "last_round_tokens", "chunk_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; give 1 or more.")
-        for name, seconds in (("stage_s", self.stage_s), ("round_s", self.round_s)):
-            if not seconds > 0:
-                raise ConfigError(f"{name} is {seconds!r}; give seconds over 0 (inf is no limit).")
+            check_counts(ConfigError, 1, **{name: getattr(self, name)})
+        check_positive_seconds(ConfigError, stage_s=self.stage_s, round_s=self.round_s)
 
 
 class Move:

@@ -121,6 +121,7 @@ class Operations:
 
     async def remove(self, instance: str, *, deadline_s: float | None, reason: str) -> DrainRecord:
         """Drain an instance, unload it and let it go, also one that is lost and cannot be unloaded."""
+        check_seconds(ConfigError, deadline_s=deadline_s)
         chosen = self._state.instance(instance)
         await self._restarted(chosen)
         record = await self.drain(instance, deadline_s=deadline_s, way=None, reason=reason)
@@ -159,6 +160,7 @@ class Operations:
         self, instance: str, by: Engine, *, deadline_s: float | None, reason: str
     ) -> DrainRecord:
         """Put another engine in an instance's place."""
+        check_seconds(ConfigError, deadline_s=deadline_s)
         model = self._state.instance(instance).engine.status().model
         await self.add(by)
         try:

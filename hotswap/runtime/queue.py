@@ -21,7 +21,7 @@ __all__ = ["Answered", "Queue", "QueueKey", "Ticket"]
 PRIORITY_PLACES = 64
 
 # Requests of one key are interchangeable for a router: what it declines for the first, it declines for all.
-QueueKey: TypeAlias = tuple[ModelId, AdapterId | None]
+QueueKey: TypeAlias = tuple[ModelId, AdapterId | None, bool]
 
 
 class Answered(Protocol):
@@ -52,6 +52,7 @@ class Ticket:
         answered: Set when there is an answer.
         instance: The answer, which the request has been assigned to.
         error: The answer, if the request cannot be served.
+        suspect: Whether it may run beside no other suspect.
         waiting: Whether the queue still has it.
     """
 
@@ -61,12 +62,13 @@ class Ticket:
     answered: Answered
     instance: Instance | None = None
     error: Exception | None = None
+    suspect: bool = False
     waiting: bool = True
 
     @property
     def key(self) -> QueueKey:
         """What it has in common with the requests that the router cannot tell from it."""
-        return self.request.model, self.request.adapter
+        return self.request.model, self.request.adapter, self.suspect
 
 
 class Queue:
@@ -84,7 +86,7 @@ class Queue:
     def __len__(self) -> int:
         return sum(len(queue.tickets) for queue in self._by_model.values())
 
-    def add(self, request: Request, arrival: int, answered: Answered) -> Ticket:
+    def add(self, request: Request, arrival: int, answered: Answered, *, suspect: bool = False) -> Ticket:
         """Append a request that was the fleet's `arrival`th, and return its ticket."""
         self._num_tickets += 1
         view = WaitingView(
@@ -98,7 +100,7 @@ class Queue:
             waiting_since_s=anyio.current_time(),
         )
         order = (arrival - PRIORITY_PLACES * request.priority, self._num_tickets)
-        ticket = Ticket(order, request, view, answered)
+        ticket = Ticket(order, request, view, answered, suspect=suspect)
         queue = self._by_model.get(request.model)
         if queue is None:
             queue = self._by_model[request.model] = _ModelQueue()
@@ -144,10 +146,12 @@ class Queue:
         queue = self._by_model.get(model)
         return 0 if queue is None else len(queue.tickets)
 
-    def count_key(self, key: QueueKey) -> int:
-        """Return how many requests wait for a model with one adapter, or with none."""
-        queue = self._by_model.get(key[0])
-        return 0 if queue is None else len(queue.keys.get(key, ()))
+    def count_with(self, model: ModelId, adapter: AdapterId) -> int:
+        """Return how many requests wait for a model with one adapter."""
+        queue = self._by_model.get(model)
+        if queue is None:
+            return 0
+        return sum(len(queue.keys.get((model, adapter, suspect), ())) for suspect in (False, True))
 
     def is_first(self, ticket: Ticket) -> bool:
         """Return whether no ticket of the same key is ahead of this one."""

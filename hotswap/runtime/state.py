@@ -56,6 +56,7 @@ class FleetState:
         requests: Those under way.
         queue: Those of them that wait for an instance.
         aliases: Models whose requests another model serves (`Fleet.roll`).
+        suspect: The request that is suspected to take instances down, if one runs.
         num_running: Requests by model that are assigned to instances.
         num_failed_loads: By model, since the last load that succeeded.
         index: The instances by model, for views.
@@ -73,6 +74,7 @@ class FleetState:
         self.requests: dict[RequestId, ActiveRequest] = {}
         self.queue = Queue()
         self.aliases: dict[ModelId, ModelId] = {}
+        self.suspect: RequestId | None = None
         self.num_running: Counter[ModelId] = Counter()
         self.num_failed_loads: Counter[ModelId] = Counter()
         self.index = Index()
@@ -297,10 +299,11 @@ class FleetState:
     def end(self, request: ActiveRequest) -> None:
         """Forget a request."""
         del self.requests[request.request.id]
+        self.wake()
 
-    def enqueue(self, request: Request, arrival: int, answered: Answered) -> Ticket:
+    def enqueue(self, request: Request, arrival: int, answered: Answered, *, suspect: bool = False) -> Ticket:
         """Have a request wait for an instance."""
-        return self.queue.add(request, arrival, answered)
+        return self.queue.add(request, arrival, answered, suspect=suspect)
 
     def dequeue(self, ticket: Ticket) -> None:
         """Have it wait no more; nothing happens when it does not."""
@@ -329,11 +332,20 @@ class FleetState:
             del self._running[instance.id]
         if request.move is not None:
             request.move.source_left()
+        if self.suspect == request.request.id:
+            self.suspect = None
         self.release(request.request, instance)
 
     def running_on(self, instance: InstanceId) -> tuple[ActiveRequest, ...]:
         """Return the requests that run on an instance, in the order in which they came to it."""
         return tuple(self._running.get(instance, {}).values())
+
+    def note_token(self, request: ActiveRequest) -> None:
+        """Note a token of a request that runs; a suspect is none any more."""
+        request.note_token()
+        if self.suspect == request.request.id:
+            self.suspect = None
+            self.tell(Change.RELEASED)
 
     def assign(self, request: Request, instance: Instance) -> None:
         """Count a request to an instance."""
@@ -370,7 +382,7 @@ class FleetState:
 
     def num_waiting_with(self, model: ModelId, adapter: AdapterId) -> int:
         """Return how many wait for an instance with it."""
-        return self.queue.count_key((model, adapter))
+        return self.queue.count_with(model, adapter)
 
     def is_needed(self, model: ModelId, adapter: AdapterId) -> bool:
         """Return whether a request has a version of a model's adapter, or waits for an instance with it."""

@@ -13,7 +13,7 @@ from hotswap.engine import Engine
 from hotswap.view import InstanceId
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskGroup, TaskStatus
+    from anyio.abc import TaskGroup
 
 __all__ = ["EngineSupervisor"]
 
@@ -25,7 +25,7 @@ class EngineSupervisor(AsyncContextManagerMixin):
     """
 
     def __init__(self) -> None:
-        self._engines: dict[InstanceId, tuple[anyio.Event, anyio.Event]] = {}  # told to stop, has stopped
+        self._engines: dict[InstanceId, _Started] = {}
         self._tasks: TaskGroup | None = None
 
     @asynccontextmanager
@@ -34,29 +34,55 @@ class EngineSupervisor(AsyncContextManagerMixin):
             try:
                 yield self
             finally:
-                for stop, _ in self._engines.values():
-                    stop.set()
+                for started in self._engines.values():
+                    started.stop.set()
 
     async def start(self, engine: Engine) -> None:
-        """Start an engine; what it raises then is raised here."""
+        """Start an engine; what it raises then is raised here. A cancellation stops it again."""
         assert self._tasks is not None, "only an open fleet starts engines"
-        await self._tasks.start(self._keep, engine, name=f"engine {engine.id}")
+        started = self._engines[engine.id] = _Started(engine)
+        self._tasks.start_soon(self._keep, started, name=f"engine {engine.id}")
+        try:
+            await started.ready.wait()
+        except BaseException:
+            started.stop.set()
+            started.scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await started.stopped.wait()
+            raise
+        if started.error is not None:
+            raise started.error
 
     async def stop(self, engine: InstanceId) -> None:
         """Stop an engine that was started here; others stay as they are."""
-        if (events := self._engines.get(engine)) is not None:
-            stop, stopped = events
-            stop.set()
-            await stopped.wait()
+        if (started := self._engines.get(engine)) is not None:
+            started.stop.set()
+            await started.stopped.wait()
 
-    async def _keep(self, engine: Engine, *, task_status: TaskStatus[None]) -> None:
-        stop, stopped = anyio.Event(), anyio.Event()
+    async def _keep(self, started: _Started) -> None:
+        is_ready = False
         try:
-            async with engine:
-                self._engines[engine.id] = stop, stopped
-                task_status.started()
-                with anyio.CancelScope(shield=True):  # requests end first, whatever ends the fleet
-                    await stop.wait()
+            with started.scope:
+                async with started.engine:
+                    is_ready = True
+                    started.ready.set()
+                    with anyio.CancelScope(shield=True):  # requests end first, whatever ends the fleet
+                        await started.stop.wait()
+        except Exception as exc:
+            if is_ready:
+                raise
+            started.error = exc
         finally:
-            self._engines.pop(engine.id, None)
-            stopped.set()
+            del self._engines[started.engine.id]
+            started.ready.set()
+            started.stopped.set()
+
+
+class _Started:
+    """An engine on its way to be started, or started."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.error: Exception | None = None
+        self.scope = anyio.CancelScope()
+        self.ready, self.stop, self.stopped = anyio.Event(), anyio.Event(), anyio.Event()

@@ -24,6 +24,7 @@ from hotswap.engine import Engine, SupportsPreload
 from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, SwapFailed
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.request import ModelId
+from hotswap.runtime.checks import check_positive_seconds
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
 from hotswap.store import (
@@ -57,9 +58,9 @@ class SwapLimits:
     load_s: float = 900.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not (limit_s := getattr(self, field.name)) > 0:
-                raise ConfigError(f"{field.name} is {limit_s!r}; give seconds over 0 (inf is no limit).")
+        check_positive_seconds(
+            ConfigError, **{field.name: getattr(self, field.name) for field in fields(self)}
+        )
 
 
 class SwapJob:

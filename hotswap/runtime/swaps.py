@@ -10,6 +10,7 @@ from hotswap.action import SwapRecord
 from hotswap.errors import ConfigError, InstanceLost, LoadsExhausted, SwapFailed
 from hotswap.request import ModelId
 from hotswap.runtime.admission import Admission
+from hotswap.runtime.checks import check_counts
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import Change, FleetState
 from hotswap.runtime.swap import SwapJob, SwapLimits
@@ -49,8 +50,7 @@ class Swaps:
         telemetry: Telemetry,
         on_record: Callable[[SwapRecord], None] | None,
     ) -> None:
-        if max_load_attempts < 1:
-            raise ConfigError(f"max_load_attempts is {max_load_attempts!r}; give 1 or more.")
+        check_counts(ConfigError, 1, max_load_attempts=max_load_attempts)
         self.records: deque[SwapRecord] = deque(maxlen=MAX_RECORDS)
         self.limits = limits
         self._state, self._admission, self._telemetry = state, admission, telemetry

@@ -40,7 +40,7 @@ class SimulatedRequest(ActiveRequest):
         self.error: Exception | None = None
         self._core, self._on_end = core, on_end
         self._ticket: Ticket | None = None
-        self._ended = self._is_answered = False
+        self._ended = self._is_answered = self._is_suspect = False
         self._num_before = 0
         self._sequence: Counted | None = None
         self._left: anyio.Event | None = None  # its adapter is held until then
@@ -90,10 +90,9 @@ class SimulatedRequest(ActiveRequest):
 
     def got_first_token(self) -> None:
         """Note the first token of a stay."""
-        now_s = asyncio.get_running_loop().time()
-        self.note_token(now_s)
+        self._core.state.note_token(self)
         if self.first_s is None:
-            self.first_s = now_s
+            self.first_s = asyncio.get_running_loop().time()
 
     def ended(self, error: Exception | None) -> None:
         """Leave the instance, which has ended the sequence, in the next turn of the loop."""
@@ -113,7 +112,9 @@ class SimulatedRequest(ActiveRequest):
             return
         self._is_answered = False
         request = self.remaining if self._num_before else self.request
-        self._ticket = self._core.admission.enter(request, self.arrival, answered=self)
+        self._ticket = self._core.admission.enter(
+            request, self.arrival, suspect=self._is_suspect, answered=self
+        )
 
     def _take(self) -> None:
         ticket, self._ticket = self._ticket, None  # which refers to this request in turn
@@ -169,7 +170,9 @@ class SimulatedRequest(ActiveRequest):
         decision = self._core.state.depart(self, instance, event)
         if isinstance(decision, End):
             self._end(decision.error)
-        elif isinstance(decision, Requeue) and decision.pause_s:
+            return
+        self._is_suspect = isinstance(decision, Requeue) and decision.suspect
+        if isinstance(decision, Requeue) and decision.pause_s:
             asyncio.get_running_loop().call_later(decision.pause_s, self.start)
         else:
             self.start()
