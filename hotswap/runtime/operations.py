@@ -231,6 +231,7 @@ class _Drain:
         self._interrupted: set[RequestId] = set()
         self._left_alone: set[RequestId] = set()  # the mover has them end where they are
         self._num_moved = 0
+        self._error: Exception | None = None
 
     async def run(self, deadline_s: float | None) -> DrainRecord:
         """Return once no request is assigned to the instance.
@@ -246,9 +247,11 @@ class _Drain:
                     for active in self._state.running_on(self._instance.id):
                         self._seen[active.request.id] = active
                         if (destination := self._destination(active)) is not None:
-                            tasks.start_soon(self._move, active, destination)
+                            tasks.start_soon(self._move, active, destination, tasks.cancel_scope)
                             await anyio.lowlevel.checkpoint()  # it counts at both ends before the next begins
                     await self._state.changed(version)
+        if self._error is not None:
+            raise self._error
         while self._instance.num_requests:
             version = self._state.version
             for active in self._state.running_on(self._instance.id):
@@ -275,10 +278,14 @@ class _Drain:
             return None
         return destination
 
-    async def _move(self, active: ActiveRequest, destination: Instance) -> None:
+    async def _move(self, active: ActiveRequest, destination: Instance, all_moves: anyio.CancelScope) -> None:
         try:
             record = await self._moves.run(active, destination, way=self._way, reason=self._reason)
         except MigrationAborted:  # one of the ends takes part in another move meanwhile
+            return
+        except Exception as exc:  # not of the move: a mover's fault, say
+            self._error = exc
+            all_moves.cancel()
             return
         if record.outcome == "done":
             self._num_moved += 1

@@ -36,7 +36,7 @@ from hotswap import (
     WrapperStore,
 )
 from hotswap.offline.virtual_time import virtual_time
-from tests.runtime.support import Idle, engine_of, idle, read, sim_fleet, store_of, until
+from tests.runtime.support import Idle, engine_of, expected, idle, read, sim_fleet, store_of, until
 from tests.runtime.test_telemetry import metrics_of
 
 SOME = Sampling(max_tokens=25, ignore_eos=True)
@@ -175,6 +175,21 @@ async def test_streams_go_on_whatever_the_scheduler_does(caplog: pytest.LogCaptu
     assert "a scheduler's own fault" in caplog.text
     assert "is no action" in caplog.text
     assert sum(metrics_of(reader.get_metrics_data())["hotswap.control.errors"]) > 10
+
+
+@virtual_time
+async def test_a_mover_that_raises_in_a_drain_ends_the_drain_alone_and_by_its_own_error() -> None:
+    async with sim_fleet("a", scheduler=Idle(), mover=NoIdea()) as fleet:
+        for instance in fleet.view().instances:
+            await fleet.swap(instance.id, to="a")
+        async with fleet.stream("a", [1], Sampling(max_tokens=50, ignore_eos=True)) as stream:
+            await anext(stream)
+            with pytest.raises(ZeroDivisionError):
+                await fleet.drain(stream.hops[0].instance)
+            tokens = await stream.collect()
+        assert [token.id for token in tokens] == expected(stream.request)[1:]
+        assert not any(instance.draining for instance in fleet.view().instances)
+        idle(fleet)
 
 
 @virtual_time
