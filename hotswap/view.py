@@ -189,7 +189,7 @@ def _made(kind: type[_Status], base: EngineStatus, fields: dict[str, object]) ->
 class ModelView:
     """One registered model at one moment.
 
-    `num_running` requests are assigned to instances, `num_waiting` sit in the waiting room; their sum is the
+    `num_running` requests are assigned to instances, `num_waiting` are in the queue; their sum is the
     *p* of the swap policy. `num_failed_loads` counts failures since the last load that succeeded.
     `last_evicted_s` is the loop time at which a swap or unload of one of its replicas last ended; `None` if
     none did. `unserved_since_s` is the loop time since which requests have waited for the model while no
@@ -214,7 +214,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingView:
-    """One request of the waiting room, in the order in which they are asked about.
+    """One request of the queue, in the order in which the router is asked about them.
 
     Of its `num_tokens` it was given `num_generated` before, elsewhere.
     """
@@ -231,7 +231,7 @@ class WaitingView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningView:
-    """One request that an instance is charged with; `moving` while it is on its way to another.
+    """One request that is assigned to an instance; `moving` while it is on its way to another.
 
     `begun` once it has got a token there: until then it waits in the engine, or its tokens are prefilled.
     """
@@ -251,7 +251,7 @@ class RunningView:
 class AdapterView:
     """One adapter that has been asked for, at one moment; `id` is its latest version, as engines hold it.
 
-    `num_running` requests with this version are assigned to instances, `num_waiting` sit in the waiting room.
+    `num_running` requests with this version are assigned to instances, `num_waiting` are in the queue.
     `popularity` is how much it was asked for of late: a request counts for one when it comes, and for half as
     much after every minute. `asked_s` is the loop time at which the last one came, `gap_s` what lies between
     two of them, later ones counting for more; `None` before there were two.
@@ -369,7 +369,7 @@ class FleetView:
         return frozenset(host.id for host in self.hosts(model))
 
     def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
-        """Those of `running` that an instance is charged with, in the same order."""
+        """Those of `running` that are assigned to an instance, in the same order."""
         return tuple(self._running_on.get(instance, ()))
 
     # What the answers above are made from, once for each view.
