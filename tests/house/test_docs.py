@@ -16,11 +16,13 @@ import pytest
 from hotswap import (
     Action,
     Adapter,
+    DeviceProfile,
     Fleet,
     FleetView,
     InstanceId,
     LoadsExhausted,
     Migrate,
+    Model,
     ModelCard,
     ModelId,
     OutOfMemory,
@@ -33,7 +35,7 @@ from hotswap import (
 from hotswap.backends.sim import SimEngine
 from hotswap.offline.virtual_time import virtual_time
 from tests.house.tree import PACKAGE, ROOT
-from tests.runtime.support import PROFILE, engine_of, sim_fleet, until
+from tests.runtime.support import PROFILE, engine_of, sim_fleet, store_of, until
 
 RUNTIME = PACKAGE / "runtime"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
@@ -168,6 +170,23 @@ def test_every_class_that_a_page_names_exists() -> None:
 def test_every_name_is_in_the_file_that_the_page_names() -> None:
     assert len(named(PAGE)) > 50
     assert [(file.name, name) for file, name in named(PAGE) if name not in defined(file)] == []
+
+
+@virtual_time
+async def test_the_operations_of_a_fleet_run_as_the_page_has_them() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    store = store_of("llama-8b", "qwen-4b")
+    compiled = compile(code, "operations.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    async with sim_fleet("llama-8b", scheduler=Script(), store=store) as fleet:
+        for instance in fleet.view().instances:
+            await fleet.swap(instance.id, to="llama-8b")
+        await eval(
+            compiled, {"fleet": fleet, "Model": Model, "SimEngine": SimEngine, "DeviceProfile": DeviceProfile}
+        )
+        view = fleet.view()
+    assert {instance.id: instance.model for instance in view.instances} == {"e0": "qwen-4b", "e3": None}
+    assert [model.id for model in view.models] == ["qwen-4b"]
 
 
 @virtual_time
