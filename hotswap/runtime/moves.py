@@ -187,13 +187,13 @@ class Moves:
     def _taking_part(self, move: Move) -> Generator[None]:
         ends = (move.source, move.destination)
         move.active.moving = True
-        self._state.begin_move(*ends)
+        self._state.count_move(1, *ends)
         self._moves.add(move)
         try:
             yield
         finally:
             move.active.moving = False
-            self._state.end_move(*ends)
+            self._state.count_move(-1, *ends)
             self._moves.discard(move)
 
     def _keep(self, record: MigrationRecord, span: Span, error: BaseException | None) -> None:

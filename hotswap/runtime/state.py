@@ -237,19 +237,14 @@ class FleetState:
         self._note(instance)
         self.tell(Change.INSTANCES)
 
-    def begin_move(self, *ends: Instance) -> None:
-        """Count a move at its ends."""
+    def count_move(self, number: int, *ends: Instance) -> None:
+        """Count a move that begins (1) or ends (-1) at its ends."""
         for instance in ends:
-            instance.num_moves += 1
-            self.index.counts_changed(instance.id)
-
-    def end_move(self, *ends: Instance) -> None:
-        """Count it no more."""
-        for instance in ends:
-            instance.num_moves -= 1
+            instance.num_moves += number
             if instance.id in self.instances:
                 self.index.counts_changed(instance.id)
-        self.wake()
+        if number < 0:
+            self.wake()
 
     # ------------------------------------------------------------------ failures
 
@@ -278,11 +273,6 @@ class FleetState:
             instance.gone_for_good = True
         elif model is not None:
             self.num_failed_loads[model] += 1
-        self._note(instance)
-
-    def gone_for_good(self, instance: Instance) -> None:
-        """Note that an engine cannot come back: it is not restarted any more."""
-        instance.gone_for_good = True
         self._note(instance)
 
     # ------------------------------------------------------------------ requests
