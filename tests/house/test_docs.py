@@ -137,10 +137,27 @@ class Failing(SimEngine):
 
 def test_every_link_between_pages_leads_to_a_file() -> None:
     links = [
-        (page, link) for page in PAGES for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        (page, link)
+        for page in PAGES
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
     ]
     assert len(links) > 100
     assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_link_to_a_heading_leads_to_one() -> None:
+    links = [
+        (page, *link)
+        for page in PAGES
+        for link in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text("utf-8"))
+    ]
+    assert len(links) > 20
+    for page, link, anchor in links:
+        headings = re.findall(
+            r"^#+ (.*)$", ((page.parent / link) if link else page).read_text("utf-8"), re.MULTILINE
+        )
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"{page.name}: {link}#{anchor}"
 
 
 def test_every_test_that_a_page_names_exists() -> None:
