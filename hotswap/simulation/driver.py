@@ -8,18 +8,23 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import anyio
+from opentelemetry.metrics import NoOpMeterProvider
 
 from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import HotswapError
+from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
 from hotswap.request import RequestId, Sampling
+from hotswap.router import Router
 from hotswap.runtime import Fleet
+from hotswap.runtime.move import MigrationLimits
+from hotswap.scheduler import Scheduler
 from hotswap.simulation.cluster import Cluster
 from hotswap.simulation.events import EventEngine, EventFleet, SimulatedRequest
 from hotswap.simulation.outcome import Sample, Served
@@ -29,14 +34,28 @@ from hotswap.view import InstanceState
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-__all__ = ["ClientDriver", "EventDriver", "Progress", "TraceDriver"]
+__all__ = ["ClientDriver", "EventDriver", "Progress", "Scenario", "TraceDriver"]
 
-Progress = Callable[[int, int], None]
+Progress: TypeAlias = Callable[[int, int], None]
 AnyFleet: TypeAlias = Fleet | EventFleet
 
 # Samples of what instances hold are so many seconds apart at least, and further for more than so many
 # engines; over a long trace there are so many of each.
 _LEAST_SAMPLE_S, _FEW_ENGINES, _MOST_SAMPLES = 0.5, 1000, 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What is played: a trace, on a cluster, by these policies; arguments of `simulate`, which says more."""
+
+    trace: Trace
+    cluster: Cluster
+    router: Router
+    scheduler: Scheduler
+    mover: Mover | None
+    migration_limits: MigrationLimits | None
+    interval_s: float
+    progress: Progress | None
 
 
 class TraceDriver(ABC):
@@ -50,8 +69,8 @@ class TraceDriver(ABC):
     fleet: ClassVar[type[Fleet] | type[EventFleet]] = Fleet
     engine: ClassVar[type[SimEngine]] = SimEngine
 
-    def __init__(self, trace: Trace, cluster: Cluster, progress: Progress | None) -> None:
-        self._trace, self._cluster, self._progress = trace, cluster, progress
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario, self._trace = scenario, scenario.trace
         self.served: list[Served] = []
         self.swaps: list[SwapRecord] = []
         self.moves: list[MigrationRecord] = []
@@ -60,19 +79,12 @@ class TraceDriver(ABC):
         self._numbers: dict[RequestId, int] = {}
         self._lost_s: defaultdict[int, float] = defaultdict(float)
 
-    async def play(self, make_fleet: Callable[..., AnyFleet]) -> None:
+    async def play(self) -> None:
         """Return when the last request has ended."""
-        models = sorted(self._trace.models)
-        adapters = sorted({(r.adapter, r.model) for r in self._trace.requests if r.adapter})
-        engines = self._cluster.engines(self.engine)
+        engines = self._scenario.cluster.engines(self.engine)
         for engine in engines:
             engine.watch_recoveries(self._recovered)
-        fleet = make_fleet(
-            engines=engines,
-            store=self._cluster.store(models),
-            models=[Model(model, min_replicas=self._cluster.min_replicas) for model in models],
-            adapters=itertools.starmap(Adapter, adapters),
-        )
+        fleet = self._make_fleet(engines)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(fleet)
             beside = await stack.enter_async_context(anyio.create_task_group())
@@ -88,6 +100,25 @@ class TraceDriver(ABC):
         self.served.sort(key=lambda served: served.number)
         for number, lost_s in self._lost_s.items():
             self.served[number] = replace(self.served[number], preempted_s=lost_s)
+
+    def _make_fleet(self, engines: Sequence[SimEngine]) -> AnyFleet:
+        scenario, models = self._scenario, sorted(self._trace.models)
+        adapters = sorted({(r.adapter, r.model) for r in self._trace.requests if r.adapter})
+        return self.fleet(
+            engines=engines,
+            store=scenario.cluster.store(models),
+            models=[Model(model, min_replicas=scenario.cluster.min_replicas) for model in models],
+            adapters=itertools.starmap(Adapter, adapters),
+            router=scenario.router,
+            scheduler=scenario.scheduler,
+            mover=scenario.mover,
+            migration_limits=scenario.migration_limits,
+            interval_s=scenario.interval_s,
+            max_waiting=len(self._trace.requests),
+            on_swap=self.swaps.append,
+            on_migration=self.moves.append,
+            meter_provider=NoOpMeterProvider(),  # without a reader no view has to be kept each turn
+        )
 
     @abstractmethod
     def _send(self, fleet: AnyFleet, number: int, request: TraceRequest, clients: TaskGroup) -> None:
@@ -121,8 +152,8 @@ class TraceDriver(ABC):
                 error="" if error is None else type(error).__name__,
             )
         )
-        if self._progress is not None:
-            self._progress(len(self.served), len(self._trace.requests))
+        if self._scenario.progress is not None:
+            self._scenario.progress(len(self.served), len(self._trace.requests))
 
     def _recovered(self, request: RequestId, seconds: float) -> None:
         if (number := self._numbers.get(request)) is not None:  # else of a move, in rounds
@@ -136,7 +167,7 @@ class TraceDriver(ABC):
             self.samples += map(_sample, engines)
 
     async def _lose(self, engines: Mapping[str, SimEngine]) -> None:
-        for at_s, engine in sorted(self._cluster.losses):
+        for at_s, engine in sorted(self._scenario.cluster.losses):
             await anyio.sleep_until(at_s)
             engines[engine].lose()
 
@@ -176,15 +207,15 @@ class EventDriver(TraceDriver):
     fleet = EventFleet
     engine = EventEngine
 
-    def __init__(self, trace: Trace, cluster: Cluster, progress: Progress | None) -> None:
-        super().__init__(trace, cluster, progress)
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
         self._change = anyio.Event()
         self._fault: BaseException | None = None
 
-    async def play(self, make_fleet: Callable[..., AnyFleet]) -> None:
+    async def play(self) -> None:
         # An error in a callback of the loop has no task to be raised in.
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._fail(context))
-        await super().play(make_fleet)
+        await super().play()
 
     def _fail(self, context: Mapping[str, object]) -> None:
         error = context.get("exception")
@@ -195,15 +226,16 @@ class EventDriver(TraceDriver):
         assert isinstance(fleet, EventFleet)
         self._raise_fault()
         try:
-            request_ = fleet.submit(
+            simulated = fleet.submit(
                 request.model,
                 request.prompt(number),
                 _sampling(request.output_tokens),
                 adapter=request.adapter or None,
                 priority=request.priority,
-                on_end=partial(self._note, number, request),
+                number=number,
+                listener=self,
             )
-            self._numbers[request_.request.id] = number
+            self._numbers[simulated.request.id] = number
         except HotswapError as exc:
             self._keep(number, request, num_tokens=0, first_s=None, num_hops=0, error=exc)
 
@@ -211,16 +243,17 @@ class EventDriver(TraceDriver):
         if self._fault is not None:
             raise self._fault
 
-    def _note(self, number: int, request: TraceRequest, request_: SimulatedRequest) -> None:
-        if request_.error is not None and not isinstance(request_.error, HotswapError):
-            raise request_.error
+    def request_ended(self, request: SimulatedRequest) -> None:
+        """Keep what became of a request; a fault that is none of hotswap's errors ends the simulation."""
+        if request.error is not None and not isinstance(request.error, HotswapError):
+            raise request.error
         self._keep(
-            number,
-            request,
-            num_tokens=request_.num_generated,
-            first_s=request_.first_s,
-            num_hops=0 if request_.error else request_.num_hops,
-            error=request_.error,
+            request.number,
+            self._trace.requests[request.number],
+            num_tokens=request.num_generated,
+            first_s=request.first_s,
+            num_hops=0 if request.error else request.num_hops,
+            error=request.error,
         )
         self._change.set()
 

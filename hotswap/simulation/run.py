@@ -5,10 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal, TypeAlias
-
-from opentelemetry.metrics import NoOpMeterProvider
 
 from hotswap.errors import ConfigError
 from hotswap.migration import Mover
@@ -17,7 +14,7 @@ from hotswap.router import Router
 from hotswap.runtime.move import MigrationLimits
 from hotswap.scheduler import Scheduler
 from hotswap.simulation.cluster import Cluster
-from hotswap.simulation.driver import ClientDriver, EventDriver, Progress, TraceDriver
+from hotswap.simulation.driver import ClientDriver, EventDriver, Progress, Scenario, TraceDriver
 from hotswap.simulation.outcome import Outcome
 from hotswap.simulation.trace import Trace
 
@@ -59,21 +56,20 @@ def simulate(
         raise ConfigError(f"{trace.name!r} has no requests; nothing would happen.")
     if driver not in _DRIVERS:
         raise ConfigError(f"driver is {driver!r}; give {' or '.join(map(repr, _DRIVERS))}.")
-    played = _DRIVERS[driver](trace, cluster, progress)
-    fleet = partial(
-        played.fleet,
-        router=router,
-        scheduler=scheduler,
-        mover=mover,
-        migration_limits=migration_limits,
-        interval_s=interval_s,
-        max_waiting=len(trace.requests),
-        on_swap=played.swaps.append,
-        on_migration=played.moves.append,
-        meter_provider=NoOpMeterProvider(),  # nobody reads: else a view of everything would be kept each turn
+    played = _DRIVERS[driver](
+        Scenario(
+            trace=trace,
+            cluster=cluster,
+            router=router,
+            scheduler=scheduler,
+            mover=mover,
+            migration_limits=migration_limits,
+            interval_s=interval_s,
+            progress=progress,
+        )
     )
     with _few_collections():
-        run(played.play, fleet)
+        run(played.play)
     return Outcome(
         name=name or repr(scheduler),
         trace=trace.name,

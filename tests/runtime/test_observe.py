@@ -34,7 +34,7 @@ from hotswap.engine import StatusListener, WrapperEngine
 from hotswap.offline.replay import dump_view
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
-from hotswap.simulation.events import EventEngine, EventFleet
+from hotswap.simulation.events import EventEngine, EventFleet, SimulatedRequest
 
 # What the fleet adds to an engine's own view.
 FLEETS_OWN = {
@@ -101,11 +101,21 @@ class Plain(WrapperEngine):
         return False
 
 
+class End:
+    """Waits for the end of a simulated request."""
+
+    def __init__(self) -> None:
+        self.event = anyio.Event()
+
+    def request_ended(self, request: SimulatedRequest) -> None:
+        self.event.set()
+
+
 async def ridden(fleet: EventFleet, model: str, adapter: str | None, num_tokens: int) -> None:
-    ended = anyio.Event()
+    end = End()
     sampling = Sampling(max_tokens=num_tokens)
-    fleet.submit(model, (1,) * 20, sampling, adapter=adapter, on_end=lambda _: ended.set())
-    await ended.wait()
+    fleet.submit(model, (1,) * 20, sampling, adapter=adapter, number=0, listener=end)
+    await end.event.wait()
 
 
 async def course(witness: Witness, engines: Sequence[Engine], asked: list[tuple[str, bool, int]]) -> None:

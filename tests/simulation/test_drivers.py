@@ -403,6 +403,13 @@ def no_collections() -> Iterator[None]:
         gc.enable()
 
 
+class Deaf:
+    """A listener that keeps nothing."""
+
+    def request_ended(self, request: SimulatedRequest) -> None:
+        return
+
+
 @virtual_time
 async def test_of_requests_that_have_ended_nothing_is_left() -> None:
     riders: list[weakref.ref[SimulatedRequest]] = []
@@ -418,8 +425,9 @@ async def test_of_requests_that_have_ended_nothing_is_left() -> None:
     with no_collections():
         async with fleet:
             for adapter in (None, "x") * 4:
+                sampling = Sampling(max_tokens=50)
                 rider = fleet.submit(
-                    "m", (1,) * 20, Sampling(max_tokens=50), adapter=adapter, on_end=lambda _: None
+                    "m", (1,) * 20, sampling, adapter=adapter, number=len(riders), listener=Deaf()
                 )
                 riders.append(weakref.ref(rider))
                 del rider

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hotswap.request import ModelId, Sampling
 from hotswap.runtime.core import Core
-from hotswap.simulation.events.request import SimulatedRequest
+from hotswap.simulation.events.request import RequestListener, SimulatedRequest
 
 __all__ = ["EventFleet"]
 
@@ -26,12 +24,16 @@ class EventFleet(Core):
         *,
         adapter: str | None = None,
         priority: int = 0,
-        on_end: Callable[[SimulatedRequest], None],
+        number: int,
+        listener: RequestListener,
     ) -> SimulatedRequest:
-        """Start a request, and have its end told; arguments and errors are those of `Fleet.stream`."""
+        """Start a request, and have its end told.
+
+        The listener knows it by its `number`; other arguments, and errors, are those of `Fleet.stream`.
+        """
         self.lifetime.check_open()
         new = self.new_request(ModelId(model), prompt, sampling, adapter=adapter, priority=priority)
-        request = SimulatedRequest(new, self, on_end)
+        request = SimulatedRequest(new, self, number, listener)
         self.state.begin(request)
         request.start()
         return request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Protocol
 
 import anyio
 from opentelemetry.trace import INVALID_SPAN
@@ -16,7 +16,15 @@ from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Requeue
 from hotswap.runtime.queue import Ticket
 from hotswap.simulation.events.engine import Counted, EventEngine
 
-__all__ = ["SimulatedRequest"]
+__all__ = ["RequestListener", "SimulatedRequest"]
+
+
+class RequestListener(Protocol):
+    """What is told of simulated requests."""
+
+    def request_ended(self, request: SimulatedRequest) -> None:
+        """It has all its tokens, or its `error`."""
+        ...
 
 
 class SimulatedRequest(ActiveRequest):
@@ -27,18 +35,20 @@ class SimulatedRequest(ActiveRequest):
     Args:
         new: The request.
         core: The fleet that serves it.
-        on_end: Called when it has ended.
+        number: Its number among the requests of its listener.
+        listener: Told when it has ended.
 
     Attributes:
         first_s: When its first token came, `None` if none did.
         error: What ended it, `None` if it has all its tokens.
     """
 
-    def __init__(self, new: NewRequest, core: Core, on_end: Callable[[SimulatedRequest], None]) -> None:
+    def __init__(self, new: NewRequest, core: Core, number: int, listener: RequestListener) -> None:
         super().__init__(new.request, new.adapter, new.arrival, INVALID_SPAN)
+        self.number = number
         self.first_s: float | None = None
         self.error: Exception | None = None
-        self._core, self._on_end = core, on_end
+        self._core, self._listener = core, listener
         self._ticket: Ticket | None = None
         self._ended = self._is_answered = self._is_suspect = False
         self._num_before = 0
@@ -187,7 +197,7 @@ class SimulatedRequest(ActiveRequest):
         if self.arrived is not None:
             self.arrived.set()
         self._core.state.end(self)
-        self._on_end(self)
+        self._listener.request_ended(self)
 
     def __repr__(self) -> str:
         where = self.instance.id if self.instance is not None else "waiting"
