@@ -258,10 +258,11 @@ class Fleet(AsyncContextManagerMixin):
         way: MigrationWay | None = None,
         reason: str = "by hand",
     ) -> DrainRecord:
-        """Empty an instance of requests: no new ones come, and those that run move elsewhere, one by one.
+        """Empty an instance of requests: no new ones come, and those that run move elsewhere.
 
-        One for which no other instance has a place stays until one has or it ends; after `deadline_s` seconds
-        those that are left wait for a place like others, their tokens with them. No request is refused or
+        As many move at a time as `MigrationLimits.per_instance` allows. One for which no other instance has a
+        place stays until one has or it ends; after `deadline_s` seconds those that are left wait for a place
+        like others, their tokens with them. No request is refused or
         loses a token. The instance keeps its model and stays closed: `reopen` it, `swap` it, or `replace` it.
         A cancellation reopens it.
 
@@ -345,7 +346,7 @@ class Fleet(AsyncContextManagerMixin):
     async def ready(self) -> None:
         """Return once every model has its `min_replicas` serving; at once if none asks for any.
 
-        Waits for ever if the scheduler keeps no floors: bound it by `anyio.fail_after`.
+        Waits for ever if the scheduler keeps no `min_replicas`: bound it by `anyio.fail_after`.
 
         Raises:
             FleetClosed: the fleet is not open, or closes meanwhile.

@@ -40,7 +40,7 @@ class Instance:
         engine: The engine.
         id: Its id.
         polled: Whether it is asked for its status at every view, since it does not tell of changes.
-        gone_for_good: Whether the engine has said that it cannot come back.
+        gone_for_good: Whether so many restarts failed in a row that none is tried any more.
         swap_context: The span of its latest swap, for links.
     """
 

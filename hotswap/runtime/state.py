@@ -36,7 +36,7 @@ class Change(Enum):
 
 
 class StateListener(Protocol):
-    """What is told of every change, in the stretch of code that makes it; it must not await."""
+    """What is told of every change, by the code that makes it; it must not await."""
 
     def state_changed(self, change: Change) -> None:
         """Act on a change."""
