@@ -30,7 +30,8 @@ from benchmarks.command import parser_of, save
 from benchmarks.measure import Summary, columns, machine
 from benchmarks.serverlessllm import compute_s
 from benchmarks.table import show
-from hotswap import Fleet, Model, Sampling, Scheduler
+from hotswap import Fleet, Model, Sampling
+from hotswap.abc import Scheduler
 from hotswap.backends.sim import SimEngine
 from hotswap.offline.virtual_time import run
 from hotswap.offline.workloads import log_normal_lengths

@@ -26,9 +26,10 @@ from benchmarks.command import parser_of, save
 from benchmarks.measure import WORK, Summary, brief, machine, ratios, rounds, workspace
 from benchmarks.resident import Spec, write_pair
 from benchmarks.table import show
-from hotswap import Fleet, Model, ModelId, Sampling, parse_bytes
+from hotswap import Fleet, Model, ModelId, Sampling
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
+from hotswap.hardware import parse_bytes
 from hotswap.policies import LeastLoadedRouter
 
 __all__ = ["Settings", "main", "measure"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hotswap import Action, FleetView, Scheduler
+from hotswap import FleetView
+from hotswap.abc import Action, Scheduler
 
 __all__ = ["ByHand"]
 

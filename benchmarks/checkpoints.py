@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.timed_run import Source, digest_of, raw_bytes
-from hotswap import Manifest, ModelId, TensorSpec
+from hotswap import ModelId
+from hotswap.abc import Manifest, TensorSpec
 from hotswap.backends.stores.writer import write_model
 
 __all__ = ["SHAPES", "Shape", "write"]

@@ -36,12 +36,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.command import parser_of, save
 from benchmarks.table import show
-from hotswap import HotswapError, Model, ModelCard, ModelId, Request, RequestId, Sampling, UnsupportedModel
+from hotswap import Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.examine import Verdict, examine
 from hotswap.backends.torch.miniature import CONTEXT, enliven, shrink
+from hotswap.errors import HotswapError, UnsupportedModel
 
 __all__ = ["PAGE", "SLICE", "VARIANTS", "Outcome", "Row", "Variant", "cover", "main", "render"]
 

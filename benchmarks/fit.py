@@ -29,7 +29,8 @@ from benchmarks.command import parser_of, save
 from benchmarks.measure import WORK, Summary, machine, ratios, versions, workspace
 from benchmarks.models import write_llama
 from benchmarks.table import show
-from hotswap import Engine, Model, ModelCard, ModelId, WeightStore
+from hotswap import Model, ModelId
+from hotswap.abc import Engine, ModelCard, WeightStore
 from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine

@@ -30,11 +30,13 @@ import anyio
 
 from benchmarks.command import parser_of, save
 from benchmarks.table import show
-from hotswap import Manifest, ModelId, Shard, StoreError, TensorSpec
+from hotswap import ModelId
+from hotswap.abc import Manifest, Shard, TensorSpec
 from hotswap.backends.memory import aligned_buffer
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.files import FileCalls
 from hotswap.backends.stores.writer import write_model
+from hotswap.errors import StoreError
 
 __all__ = ["Report", "fuzz", "main"]
 

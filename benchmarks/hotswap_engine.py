@@ -12,7 +12,8 @@ import anyio
 import torch
 
 from benchmarks.prompts import prompts
-from hotswap import Engine, Model, ModelCard, ModelId, Request, RequestId, Sampling
+from hotswap import Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import Engine, ModelCard
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch import settings as settings_module

@@ -34,7 +34,8 @@ from benchmarks.llumnix_report import SCALING, from_json, series_of, show_series
 from benchmarks.llumnix_trace import NUM_REQUESTS, START_S, with_priorities, workload
 from benchmarks.measure import machine
 from benchmarks.partial import PartialResults
-from hotswap import Action, FleetView, MigrationLimits, Router, Scheduler, Swap
+from hotswap import FleetView, MigrationLimits
+from hotswap.abc import Action, Router, Scheduler, Swap
 from hotswap.policies import (
     Chain,
     Freeness,

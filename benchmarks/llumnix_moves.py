@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks.llumnix_paper import PAPER, Key
 from benchmarks.table import show
-from hotswap import Action, FleetView, InstanceId, Migrate, MigrationLimits, Scheduler
+from hotswap import FleetView, InstanceId, MigrationLimits
+from hotswap.abc import Action, Migrate, Scheduler
 from hotswap.policies import Chain, LeastLoadedRouter, RestoreMinReplicas
 from hotswap.profiling import PROFILES
 from hotswap.simulation import Cluster, Trace, TraceRequest, simulate

@@ -28,8 +28,8 @@ from benchmarks.measure import WORK, Summary, machine, ratios, rounds, workspace
 from benchmarks.peers import ABLATED, CONTESTANTS, LIMITS, Memory
 from benchmarks.runner import Runner, Series
 from benchmarks.timed_run import Cache, Source
-from hotswap import parse_bytes
 from hotswap.backends.stores import NvmeStore
+from hotswap.hardware import parse_bytes
 
 __all__ = ["Settings", "main", "measure"]
 

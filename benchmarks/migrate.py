@@ -35,10 +35,10 @@ from hotswap import (
     FleetStream,
     Hop,
     MigrationLimits,
+    MigrationWay,
     Model,
     Sampling,
 )
-from hotswap.action import MigrationWay
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.policies import LeastLoadedRouter

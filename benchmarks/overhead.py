@@ -25,25 +25,10 @@ from anyio.lowlevel import checkpoint
 from benchmarks.by_hand import ByHand
 from benchmarks.measure import Summary, machine, rounds, write_json
 from benchmarks.table import show
-from hotswap import (
-    Engine,
-    EngineStatus,
-    Fleet,
-    InstanceId,
-    InstanceState,
-    Model,
-    ModelCard,
-    ModelId,
-    Request,
-    RequestId,
-    Sampling,
-    Token,
-    TokenStream,
-    WeightStore,
-)
+from hotswap import Fleet, InstanceId, InstanceState, Model, ModelId, Request, RequestId, Sampling, Token
+from hotswap.abc import Engine, EngineStatus, ModelCard, TokenQueue, TokenStream, WeightStore
 from hotswap.backends.sim import SimStore, sim_manifest
 from hotswap.policies import LeastLoadedRouter
-from hotswap.stream import TokenQueue
 
 __all__ = ["Settings", "main", "measure"]
 

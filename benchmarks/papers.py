@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.command import parser_of, save
 from benchmarks.measure import Summary
 from benchmarks.table import show
-from hotswap import Scheduler
+from hotswap.abc import Scheduler
 from hotswap.offline.workloads import log_normal_lengths
 from hotswap.policies import (
     AffinityRouter,

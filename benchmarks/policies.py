@@ -30,11 +30,13 @@ from hotswap import (
     InstanceState,
     InstanceView,
     ModelId,
+    ModelView,
     Request,
     RequestId,
-    Router,
-    Scheduler,
+    RunningView,
+    WaitingView,
 )
+from hotswap.abc import Router, Scheduler
 from hotswap.backends.sim import SimStore
 from hotswap.policies import (
     AffinityRouter,
@@ -51,7 +53,6 @@ from hotswap.policies import (
 )
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.views import LiveView
-from hotswap.view import ModelView, RunningView, WaitingView
 
 __all__ = ["main", "measure", "view_of"]
 

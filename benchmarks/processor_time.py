@@ -20,11 +20,11 @@ from statistics import median
 import anyio
 import torch
 
-from hotswap import Engine, EngineStatus, InstanceState, ModelCard, Request, Token, TokenStream, WeightStore
+from hotswap import InstanceState, Request, Token
+from hotswap.abc import Engine, EngineStatus, ModelCard, TokenQueue, TokenStream, WeightStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.admission import to_sequence
 from hotswap.backends.torch.runner import Runner
-from hotswap.stream import TokenQueue
 
 __all__ = ["ProcessorTimeEngine"]
 

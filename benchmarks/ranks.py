@@ -12,7 +12,8 @@ import anyio
 import torch
 
 from benchmarks.table import show
-from hotswap import Manifest, ModelId
+from hotswap import ModelId
+from hotswap.abc import Manifest
 from hotswap.backends.memory import aligned_buffer
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert

@@ -33,21 +33,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 from benchmarks.command import parser_of, save
 from benchmarks.measure import Summary, columns, machine
 from benchmarks.table import show
-from hotswap import (
-    Action,
-    FleetView,
-    InstanceId,
-    ModelId,
-    ModelView,
-    MoveChoice,
-    Mover,
-    MoveView,
-    PhaseRecord,
-    Request,
-    Scheduler,
-    Swap,
-    SwapRecord,
-)
+from hotswap import FleetView, InstanceId, ModelId, ModelView, PhaseRecord, Request, SwapRecord
+from hotswap.abc import Action, MoveChoice, Mover, MoveView, Scheduler, Swap
 from hotswap.backends.sim import SimEngine
 from hotswap.offline.workloads import Lengths, gamma_gaps, log_normal_lengths, zipf_mix
 from hotswap.policies import LeastLoadedRouter, StartupCosts, StartupTimePlacement, accepted

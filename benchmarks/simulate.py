@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.command import parser_of, save
 from benchmarks.measure import Summary, columns, machine
 from benchmarks.table import show
-from hotswap import Router
+from hotswap.abc import Router
 from hotswap.policies import AffinityRouter, LeastLoadedRouter, WeightedLoadSwap
 from hotswap.simulation import Cluster, Trace, generate, simulate
 from hotswap.simulation.run import Driver

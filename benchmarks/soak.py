@@ -30,7 +30,8 @@ from benchmarks.soak_clients import CheckedRequest, ClientPool
 from benchmarks.soak_operations import Engines, OperationRates
 from benchmarks.soak_scenario import FINDINGS, Scenario, Setup, soak
 from benchmarks.table import show
-from hotswap import Fleet, MigrationLimits, Model, ModelCard, ModelId, Request, RequestId, Sampling
+from hotswap import Fleet, MigrationLimits, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap

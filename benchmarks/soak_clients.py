@@ -13,7 +13,8 @@ from typing import Any
 
 import anyio
 
-from hotswap import DeadlineExceeded, Fleet, HotswapError, Sampling
+from hotswap import Fleet, Sampling
+from hotswap.errors import DeadlineExceeded, HotswapError
 
 __all__ = ["CheckedRequest", "ClientPool", "ClientResults"]
 

@@ -11,17 +11,8 @@ from typing import TypeAlias
 
 import anyio
 
-from hotswap import (
-    ConfigError,
-    DrainRecord,
-    Fleet,
-    InstanceId,
-    InvalidRequest,
-    MigrationAborted,
-    SwapFailed,
-    SwapRefused,
-)
-from hotswap.action import MigrationWay
+from hotswap import DrainRecord, Fleet, InstanceId, MigrationWay
+from hotswap.errors import ConfigError, InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
 from hotswap.testing.chaos import ChaosEngine
 
 __all__ = ["Engines", "OperationRates", "RandomOperations"]

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from random import Random
 
-from hotswap.hardware import DeviceProfile
+from hotswap.backends.sim import DeviceProfile
 from hotswap.offline.workloads import zipf_mix
 from hotswap.simulation import Cluster, Served, Trace, TraceRequest
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.trace_loads import Load
-from hotswap import Router, Scheduler
+from hotswap.abc import Router, Scheduler
 from hotswap.policies import (
     AdapterPool,
     AffinityRouter,

@@ -31,7 +31,7 @@ from benchmarks.search import Estimate, smallest
 from benchmarks.table import show
 from benchmarks.trace_loads import LOADS, Load
 from benchmarks.trace_policies import AUTOSCALED, TARGETS, Policy, autoscaler, policies
-from hotswap import Router, Scheduler
+from hotswap.abc import Router, Scheduler
 from hotswap.policies import LeastLoadedRouter
 from hotswap.simulation import Outcome, Trace, simulate
 from hotswap.simulation.outcome import percentile

@@ -93,7 +93,8 @@ def write_models(settings: Settings, root: Path) -> int:
 
 
 async def _measure(root: Path, settings: Settings, report: dict[str, Any]) -> None:
-    from hotswap import Model, ModelCard, ModelId
+    from hotswap import Model, ModelId
+    from hotswap.abc import ModelCard
     from hotswap.backends.stores import NvmeStore, SharedStore, TieredStore
     from hotswap.backends.vllm import VllmEngine
 

@@ -17,8 +17,9 @@ from anyio import TASK_STATUS_IGNORED, to_thread
 from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from hotswap import Fleet, HotswapError, Model, QueueFull, Sampling
+from hotswap import Fleet, Model, Sampling
 from hotswap.backends.sim import SimEngine, SimStore
+from hotswap.errors import HotswapError, QueueFull
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 
 SIZES = {"smollm-135m": "270 MB", "qwen-0.5b": "1 GB"}

@@ -9,8 +9,9 @@ a `TorchEngine` and by directories that PEFT wrote.
 
 import anyio
 
-from hotswap import Adapter, Fleet, Model, Sampling, UnknownAdapter
+from hotswap import Adapter, Fleet, Model, Sampling
 from hotswap.backends.sim import SimEngine, SimStore
+from hotswap.errors import UnknownAdapter
 from hotswap.policies import AffinityRouter, WeightedLoadSwap
 
 ADAPTERS = [Adapter(name, "qwen-0.5b", f"/adapters/{name}") for name in ("sql", "law", "poems")]

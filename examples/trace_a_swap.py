@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import format_trace_id
 
-from hotswap import DeviceProfile, Fleet, Model, Sampling, SwapRecord
-from hotswap.backends.sim import SimEngine, SimStore
+from hotswap import Fleet, Model, Sampling, SwapRecord
+from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore
 from hotswap.policies import KeepAsIs, LeastLoadedRouter
 
 SMALL = DeviceProfile(memory_bytes=1_200_000_000)  # with more, the next model is loaded beside the old one

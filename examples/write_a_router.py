@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import anyio
 
-from hotswap import Fleet, FleetView, InstanceId, InstanceView, Model, Request, Router, Sampling
+from hotswap import Fleet, Model, Sampling
+from hotswap.abc import FleetView, InstanceId, InstanceView, Request, Router
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.policies import KeepAsIs
 

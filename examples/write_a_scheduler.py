@@ -11,20 +11,17 @@ from collections.abc import Sequence
 
 import anyio
 
-from hotswap import (
+from hotswap import Fleet, Model, Sampling, SwapRecord
+from hotswap.abc import (
     Action,
-    Fleet,
     FleetView,
     InstanceId,
     InstanceState,
     InstanceView,
-    Model,
     ModelId,
     RequestId,
-    Sampling,
     Scheduler,
     Swap,
-    SwapRecord,
     WaitingView,
 )
 from hotswap.backends.sim import SimEngine, SimStore

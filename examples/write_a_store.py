@@ -18,12 +18,23 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-import hotswap
-from hotswap import HostChunk, Manifest, ModelId, Residency, Shard, ShardCorrupt, ShardMissing
+from hotswap.abc import (
+    HostChunk,
+    Manifest,
+    Model,
+    ModelCard,
+    ModelId,
+    Residency,
+    Shard,
+    StoreView,
+    TierView,
+    WeightStore,
+)
 from hotswap.backends.sim import SimEngine
+from hotswap.errors import ShardCorrupt, ShardMissing
 
 
-class ZipStore(hotswap.WeightStore):
+class ZipStore(WeightStore):
     """Lends the one entry of each `<model>.zip`, whose CRC-32 is checked when its last byte is read."""
 
     def __init__(self, folder: Path, *, chunk_bytes: int = 1 << 20) -> None:
@@ -47,12 +58,12 @@ class ZipStore(hotswap.WeightStore):
             async with aclosing(self._lend(archive, shard)) as chunks:
                 yield chunks
 
-    def view(self) -> hotswap.StoreView:
+    def view(self) -> StoreView:
         held = tuple(
             Residency(model=s.model, tier="zip", size_bytes=s.size_bytes) for s in self._shards.values()
         )
-        tier = hotswap.TierView(name="zip", used_bytes=sum(entry.size_bytes for entry in held))
-        return hotswap.StoreView(tiers=(tier,), residency=held)
+        tier = TierView(name="zip", used_bytes=sum(entry.size_bytes for entry in held))
+        return StoreView(tiers=(tier,), residency=held)
 
     async def _lend(self, archive: zipfile.ZipFile, shard: Shard) -> AsyncGenerator[HostChunk]:
         offset = 0
@@ -91,7 +102,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pack(Path(folder, "smollm.zip"), random.Random(0).randbytes(20 << 20))
         async with ZipStore(Path(folder)) as store, SimEngine("e0") as engine:
-            card = hotswap.ModelCard.of(hotswap.Model("smollm"), await store.manifest(ModelId("smollm")))
+            card = ModelCard.of(Model("smollm"), await store.manifest(ModelId("smollm")))
             await engine.load(card, store)
             print(engine, store.view(), sep="\n")
 

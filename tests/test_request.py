@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotswap import InvalidRequest, Sampling
+from hotswap import Sampling
+from hotswap.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hotswap import TextStream, Tokenizer
+from hotswap.abc import TextStream, Tokenizer
 from tests.text_tokenizers import (
     BYTE_LEVEL_SIZE,
     NUM_SPECIAL,

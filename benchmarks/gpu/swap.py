@@ -12,7 +12,8 @@ from torch import Tensor
 from benchmarks.gpu.session import Session
 from benchmarks.measure import Summary, ratios, rounds
 from benchmarks.table import show
-from hotswap import Manifest, ModelId, Shard
+from hotswap import ModelId
+from hotswap.abc import Manifest, Shard
 from hotswap.backends.stores import PinnedStore
 from hotswap.backends.torch.buffers import fetch
 

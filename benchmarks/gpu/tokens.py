@@ -16,7 +16,8 @@ import transformers
 from benchmarks.gpu.session import Session
 from benchmarks.measure import Summary
 from benchmarks.table import show
-from hotswap import Model, ModelCard, ModelId, Request, RequestId, Sampling
+from hotswap import Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine

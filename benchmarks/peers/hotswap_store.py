@@ -23,7 +23,8 @@ from anyio import to_thread
 from torch import Tensor
 
 from benchmarks.timed_run import Peer, Source, TimedRun, WarmUp
-from hotswap import HostChunk, ModelId, WeightStore
+from hotswap import ModelId
+from hotswap.abc import HostChunk, WeightStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.weights import Views

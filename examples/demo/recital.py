@@ -6,7 +6,8 @@ from typing import Final
 import anyio
 
 from examples.demo.checkpoints import Checkpoint
-from hotswap import Fleet, Hop, HotswapError, RequestId, Sampling
+from hotswap import Fleet, Hop, RequestId, Sampling
+from hotswap.errors import HotswapError
 
 __all__ = ["Recital", "Seam"]
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from hotswap.offline.replay import dump_view, load_view
 from hotswap.offline.virtual_time import VirtualTimeDeadlock, VirtualTimeLoop
-from hotswap.offline.workloads import Arrival, play, workload
+from hotswap.offline.workloads import Arrival, Lengths, play, workload
 
 __all__ = [
     "Arrival",
+    "Lengths",
     "VirtualTimeDeadlock",
     "VirtualTimeLoop",
     "dump_view",

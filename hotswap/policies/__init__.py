@@ -4,7 +4,7 @@ Each is an object with frozen settings; none imports the runtime or a backend. `
 tools that advise people.
 """
 
-from hotswap.policies.freeness import Freeness, VirtualUsage
+from hotswap.policies.freeness import Freeness, FreenessReading, VirtualUsage
 from hotswap.policies.move_costs import MoveCosts
 from hotswap.policies.prediction import accepted, assume
 from hotswap.policies.routers import (
@@ -16,6 +16,7 @@ from hotswap.policies.routers import (
     LeastTimeRouter,
     PrefixRouter,
     RoundRobinRouter,
+    RoutingKey,
     infaas_router,
 )
 from hotswap.policies.schedulers import (
@@ -33,6 +34,7 @@ from hotswap.policies.schedulers import (
     ShepherdSwap,
     StartupTimePlacement,
     StaticPinning,
+    Victims,
     VirtualUsageRescheduler,
     WeightedLoadSwap,
     quotas,
@@ -50,6 +52,7 @@ __all__ = [
     "FirstOfRouters",
     "Freeness",
     "FreenessAutoscaler",
+    "FreenessReading",
     "FreenessRouter",
     "HorizontalAutoscaler",
     "KeepAliveSwap",
@@ -62,10 +65,12 @@ __all__ = [
     "Quotas",
     "RestoreMinReplicas",
     "RoundRobinRouter",
+    "RoutingKey",
     "ShepherdSwap",
     "StartupCosts",
     "StartupTimePlacement",
     "StaticPinning",
+    "Victims",
     "VirtualUsage",
     "VirtualUsageRescheduler",
     "WeightedLoadSwap",

@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 from hotswap.errors import ConfigError
 from hotswap.view import InstanceState, InstanceView
 
-__all__ = ["Freeness", "Reading", "VirtualUsage", "is_terminating"]
+__all__ = ["Freeness", "FreenessReading", "VirtualUsage", "is_terminating"]
 
-Reading: TypeAlias = Literal["paper", "artifact"]
+FreenessReading: TypeAlias = Literal["paper", "artifact"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Freeness:
     together go to one instance. Engines that do not report KV blocks have F = 0.
     """
 
-    reading: Reading = "paper"
+    reading: FreenessReading = "paper"
     _: KW_ONLY
     target_tokens: int | None = 1600
     watermark: float = 0.01

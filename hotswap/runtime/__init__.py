@@ -1,9 +1,22 @@
 """The runtime of a fleet: its state, what acts on it, and `Fleet`, which users see."""
 
 from hotswap.runtime.active import Hop
+from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.fleet import Completion, Fleet
 from hotswap.runtime.flow import FleetStream
+from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
+from hotswap.runtime.operations import RollStreams
 from hotswap.runtime.swap import SwapLimits
 
-__all__ = ["Completion", "Fleet", "FleetStream", "Hop", "MigrationLimits", "SwapLimits"]
+__all__ = [
+    "Adapters",
+    "Completion",
+    "Fleet",
+    "FleetStream",
+    "Hop",
+    "MigrationLimits",
+    "Models",
+    "RollStreams",
+    "SwapLimits",
+]

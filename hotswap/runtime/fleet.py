@@ -23,7 +23,7 @@ from hotswap.runtime.core import Core
 from hotswap.runtime.flow import ClientRequest, FleetStream
 from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
-from hotswap.runtime.operations import Streams
+from hotswap.runtime.operations import RollStreams
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.views import LiveView
 from hotswap.scheduler import Scheduler
@@ -320,7 +320,7 @@ class Fleet(AsyncContextManagerMixin):
         return await core.lifetime.run(work, f"the replacement of instance {instance!r}")
 
     async def roll(
-        self, model: str, *, to: str, streams: Streams = "pinned", reason: str = "rolled"
+        self, model: str, *, to: str, streams: RollStreams = "pinned", reason: str = "rolled"
     ) -> tuple[InstanceId, ...]:
         """Give a model new weights, one replica after the other; return the instances that turned.
 

@@ -24,11 +24,11 @@ from hotswap.runtime.supervisor import EngineSupervisor
 from hotswap.runtime.swaps import Swaps
 from hotswap.view import InstanceId, InstanceState
 
-__all__ = ["Operations", "Streams"]
+__all__ = ["Operations", "RollStreams"]
 
 log = logging.getLogger("hotswap")
 
-Streams: TypeAlias = Literal["pinned", "moved"]
+RollStreams: TypeAlias = Literal["pinned", "moved"]
 
 # Moves of a request that may fail before a drain interrupts it instead.
 _MAX_FAILED_MOVES = 2
@@ -174,7 +174,7 @@ class Operations:
 
     # ------------------------------------------------------------------ new weights
 
-    async def roll(self, model: str, *, to: str, streams: Streams, reason: str) -> tuple[InstanceId, ...]:
+    async def roll(self, model: str, *, to: str, streams: RollStreams, reason: str) -> tuple[InstanceId, ...]:
         """Give a model new weights, one replica after the other; return the instances that have them."""
         old, new = self._state.card(ModelId(model)).id, self._state.card(ModelId(to)).id
         self._adapters.check_roll(old, new)

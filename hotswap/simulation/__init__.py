@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hotswap.simulation.by_name import router_named, scheduler_named
     from hotswap.simulation.cluster import Cluster
-    from hotswap.simulation.explanation import explain
+    from hotswap.simulation.driver import Progress
+    from hotswap.simulation.explanation import Candidate, Demand, Explanation, explain
     from hotswap.simulation.outcome import Outcome, Sample, Served, Slo
     from hotswap.simulation.plots import draw
-    from hotswap.simulation.run import simulate
+    from hotswap.simulation.run import Driver, simulate
     from hotswap.simulation.trace import Trace, TraceRequest, generate
 
 __all__ = [
+    "Candidate",
     "Cluster",
+    "Demand",
+    "Driver",
+    "Explanation",
     "Outcome",
+    "Progress",
     "Sample",
     "Served",
     "Slo",
@@ -37,11 +43,12 @@ __all__ = [
 
 _MODULES = {
     "cluster": ("Cluster",),
-    "explanation": ("explain",),
+    "driver": ("Progress",),
+    "explanation": ("Candidate", "Demand", "Explanation", "explain"),
     "by_name": ("router_named", "scheduler_named"),
     "outcome": ("Outcome", "Sample", "Served", "Slo"),
     "plots": ("draw",),
-    "run": ("simulate",),
+    "run": ("Driver", "simulate"),
     "trace": ("Trace", "TraceRequest", "generate"),
 }
 

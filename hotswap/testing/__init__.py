@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hotswap.testing.cancel import cancel_everywhere
-    from hotswap.testing.chaos import EngineFaults, StoreFaults, chaotic_engine, chaotic_store
+    from hotswap.testing.chaos import (
+        ChaosEngine,
+        ChaosStore,
+        EngineFaults,
+        StoreFaults,
+        chaotic_engine,
+        chaotic_store,
+    )
     from hotswap.testing.conformance import (
         ChannelConformance,
         EngineConformance,
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChannelConformance",
+    "ChaosEngine",
+    "ChaosStore",
     "EngineConformance",
     "EngineFaults",
     "RecordedSpan",
@@ -39,7 +48,7 @@ __all__ = [
 
 _HOMES = {
     "cancel": ("cancel_everywhere",),
-    "chaos": ("EngineFaults", "StoreFaults", "chaotic_engine", "chaotic_store"),
+    "chaos": ("ChaosEngine", "ChaosStore", "EngineFaults", "StoreFaults", "chaotic_engine", "chaotic_store"),
     "conformance": (
         "ChannelConformance",
         "EngineConformance",

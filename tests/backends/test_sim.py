@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hotswap import Adapter, DeviceProfile, Engine, Model, ModelCard, ModelId, Request, TierView
-from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
+from hotswap import Adapter, Model, ModelId, Request, TierView
+from hotswap.abc import Engine, ModelCard
+from hotswap.backends.sim import DeviceProfile, SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.testing.conformance import EngineConformance, WeightStoreConformance
 
 PROFILE = DeviceProfile(memory_bytes=1 << 20)

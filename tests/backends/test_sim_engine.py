@@ -12,28 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import (
-    DeviceProfile,
+from hotswap import InstanceState, Model, ModelId, Request, RequestId, Sampling, TierView, Token
+from hotswap.abc import Manifest, ModelCard, Shard, WrapperStore
+from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, expected_tokens, sim_manifest
+from hotswap.errors import (
     InstanceError,
     InstanceLost,
-    InstanceState,
-    Manifest,
-    Model,
-    ModelCard,
-    ModelId,
     OutOfMemory,
     PromptTooLong,
-    Request,
     RequestEvicted,
-    RequestId,
-    Sampling,
-    Shard,
     ShardCorrupt,
-    TierView,
-    Token,
-    WrapperStore,
 )
-from hotswap.backends.sim import SimEngine, SimStore, expected_tokens, sim_manifest
 from hotswap.offline.virtual_time import run, virtual_time
 
 PROFILE = DeviceProfile(

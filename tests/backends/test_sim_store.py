@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, ModelId, Shard, ShardMissing, StoreView, TierFull, TierView
+from hotswap import ModelId, StoreView, TierView
+from hotswap.abc import Shard
 from hotswap.backends.sim import SimNodes, SimStore, sim_bytes, sim_manifest
+from hotswap.errors import ConfigError, ShardMissing, TierFull
 from hotswap.offline.virtual_time import run, virtual_time
 
 A, B, C = map(ModelId, "abc")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-import hotswap
-from hotswap import ShardCorrupt, ShardMissing
+import hotswap.abc
 from hotswap.backends.tokenizer import HfTokenizer
+from hotswap.errors import ShardCorrupt, ShardMissing
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_the_start_token_is_added_and_left_out_again(file: Path) -> None:
     tokenizer = HfTokenizer.read(file)
-    assert isinstance(tokenizer, hotswap.Tokenizer)
+    assert isinstance(tokenizer, hotswap.abc.Tokenizer)
     assert tokenizer.encode("hello world hello") == [1, 2, 3, 2]
     assert tokenizer.decode([1, 2, 3]) == "hello world"
     assert HfTokenizer.read(file.parent).encode("world") == [1, 3]

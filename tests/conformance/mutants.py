@@ -17,29 +17,31 @@ from anyio.lowlevel import checkpoint
 from hotswap import (
     Adapter,
     AdapterId,
-    EngineStatus,
-    HostChunk,
-    InstanceError,
     InstanceState,
-    KVSink,
-    KVSource,
-    Manifest,
-    ModelCard,
     ModelId,
     Request,
     RequestId,
     Residency,
+    StoreView,
+    Token,
+)
+from hotswap.abc import (
+    EngineStatus,
+    HostChunk,
+    KVSink,
+    KVSource,
+    Manifest,
+    ModelCard,
     Shard,
     StatusListener,
     Stopped,
-    StoreView,
-    Token,
     TokenStream,
     WeightStore,
 )
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.backends.sim.sequence import Sequence as SimSequence
+from hotswap.errors import InstanceError
 
 __all__ = ["ENGINES", "STORES"]
 

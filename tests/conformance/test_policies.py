@@ -7,22 +7,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import Phase, settings
 
-from hotswap import (
-    Action,
-    FleetView,
-    InstanceId,
-    InstanceState,
-    InstanceView,
-    Migrate,
-    ModelId,
-    ModelView,
-    PinAdapters,
-    Request,
-    Router,
-    Scheduler,
-    Swap,
-    Unload,
-)
+from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId, ModelView, Request
+from hotswap.abc import Action, Migrate, PinAdapters, Router, Scheduler, Swap, Unload
 from hotswap.policies import (
     AdapterPool,
     AffinityRouter,

@@ -35,17 +35,15 @@ from hotswap import (
     InstanceState,
     InstanceView,
     Model,
-    ModelCard,
     ModelId,
     Request,
     RequestId,
     Sampling,
-    ShardCorrupt,
-    ShardMissing,
-    Swap,
     WaitingView,
 )
+from hotswap.abc import ModelCard, Swap
 from hotswap.backends.sim import SimEngine, SimStore
+from hotswap.errors import ShardCorrupt, ShardMissing
 from hotswap.offline.virtual_time import run
 from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas
 from hotswap.testing.conformance import WeightStoreConformance

@@ -12,7 +12,8 @@ import torch
 import transformers
 
 from examples.demo.checkpoints import RECIPES, Checkpoint
-from hotswap import Model, ModelCard, ModelId, Request, RequestId, Sampling
+from hotswap import Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine, runner

@@ -13,26 +13,10 @@ from types import FrameType
 import anyio
 import pytest
 
-from hotswap import (
-    Action,
-    Adapter,
-    DeviceProfile,
-    Fleet,
-    FleetView,
-    InstanceId,
-    LoadsExhausted,
-    Migrate,
-    Model,
-    ModelCard,
-    ModelId,
-    OutOfMemory,
-    Sampling,
-    Scheduler,
-    Swap,
-    SwapFailed,
-    WeightStore,
-)
-from hotswap.backends.sim import SimEngine
+from hotswap import Adapter, Fleet, FleetView, InstanceId, Model, ModelId, Sampling
+from hotswap.abc import Action, Migrate, ModelCard, Scheduler, Swap, WeightStore
+from hotswap.backends.sim import DeviceProfile, SimEngine
+from hotswap.errors import LoadsExhausted, OutOfMemory, SwapFailed
 from hotswap.offline.virtual_time import virtual_time
 from tests.house.tree import PACKAGE, ROOT
 from tests.runtime.support import PROFILE, engine_of, sim_fleet, store_of, until

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotswap import ConfigError
+from hotswap.errors import ConfigError
 from hotswap.kernels.fused import DTYPES, Scaling, call, rms_norm, rotate
 from tests.kernels.test_packed_linear import same_bits, weight_of
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import ConfigError
+from hotswap.errors import ConfigError
 from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
 from hotswap.kernels.kv_blocks.reference import gather_reference, scatter_reference
 from tests.kernels.kv_pools import CACHES, make_pools, same

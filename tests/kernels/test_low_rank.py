@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotswap import ConfigError
+from hotswap.errors import ConfigError
 from hotswap.kernels.low_rank import ALIGNMENT, DTYPES, add_low_rank, call
 from hotswap.kernels.low_rank.sizes import TOGETHER
 

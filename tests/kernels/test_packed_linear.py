@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotswap import ConfigError
+from hotswap.errors import ConfigError
 from hotswap.kernels import team
 from hotswap.kernels.packed_linear import (
     PANEL,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotswap import ConfigError
+from hotswap.errors import ConfigError
 from hotswap.kernels.paged_attention import DTYPES, Rows, Seen, append, attend, call, compile_for
 from hotswap.kernels.paged_attention.reference import attend_reference
 

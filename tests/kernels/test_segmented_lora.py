@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotswap import ConfigError
+from hotswap.errors import ConfigError
 from hotswap.kernels import tables
 from hotswap.kernels.segmented_lora import (
     PAGE_RANKS,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import ConfigError
+from hotswap.errors import ConfigError
 from hotswap.kernels import targets
 from hotswap.kernels.tables import Record, Table, load, write
 from hotswap.kernels.targets import TARGETS, Device, device_of, runs_triton, target_of

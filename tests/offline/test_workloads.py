@@ -10,7 +10,8 @@ from statistics import fmean, pstdev
 import anyio
 import pytest
 
-from hotswap import ConfigError, ModelId
+from hotswap import ModelId
+from hotswap.errors import ConfigError
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.offline.workloads import Arrival, gamma_gaps, log_normal_lengths, play, workload, zipf_mix
 

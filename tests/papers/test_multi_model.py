@@ -2,7 +2,8 @@
 
 import pytest
 
-from hotswap import ModelCard, ModelId
+from hotswap import ModelId
+from hotswap.abc import ModelCard
 from hotswap.policies.planning import ModelShape, SharedModel, SharingAdvisor, SharingMethod
 from hotswap.policies.planning.sharing import overlapped_switch_s, switch_penalty_usd_per_h
 

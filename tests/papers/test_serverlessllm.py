@@ -11,7 +11,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import FleetView, Migrate, ModelId, RequestId, Residency, RunningView, StoreView, Swap, TierView
+from hotswap import FleetView, ModelId, RequestId, Residency, RunningView, StoreView, TierView
+from hotswap.abc import Migrate, Swap
 from hotswap.policies import (
     KeepAliveSwap,
     ShepherdSwap,

@@ -24,7 +24,8 @@ from benchmarks.serverlessllm import (
     startup_s,
     trace_of,
 )
-from hotswap import Action, FleetView, InstanceId, ModelId, Scheduler, Swap
+from hotswap import FleetView, InstanceId, ModelId
+from hotswap.abc import Action, Scheduler, Swap
 from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas, StartupTimePlacement, accepted
 from hotswap.profiling import PROFILES
 from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate

@@ -18,7 +18,7 @@ from benchmarks.papers import (
     autoscaled,
     burst,
 )
-from hotswap import Scheduler
+from hotswap.abc import Scheduler
 from hotswap.policies import AffinityRouter, StaticPinning, WeightedLoadSwap
 from hotswap.simulation import Cluster, Outcome, simulate
 from hotswap.simulation.outcome import percentile

@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from hotswap import Action, FleetView, InstanceId, InstanceState, InstanceView, Migrate, ModelId, ModelView
-from hotswap.request import RequestId
-from hotswap.view import RunningView
+from hotswap import (
+    FleetView,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    ModelId,
+    ModelView,
+    RequestId,
+    RunningView,
+)
+from hotswap.abc import Action, Migrate
 
 BLOCK = 16
 

@@ -9,17 +9,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from hotswap import (
-    Action,
-    AdapterId,
-    AdapterView,
-    ConfigError,
-    FleetView,
-    InstanceState,
-    InstanceView,
-    ModelId,
-    PinAdapters,
-)
+from hotswap import AdapterId, AdapterView, FleetView, InstanceState, InstanceView, ModelId
+from hotswap.abc import Action, PinAdapters
+from hotswap.errors import ConfigError
 from hotswap.policies import AdapterPool
 from hotswap.testing.strategies import fleet_views
 from tests.policies.views import fleet, model, serving, swapping_to

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, ModelCard, ModelId
+from hotswap import ModelId
+from hotswap.abc import ModelCard
+from hotswap.errors import ConfigError
 from hotswap.policies.planning import SharedModel, SharingAdvisor, SharingMethod
 from hotswap.policies.planning.sharing import switching
 

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import Action, ConfigError, FleetView, InstanceView, Scheduler, Swap, Unload
+from hotswap import FleetView, InstanceView
+from hotswap.abc import Action, Scheduler, Swap, Unload
+from hotswap.errors import ConfigError
 from hotswap.policies import (
     HorizontalAutoscaler,
     KeepAliveSwap,

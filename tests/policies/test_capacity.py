@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId, RequestId
+from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId, RequestId, RunningView
 from hotswap.policies.schedulers.startup_time.capacity import SpareCapacity
-from hotswap.view import RunningView
 from tests.policies.views import serving, swapping_to
 
 A = ModelId("a")

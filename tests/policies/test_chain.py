@@ -7,19 +7,9 @@ from typing import NoReturn
 import pytest
 from hypothesis import given
 
-from hotswap import (
-    Action,
-    ConfigError,
-    FleetView,
-    InstanceId,
-    ModelId,
-    Prefetch,
-    Request,
-    Router,
-    Scheduler,
-    Swap,
-    Unload,
-)
+from hotswap import FleetView, InstanceId, ModelId, Request
+from hotswap.abc import Action, Prefetch, Router, Scheduler, Swap, Unload
+from hotswap.errors import ConfigError
 from hotswap.policies import (
     Chain,
     Cooldown,

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import AdapterId, ConfigError, InstanceId, InstanceView, ModelId, Request, RequestId
+from hotswap import AdapterId, InstanceId, InstanceView, ModelId, Request, RequestId
+from hotswap.errors import ConfigError
 from hotswap.policies import ConsistentHashRouter
 from tests.policies.views import empty, fleet, model, serving, swapping_to
 

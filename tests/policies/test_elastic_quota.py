@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import (
-    ConfigError,
-    FleetView,
-    InstanceId,
-    ModelId,
-    RequestId,
-    Residency,
-    RunningView,
-    StoreView,
-    TierView,
-)
+from hotswap import FleetView, InstanceId, ModelId, RequestId, Residency, RunningView, StoreView, TierView
+from hotswap.errors import ConfigError
 from hotswap.policies import ElasticQuota, quotas
 from tests.policies.views import MODELS, began, empty, fleet, model, served, serving, swaps, waiting
 

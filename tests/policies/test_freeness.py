@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, FleetView, InstanceId, InstanceState, InstanceView, Router
+from hotswap import FleetView, InstanceId, InstanceState, InstanceView
+from hotswap.abc import Router
+from hotswap.errors import ConfigError
 from hotswap.policies import Freeness, FreenessRouter, RoundRobinRouter, VirtualUsage, infaas_router
 from tests.policies.loads import fleet_of, loaded, terminating
 from tests.policies.views import MODELS, fleet_views, request

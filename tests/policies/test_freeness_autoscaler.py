@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import Action, ConfigError, FleetView, InstanceView, ModelView, Unload
+from hotswap import FleetView, InstanceView, ModelView
+from hotswap.abc import Action, Unload
+from hotswap.errors import ConfigError
 from hotswap.policies import (
     Chain,
     Freeness,

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from hotswap import (
     AdapterId,
-    ConfigError,
     FleetView,
     InstanceState,
     InstanceView,
@@ -20,6 +19,7 @@ from hotswap import (
     StoreView,
     TierView,
 )
+from hotswap.errors import ConfigError
 from hotswap.policies import LeastTimeRouter
 from hotswap.policies.routers.candidates import candidates
 from hotswap.testing.strategies import routings

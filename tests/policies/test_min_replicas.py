@@ -5,7 +5,9 @@ from math import nan
 import pytest
 from hypothesis import given
 
-from hotswap import ConfigError, FleetView, InstanceState, InstanceView, Swap
+from hotswap import FleetView, InstanceState, InstanceView
+from hotswap.abc import Swap
+from hotswap.errors import ConfigError
 from hotswap.policies import RestoreMinReplicas, accepted, assume
 from tests.policies.views import (
     began,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotswap import ConfigError, FleetView, InstanceId, InstanceView, ModelId, SwapRecord
+from hotswap import FleetView, InstanceId, InstanceView, ModelId, SwapRecord
+from hotswap.errors import ConfigError
 from hotswap.policies.planning import Recommendation, ScalingMonitor, ScalingStep
 from tests.policies.views import empty, fleet, model, serving
 

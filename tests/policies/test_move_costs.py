@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, InstanceId, InstanceState, InstanceView, MigrationRecord, MoveView, RequestId
+from hotswap import InstanceId, InstanceState, InstanceView, MigrationRecord, RequestId
+from hotswap.abc import MoveView
+from hotswap.errors import ConfigError
 from hotswap.policies import MoveCosts
 from hotswap.policies.linear_fit import LinearFit
 

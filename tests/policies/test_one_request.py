@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import Model, Sampling, Scheduler, Swap
+from hotswap import Model, Sampling
+from hotswap.abc import Scheduler, Swap
 from hotswap.offline.virtual_time import run
 from hotswap.policies import (
     AdapterPool,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import AdapterId, ConfigError, FleetView, ModelId, Request, RequestId
+from hotswap import AdapterId, FleetView, ModelId, Request, RequestId
+from hotswap.errors import ConfigError
 from hotswap.policies import LeastTimeRouter, PrefixRouter
 from hotswap.testing.strategies import routings
 from tests.policies.views import fleet, model, serving

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, FleetView, InstanceId, InstanceState, InstanceView, Migrate, RequestId
+from hotswap import FleetView, InstanceId, InstanceState, InstanceView, RequestId
+from hotswap.abc import Migrate
+from hotswap.errors import ConfigError
 from hotswap.policies import Freeness, VirtualUsageRescheduler
 from hotswap.policies.schedulers.rescheduler import arrived, left
 from tests.policies.loads import Cluster, blocks_of, clusters, fleet_of, loaded, moves, running, terminating

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import AdapterId, ConfigError, FleetView, InstanceId, InstanceState, InstanceView, Router
+from hotswap import AdapterId, FleetView, InstanceId, InstanceState, InstanceView
+from hotswap.abc import Router
+from hotswap.errors import ConfigError
 from hotswap.policies import (
     AffinityRouter,
     ConsistentHashRouter,

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from hotswap import ConfigError, Manifest, ModelId
+from hotswap import ModelId
+from hotswap.abc import Manifest
+from hotswap.errors import ConfigError
 from hotswap.policies.planning import ModelShape
 
 LLAMA_70B = ModelShape(hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import (
-    ConfigError,
     InstanceId,
     MigrationRecord,
     ModelId,
@@ -22,6 +21,7 @@ from hotswap import (
     SwapRecord,
     TierView,
 )
+from hotswap.errors import ConfigError
 from hotswap.policies import LoadCosts, StartupCosts
 from hotswap.policies.startup_costs import QueuedLoads
 

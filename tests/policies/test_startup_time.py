@@ -14,21 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotswap import (
-    Action,
-    ConfigError,
     FleetView,
     InstanceState,
     InstanceView,
-    Migrate,
     ModelId,
     ModelView,
     RequestId,
     Residency,
     RunningView,
     StoreView,
-    Swap,
     TierView,
 )
+from hotswap.abc import Action, Migrate, Swap
+from hotswap.errors import ConfigError
 from hotswap.policies import Cooldown, StartupCosts, StartupTimePlacement, accepted
 from tests.policies.views import empty, fleet, fleet_views, model, serving, swapping_to, swaps, waiting
 

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, FleetView, InstanceId, InstanceState, ModelId, ModelView, Swap
+from hotswap import FleetView, InstanceId, InstanceState, ModelId, ModelView
+from hotswap.abc import Swap
+from hotswap.errors import ConfigError
 from hotswap.policies import WeightedLoadSwap, accepted, assume
 from hotswap.policies.schedulers.allocation import Allocation
 from tests.policies.views import (

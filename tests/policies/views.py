@@ -8,7 +8,6 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from hotswap import (
-    Action,
     AdapterId,
     FleetView,
     InstanceId,
@@ -18,10 +17,9 @@ from hotswap import (
     ModelView,
     Request,
     RequestId,
-    Swap,
-    Unload,
     WaitingView,
 )
+from hotswap.abc import Action, Swap, Unload
 from hotswap.backends.sim import SimStore
 from hotswap.policies import accepted
 from hotswap.runtime.state import FleetState

@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotswap import ConfigError, DeviceProfile, InstanceState, Model, ModelCard
-from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
+from hotswap import InstanceState, Model
+from hotswap.abc import ModelCard
+from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, sim_manifest
 from hotswap.cli import main
+from hotswap.errors import ConfigError
 from hotswap.offline.virtual_time import run
 from hotswap.profiling import Measurements, Profile, Shapes, StepSample, fit_profile, measure_engine
 from hotswap.profiling.fit import fit_steps

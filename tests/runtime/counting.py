@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from hotswap import FleetView, InstanceId, Request, Router
+from hotswap import FleetView, InstanceId, Request
+from hotswap.abc import Router
 from hotswap.policies import LeastLoadedRouter
 
 __all__ = ["Count", "CountingRouter", "counted_calls", "counted_opcodes"]

@@ -16,7 +16,8 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 
-from hotswap import Adapter, Fleet, HotswapError, Model, Sampling
+from hotswap import Adapter, Fleet, Model, Sampling
+from hotswap.errors import HotswapError
 from tests.runtime.support import Idle, engine_of, expected, sim_fleet
 
 __all__ = ["VERBS"]

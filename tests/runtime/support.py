@@ -7,20 +7,9 @@ from typing import Any
 
 import anyio
 
-from hotswap import (
-    Action,
-    DeviceProfile,
-    Engine,
-    Fleet,
-    FleetView,
-    InstanceState,
-    Model,
-    ModelCard,
-    Request,
-    Sampling,
-    Scheduler,
-)
-from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
+from hotswap import Fleet, FleetView, InstanceState, Model, Request, Sampling
+from hotswap.abc import Action, Engine, ModelCard, Scheduler
+from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, sim_manifest
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 
 __all__ = ["Idle", "engine_of", "expected", "idle", "models", "sim_fleet", "store_of"]

@@ -12,21 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotswap import (
-    Action,
-    Adapter,
-    AdapterId,
-    Fleet,
-    FleetView,
-    InstanceId,
-    ModelId,
-    OutOfMemory,
-    PinAdapters,
-    Sampling,
-    Scheduler,
-    ShardMissing,
-)
+from hotswap import Adapter, AdapterId, Fleet, FleetView, InstanceId, ModelId, Sampling
+from hotswap.abc import Action, PinAdapters, Scheduler
 from hotswap.backends.sim import SimEngine
+from hotswap.errors import OutOfMemory, ShardMissing
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import AdapterPool
 from tests.runtime.support import PROFILE, Idle, expected, idle, sim_fleet

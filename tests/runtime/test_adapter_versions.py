@@ -9,16 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from hotswap import (
-    Adapter,
-    AdapterId,
-    ConfigError,
-    Fleet,
-    InstanceError,
-    Sampling,
-    ShardMissing,
-    UnknownAdapter,
-)
+from hotswap import Adapter, AdapterId, Fleet, Sampling
+from hotswap.errors import ConfigError, InstanceError, ShardMissing, UnknownAdapter
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.cancel import cancel_everywhere
 from tests.runtime.support import PROFILE, Idle, expected, idle, sim_fleet, until

@@ -11,26 +11,13 @@ from anyio.lowlevel import checkpoint
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from hotswap import (
-    Adapter,
-    AdapterId,
-    ConfigError,
-    Fleet,
-    FleetView,
-    OutOfMemory,
-    Request,
-    Router,
-    Sampling,
-    ShardMissing,
-    UnknownAdapter,
-    UnsupportedAdapter,
-    WrapperEngine,
-)
+from hotswap import Adapter, AdapterId, Fleet, FleetView, InstanceId, Request, Sampling
+from hotswap.abc import Router, WrapperEngine
 from hotswap.backends.sim import SimEngine
+from hotswap.errors import ConfigError, OutOfMemory, ShardMissing, UnknownAdapter, UnsupportedAdapter
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import AffinityRouter, LeastLoadedRouter
 from hotswap.testing.cancel import cancel_everywhere
-from hotswap.view import InstanceId
 from tests.runtime.support import PROFILE, Idle, engine_of, expected, idle, sim_fleet, until
 from tests.runtime.test_telemetry import Recorder
 

@@ -7,19 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import (
-    AdapterId,
-    EngineStatus,
-    FleetView,
-    InstanceId,
-    InstanceState,
-    ModelId,
-    QueueFull,
-    Request,
-    RequestId,
-    Router,
-)
+from hotswap import AdapterId, FleetView, InstanceId, InstanceState, ModelId, Request, RequestId
+from hotswap.abc import EngineStatus, Router
 from hotswap.backends.sim import SimEngine
+from hotswap.errors import QueueFull
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.runtime.admission import Admission
 from hotswap.runtime.instance import Instance

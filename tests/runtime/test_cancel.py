@@ -5,7 +5,9 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from hotswap import Engine, Fleet, InstanceState, Sampling, SwapRefused
+from hotswap import Fleet, InstanceState, Sampling
+from hotswap.abc import Engine
+from hotswap.errors import SwapRefused
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.cancel import cancel_everywhere
 from tests.runtime.support import Idle, engine_of, idle, read, sim_fleet, store_of

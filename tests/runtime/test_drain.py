@@ -9,19 +9,9 @@ from dataclasses import replace
 import anyio
 import pytest
 
-from hotswap import (
-    ConfigError,
-    Fleet,
-    InstanceId,
-    InstanceState,
-    MigrationLimits,
-    ModelId,
-    Sampling,
-    SwapFailed,
-    SwapRefused,
-)
-from hotswap.action import MigrationWay
+from hotswap import Fleet, InstanceId, InstanceState, MigrationLimits, MigrationWay, ModelId, Sampling
 from hotswap.backends.sim import SimEngine
+from hotswap.errors import ConfigError, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import (
     PROFILE,

@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from hotswap import DrainRecord, Fleet, InstanceId, MigrationLimits, Request, RequestId, Sampling
+from hotswap.abc import KVSink, KVSource
 from hotswap.backends.sim import SimEngine
-from hotswap.migration import KVSink, KVSource
 from hotswap.offline.virtual_time import run, virtual_time
 from tests.runtime.counting import counted_opcodes
 from tests.runtime.support import PROFILE, Idle, engine_of, idle, read, sim_fleet, until

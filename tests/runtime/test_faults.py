@@ -11,30 +11,24 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
-from hotswap import (
+from hotswap import FleetView, InstanceId, InstanceState, ModelId, Sampling, SwapRecord
+from hotswap.abc import (
     Action,
     Engine,
     EngineStatus,
-    FleetView,
-    InstanceId,
-    InstanceState,
-    MemoryNotReclaimed,
     Migrate,
     ModelCard,
-    ModelId,
     MoveChoice,
     Mover,
     MoveView,
     Prefetch,
-    Sampling,
     Scheduler,
     Swap,
-    SwapFailed,
-    SwapRecord,
     WeightStore,
     WrapperEngine,
     WrapperStore,
 )
+from hotswap.errors import MemoryNotReclaimed, SwapFailed
 from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, expected, idle, read, sim_fleet, store_of, until
 from tests.runtime.test_telemetry import metrics_of

@@ -7,27 +7,20 @@ from typing import Any
 import anyio
 import pytest
 
-from hotswap import (
+from hotswap import Fleet, FleetView, InstanceId, InstanceState, Model, Request, Sampling, SwapLimits
+from hotswap.abc import Router
+from hotswap.backends.sim import SimStore
+from hotswap.errors import (
     ConfigError,
     DeadlineExceeded,
-    Fleet,
     FleetClosed,
-    FleetView,
-    InstanceId,
-    InstanceState,
     InvalidRequest,
-    Model,
     ModelTooLarge,
     PromptTooLong,
     QueueFull,
-    Request,
-    Router,
-    Sampling,
     ShardMissing,
-    SwapLimits,
     UnknownModel,
 )
-from hotswap.backends.sim import SimStore
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import LeastLoadedRouter
 from tests.runtime.support import (

@@ -14,7 +14,8 @@ from opentelemetry.sdk.metrics import MeterProvider as SdkMeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 
-from hotswap import Fleet, HotswapError, Sampling
+from hotswap import Fleet, Sampling
+from hotswap.errors import HotswapError
 from hotswap.offline.virtual_time import run
 from tests.runtime.support import Idle, engine_of, read, sim_fleet, store_of, until
 

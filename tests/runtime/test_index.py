@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId
+from hotswap.abc import CountRank
 from hotswap.offline.replay import dump_view, load_view
 from hotswap.runtime.index import Index
-from hotswap.view import CountRank
 
 Pull: TypeAlias = Callable[[InstanceId], InstanceView]
 Recount: TypeAlias = Callable[[InstanceView], InstanceView]

@@ -12,18 +12,10 @@ from itertools import pairwise
 import anyio
 import pytest
 
-from hotswap import (
-    Engine,
-    EngineStatus,
-    Fleet,
-    HotswapError,
-    InstanceId,
-    InstanceState,
-    Sampling,
-    SwapLimits,
-    WrapperEngine,
-)
+from hotswap import Fleet, InstanceId, InstanceState, Sampling, SwapLimits
+from hotswap.abc import Engine, EngineStatus, WrapperEngine
 from hotswap.backends.sim import SimEngine
+from hotswap.errors import HotswapError
 from hotswap.offline.virtual_time import run, virtual_time
 from tests.runtime.support import PROFILE, Idle, engine_of, idle, models, read, sim_fleet, until
 

@@ -14,19 +14,10 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from hotswap import (
-    Fleet,
-    InstanceState,
-    InvalidRequest,
-    MigrationAborted,
-    Model,
-    Request,
-    RequestId,
-    Sampling,
-)
-from hotswap.action import MigrationWay
+from hotswap import Fleet, InstanceState, MigrationWay, Model, Request, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.kv import KVCache
+from hotswap.errors import InvalidRequest, MigrationAborted
 from hotswap.policies import LeastLoadedRouter
 from hotswap.testing.chaos import EngineFaults, chaotic_engine
 from tests.backends.torch.dict_store import DictStore

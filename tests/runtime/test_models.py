@@ -8,28 +8,20 @@ from typing import Any
 import anyio
 import pytest
 
-from hotswap import (
-    Adapter,
+from hotswap import Adapter, Fleet, InstanceId, InstanceState, Model, ModelId, Sampling
+from hotswap.abc import Manifest, Tokenizer, WrapperStore
+from hotswap.errors import (
     ConfigError,
-    Fleet,
     FleetClosed,
     HotswapError,
-    InstanceId,
-    InstanceState,
-    Manifest,
     MemoryNotReclaimed,
-    Model,
-    ModelId,
     PromptTooLong,
-    Sampling,
     ShardCorrupt,
     ShardMissing,
     StoreError,
     SwapFailed,
-    Tokenizer,
     UnknownAdapter,
     UnknownModel,
-    WrapperStore,
 )
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.cancel import cancel_everywhere

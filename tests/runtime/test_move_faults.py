@@ -13,10 +13,9 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 
-from hotswap import Fleet, InstanceId, Request, RequestId, Sampling, Token
-from hotswap.action import MigrationOutcome, MigrationRecord
+from hotswap import Fleet, InstanceId, MigrationOutcome, MigrationRecord, Request, RequestId, Sampling, Token
+from hotswap.abc import KVSink, KVSource
 from hotswap.backends.sim import SimEngine
-from hotswap.migration import KVSink, KVSource
 from hotswap.offline.virtual_time import run
 from hotswap.testing.chaos.moves import ChaosSink, ChaosSource
 from tests.runtime.support import PROFILE, expected, idle, sim_fleet, until

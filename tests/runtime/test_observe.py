@@ -10,27 +10,19 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from hotswap import (
+from hotswap import Adapter, Fleet, FleetView, InstanceId, InstanceState, Model, Request, RequestId, Sampling
+from hotswap.abc import (
     Action,
-    Adapter,
-    ConfigError,
     Engine,
     EngineStatus,
-    Fleet,
-    FleetView,
-    HotswapError,
-    InstanceId,
-    InstanceState,
     Migrate,
-    Model,
-    Request,
-    RequestId,
     Router,
-    Sampling,
     Scheduler,
+    StatusListener,
+    WrapperEngine,
 )
 from hotswap.backends.sim import SimEngine, SimStore
-from hotswap.engine import StatusListener, WrapperEngine
+from hotswap.errors import ConfigError, HotswapError
 from hotswap.offline.replay import dump_view
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap

@@ -11,17 +11,9 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from hotswap import (
-    ConfigError,
-    Fleet,
-    HotswapError,
-    InstanceId,
-    InstanceState,
-    Sampling,
-    SwapFailed,
-    SwapRefused,
-)
+from hotswap import Fleet, InstanceId, InstanceState, Sampling
 from hotswap.backends.sim import SimEngine
+from hotswap.errors import ConfigError, HotswapError, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.cancel import cancel_everywhere
 from tests.runtime.support import PROFILE, Idle, idle, read, sim_fleet, store_of, until

@@ -10,8 +10,10 @@ from typing import Literal, TypeAlias
 import anyio
 import pytest
 
-from hotswap import Adapter, Fleet, InstanceLost, Request, RequestId, Sampling, TokenStream
+from hotswap import Adapter, Fleet, Request, RequestId, Sampling
+from hotswap.abc import TokenStream
 from hotswap.backends.sim import SimEngine
+from hotswap.errors import InstanceLost
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import RestoreMinReplicas
 from tests.runtime.support import PROFILE, expected, idle, models, read, sim_fleet, until

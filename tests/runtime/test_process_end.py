@@ -11,7 +11,8 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 
-from hotswap import Fleet, FleetClosed, InstanceState, Sampling
+from hotswap import Fleet, InstanceState, Sampling
+from hotswap.errors import FleetClosed
 from hotswap.offline.virtual_time import run
 from tests.runtime.support import Idle, engine_of, sim_fleet, until
 

@@ -7,8 +7,9 @@ from statistics import mean
 import anyio
 import pytest
 
-from hotswap import DeviceProfile, Fleet, InstanceId, Router, Sampling
-from hotswap.backends.sim import SimEngine
+from hotswap import Fleet, InstanceId, Sampling
+from hotswap.abc import Router
+from hotswap.backends.sim import DeviceProfile, SimEngine
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import (
     ConsistentHashRouter,

@@ -10,20 +10,9 @@ import pytest
 from benchmarks.soak_clients import CheckedRequest, ClientPool
 from benchmarks.soak_operations import Engines, OperationRates
 from benchmarks.soak_scenario import FINDINGS, Scenario, Setup, soak
-from hotswap import (
-    Adapter,
-    AdapterId,
-    DeviceProfile,
-    Fleet,
-    MigrationLimits,
-    Model,
-    ModelCard,
-    ModelId,
-    Request,
-    RequestId,
-    Sampling,
-)
-from hotswap.backends.sim import SimEngine, SimStore, expected_tokens, sim_manifest
+from hotswap import Adapter, AdapterId, Fleet, MigrationLimits, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import ModelCard
+from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, expected_tokens, sim_manifest
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 from hotswap.testing.chaos import ChaosEngine, EngineFaults, StoreFaults, chaotic_engine, chaotic_store

@@ -16,20 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotswap import (
-    Fleet,
-    InstanceState,
-    InvalidRequest,
-    MigrationAborted,
-    Model,
-    Request,
-    Sampling,
-    SwapFailed,
-    SwapRefused,
-    Token,
-)
-from hotswap.action import MigrationWay
+from hotswap import Fleet, InstanceState, MigrationWay, Model, Request, Sampling, Token
 from hotswap.backends.sim import SimEngine
+from hotswap.errors import InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import VirtualTimeLoop, virtual_time
 from tests.runtime.support import engine_of, expected, idle, sim_fleet, until
 

@@ -10,31 +10,26 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from hotswap import (
-    ConfigError,
+from hotswap import Fleet, InstanceId, InstanceState, Model, ModelId, Sampling, SwapLimits, SwapRecord
+from hotswap.abc import (
     Engine,
-    Fleet,
-    FleetClosed,
     HostChunk,
-    InstanceId,
-    InstanceState,
-    LoadsExhausted,
     Manifest,
-    Model,
     ModelCard,
-    ModelId,
-    OutOfMemory,
-    Sampling,
     Shard,
-    ShardCorrupt,
-    SwapFailed,
-    SwapLimits,
-    SwapRecord,
-    SwapRefused,
-    UnknownModel,
     WeightStore,
     WrapperEngine,
     WrapperStore,
+)
+from hotswap.errors import (
+    ConfigError,
+    FleetClosed,
+    LoadsExhausted,
+    OutOfMemory,
+    ShardCorrupt,
+    SwapFailed,
+    SwapRefused,
+    UnknownModel,
 )
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import WeightedLoadSwap

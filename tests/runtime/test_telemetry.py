@@ -15,15 +15,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from hotswap import (
-    DeadlineExceeded,
-    QueueFull,
-    Request,
-    Sampling,
-    SwapFailed,
-    TokenStream,
-    WrapperEngine,
-)
+from hotswap import Request, Sampling
+from hotswap.abc import TokenStream, WrapperEngine
+from hotswap.errors import DeadlineExceeded, QueueFull, SwapFailed
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.runtime.metrics import LastView
 from hotswap.runtime.state import FleetState

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 from anyio import to_thread
 
-from hotswap import Fleet, FleetStream, ModelId, Sampling, Token, Tokenizer, WrapperStore
+from hotswap import Fleet, FleetStream, ModelId, Sampling, Token
+from hotswap.abc import Tokenizer, WrapperStore
 from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import Idle, expected, idle, sim_fleet, store_of
 

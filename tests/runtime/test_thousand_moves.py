@@ -10,20 +10,10 @@ from random import Random
 import anyio
 import pytest
 
-from hotswap import (
-    Fleet,
-    InvalidRequest,
-    MigrationAborted,
-    MigrationLimits,
-    Model,
-    ModelId,
-    Sampling,
-    Token,
-    Tokenizer,
-    WrapperStore,
-)
-from hotswap.action import MigrationWay
+from hotswap import Fleet, MigrationLimits, MigrationWay, Model, ModelId, Sampling, Token
+from hotswap.abc import Tokenizer, WrapperStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.errors import InvalidRequest, MigrationAborted
 from hotswap.policies import LeastLoadedRouter
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, make_model

@@ -9,18 +9,9 @@ from random import Random
 import anyio
 import pytest
 
-from hotswap import (
-    Fleet,
-    InstanceState,
-    Model,
-    ModelId,
-    Request,
-    RequestId,
-    Sampling,
-    SwapFailed,
-    SwapRefused,
-)
+from hotswap import Fleet, InstanceState, Model, ModelId, Request, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.errors import SwapFailed, SwapRefused
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model

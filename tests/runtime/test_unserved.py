@@ -10,7 +10,9 @@ from typing import Any
 import anyio
 import pytest
 
-from hotswap import Action, Fleet, FleetView, InstanceId, ModelId, Sampling, Scheduler, Swap, SwapFailed
+from hotswap import Fleet, FleetView, InstanceId, ModelId, Sampling
+from hotswap.abc import Action, Scheduler, Swap
+from hotswap.errors import SwapFailed
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import RestoreMinReplicas, StaticPinning, WeightedLoadSwap
 from tests.runtime.support import Idle, engine_of, idle, models, read, sim_fleet, store_of, until

@@ -10,16 +10,8 @@ from typing import Any
 import anyio
 import pytest
 
-from hotswap import (
-    ConfigError,
-    DeadlineExceeded,
-    Fleet,
-    InstanceId,
-    InvalidRequest,
-    MigrationLimits,
-    Sampling,
-    SwapLimits,
-)
+from hotswap import Fleet, InstanceId, MigrationLimits, Sampling, SwapLimits
+from hotswap.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, idle, read, sim_fleet
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.backends.sim.batcher import Batcher, Batching
-from hotswap.request import ModelId, Request, RequestId, Sampling
 from hotswap.simulation.events.engine import Counted
 
 BLOCK = 16

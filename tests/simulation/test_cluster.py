@@ -10,8 +10,10 @@ import sys
 
 import pytest
 
-from hotswap import ConfigError, Fleet, FleetView, InstanceId, ModelId, Scheduler, Swap
+from hotswap import Fleet, FleetView, InstanceId, ModelId
+from hotswap.abc import Scheduler, Swap
 from hotswap.backends.sim.load import Reporting
+from hotswap.errors import ConfigError
 from hotswap.offline.workloads import log_normal_lengths
 from hotswap.policies import (
     AffinityRouter,

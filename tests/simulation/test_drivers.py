@@ -16,13 +16,14 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from hotswap import Adapter, ConfigError, FleetView, InstanceId, Model, Router, Scheduler
-from hotswap.backends.sim import SimStore
+from hotswap import Adapter, FleetView, InstanceId, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import Router, Scheduler
+from hotswap.backends.sim import DeviceProfile, SimStore
 from hotswap.backends.sim.batcher import Batcher, Batching
 from hotswap.backends.sim.load import Reporting
 from hotswap.backends.sim.sequence import Sequence as Seated
 from hotswap.backends.sim.sequence import Step
-from hotswap.hardware import DeviceProfile
+from hotswap.errors import ConfigError
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import (
     AdapterPool,
@@ -41,7 +42,6 @@ from hotswap.policies import (
     WeightedLoadSwap,
 )
 from hotswap.profiling import PROFILES
-from hotswap.request import ModelId, Request, RequestId, Sampling
 from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, generate, simulate
 from hotswap.simulation.events import EventEngine, EventFleet, SimulatedRequest
 from hotswap.simulation.events.decode_run import DecodeRun, num_alike, num_missing

@@ -8,12 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from hotswap import AdapterId, AdapterView, InstanceId, ModelId, RequestId, StoreView
+from hotswap import (
+    AdapterId,
+    AdapterView,
+    FleetView,
+    InstanceId,
+    InstanceState,
+    ModelId,
+    RequestId,
+    Residency,
+    RunningView,
+    StoreView,
+    TierView,
+    WaitingView,
+)
 from hotswap.cli import main
 from hotswap.offline import dump_view, load_view
 from hotswap.policies import AdapterPool, WeightedLoadSwap
 from hotswap.simulation import explain
-from hotswap.view import FleetView, InstanceState, Residency, RunningView, TierView, WaitingView
 from tests.policies.views import fleet, model, serving
 
 RULE = WeightedLoadSwap(t1=1, t2=50, b=1.5)

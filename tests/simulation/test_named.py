@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hotswap import ConfigError, Scheduler
+from hotswap.abc import Scheduler
+from hotswap.errors import ConfigError
 from hotswap.policies import AffinityRouter, Chain, Cooldown, RestoreMinReplicas, WeightedLoadSwap
 from hotswap.simulation import router_named, scheduler_named
 

@@ -8,6 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotswap import AdapterId, ModelId, Request, RequestId, Sampling
 from hotswap.backends.sim.batcher import Batcher
 from hotswap.backends.sim.prefix import block_names
 from hotswap.offline.workloads import poisson_gaps
@@ -22,7 +23,6 @@ from hotswap.policies import (
     VirtualUsageRescheduler,
     WeightedLoadSwap,
 )
-from hotswap.request import AdapterId, ModelId, Request, RequestId, Sampling
 from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
 from hotswap.simulation.events.engine import Counted
 from tests.simulation.test_drivers import Silent, assert_same

@@ -10,8 +10,13 @@ import hotswap.simulation
 from tests.house.tree import ROOT
 
 PUBLIC = [
+    "Candidate",
     "Cluster",
+    "Demand",
+    "Driver",
+    "Explanation",
     "Outcome",
+    "Progress",
     "Sample",
     "Served",
     "Slo",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hotswap import ConfigError
+from hotswap.errors import ConfigError
 from hotswap.simulation import Trace, TraceRequest, generate
 from hotswap.simulation.trace import PREFIX_BLOCK_TOKENS, power_law_lengths
 

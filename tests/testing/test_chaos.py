@@ -11,24 +11,10 @@ from typing import Any, ClassVar
 import anyio
 import pytest
 
-from hotswap import (
-    Adapter,
-    ConfigError,
-    DeviceProfile,
+from hotswap import Adapter, InstanceState, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import (
     Engine,
-    InstanceLost,
-    InstanceState,
-    MigrationAborted,
-    Model,
     ModelCard,
-    ModelId,
-    OutOfMemory,
-    Request,
-    RequestId,
-    Sampling,
-    ShardCorrupt,
-    ShardMissing,
-    StoreError,
     SupportsAdapters,
     SupportsImport,
     SupportsLend,
@@ -40,8 +26,17 @@ from hotswap import (
     WrapperEngine,
     WrapperStore,
 )
-from hotswap.backends.sim import SimEngine, SimStore, expected_tokens, sim_manifest
+from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, expected_tokens, sim_manifest
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.errors import (
+    ConfigError,
+    InstanceLost,
+    MigrationAborted,
+    OutOfMemory,
+    ShardCorrupt,
+    ShardMissing,
+    StoreError,
+)
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.testing import EngineFaults, StoreFaults, chaotic_engine, chaotic_store
 from hotswap.testing.chaos import ChaosEngine, ChaosStore

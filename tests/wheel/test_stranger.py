@@ -10,9 +10,8 @@ from contextlib import aclosing, asynccontextmanager
 import anyio
 from anyio.lowlevel import checkpoint
 
-from hotswap import (
+from hotswap.abc import (
     Action,
-    DeviceProfile,
     Engine,
     FleetView,
     HostChunk,
@@ -27,7 +26,6 @@ from hotswap import (
     Router,
     Scheduler,
     Shard,
-    ShardMissing,
     StoreView,
     Swap,
     TierView,
@@ -35,7 +33,8 @@ from hotswap import (
     WeightStore,
     WrapperEngine,
 )
-from hotswap.backends.sim import SimEngine
+from hotswap.backends.sim import DeviceProfile, SimEngine
+from hotswap.errors import ShardMissing
 from hotswap.offline import Arrival, play, workload
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing import (

@@ -5,10 +5,23 @@ For tests, for trying policies on fleets of any size, and for simulations in vir
 `DeviceProfile`.
 """
 
+from hotswap.backends.sim.batcher import Batching
 from hotswap.backends.sim.content import sim_bytes
 from hotswap.backends.sim.engine import SimEngine
+from hotswap.backends.sim.load import Reporting
 from hotswap.backends.sim.nodes import SimNodes
 from hotswap.backends.sim.store import SimStore, sim_manifest
 from hotswap.backends.sim.tokens import expected_tokens
+from hotswap.hardware import DeviceProfile
 
-__all__ = ["SimEngine", "SimNodes", "SimStore", "expected_tokens", "sim_bytes", "sim_manifest"]
+__all__ = [
+    "Batching",
+    "DeviceProfile",
+    "Reporting",
+    "SimEngine",
+    "SimNodes",
+    "SimStore",
+    "expected_tokens",
+    "sim_bytes",
+    "sim_manifest",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hotswap.backends.stores.nvme import NvmeStore
+from hotswap.backends.stores.pieces import Verify
 from hotswap.backends.stores.pinned import PinnedStore
 from hotswap.backends.stores.shared import SharedStore
 from hotswap.backends.stores.tiered import TieredStore
@@ -12,7 +13,7 @@ from hotswap.backends.stores.tiered import TieredStore
 if TYPE_CHECKING:
     from hotswap.backends.stores.remote import RemoteStore
 
-__all__ = ["NvmeStore", "PinnedStore", "RemoteStore", "SharedStore", "TieredStore"]
+__all__ = ["NvmeStore", "PinnedStore", "RemoteStore", "SharedStore", "TieredStore", "Verify"]
 
 
 def __getattr__(name: str) -> object:

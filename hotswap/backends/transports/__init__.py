@@ -7,12 +7,14 @@ receives blocks like a local one. `docs/migration.md` shows how.
 from __future__ import annotations
 
 from hotswap.backends.transports.memory import MemoryChannel, memory_channels
+from hotswap.backends.transports.serving import ChannelHandler
 from hotswap.backends.transports.shared import SharedChannel, connect_shared, serve_shared
 from hotswap.backends.transports.sinks import RemoteSink, remote_sink, serve_sink
 from hotswap.backends.transports.stream import StreamChannel
 from hotswap.backends.transports.tcp import connect_tcp, serve_tcp
 
 __all__ = [
+    "ChannelHandler",
     "MemoryChannel",
     "RemoteSink",
     "SharedChannel",

@@ -12,18 +12,18 @@ import anyio
 from hotswap.errors import HotswapError
 from hotswap.transport import Channel
 
-__all__ = ["BACKLOG", "Handle", "serve_connections"]
+__all__ = ["BACKLOG", "ChannelHandler", "serve_connections"]
 
 _log = logging.getLogger("hotswap.transports")
 
-Handle: TypeAlias = Callable[[Channel], Awaitable[object]]
+ChannelHandler: TypeAlias = Callable[[Channel], Awaitable[object]]
 
 BACKLOG = 128
 _PAUSE_S = 0.1  # before the next attempt to accept
 
 
 async def serve_connections(
-    listener: socket.socket, opened: Callable[[socket.socket], Awaitable[Channel]], handle: Handle
+    listener: socket.socket, opened: Callable[[socket.socket], Awaitable[Channel]], handle: ChannelHandler
 ) -> None:
     """Call `handle` with a channel for each connection, until this is cancelled.
 

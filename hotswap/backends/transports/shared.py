@@ -28,7 +28,7 @@ from hotswap.backends.memory import copy_in_turns
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken, reason_for
 from hotswap.backends.transports.pages import SharedPages
 from hotswap.backends.transports.ring import Ring
-from hotswap.backends.transports.serving import BACKLOG, Handle, serve_connections
+from hotswap.backends.transports.serving import BACKLOG, ChannelHandler, serve_connections
 from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.backends.transports.stream import MAX_MESSAGE_BYTES, STALL_S, StreamChannel
 from hotswap.transport import Channel, Frame
@@ -174,7 +174,7 @@ async def connect_shared(
 
 
 async def serve_shared(
-    handle: Handle,
+    handle: ChannelHandler,
     path: Path | str,
     *,
     max_ring_bytes: int = 1 << 30,

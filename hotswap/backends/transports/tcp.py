@@ -14,7 +14,7 @@ from anyio import TASK_STATUS_IGNORED
 from anyio.abc import SocketAttribute, TaskStatus
 
 from hotswap.backends.transports.link_errors import link_broken, reason_for
-from hotswap.backends.transports.serving import BACKLOG, Handle, serve_connections
+from hotswap.backends.transports.serving import BACKLOG, ChannelHandler, serve_connections
 from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.backends.transports.stream import MAX_PAYLOAD_BYTES, STALL_S, StreamChannel
 from hotswap.transport import Channel
@@ -49,7 +49,7 @@ async def connect_tcp(
 
 
 async def serve_tcp(
-    handle: Handle,
+    handle: ChannelHandler,
     host: str,
     port: int = 0,
     *,

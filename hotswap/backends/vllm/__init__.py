@@ -25,5 +25,6 @@ except ModuleNotFoundError as exc:
 
 from hotswap.backends.vllm.core import CorePool
 from hotswap.backends.vllm.engine import VllmEngine
+from hotswap.backends.vllm.settings import StartMethod
 
-__all__ = ["CorePool", "VllmEngine"]
+__all__ = ["CorePool", "StartMethod", "VllmEngine"]

@@ -1,7 +1,7 @@
 """The routers: each sends a request to an open replica of its model, or leaves it waiting."""
 
 from hotswap.policies.routers.affinity import AffinityRouter
-from hotswap.policies.routers.consistent_hash import ConsistentHashRouter
+from hotswap.policies.routers.consistent_hash import ConsistentHashRouter, RoutingKey
 from hotswap.policies.routers.first_of import FirstOfRouters
 from hotswap.policies.routers.freeness import FreenessRouter, infaas_router
 from hotswap.policies.routers.least_loaded import LeastLoadedRouter
@@ -18,5 +18,6 @@ __all__ = [
     "LeastTimeRouter",
     "PrefixRouter",
     "RoundRobinRouter",
+    "RoutingKey",
     "infaas_router",
 ]

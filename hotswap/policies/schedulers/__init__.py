@@ -9,7 +9,7 @@ from hotswap.policies.schedulers.keep_alive import KeepAliveSwap
 from hotswap.policies.schedulers.min_replicas import RestoreMinReplicas
 from hotswap.policies.schedulers.rescheduler import VirtualUsageRescheduler
 from hotswap.policies.schedulers.shepherd import ShepherdSwap
-from hotswap.policies.schedulers.startup_time import StartupTimePlacement
+from hotswap.policies.schedulers.startup_time import StartupTimePlacement, Victims
 from hotswap.policies.schedulers.static_pinning import StaticPinning
 from hotswap.policies.schedulers.weighted_load import WeightedLoadSwap
 
@@ -28,6 +28,7 @@ __all__ = [
     "ShepherdSwap",
     "StartupTimePlacement",
     "StaticPinning",
+    "Victims",
     "VirtualUsageRescheduler",
     "WeightedLoadSwap",
     "quotas",

@@ -6,7 +6,8 @@ import random
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
-from hotswap import HostChunk, Manifest, ModelId, Shard, TensorSpec, WeightStore
+from hotswap import ModelId
+from hotswap.abc import HostChunk, Manifest, Shard, TensorSpec, WeightStore
 from hotswap.backends.stores.writer import write_model
 
 UNIT = 4096

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from hotswap import TierFull
 from hotswap.backends.stores.budget import Budget, Slot
+from hotswap.errors import TierFull
 
 CAPACITY = 100
 

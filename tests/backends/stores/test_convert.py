@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hotswap import ConfigError, Manifest, Model, ModelId, ShardCorrupt, ShardMissing, TierFull, UnsafeFile
+from hotswap import Model, ModelId
+from hotswap.abc import Manifest
 from hotswap.backends.stores import NvmeStore, nvme
 from hotswap.backends.stores.convert import Progress, convert
+from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, TierFull, UnsafeFile
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.models import read_rank
 

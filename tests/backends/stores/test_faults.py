@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotswap import HostChunk, Manifest, Shard, ShardCorrupt, ShardMissing, StoreError
+from hotswap.abc import HostChunk, Manifest, Shard
 from hotswap.backends.memory import aligned_buffer
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.errors import ShardCorrupt, ShardMissing, StoreError
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores import bad_disk
 from tests.backends.stores.bad_disk import BadDisk

@@ -9,7 +9,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from hotswap import Manifest, ModelId, TensorSpec
+from hotswap import ModelId
+from hotswap.abc import Manifest, TensorSpec
 from hotswap.backends.stores.index import parse_index
 from hotswap.backends.stores.layout import INDEX_NAME
 from hotswap.backends.stores.verify import verify

@@ -11,11 +11,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from hotswap import ConfigError, Manifest, ShardCorrupt, TensorSpec
+from hotswap.abc import Manifest, TensorSpec
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch.fp8 import SCHEMES, encode
 from hotswap.backends.torch.quantize import Quantizer, quantizable
 from hotswap.backends.torch.weights import named_tensors, tensor_at
+from hotswap.errors import ConfigError, ShardCorrupt
 from tests.backends.torch.zoo import make_model
 
 UNEVEN: dict[str, Any] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fuzz
-from hotswap import HostChunk, Shard
+from hotswap.abc import HostChunk, Shard
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.files import BlockFile
 

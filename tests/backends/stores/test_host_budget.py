@@ -10,8 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from hotswap import Manifest, ModelId, Shard, TierFull
+from hotswap import ModelId
+from hotswap.abc import Manifest, Shard
 from hotswap.backends.stores import PinnedStore
+from hotswap.errors import TierFull
 from tests.backends.stores.models import UNIT
 
 BUDGET = 8 * UNIT

@@ -8,7 +8,8 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from hotswap import Manifest, ModelId
+from hotswap import ModelId
+from hotswap.abc import Manifest
 from hotswap.backends.stores import PinnedStore, SharedStore
 from hotswap.backends.stores.host_tier import Hold, HostTier
 from tests.backends.stores.models import UNIT, put

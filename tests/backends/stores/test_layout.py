@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import Manifest, ModelId, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
+from hotswap import ModelId
+from hotswap.abc import Manifest
 from hotswap.backends.stores import layout
 from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.indexes import Indexes
 from hotswap.backends.stores.layout import Checksum
+from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from tests.backends.stores.models import UNIT, put
 
 PATH = Path("root/m/index.json")

@@ -7,9 +7,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hotswap import HostBuffer, ModelId, SupportsLend, TierFull
+from hotswap import ModelId
+from hotswap.abc import HostBuffer, SupportsLend
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch.buffers import in_place
+from hotswap.errors import TierFull
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.models import UNIT, put, read_rank
 

@@ -14,7 +14,8 @@ import pytest
 from anyio import to_thread
 from anyio.lowlevel import checkpoint
 
-from hotswap import Manifest, ModelId
+from hotswap import ModelId
+from hotswap.abc import Manifest
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore, pinned
 from hotswap.backends.stores.disk_directory import ReadLock
 from hotswap.backends.stores.reading import ReadAhead

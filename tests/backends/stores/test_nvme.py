@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hotswap import ModelId, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
+from hotswap import ModelId
 from hotswap.backends.stores import NvmeStore
+from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from tests.backends.stores.models import UNIT, exhaust, put, read, read_rank
 
 

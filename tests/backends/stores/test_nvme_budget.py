@@ -16,10 +16,12 @@ from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotswap import Manifest, Model, ModelId, ShardCorrupt, ShardMissing, StoreError, TierFull
+from hotswap import Model, ModelId
+from hotswap.abc import Manifest
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.disk_directory import DiskDirectory, locked
 from hotswap.backends.stores.indexes import load_index
+from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, TierFull
 from tests.backends.stores.models import UNIT, put, read, read_rank
 
 ROOT = Path(__file__).parents[3]

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from hotswap import Manifest, ModelId, ShardMissing, TierFull
+from hotswap import ModelId
+from hotswap.abc import Manifest
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore, pinned
+from hotswap.errors import ShardMissing, TierFull
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.models import UNIT, exhaust, put, read, read_rank
 

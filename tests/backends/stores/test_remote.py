@@ -18,18 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotswap import (
-    BackendMissing,
-    ConfigError,
-    Manifest,
-    ModelId,
-    ShardCorrupt,
-    ShardMissing,
-    StoreError,
-    UnsafeFile,
-)
+from hotswap import ModelId
+from hotswap.abc import Manifest
 from hotswap.backends.stores import PinnedStore, RemoteStore, TieredStore
 from hotswap.backends.stores.remote import store as remote_store
+from hotswap.errors import BackendMissing, ConfigError, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from hotswap.testing import cancel_everywhere
 from tests.backends.stores.bad_server import BadServer, Fault, Kind
 from tests.backends.stores.models import UNIT, put, read, read_rank

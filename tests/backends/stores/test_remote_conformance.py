@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hotswap import ModelId, WeightStore
+from hotswap import ModelId
+from hotswap.abc import WeightStore
 from hotswap.backends.stores import PinnedStore, RemoteStore, TieredStore
 from hotswap.testing import WeightStoreConformance
 from tests.backends.stores.bad_server import BadServer

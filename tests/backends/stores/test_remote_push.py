@@ -10,9 +10,10 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from hotswap import ModelId, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
+from hotswap import ModelId
 from hotswap.backends.stores import NvmeStore, RemoteStore
 from hotswap.backends.stores.remote import push
+from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from hotswap.testing import cancel_everywhere
 from tests.backends.stores.bad_server import BadServer
 from tests.backends.stores.models import UNIT, put, read_rank

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotswap import Manifest
+from hotswap.abc import Manifest
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import Progress, convert
 from hotswap.backends.stores.journal import JOURNAL_NAME

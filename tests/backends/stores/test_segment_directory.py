@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hotswap import ConfigError, StoreError, TierFull
+from hotswap import ModelId
 from hotswap.backends.stores import locks, segment, shared_buffer
 from hotswap.backends.stores.segment import Label, Segment
 from hotswap.backends.stores.segment_directory import Busy, SegmentDirectory
-from hotswap.request import ModelId
+from hotswap.errors import ConfigError, StoreError, TierFull
 
 BYTES = 4096
 

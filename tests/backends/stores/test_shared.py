@@ -14,11 +14,13 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from hotswap import ConfigError, HostBuffer, Manifest, ModelId, ShardMissing, StoreError, TierFull, UnsafeFile
+from hotswap import ModelId
+from hotswap.abc import HostBuffer, Manifest
 from hotswap.backends.stores import NvmeStore, SharedStore, TieredStore, segment
 from hotswap.backends.stores.segment import Label, digest_of
 from hotswap.backends.stores.segment_directory import SegmentDirectory
 from hotswap.backends.torch.buffers import in_place
+from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull, UnsafeFile
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.bad_disk import BadDisk, io_error
 from tests.backends.stores.models import UNIT, put, read, read_rank

@@ -13,9 +13,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from hotswap import Manifest, ModelId, Shard, TierFull
+from hotswap import ModelId
+from hotswap.abc import Manifest, Shard
 from hotswap.backends.stores import SharedStore
 from hotswap.backends.stores.segment import Label, digest_of
+from hotswap.errors import TierFull
 from tests.backends.stores.models import UNIT
 
 BUDGET = 12 * UNIT

@@ -13,8 +13,10 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from hotswap import HostBuffer, Manifest, ModelId, TierFull
+from hotswap import ModelId
+from hotswap.abc import HostBuffer, Manifest
 from hotswap.backends.stores import TieredStore
+from hotswap.errors import TierFull
 from tests.backends.stores.models import read_rank
 from tests.backends.stores.test_shared import Machine, size_of, used
 

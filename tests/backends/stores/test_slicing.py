@@ -21,11 +21,12 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.initialization import no_tie_weights
 
-from hotswap import ConfigError, Manifest, UnsupportedModel
+from hotswap.abc import Manifest
 from hotswap.backends.stores import streaming
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.stores.slicing import Cut, cuts
 from hotswap.backends.torch import weights
+from hotswap.errors import ConfigError, UnsupportedModel
 from tests.backends.torch.zoo import CONFIGS, make_model
 
 # Not in it: those without a plan for their layers (gpt2, opt, gpt_oss).

@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hotswap import ConfigError, Manifest, ShardCorrupt
+from hotswap.abc import Manifest
 from hotswap.backends.stores import mapping, streaming
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import weights
+from hotswap.errors import ConfigError, ShardCorrupt
 from tests.backends.torch.zoo import CONFIGS, make_model
 
 

@@ -11,20 +11,10 @@ from typing import NoReturn
 import anyio
 import pytest
 
-from hotswap import (
-    ConfigError,
-    HostChunk,
-    Model,
-    ModelId,
-    Shard,
-    ShardCorrupt,
-    ShardMissing,
-    StoreError,
-    TierFull,
-    WeightStore,
-    WrapperStore,
-)
+from hotswap import Model, ModelId
+from hotswap.abc import HostChunk, Shard, WeightStore, WrapperStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
+from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, StoreError, TierFull
 from tests.backends.stores.models import UNIT, exhaust, first_chunk, put, read, read_rank
 
 M = ModelId("m")

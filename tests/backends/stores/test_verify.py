@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotswap import ModelId, ShardCorrupt
+from hotswap import ModelId
 from hotswap.backends.stores import verify as verifying
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.stores.verify import verify
+from hotswap.errors import ShardCorrupt
 
 M = ModelId("tiny")
 

@@ -11,20 +11,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hotswap import (
-    HostChunk,
-    Manifest,
-    ModelId,
-    Shard,
-    ShardCorrupt,
-    StoreError,
-    TierFull,
-    WeightStore,
-    WrapperStore,
-)
+from hotswap import ModelId
+from hotswap.abc import HostChunk, Manifest, Shard, WeightStore, WrapperStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.admission import ShardFile
 from hotswap.backends.stores.write_through import WriteThroughStore
+from hotswap.errors import ShardCorrupt, StoreError, TierFull
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.models import UNIT, put, read, read_rank
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from hotswap import ConfigError, ModelId, StoreError, TierFull
+from hotswap import ModelId
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.writer import Progress, sweep, write_model
+from hotswap.errors import ConfigError, StoreError, TierFull
 from tests.backends.stores.models import UNIT, blank, content, put, read_rank
 
 M = ModelId("m")

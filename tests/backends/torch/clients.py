@@ -8,7 +8,8 @@ from random import Random
 
 import anyio
 
-from hotswap import Engine, ModelId, Request, RequestId, Sampling
+from hotswap import ModelId, Request, RequestId, Sampling
+from hotswap.abc import Engine
 
 
 @dataclass(frozen=True)

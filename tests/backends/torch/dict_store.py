@@ -13,12 +13,10 @@ import torch
 from anyio.lowlevel import checkpoint
 from torch import Tensor
 
+from hotswap import Model, ModelId, StoreView
+from hotswap.abc import HostChunk, Manifest, ModelCard, Shard, WeightStore
 from hotswap.backends.torch.weights import fill, layout
 from hotswap.errors import ShardMissing
-from hotswap.model import HostChunk, Manifest, Model, ModelCard, Shard
-from hotswap.request import ModelId
-from hotswap.store import WeightStore
-from hotswap.view import StoreView
 
 _CHUNK_BYTES = 1 << 18
 

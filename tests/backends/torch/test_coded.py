@@ -15,20 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hotswap import (
-    Adapter,
-    ConfigError,
-    Fleet,
-    FleetView,
-    Model,
-    ModelCard,
-    ModelId,
-    Request,
-    RequestId,
-    Sampling,
-    Scheduler,
-    ShardCorrupt,
-)
+from hotswap import Adapter, Fleet, FleetView, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import ModelCard, Scheduler
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import SkeletonCache, TorchEngine, linear, loader
@@ -42,6 +30,7 @@ from hotswap.backends.torch.fp8 import SCHEMES
 from hotswap.backends.torch.linear import LEAST_ROWS, kernels, product
 from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.weights import Views, tensor_at
+from hotswap.errors import ConfigError, ShardCorrupt
 from hotswap.kernels.fp8_gemm import Fp8Weight, decode_rows, pack
 from hotswap.kernels.targets import TARGETS, Device
 from hotswap.policies import LeastLoadedRouter

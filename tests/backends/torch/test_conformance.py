@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import pytest
 
-from hotswap import Adapter, Engine, Model
+from hotswap import Adapter, Model
+from hotswap.abc import Engine
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.testing.conformance import EngineConformance
 from tests.backends.torch.adapters.files import write

@@ -16,21 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hotswap import (
-    Manifest,
-    Model,
-    ModelCard,
-    ModelId,
-    OutOfMemory,
-    Request,
-    RequestId,
-    Sampling,
-    ShardCorrupt,
-    StoreError,
-    TensorSpec,
-    UnsupportedModel,
-    WeightStore,
-)
+from hotswap import Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import Manifest, ModelCard, TensorSpec, WeightStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine, fp8
@@ -38,6 +25,7 @@ from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.fp8 import SCHEMES, Scheme, decode, encode
 from hotswap.backends.torch.quantize import Quantizer, quantizable
 from hotswap.backends.torch.weights import named_tensors, place, tensor_at
+from hotswap.errors import OutOfMemory, ShardCorrupt, StoreError, UnsupportedModel
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model

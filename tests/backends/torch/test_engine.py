@@ -13,24 +13,13 @@ import anyio
 import pytest
 import torch
 
-from hotswap import (
-    ConfigError,
-    InstanceLost,
-    InstanceState,
-    InvalidRequest,
-    ModelId,
-    OutOfMemory,
-    PromptTooLong,
-    Request,
-    RequestId,
-    Sampling,
-    Token,
-)
+from hotswap import InstanceState, ModelId, Request, RequestId, Sampling, Token
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.buffers import FlatBuffers
 from hotswap.backends.torch.packed_cache import PackedCache
 from hotswap.backends.torch.runner import Runner
+from hotswap.errors import ConfigError, InstanceLost, InvalidRequest, OutOfMemory, PromptTooLong
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from hotswap import ShardCorrupt, UnsupportedModel
 from hotswap.backends.torch import TorchEngine, attention, examine, modeling
 from hotswap.backends.torch.examine import Verdict
 from hotswap.backends.torch.miniature import WINDOW, enliven, shrink
+from hotswap.errors import ShardCorrupt, UnsupportedModel
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import CONFIGS, make_model
 

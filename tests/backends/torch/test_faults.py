@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotswap import InstanceLost, Sampling, UnsupportedModel
+from hotswap import Sampling
 from hotswap.backends.torch import TorchEngine, admission, attention, batcher, blocks, engine, forward, kv
+from hotswap.errors import InstanceLost, UnsupportedModel
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hotswap import ConfigError, ShardCorrupt
 from hotswap.backends.torch.fp8 import CODE_DTYPE, SCHEMES, Scheme, decode, encode
 from hotswap.backends.torch.quantize import Quantizer, quantizable
+from hotswap.errors import ConfigError, ShardCorrupt
 from tests.backends.torch.zoo import CONFIGS, make_model
 
 GROUPED, CHANNEL = SCHEMES["fp8-e4m3"], SCHEMES["fp8-e4m3-channel"]

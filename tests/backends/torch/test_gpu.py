@@ -11,15 +11,8 @@ import pytest
 import torch
 import transformers
 
-from hotswap import (
-    InstanceState,
-    Model,
-    ModelCard,
-    ModelId,
-    Request,
-    RequestId,
-    Sampling,
-)
+from hotswap import InstanceState, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore, PinnedStore, SharedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine

@@ -12,23 +12,14 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from hotswap import (
-    Fleet,
-    HostBuffer,
-    InstanceState,
-    Manifest,
-    Model,
-    ModelCard,
-    ModelId,
-    Sampling,
-    Shard,
-    ShardCorrupt,
-)
+from hotswap import Fleet, InstanceState, Model, ModelId, Sampling
+from hotswap.abc import HostBuffer, Manifest, ModelCard, Shard
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.writer import write_model
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.buffers import in_place
 from hotswap.backends.torch.loader import LocalModel
+from hotswap.errors import ShardCorrupt
 from hotswap.policies import FirstOf, LeastLoadedRouter
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.test_swaps import PROMPT, ask, tokens_of

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
-from hotswap import InstanceState, ShardCorrupt, UnsupportedModel
+from hotswap import InstanceState
 from hotswap.backends.torch import SkeletonCache, TorchEngine, attention, examine
 from hotswap.backends.torch.kv import LayerShape
+from hotswap.errors import ShardCorrupt, UnsupportedModel
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import CONFIGS, make_model
 

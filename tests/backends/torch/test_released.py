@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotswap import MemoryNotReclaimed
 from hotswap.backends.torch import device
 from hotswap.backends.torch.device import Released
+from hotswap.errors import MemoryNotReclaimed
 
 
 @pytest.fixture

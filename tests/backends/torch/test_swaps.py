@@ -13,8 +13,9 @@ import pytest
 import transformers
 from torch import nn
 
-from hotswap import InstanceLost, InstanceState, ModelId, Request, RequestEvicted, RequestId, Sampling
+from hotswap import InstanceState, ModelId, Request, RequestId, Sampling
 from hotswap.backends.torch import TorchEngine
+from hotswap.errors import InstanceLost, RequestEvicted
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotswap import ShardCorrupt, ShardMissing, UnsafeFile, UnsupportedModel
 from hotswap.backends.torch.weights import (
     ALIGNMENT_BYTES,
     convert,
@@ -19,6 +18,7 @@ from hotswap.backends.torch.weights import (
     recast,
     tensor_at,
 )
+from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile, UnsupportedModel
 from tests.backends.torch.zoo import CONFIGS, make_model
 
 

@@ -7,8 +7,8 @@ from itertools import count
 
 import anyio
 
+from hotswap.abc import Channel
 from hotswap.backends.transports import connect_shared, connect_tcp, serve_shared, serve_tcp
-from hotswap.transport import Channel
 
 PAYLOAD = 300_000
 

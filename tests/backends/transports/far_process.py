@@ -9,7 +9,8 @@ from typing import Any
 
 import anyio
 
-from hotswap import Channel, Request, Sampling
+from hotswap import Request, Sampling
+from hotswap.abc import Channel
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.transports import serve_shared, serve_sink
 from tests.backends.torch.dict_store import DictStore

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import anyio
 
+from hotswap.abc import Channel
 from hotswap.backends.transports import (
     connect_shared,
     connect_tcp,
@@ -17,7 +18,6 @@ from hotswap.backends.transports import (
     serve_shared,
     serve_tcp,
 )
-from hotswap.transport import Channel
 
 Link: TypeAlias = Callable[[], AbstractAsyncContextManager[tuple[Channel, Channel]]]
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from anyio.lowlevel import checkpoint
 
-from hotswap import Request
-from hotswap.migration import KVLayout, KVPages, KVSink, KVSource
-from hotswap.request import ModelId, RequestId
+from hotswap import ModelId, Request, RequestId
+from hotswap.abc import KVLayout, KVPages, KVSink, KVSource
 
 LAYOUT = KVLayout(
     model=ModelId("m"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
+from hotswap.abc import Channel
 from hotswap.testing import ChannelConformance
-from hotswap.transport import Channel
 from tests.backends.transports.links import memory_link, shared_link, tcp_link
 
 

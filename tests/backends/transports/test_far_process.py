@@ -20,27 +20,11 @@ import pytest
 from anyio import to_thread
 from anyio.lowlevel import checkpoint
 
-from hotswap import (
-    Channel,
-    Engine,
-    EngineStatus,
-    Fleet,
-    InstanceId,
-    InstanceLost,
-    InstanceState,
-    KVSink,
-    KVSource,
-    MigrationAborted,
-    Model,
-    ModelCard,
-    Request,
-    RequestId,
-    Token,
-    TokenStream,
-    WeightStore,
-)
+from hotswap import Fleet, InstanceId, InstanceState, Model, Request, RequestId, Token
+from hotswap.abc import Channel, Engine, EngineStatus, KVSink, KVSource, ModelCard, TokenStream, WeightStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.transports import connect_shared, remote_sink
+from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.policies import LeastLoadedRouter
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model

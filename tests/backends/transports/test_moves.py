@@ -10,13 +10,12 @@ from typing import ClassVar, Self
 import anyio
 import pytest
 
-from hotswap import Engine, Fleet, Model, Request, RequestId, Sampling, WrapperEngine
+from hotswap import Fleet, Model, Request, RequestId, Sampling
+from hotswap.abc import Channel, Engine, KVSink, KVSource, WrapperEngine
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.transports import remote_sink, serve_sink
-from hotswap.migration import KVSink, KVSource
 from hotswap.policies import LeastLoadedRouter
 from hotswap.testing.conformance.engine_migration import MigrationChecks
-from hotswap.transport import Channel
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 from tests.backends.transports.links import LINKS

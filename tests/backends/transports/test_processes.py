@@ -14,9 +14,9 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from hotswap import MigrationAborted
+from hotswap.abc import Channel
 from hotswap.backends.transports import connect_shared, connect_tcp, serve_shared, serve_tcp
-from hotswap.transport import Channel
+from hotswap.errors import MigrationAborted
 from tests.backends.transports.child import PAYLOAD
 from tests.backends.transports.links import Accepted
 

@@ -15,9 +15,9 @@ import pytest
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 
-from hotswap import InstanceLost, MigrationAborted
+from hotswap.abc import Channel
 from hotswap.backends.transports import connect_shared, connect_tcp, serve_shared, serve_tcp
-from hotswap.transport import Channel
+from hotswap.errors import InstanceLost, MigrationAborted
 
 KINDS = pytest.mark.parametrize("kind", ["shared", "tcp"])
 FILES = "/proc/self/fd"

@@ -14,7 +14,8 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import HotswapError, InstanceLost, MigrationAborted, Request, UnknownAdapter
+from hotswap import ModelId, Request, RequestId
+from hotswap.abc import Channel, KVPages
 from hotswap.backends.transports import (
     connect_tcp,
     memory_channels,
@@ -23,11 +24,9 @@ from hotswap.backends.transports import (
     serve_tcp,
     wire,
 )
-from hotswap.migration import KVPages
+from hotswap.errors import HotswapError, InstanceLost, MigrationAborted, UnknownAdapter
 from hotswap.offline.virtual_time import run
-from hotswap.request import ModelId, RequestId
 from hotswap.testing import cancel_everywhere
-from hotswap.transport import Channel
 from tests.backends.transports.links import LINKS
 from tests.backends.transports.recording import LAYOUT, RecordingEngine
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import InstanceLost, MigrationAborted, Request, Sampling, UnknownAdapter
+from hotswap import AdapterId, ModelId, Request, RequestId, Sampling
+from hotswap.abc import KVLayout
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
-from hotswap.migration import KVLayout
-from hotswap.request import AdapterId, ModelId, RequestId
+from hotswap.errors import InstanceLost, MigrationAborted, UnknownAdapter
 from tests.backends.transports.recording import LAYOUT
 
 TOKENS = st.lists(st.integers(0, 2**40), max_size=50).map(tuple)

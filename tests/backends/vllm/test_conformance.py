@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 import transformers
 
-from hotswap import Adapter, Engine, Model
+from hotswap import Adapter, Model
+from hotswap.abc import Engine
 from hotswap.backends.vllm import CorePool, VllmEngine
 from hotswap.testing.conformance import EngineConformance
 from hotswap.testing.conformance.turns import TurnLoop

@@ -18,22 +18,9 @@ import anyio.lowlevel
 import psutil
 import pytest
 
-from hotswap import (
-    Adapter,
-    Fleet,
-    InstanceError,
-    InstanceLost,
-    InstanceState,
-    Model,
-    ModelId,
-    Request,
-    RequestId,
-    Sampling,
-    StoreError,
-    UnsupportedAdapter,
-    UnsupportedModel,
-)
+from hotswap import Adapter, Fleet, InstanceState, Model, ModelId, Request, RequestId, Sampling
 from hotswap.backends.vllm import CorePool, VllmEngine
+from hotswap.errors import InstanceError, InstanceLost, StoreError, UnsupportedAdapter, UnsupportedModel
 from hotswap.policies import LeastLoadedRouter
 from hotswap.testing.conformance.suite import until
 from tests.backends.torch.adapters.files import write

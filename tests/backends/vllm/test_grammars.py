@@ -10,19 +10,10 @@ from typing import Any
 import anyio
 import pytest
 
-from hotswap import (
-    Fleet,
-    FleetStream,
-    InstanceError,
-    InvalidRequest,
-    Model,
-    ModelId,
-    Request,
-    RequestId,
-    Sampling,
-    Tokenizer,
-)
+from hotswap import Fleet, FleetStream, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import Tokenizer
 from hotswap.backends.vllm import VllmEngine
+from hotswap.errors import InstanceError, InvalidRequest
 from hotswap.policies import LeastLoadedRouter
 from hotswap.testing.conformance.suite import until
 from tests.backends.torch.dict_store import DictStore

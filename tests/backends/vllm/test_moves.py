@@ -18,19 +18,19 @@ from hotswap import (
     Adapter,
     Fleet,
     FleetStream,
-    KVSource,
-    MigrationAborted,
     MigrationRecord,
+    MigrationWay,
     Model,
     Request,
     RequestId,
     Sampling,
 )
-from hotswap.action import MigrationWay
+from hotswap.abc import KVSource
 from hotswap.backends.vllm import VllmEngine
 from hotswap.backends.vllm.inside.blocks import METHOD, BlockVerbs
 from hotswap.backends.vllm.migration import Desk, VllmKVSink
 from hotswap.backends.vllm.names import named
+from hotswap.errors import MigrationAborted
 from hotswap.policies import LeastLoadedRouter
 from hotswap.testing.conformance.suite import until
 from tests.backends.torch.adapters.files import write

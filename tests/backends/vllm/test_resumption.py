@@ -7,8 +7,9 @@ from random import Random
 
 import anyio
 
-from hotswap import ModelId, Request, RequestEvicted, RequestId, Sampling
+from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.backends.vllm import VllmEngine
+from hotswap.errors import RequestEvicted
 from tests.backends.vllm.support import make_engine, make_store
 
 KINDS = {

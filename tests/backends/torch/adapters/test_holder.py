@@ -12,7 +12,7 @@ import torch
 from anyio.lowlevel import checkpoint
 from torch import nn
 
-from hotswap import Adapter, AdapterId, InstanceError, OutOfMemory, UnsupportedAdapter
+from hotswap import Adapter, AdapterId
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.adapters.holder import pool_kind
 from hotswap.backends.torch.adapters.paged import PagedPool
@@ -20,6 +20,7 @@ from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, PeftCa
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.adapters.ranges import RangePool
 from hotswap.backends.torch.adapters.targets import Target
+from hotswap.errors import InstanceError, OutOfMemory, UnsupportedAdapter
 from hotswap.kernels.segmented_lora import launch
 from hotswap.kernels.targets import TARGETS, Device
 from tests.backends.torch.adapters.files import write

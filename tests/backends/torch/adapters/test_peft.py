@@ -11,18 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotswap import (
-    Adapter,
-    AdapterId,
-    HotswapError,
-    ShardCorrupt,
-    ShardMissing,
-    UnsafeFile,
-    UnsupportedAdapter,
-)
+from hotswap import Adapter, AdapterId
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.adapters.peft import AdapterWeights, PeftCache, read
 from hotswap.backends.torch.loader import LocalModel
+from hotswap.errors import HotswapError, ShardCorrupt, ShardMissing, UnsafeFile, UnsupportedAdapter
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model

@@ -6,7 +6,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hotswap import Manifest, Model, ModelCard, ModelId, Request, RequestId, Sampling, WeightStore
+from hotswap import Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import Manifest, ModelCard, WeightStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.parallel.loader import RankedLoader

@@ -9,10 +9,12 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from hotswap import InstanceLost, InstanceState, ModelCard, UnsupportedModel
+from hotswap import InstanceState
+from hotswap.abc import ModelCard
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.parallel import processes
 from hotswap.backends.torch.parallel.processes import Ranks
+from hotswap.errors import InstanceLost, UnsupportedModel
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.parallel.support import ask, loader_of, make_engine, make_prompts, tokens_of
 from tests.backends.torch.parallel.test_loss import is_alive

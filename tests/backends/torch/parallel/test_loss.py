@@ -14,11 +14,12 @@ import anyio.to_thread
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from hotswap import Fleet, InstanceLost, InstanceState, Model, Sampling
+from hotswap import Fleet, InstanceState, Model, Sampling
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch.parallel import processes
 from hotswap.backends.torch.parallel.messages import Setup
 from hotswap.backends.torch.parallel.processes import Ranks, RemoteTraceback
+from hotswap.errors import InstanceLost
 from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas
 from tests.backends.torch.parallel.support import add, loader_of, make_engine, make_prompts
 from tests.backends.torch.zoo import generate, make_model

@@ -15,22 +15,12 @@ import pytest
 import pytest_asyncio
 import torch
 
-from hotswap import (
-    InstanceError,
-    InstanceLost,
-    InstanceState,
-    Manifest,
-    ModelId,
-    OutOfMemory,
-    Sampling,
-    ShardCorrupt,
-    UnsupportedModel,
-    WeightStore,
-    WrapperStore,
-)
+from hotswap import InstanceState, ModelId, Sampling
+from hotswap.abc import Manifest, WeightStore, WrapperStore
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.parallel.processes import RemoteTraceback
+from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, ShardCorrupt, UnsupportedModel
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.parallel.support import (
     add,

@@ -1,0 +1,150 @@
+"""What those who write an engine, a store, a policy or a channel import: interfaces, and the values in them.
+
+Users of a fleet find what they need in `hotswap`; values that both need are in both. Errors are in
+`hotswap.errors`.
+
+Engines
+    `Engine`, `WrapperEngine` to wrap another; `EngineStatus` and `StatusListener`, by which an engine tells
+    its state; `ModelCard`, which it loads; `Request`, and `TokenQueue` for the `TokenStream` of its tokens.
+    Optional abilities: `SupportsPreload`, `SupportsAdapters`, `SupportsMigration` (with `KVSource`, `KVSink`,
+    `KVLayout`, `KVPages`, `Stopped`).
+Stores
+    `WeightStore`, `WrapperStore` to wrap another; `Manifest`, `Shard`, `TensorSpec`, `HostChunk`,
+    `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
+    `SupportsLend`, `SupportsNodes`, `SupportsPrefetch`, `SupportsReadInto`, `SupportsTokenizer` (with
+    `Tokenizer`, and `TextStream` to decode with it).
+Policies
+    `Router`, `Scheduler` and `Mover`; `FleetView` and its parts, which they read, ranked by a `Rank`, `Count`
+    or `CountRank`; the actions that a scheduler returns (`Swap`, `Unload`, `Prefetch`, `PinAdapters`,
+    `Migrate`); `MoveView` and `MoveChoice`.
+Channels
+    `Channel`, which carries `Frame`s between the engines of a move.
+"""
+
+from hotswap.action import (
+    Action,
+    Migrate,
+    MigrationOutcome,
+    MigrationRecord,
+    MigrationWay,
+    PinAdapters,
+    Prefetch,
+    Swap,
+    Unload,
+)
+from hotswap.engine import Engine, StatusListener, SupportsAdapters, SupportsPreload, WrapperEngine
+from hotswap.migration import (
+    KVLayout,
+    KVPages,
+    KVSink,
+    KVSource,
+    MoveChoice,
+    Mover,
+    MoveView,
+    Stopped,
+    SupportsMigration,
+)
+from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
+from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
+from hotswap.router import Router
+from hotswap.scheduler import Scheduler
+from hotswap.store import (
+    SupportsImport,
+    SupportsLend,
+    SupportsNodes,
+    SupportsPrefetch,
+    SupportsReadInto,
+    SupportsTokenizer,
+    WeightStore,
+    WrapperStore,
+)
+from hotswap.store_view import Residency, StoreView, TierView
+from hotswap.stream import TokenQueue, TokenStream
+from hotswap.text import TextStream, Tokenizer
+from hotswap.transport import Channel, Frame
+from hotswap.view import (
+    AdapterView,
+    Count,
+    CountRank,
+    EngineStatus,
+    FleetView,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    ModelView,
+    Rank,
+    RunningView,
+    WaitingView,
+)
+
+__all__ = [
+    "Action",
+    "Adapter",
+    "AdapterId",
+    "AdapterView",
+    "Channel",
+    "Count",
+    "CountRank",
+    "Engine",
+    "EngineStatus",
+    "FinishReason",
+    "FleetView",
+    "Frame",
+    "HostBuffer",
+    "HostChunk",
+    "InstanceId",
+    "InstanceState",
+    "InstanceView",
+    "KVLayout",
+    "KVPages",
+    "KVSink",
+    "KVSource",
+    "Manifest",
+    "Migrate",
+    "MigrationOutcome",
+    "MigrationRecord",
+    "MigrationWay",
+    "Model",
+    "ModelCard",
+    "ModelId",
+    "ModelView",
+    "MoveChoice",
+    "MoveView",
+    "Mover",
+    "PinAdapters",
+    "Prefetch",
+    "Rank",
+    "Request",
+    "RequestId",
+    "Residency",
+    "Router",
+    "RunningView",
+    "Sampling",
+    "Scheduler",
+    "Shard",
+    "StatusListener",
+    "Stopped",
+    "StoreView",
+    "SupportsAdapters",
+    "SupportsImport",
+    "SupportsLend",
+    "SupportsMigration",
+    "SupportsNodes",
+    "SupportsPrefetch",
+    "SupportsPreload",
+    "SupportsReadInto",
+    "SupportsTokenizer",
+    "Swap",
+    "TensorSpec",
+    "TextStream",
+    "TierView",
+    "Token",
+    "TokenQueue",
+    "TokenStream",
+    "Tokenizer",
+    "Unload",
+    "WaitingView",
+    "WeightStore",
+    "WrapperEngine",
+    "WrapperStore",
+]
