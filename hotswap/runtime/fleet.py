@@ -211,17 +211,13 @@ class Fleet(AsyncContextManagerMixin):
             SwapFailed: a phase failed; the message says what the instance serves now.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
-        core = self._core
-        core.lifetime.check_open()
-        work = core.operations.swap(instance, to, deadline_s=deadline_s, reason=reason)
-        return await core.lifetime.run(work, f"the swap of instance {instance!r}")
+        work = self._core.operations.swap(instance, to, deadline_s=deadline_s, reason=reason)
+        return await self._core.lifetime.run(work, f"the swap of instance {instance!r}")
 
     async def unload(self, instance: str, *, deadline_s: float = 0.0, reason: str = "by hand") -> SwapRecord:
         """Evict what runs on an instance within `deadline_s` and free its weights; errors as for `swap`."""
-        core = self._core
-        core.lifetime.check_open()
-        work = core.operations.unload(instance, deadline_s=deadline_s, reason=reason)
-        return await core.lifetime.run(work, f"the unload of instance {instance!r}")
+        work = self._core.operations.unload(instance, deadline_s=deadline_s, reason=reason)
+        return await self._core.lifetime.run(work, f"the unload of instance {instance!r}")
 
     async def migrate(
         self, request: str, *, to: str, way: MigrationWay | None = None, reason: str = "by hand"
@@ -245,10 +241,8 @@ class Fleet(AsyncContextManagerMixin):
                 one of the instances takes part in another move, or the other is not open for it.
             FleetClosed: the fleet is not open.
         """
-        core = self._core
-        core.lifetime.check_open()
-        work = core.operations.migrate(request, to=to, way=way, reason=reason)
-        return await core.lifetime.run(work, f"the move of request {request!r}")
+        work = self._core.operations.migrate(request, to=to, way=way, reason=reason)
+        return await self._core.lifetime.run(work, f"the move of request {request!r}")
 
     async def drain(
         self,
@@ -271,10 +265,8 @@ class Fleet(AsyncContextManagerMixin):
             SwapRefused: it is drained already, or a swap has it.
             FleetClosed: the fleet is not open.
         """
-        core = self._core
-        core.lifetime.check_open()
-        work = core.operations.drain(instance, deadline_s=deadline_s, way=way, reason=reason)
-        return await core.lifetime.run(work, f"the drain of instance {instance!r}")
+        work = self._core.operations.drain(instance, deadline_s=deadline_s, way=way, reason=reason)
+        return await self._core.lifetime.run(work, f"the drain of instance {instance!r}")
 
     def reopen(self, instance: str) -> None:
         """Let requests come to an instance again that was drained; nothing happens if it was not."""
@@ -289,9 +281,8 @@ class Fleet(AsyncContextManagerMixin):
             ConfigError: the fleet has an instance of its name.
             FleetClosed: the fleet is not open.
         """
-        core = self._core
-        core.lifetime.check_open()
-        await core.lifetime.run(core.operations.add(engine), f"the start of engine {engine.id!r}")
+        work = self._core.operations.add(engine)
+        await self._core.lifetime.run(work, f"the start of engine {engine.id!r}")
 
     async def remove(
         self, instance: str, *, deadline_s: float | None = None, reason: str = "by hand"
@@ -301,10 +292,8 @@ class Fleet(AsyncContextManagerMixin):
         One that the fleet was made with is left EMPTY and stops with the fleet. Errors and cancellation are
         those of `drain` and `unload`; the instance stays if one of them fails.
         """
-        core = self._core
-        core.lifetime.check_open()
-        work = core.operations.remove(instance, deadline_s=deadline_s, reason=reason)
-        return await core.lifetime.run(work, f"the removal of instance {instance!r}")
+        work = self._core.operations.remove(instance, deadline_s=deadline_s, reason=reason)
+        return await self._core.lifetime.run(work, f"the removal of instance {instance!r}")
 
     async def replace(
         self, instance: str, by: Engine, *, deadline_s: float | None = None, reason: str = "by hand"
@@ -314,10 +303,8 @@ class Fleet(AsyncContextManagerMixin):
         The new engine has a name of its own. If it cannot load, it goes again and nothing has changed; errors
         are those of `add`, `swap` and `remove`.
         """
-        core = self._core
-        core.lifetime.check_open()
-        work = core.operations.replace(instance, by, deadline_s=deadline_s, reason=reason)
-        return await core.lifetime.run(work, f"the replacement of instance {instance!r}")
+        work = self._core.operations.replace(instance, by, deadline_s=deadline_s, reason=reason)
+        return await self._core.lifetime.run(work, f"the replacement of instance {instance!r}")
 
     async def roll(
         self, model: str, *, to: str, streams: RollStreams = "pinned", reason: str = "rolled"
@@ -338,10 +325,8 @@ class Fleet(AsyncContextManagerMixin):
             SwapFailed, SwapRefused: a replica could not turn; it serves, or is EMPTY, as the message says.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
-        core = self._core
-        core.lifetime.check_open()
-        work = core.operations.roll(model, to=to, streams=streams, reason=reason)
-        return await core.lifetime.run(work, f"the roll of model {model!r}")
+        work = self._core.operations.roll(model, to=to, streams=streams, reason=reason)
+        return await self._core.lifetime.run(work, f"the roll of model {model!r}")
 
     async def ready(self) -> None:
         """Return once every model has its `min_replicas` serving; at once if none asks for any.
@@ -351,9 +336,8 @@ class Fleet(AsyncContextManagerMixin):
         Raises:
             FleetClosed: the fleet is not open, or closes meanwhile.
         """
-        core = self._core
-        core.lifetime.check_open()
-        await core.lifetime.run(core.state.min_replicas_served(), "the wait for min_replicas")
+        work = self._core.state.min_replicas_served()
+        await self._core.lifetime.run(work, "the wait for min_replicas")
 
     # -- what can be seen
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 from anyio.lowlevel import EventLoopToken, current_token
 
-from hotswap.errors import FleetClosed, WrongLoop
+from hotswap.errors import FleetClosed, HotswapError, WrongLoop
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -59,10 +59,20 @@ class Lifetime:
             )
 
     async def run(self, work: Coroutine[object, object, _T], what: str) -> _T:
-        """Return what `work` returns; a closing fleet cancels it and waits for it to end."""
+        """Return what `work` returns; a closing fleet cancels it and waits for it to end.
+
+        Raises:
+            FleetClosed: the fleet is not open, in which case nothing has begun, or closed meanwhile.
+            WrongLoop: it is open on another event loop.
+        """
+        try:
+            tasks = self.tasks
+        except HotswapError:
+            work.close()  # else Python warns that it was never awaited
+            raise
         ended = anyio.Event()
         with anyio.CancelScope() as scope:
-            self.tasks.start_soon(_end_with_fleet, scope, ended, name=what)
+            tasks.start_soon(_end_with_fleet, scope, ended, name=what)
             try:
                 return await work
             finally:

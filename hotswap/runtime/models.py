@@ -77,7 +77,6 @@ class Models:
             StoreError: its weights cannot be read.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
-        self._lifetime.check_open()
         await self._lifetime.run(self._add(model), f"the addition of model {model.id!r}")
 
     async def _add(self, model: Model) -> None:
@@ -104,7 +103,6 @@ class Models:
             SwapFailed: an instance could not unload it; the model stays registered.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
-        self._lifetime.check_open()
         check_seconds(ConfigError, deadline_s=deadline_s)
         await self._lifetime.run(self._remove(model, deadline_s), f"the removal of model {model!r}")
 
