@@ -18,12 +18,7 @@ import anyio
 
 from hotswap import telemetry as tm
 from hotswap.engine import SupportsAdapters
-from hotswap.errors import (
-    InstanceError,
-    InstanceLost,
-    OutOfMemory,
-    RequestEvicted,
-)
+from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, RequestId
 from hotswap.runtime.instance import Instance

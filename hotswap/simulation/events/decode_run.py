@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
@@ -71,17 +72,13 @@ def num_alike(step: Step, batcher: Batcher, least_left: int) -> int:
     running = batcher.running
     if step.num_tokens != len(running) or len(step.chunks) != len(running):
         return 1
-    steps = least_left
-    if num_missing(running, steps, batcher.block_tokens) <= batcher.num_free_blocks:
-        return steps
-    enough, too_many = 1, steps
-    while too_many - enough > 1:
-        middle = (enough + too_many) // 2
-        if num_missing(running, middle, batcher.block_tokens) <= batcher.num_free_blocks:
-            enough = middle
-        else:
-            too_many = middle
-    return enough
+
+    def missing(num_steps: int) -> int:
+        return num_missing(running, num_steps, batcher.block_tokens)
+
+    if missing(least_left) <= batcher.num_free_blocks:
+        return least_left
+    return max(1, bisect(range(least_left), batcher.num_free_blocks, key=missing) - 1)
 
 
 def num_missing(running: Iterable[Sequence], num_steps: int, block_tokens: int) -> int:
