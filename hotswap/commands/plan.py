@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hotswap.errors import ConfigError
 from hotswap.offline.replay import load_view
-from hotswap.simulation.by_name import scheduler_named
+from hotswap.policies.by_name import scheduler_named
 from hotswap.simulation.explanation import Explanation, explain
 
 __all__ = ["explained", "plan"]

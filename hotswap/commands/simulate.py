@@ -9,8 +9,8 @@ from dataclasses import asdict
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
 from hotswap.offline.workloads import Lengths, log_normal_lengths, zipf_mix
+from hotswap.policies.by_name import router_named, scheduler_named
 from hotswap.profiling.profiles import Profile
-from hotswap.simulation.by_name import router_named, scheduler_named
 from hotswap.simulation.cluster import Cluster
 from hotswap.simulation.outcome import Outcome, Slo
 from hotswap.simulation.plots import draw

@@ -1,7 +1,7 @@
 """Routers and schedulers: pure decisions over a `FleetView`.
 
 Each is an object with frozen settings; none imports the runtime or a backend. `hotswap.policies.planning` has
-tools that advise people.
+tools that advise people, and `hotswap.policies.by_name` makes policies from text.
 """
 
 from hotswap.policies.freeness import Freeness, FreenessReading, VirtualUsage

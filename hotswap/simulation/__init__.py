@@ -11,7 +11,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hotswap.simulation.by_name import router_named, scheduler_named
     from hotswap.simulation.cluster import Cluster
     from hotswap.simulation.driver import Progress
     from hotswap.simulation.explanation import Candidate, Demand, Explanation, explain
@@ -36,8 +35,6 @@ __all__ = [
     "draw",
     "explain",
     "generate",
-    "router_named",
-    "scheduler_named",
     "simulate",
 ]
 
@@ -45,7 +42,6 @@ _MODULES = {
     "cluster": ("Cluster",),
     "driver": ("Progress",),
     "explanation": ("Candidate", "Demand", "Explanation", "explain"),
-    "by_name": ("router_named", "scheduler_named"),
     "outcome": ("Outcome", "Sample", "Served", "Slo"),
     "plots": ("draw",),
     "run": ("Driver", "simulate"),

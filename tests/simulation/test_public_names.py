@@ -25,8 +25,6 @@ PUBLIC = [
     "draw",
     "explain",
     "generate",
-    "router_named",
-    "scheduler_named",
     "simulate",
 ]
 

@@ -10,11 +10,11 @@ import pytest
 from hotswap.abc import Scheduler
 from hotswap.errors import ConfigError
 from hotswap.policies import AffinityRouter, Chain, Cooldown, RestoreMinReplicas, WeightedLoadSwap
-from hotswap.simulation import router_named, scheduler_named
+from hotswap.policies.by_name import router_named, scheduler_named
 
 OURS = """
 from dataclasses import dataclass
-from hotswap import Scheduler
+from hotswap.abc import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Mine(Scheduler):
