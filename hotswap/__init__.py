@@ -1,8 +1,9 @@
 """Serve many language models on few engines: models are swapped in seconds, streams go on.
 
 This package holds what a program that embeds a `Fleet` needs. Interfaces for those who write engines, stores,
-policies or channels are in `hotswap.abc`, all errors in `hotswap.errors`. Backends and policies are imported
-by their own paths (`hotswap.backends.torch`, `hotswap.policies`), so that importing hotswap stays cheap.
+policies or channels are in `hotswap.abc`, all errors in `hotswap.errors`, and their base class here, too.
+Backends and policies are imported by their own paths (`hotswap.backends.torch`, `hotswap.policies`), so that
+importing hotswap stays cheap.
 """
 
 from hotswap import abc as abc
@@ -16,6 +17,7 @@ from hotswap.action import (
     SwapOutcome,
     SwapRecord,
 )
+from hotswap.errors import HotswapError
 from hotswap.model import Adapter, Model
 from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
 from hotswap.runtime import (
@@ -53,6 +55,7 @@ __all__ = [
     "FleetStream",
     "FleetView",
     "Hop",
+    "HotswapError",
     "InstanceId",
     "InstanceState",
     "InstanceView",

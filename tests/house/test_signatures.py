@@ -55,6 +55,7 @@ NOT_EXPORTED = {
 NOT_NAMED = {
     "CountRank": "a base class for ranks: what takes one takes any `Rank`",
     "Fleet": "what users begin with",
+    "HotswapError": "what every caller of a fleet catches",
     "SupportsAdapters": "an ability that the fleet asks an engine for",
     "SupportsImport": "an ability that the fleet asks a store for",
     "SupportsLend": "an ability that engines ask a store for",
