@@ -34,7 +34,7 @@ __all__ = ["Control"]
 log = logging.getLogger("hotswap")
 
 # So long may requests wait for a model that no instance serves or swaps to, before the log tells of it.
-UNSERVED_S = 30.0
+UNSERVED_S = 5.0
 
 
 class Control:
@@ -206,7 +206,7 @@ class Control:
             if unserved[model] == math.inf and now_s - since_s >= UNSERVED_S:
                 unserved[model] = now_s
                 log.warning(
-                    "Model %r has had %d requests waiting for %.0f s, and no instance serves it or swaps to "
+                    "Model %r has had %d request(s) waiting for %.0f s, and no instance serves it or swaps to "
                     "it: %r gives it none. Instances may be pinned, kept for the min_replicas of other "
                     "models, or too small.",
                     model,
