@@ -206,8 +206,8 @@ class Control:
             if unserved[model] == math.inf and now_s - since_s >= UNSERVED_S:
                 unserved[model] = now_s
                 log.warning(
-                    "Model %r has had %d request(s) waiting for %.0f s, and no instance serves it or swaps to "
-                    "it: %r gives it none. Instances may be pinned, kept for the min_replicas of other "
+                    "Model %r has had %d request(s) waiting for %.0f s, and no instance serves it or swaps "
+                    "to it: %r gives it none. Instances may be pinned, kept for the min_replicas of other "
                     "models, or too small.",
                     model,
                     self._state.queue.count(model),
