@@ -182,9 +182,9 @@ def limit_files() -> None:
 ADMIT = """
     import anyio, sys
     from pathlib import Path
-    from hotswap import StoreError
     from hotswap.backends.stores import NvmeStore
     from hotswap.backends.stores.indexes import load_index
+    from hotswap.errors import StoreError
 
     async def main(source, root, pause_at):
         manifest = load_index(source, "a")

@@ -10,7 +10,7 @@ import pytest
 WITHOUT = """
 import sys
 sys.modules[{library!r}] = None
-from hotswap import BackendMissing
+from hotswap.errors import BackendMissing
 try:
     import hotswap.backends.torch
 except BackendMissing as error:
