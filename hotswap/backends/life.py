@@ -1,4 +1,4 @@
-"""The state of an engine, and what its loss does to the verbs that are under way."""
+"""The state of an engine, and the interruption of pending verbs when the engine is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Life:
         return self.state is InstanceState.LOST
 
     def require(self, state: InstanceState, verb: str) -> None:
-        """Raise `InstanceLost` or `InstanceError` if a verb is asked for in another state than it needs."""
+        """Raise `InstanceLost` or `InstanceError` if the engine is not in the state that a verb needs."""
         self.refuse_if_lost()
         if not self.has_begun:
             raise InstanceError(f"Engine {self._id!r} cannot {verb} before `async with` has started it.")
@@ -55,13 +55,13 @@ class Life:
             )
 
     def lose(self, because: str, cause: Exception | None) -> None:
-        """Be LOST from now on, and interrupt the verbs under way."""
+        """Become LOST, and interrupt the pending verbs."""
         self.state, self._because, self._cause = InstanceState.LOST, because, cause
         for scope in self._verbs:
             scope.cancel()
 
     def lost(self) -> InstanceLost:
-        """Return a new error that says why the engine is lost."""
+        """Return a new `InstanceLost` that says why."""
         error = InstanceLost(f"Engine {self._id!r} is lost: {self._because}. Unload it to bring it back.")
         error.__cause__ = self._cause
         return error
@@ -72,7 +72,7 @@ class Life:
             raise self.lost()
 
     async def unless_lost(self, work: Awaitable[_T]) -> _T:
-        """Return what `work` returns; interrupt it by `InstanceLost` when the engine is lost meanwhile."""
+        """Return what `work` returns; interrupt it with `InstanceLost` when the engine is lost meanwhile."""
         with anyio.CancelScope() as scope:
             self._verbs.add(scope)
             try:

@@ -1,4 +1,4 @@
-"""What a request must be to be served to its end."""
+"""The checks of a request before it is admitted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def check_servable(
     kv_tokens: int,
     no_grammar: str = "",
 ) -> None:
-    """Refuse what could not be served to its end, before it takes anything.
+    """Refuse a request that could not be served to its end, before it takes any resource.
 
     Args:
-        request: What is asked for.
+        request: The request.
         model: The model that is loaded, for errors.
         context: The longest request that it serves, in tokens.
         vocabulary: Its token ids are less than this.

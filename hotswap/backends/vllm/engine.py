@@ -11,7 +11,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
-from hotswap.backends.adapter_books import Held
+from hotswap.backends.adapter_accounting import Held
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
@@ -19,7 +19,7 @@ from hotswap.backends.vllm.adapters import Adapters
 from hotswap.backends.vllm.core import Core, CorePool
 from hotswap.backends.vllm.loading import Loader
 from hotswap.backends.vllm.migration import (
-    Desk,
+    MigrationContext,
     VllmKVSink,
     VllmKVSource,
     aborted,
@@ -50,13 +50,14 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
 class VllmEngine(Engine):
     """An instance that serves through vLLM: production kernels, batching and parallelism, one core at a time.
 
-    A core is started by the first load, which takes seconds. The next model takes the core over in place if
-    its architecture is the same; any other has a new core. Text and stop strings are the fleet's, so requests
-    move between this engine and others in the middle of a word. Requests that come from elsewhere go on as if
-    they had begun here, seeds and penalties included; `resumes_exactly` tells whether this vLLM can do that.
+    The first load starts a core, which takes seconds. The next model replaces the weights of the core in
+    place if its architecture is the same; otherwise a new core is started. The fleet makes text and matches
+    stop strings, so requests can move between this engine and others in the middle of a word. Requests that
+    moved here continue as if they had begun here, seeds and penalties included; `resumes_exactly` tells
+    whether the installed vLLM can do that.
 
-    On Linux a core ends with this process, however that ends. Start methods other than `"fork"` import the
-    program's main module anew, which needs its `if __name__ == "__main__":`.
+    On Linux a core ends with this process, even if that is killed. Start methods other than `"fork"` import
+    the program's main module anew, which needs its `if __name__ == "__main__":`.
 
     Args:
         id: The instance's name.
@@ -72,9 +73,9 @@ class VllmEngine(Engine):
         max_adapters: How many adapters it may hold.
         max_adapter_rank: The largest of them.
         memory_bytes: What weights and KV blocks may take; the machine's memory if `None`.
-        cores: Where cores wait between models; one of the engine's own, of one core, if `None`.
-        start: How a core's process is made: `"fork"` (quick, safe while this process has computed with
-            one thread only) or `"spawn"`; chosen by that if `None`.
+        cores: The pool of idle cores; a pool of the engine's own, of one core, if `None`.
+        start: The start method of a core's process: `"fork"` (fast, safe while this process has computed with
+            one thread only) or `"spawn"`; `None` takes `"fork"` where it is safe.
         arguments: More arguments for vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -155,7 +156,7 @@ class VllmEngine(Engine):
         self._life.require(_EMPTY, "load")
         self._life.state = _LOADING
         try:
-            core = await self._life.unless_lost(self._loader.bring(model, store))
+            core = await self._life.unless_lost(self._loader.load(model, store))
         except BaseException:
             if self._life.state is _LOADING:
                 self._life.state = _EMPTY
@@ -227,21 +228,21 @@ class VllmEngine(Engine):
 
     @asynccontextmanager
     async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
-        desk, stream = self._desk("export"), self._streams.find(request)
+        context, stream = self._migration("export"), self._streams.find(request)
         if stream is None:
             raise aborted("export", f"engine {self.id!r} has no request {request!r}")
-        give_up = partial(self._give_up, stream, desk.core)
-        async with lent_source(VllmKVSource(desk, stream, give_up)) as source:
+        give_up = partial(self._give_up, stream, context.core)
+        async with lent_source(VllmKVSource(context, stream, give_up)) as source:
             yield source
 
     @asynccontextmanager
     async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
-        desk = self._desk("reserve")
+        context = self._migration("reserve")
         if self._life.state is not _SERVING or self._card is None or self._card.id != request.model:
             raise aborted("reserve", f"engine {self.id!r} is {self._life.state} with another model")
         adapter = self._adapters.use(request.adapter)
         try:
-            sink = VllmKVSink(desk, request, self._sinks.remove)
+            sink = VllmKVSink(context, request, self._sinks.remove)
             self._sinks.append(sink)
             async with lent_sink(sink):
                 yield sink
@@ -300,7 +301,7 @@ class VllmEngine(Engine):
 
     @property
     def resumes_exactly(self) -> bool:
-        """Whether requests go on here as if they had begun here, whatever their sampling; true when EMPTY."""
+        """Whether requests of any sampling continue here as if they had begun here; true when EMPTY."""
         return self._core.resumes if self._core else True
 
     @property
@@ -323,7 +324,7 @@ class VllmEngine(Engine):
             self._lose("vLLM's core process has ended")
 
     async def _release(self) -> None:
-        """Let go of the core. Cannot be interrupted."""
+        """Give the core back. Cannot be interrupted."""
         core = self._core
         if core is None:
             return
@@ -335,7 +336,7 @@ class VllmEngine(Engine):
         if core.is_dead:
             await core.stop()
         else:
-            await self._loader.give(core)
+            await self._loader.give_back(core)
         await self._streams.wait_until_gone()
 
     # ------------------------------------------------------------------ streams
@@ -363,13 +364,13 @@ class VllmEngine(Engine):
         self._streams.start(self._running, stream, core, params, adapter.place if adapter else None)
         return stream, core, adapter
 
-    def _desk(self, stage: str) -> Desk:
-        """Return what both ends of a move use."""
+    def _migration(self, stage: str) -> MigrationContext:
+        """Return the context of a KV source or sink."""
         self._life.refuse_if_lost()
         core = self._core
         if core is None or core.blocks is None:
             raise aborted(stage, f"engine {self.id!r} has no KV blocks that can move")
-        return Desk(self._life, core, core.blocks, lambda: self._core)
+        return MigrationContext(self._life, core, core.blocks, lambda: self._core)
 
     def _give_up(self, stream: Stream, core: Core) -> bool:
         evicted = RequestEvicted(f"Engine {self.id!r} gave {stream.request.id!r} away; it goes on elsewhere.")

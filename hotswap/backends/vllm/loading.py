@@ -23,17 +23,17 @@ __all__ = ["Loader"]
 
 
 class Loader:
-    """Brings models in for one engine, and takes cores back; lives on the event loop.
+    """Loads models into cores for one engine, and takes cores back; belongs to the event loop.
 
     Args:
         engine: Its name, for errors.
-        settings: What its cores depend on.
+        settings: The settings of its cores.
         life: Ends every wait when the engine is lost; its notifier is told what is staged.
-        cores: Where cores wait; one of its own, of one core, if `None`.
+        cores: The pool of idle cores; a pool of its own, of one core, if `None`.
 
     Attributes:
-        staged: A model's weights that were preloaded.
-        load_path: How the last core came by its model.
+        staged: The weights of a preloaded model.
+        load_path: How the last core got its model.
     """
 
     staged = Observed[Staged | None](lambda loader: loader.life.notifier.state_changed())
@@ -54,7 +54,7 @@ class Loader:
         return self.staged.size_bytes if self.staged else 0
 
     async def preload(self, model: ModelCard, store: WeightStore, held_bytes: int) -> None:
-        """Stage a model beside `held_bytes` of another's weights, in place of any that was before."""
+        """Stage a model beside `held_bytes` of other weights; a model that was staged before is dropped."""
         if self._is_staging:
             raise InstanceError(f"Engine {self._engine!r} is preloading already; cancel that first.")
         await self.drop_preload()
@@ -65,13 +65,13 @@ class Loader:
             self._is_staging = False
 
     async def drop_preload(self) -> None:
-        """Forget what was preloaded. Cannot be interrupted."""
+        """Release the staged weights. Cannot be interrupted."""
         staged, self.staged = self.staged, None
         if staged is not None:
             await staged.release()
 
-    async def bring(self, model: ModelCard, store: WeightStore) -> Core:
-        """Return a core with a model: one that waits, or a new one. Interrupted, the core waits again.
+    async def load(self, model: ModelCard, store: WeightStore) -> Core:
+        """Return a core with a model: an idle one or a new one. Cancelled, the core goes back to the pool.
 
         Raises:
             OutOfMemory: the model does not fit.
@@ -98,12 +98,12 @@ class Loader:
         assert core is not None, "it was made ready"
         return core
 
-    async def give(self, core: Core) -> None:
-        """Take a core back that runs nothing. Cannot be interrupted."""
+    async def give_back(self, core: Core) -> None:
+        """Take back a core that runs no requests. Cannot be interrupted."""
         await self._cores.give(self._settings, core)
 
     async def close(self) -> None:
-        """Let go of everything but cores that others may have. Cannot be interrupted."""
+        """Release everything but a pool that is shared. Cannot be interrupted."""
         await self.drop_preload()
         if self._owns_cores:
             await self._cores.close()
@@ -116,17 +116,17 @@ class Loader:
                 f"{most - held_bytes:,} left; use a larger one."
             )
         staged = await stage(store, model, manifest)
-        get_current_span().add_event("weights lie where vLLM's processes read them")
+        get_current_span().add_event("weights are in shared memory")
         return staged
 
     async def _make_ready(self, staged: Staged) -> None:
-        """Have a core with the model's weights. Is not to be interrupted."""
+        """Set `_ready` to a core with the model's weights. Must not be interrupted."""
         weights = _fingerprint(staged.manifest)
         core = self._cores.take(self._settings, staged.architecture, weights)
         if core is None:
             if self._owns_cores:
                 await self._cores.make_room()
-            self.load_path, done = "new core", "vLLM's core was tried out"
+            self.load_path, done = "new core", "vLLM's core was tested"
             core = await start(self._settings, staged)
             get_current_span().add_event("vLLM's core was started")
             prepared = try_core(core, staged.card, weights)
@@ -134,7 +134,7 @@ class Loader:
             kept = "woken" if core.is_asleep else "kept"
             self.load_path, done = (
                 kept if core.weights == weights else "in place",
-                "vLLM's core took the weights",
+                "vLLM's core has the weights",
             )
             prepared = core.reload(staged, weights)
         try:
@@ -148,7 +148,7 @@ class Loader:
     async def _give_ready_back(self) -> None:
         core, self._ready = self._ready, None
         if core is not None:
-            await self.give(core)
+            await self.give_back(core)
 
 
 def _fingerprint(manifest: Manifest) -> str:

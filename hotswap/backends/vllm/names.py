@@ -1,7 +1,7 @@
-"""What hotswap uses of vLLM, all of it named here, and what it relies on of each name.
+"""The names of vLLM that hotswap uses, and the parameters of each that it relies on.
 
-Much of it is not promised to stay. So versions are pinned to a range (`hotswap[vllm]`), and `drift` says what
-an installed version has changed: a test asks it, and so may whoever wants to try another version.
+Most of them are internal to vLLM. So versions are pinned to a range (`hotswap[vllm]`), and `drift` reports
+what an installed version has changed; a test checks it, and it can be called before another version is tried.
 """
 
 from __future__ import annotations

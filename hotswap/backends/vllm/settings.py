@@ -1,4 +1,4 @@
-"""What a `VllmEngine` was asked for, and the arguments of vLLM that it comes to."""
+"""The settings of a `VllmEngine`, and the arguments of vLLM that follow from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Settings", "StartMethod", "architecture_of"]
 StartMethod = Literal["fork", "spawn"]
 
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# What a config says of the checkpoint rather than of the architecture.
+# Entries of a config that describe the checkpoint, not the architecture.
 _IMMATERIAL = frozenset(
     {
         "_name_or_path",
@@ -29,7 +29,7 @@ _IMMATERIAL = frozenset(
         "use_cache",
     }
 )
-# What the engine itself decides.
+# Arguments that the engine sets itself.
 _OURS = frozenset(
     {"model", "load_format", "model_loader_extra_config", "worker_extension_cls", "disable_log_stats"}
 )
@@ -37,7 +37,7 @@ _OURS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of `VllmEngine` that its cores depend on; see there."""
+    """The arguments of `VllmEngine` that its cores depend on; documented there."""
 
     kv_bytes: int | str = "1 GiB"
     kv_block_tokens: int | None = None
@@ -63,17 +63,17 @@ class Settings:
         if self.start not in (None, "fork", "spawn"):
             raise ConfigError(f"start is {self.start!r}; it is 'fork', 'spawn' or None.")
         if taken := sorted(_OURS & self.arguments.keys()):
-            raise ConfigError(f"The engine itself decides {', '.join(taken)} of vLLM; leave it out.")
+            raise ConfigError(f"The engine itself sets {', '.join(taken)} of vLLM; leave it out.")
         parse_bytes(self.kv_bytes)
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute."""
+        """How many processes compute."""
         return self.tp * self.pp
 
     @property
     def total_bytes(self) -> int:
-        """The memory that the instance may use: that of the machine unless told otherwise."""
+        """The memory that the instance may use: `memory_bytes`, or that of the machine."""
         if self.memory_bytes is not None:
             return parse_bytes(self.memory_bytes)
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -81,10 +81,10 @@ class Settings:
     def vllm_arguments(
         self, directory: Path, index: Path, *, on_cpu: bool, has_tokenizer: bool
     ) -> dict[str, Any]:
-        """Return what vLLM is started with for a model whose config lies in `directory`."""
+        """Return vLLM's arguments for a model whose config lies in `directory`."""
         given: dict[str, Any] = {
             "model": str(directory),
-            # Text is the fleet's; grammars alone need to know how tokens are written.
+            # The fleet makes text; vLLM needs the tokenizer for grammars alone.
             "skip_tokenizer_init": not has_tokenizer,
             "load_format": "hotswap",
             "model_loader_extra_config": {"index": str(index)},
@@ -95,7 +95,7 @@ class Settings:
                 kv_role="kv_both",
             ),
             "dtype": self.dtype,
-            "max_model_len": -1,  # the model's context, or what the KV blocks hold
+            "max_model_len": -1,  # the model's context, or as much as the KV blocks hold
             "max_num_seqs": self.max_requests,
             "kv_cache_memory_bytes": parse_bytes(self.kv_bytes),
             "enforce_eager": self.eager,
@@ -105,7 +105,7 @@ class Settings:
             "scheduling_policy": "priority",
             "disable_log_stats": True,
             "enable_log_requests": False,
-            # One process less, where one is enough.
+            # A single rank needs no process of its own.
             "distributed_executor_backend": _UNIPROC if self.num_ranks == 1 else "mp",
         }
         if self.kv_block_tokens is not None:
@@ -113,8 +113,8 @@ class Settings:
         if self.token_budget is not None:
             given["max_num_batched_tokens"] = self.token_budget
         if self.max_adapters:
-            # One more than are ever held: on a CPU, requests without an adapter get that of the last place
-            # when they share a batch with others (seen with 0.32), so that place is to stay empty.
+            # One more than are held: on a CPU, requests without an adapter get that of the last place when
+            # they share a batch with others (seen with 0.32), so the last place stays empty.
             places = self.max_adapters + 1
             given |= {
                 "enable_lora": True,
@@ -128,7 +128,7 @@ class Settings:
 
 
 def architecture_of(config_text: str) -> str:
-    """Return the same text for configs whose models differ in their weights alone.
+    """Return a text that is equal for configs of models that differ in their weights alone.
 
     Raises:
         ShardCorrupt: the config is no JSON object.

@@ -1,8 +1,8 @@
-"""Weights on their way to another process: a file in memory, and an index that says what lies where in it.
+"""Staged weights: a file in shared memory, and an index of the tensors in it.
 
-vLLM's processes map the file, and each reads what its rank needs. A store that keeps models in memory that
-processes share lends its own file, and nothing is copied. For any other a file is made in shared memory and
-filled by the verbs that every store has; it goes once vLLM has read it.
+vLLM's processes map the file, and each reads the tensors of its rank. A store that keeps models in shared
+memory lends its own file, and nothing is copied. For any other store a file is made and filled, and deleted
+once vLLM has read it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """A model's weights where another process of this machine finds them.
+    """A model's weights in memory that other processes of this machine can map.
 
     Attributes:
         card: The model.
-        manifest: What its store says of it.
+        manifest: Its manifest.
         directory: Holds their index, the model's config and tokenizer, and the weights unless they are lent.
         tokenizer: The tokenizer's text; empty where the store has none.
-        loan: What the store lends.
+        loan: The store's own file, while it is lent.
     """
 
     card: ModelCard
@@ -55,7 +55,7 @@ class Staged:
 
     @property
     def architecture(self) -> str:
-        """The same text for models whose weights are all that differs, by name and shape their tensors too.
+        """A text that is equal for models that differ in nothing but the values of their weights.
 
         Raises:
             ShardCorrupt: the config is no JSON object.
@@ -65,16 +65,16 @@ class Staged:
 
     @property
     def index(self) -> Path:
-        """What a process is given to find the weights by."""
+        """The path of the index."""
         return self.directory / INDEX
 
     @property
     def size_bytes(self) -> int:
-        """The memory that they take beside what the store holds anyway."""
+        """The memory that they take beside the store's."""
         return self.manifest.buffer_bytes if self.loan is None else 0
 
     async def release(self) -> None:
-        """Free it; processes that have it mapped keep it until they let go. Cannot be interrupted."""
+        """Free it; processes that have it mapped keep the memory. Cannot be interrupted."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(_remove, self.directory)
             if self.loan is not None:
@@ -82,11 +82,11 @@ class Staged:
 
 
 async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Staged:
-    """Bring a model's weights to memory that processes share; interrupted, nothing is left there.
+    """Bring a model's weights into shared memory; cancelled, it leaves nothing there.
 
     Raises:
-        UnsupportedModel: the store has the model cut for ranks, or quantised in a way of its own.
-        OutOfMemory: there is no room for them.
+        UnsupportedModel: the store has the model cut for ranks, or quantised in its own format.
+        OutOfMemory: shared memory has no room for them.
         ShardCorrupt: the store's bytes do not fit its manifest.
         StoreError: they could not be read.
     """
@@ -113,11 +113,11 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
 
 
 async def _write_tokenizer(directory: Path, store: WeightStore, card: ModelCard) -> str:
-    """Write the model's tokenizer as transformers reads it, if the store has it; return its text."""
+    """Write the model's tokenizer for transformers, if the store has it; return its text."""
     tokenizer = await store.tokenizer(card.id) if isinstance(store, SupportsTokenizer) else None
     if not isinstance(tokenizer, HfTokenizer):
         return ""
-    # What ends a generation ends a grammar.
+    # The end token of a grammar is that of the model.
     end = next((piece for token in card.eos_token_ids if (piece := tokenizer.piece(token))), None)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end} if end else {})}
     text = tokenizer.text
@@ -127,7 +127,7 @@ async def _write_tokenizer(directory: Path, store: WeightStore, card: ModelCard)
 
 
 async def _borrow(loan: AsyncExitStack, store: WeightStore, manifest: Manifest) -> tuple[Path, int] | None:
-    """The store's own file, and where in it the weights begin, if it has them in one."""
+    """Return the store's own file and the offset of the weights in it, if it lends them."""
     if not isinstance(store, SupportsLend):
         return None
     buffer = await loan.enter_async_context(store.lend(manifest))
@@ -139,19 +139,19 @@ async def _borrow(loan: AsyncExitStack, store: WeightStore, manifest: Manifest) 
 
 def _make_directory() -> Path:
     within = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-    # By its name one can tell whose it is, if the process was killed.
+    # The name has the process id, for files that a killed process leaves.
     return Path(tempfile.mkdtemp(prefix=f"hotswap-vllm-{os.getpid()}-", dir=within))
 
 
 def _make_file(directory: Path, manifest: Manifest) -> None:
-    """Make a file of the right length, whose room is taken already."""
+    """Make a file of the right length with its memory allocated."""
     try:
         with (directory / _WEIGHTS).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, manifest.buffer_bytes))
     except OSError as exc:
         raise OutOfMemory(
             f"{directory.parent} has no room for the {manifest.buffer_bytes:,} bytes of {manifest.model!r} "
-            f"on their way to vLLM ({exc.strerror}); free some."
+            f"for vLLM to read ({exc.strerror}); free some."
         ) from exc
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler of a vLLM core says after each step."""
+"""The reports of a vLLM core's scheduler after each step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["Stats"]
 
 @dataclass(slots=True)
 class Stats:
-    """The last word of one core's scheduler: of its own, not of the process-wide registry that vLLM keeps.
+    """The last report of one core's scheduler, without vLLM's process-wide metrics registry.
 
-    Nothing is said while nothing runs, so the figures are those of the last step.
+    There is no report while no request runs, so the figures are those of the last step.
 
     Attributes:
         num_running: Requests in its batch.
         num_waiting: Requests in its queue.
         kv_usage: The share of KV blocks that requests hold, 0 to 1.
-        num_preempted: How often a request gave its blocks up.
-        num_steps: Steps that were reported.
+        num_preempted: How often a request was preempted.
+        num_steps: How many steps were reported.
         notifier: Told of each step; that of the engine whose model the core serves.
     """
 
@@ -34,15 +34,15 @@ class Stats:
     notifier: StatusNotifier = field(default_factory=StatusNotifier)
 
     def logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
-        """Return what vLLM calls after each step."""
+        """Return the stat logger that vLLM calls after each step."""
         base: Any = named("vllm.v1.metrics.loggers:StatLoggerBase")
         stats = self
 
         class Logger(base):  # type: ignore[misc]  # vLLM is untyped here
-            """Notes what it is told."""
+            """Passes reports to `Stats`."""
 
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-                """Nothing of either is needed."""
+                """Keep nothing of the arguments."""
 
             def record(
                 self,
@@ -55,12 +55,12 @@ class Stats:
                 stats.note(scheduler_stats, iteration_stats)
 
             def log_engine_initialized(self) -> None:
-                """Nothing is logged."""
+                """Log nothing."""
 
         return Logger(vllm_config, engine_index)
 
     def note(self, scheduler: Any, iteration: Any) -> None:
-        """Note a step."""
+        """Note the report of a step."""
         self.num_steps += 1
         if scheduler is not None:
             self.num_running = int(scheduler.num_running_reqs)

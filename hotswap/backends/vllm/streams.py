@@ -1,4 +1,4 @@
-"""The streams of one engine: each has a task that hands on what vLLM's core generates."""
+"""The streams of one engine: each has a task that passes on the tokens of vLLM's core."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ __all__ = ["Stream", "Streams", "sampling_params"]
 def sampling_params(
     request: Request, card: ModelCard, context: int, *, resumes: bool, arrival: str | None = None
 ) -> Any:
-    """Return what vLLM is asked for. Text, and so stop strings, are ours; end tokens come from the card.
+    """Return vLLM's sampling parameters of a request; the fleet, not vLLM, matches stop strings.
 
-    Where vLLM `resumes`, it is asked for the whole generation, of which some tokens are there already; else
-    for the rest, as if those had been part of the prompt. `arrival` names the sink that has its KV blocks.
+    If the core `resumes`, vLLM is asked for the whole generation, with the tokens that there are so far;
+    otherwise for the rest, with those tokens as part of the prompt. `arrival` is the id of the sink that has
+    its KV blocks.
     """
     sampling, begun = request.sampling, len(request.generated)
     free = sampling.ignore_eos and not sampling.has_grammar
@@ -61,7 +62,7 @@ def sampling_params(
 
 
 def _grammar(sampling: Sampling) -> Any:
-    """Return what vLLM calls a grammar; `None` without one."""
+    """Return vLLM's parameters of a grammar; `None` without one."""
     if not sampling.has_grammar:
         return None
     return named("vllm.sampling_params:StructuredOutputsParams")(
@@ -74,10 +75,10 @@ class Stream:
     """A request inside vLLM.
 
     Attributes:
-        request: As it came.
-        tokens: Where its tokens go.
-        num_tokens: How many it has, prompt included.
-        begun: Whether a token has come.
+        request: The request as it was admitted.
+        tokens: The queue of its tokens.
+        num_tokens: How many tokens it has, prompt included.
+        begun: Whether a token was generated here.
         notifier: Told when tokens have come.
     """
 
@@ -97,27 +98,27 @@ class Stream:
 
     @property
     def inside_id(self) -> str | None:
-        """What its core calls it; `None` while it is none of the core's."""
+        """Its id in the core; `None` while the core does not have it."""
         return None if self._inside is None else self._inside.request_id
 
     def wake(self) -> None:
-        """Have those that wait for its tokens look again."""
+        """Wake the tasks that wait for its tokens."""
         self._more.set()
 
     async def has(self, num_tokens: int) -> None:
-        """Wait until it has so many, prompt included, or is open no more."""
+        """Wait until it has so many tokens, prompt included, or is not open any more."""
         while self.num_tokens < num_tokens and self.is_open:
             self._more = anyio.Event()
             await self._more.wait()
 
     def leave(self) -> bool:
-        """Want nothing more of it; true if the core must be told to abort it."""
+        """Mark that its reader has left; true if the core must abort it."""
         self._left = True
         self._more.set()
         return self._inside is not None
 
     async def run(self, core: Core, params: Any, adapter: Any) -> None:
-        """Hand tokens on until the request ends or is left."""
+        """Pass tokens on until the request ends or its reader leaves."""
         request, llm = self.request, core.llm
         tokens = request.prompt if core.resumes else request.tokens
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": core.weights}
@@ -138,17 +139,17 @@ class Stream:
             while not finished:
                 output = inside.get_nowait() or await inside.get()
                 finished = output.finished or self._left
-                self._hand_on(output)
+                self._pass_on(output)
         finally:
             self._inside = None
             inside.close()
 
     async def abort(self, core: Core) -> None:
-        """Have the core forget it."""
+        """Have the core abort it."""
         if self._inside is not None:
             await core.llm.abort(self._inside.request_id, internal=True)
 
-    def _hand_on(self, output: Any) -> None:
+    def _pass_on(self, output: Any) -> None:
         completion = output.outputs[0]
         ids: list[int] = list(completion.token_ids)
         reason = completion.finish_reason if output.finished else None
@@ -185,25 +186,25 @@ class Streams:
 
     @property
     def num_begun(self) -> int:
-        """Those of which a token has come."""
+        """How many streams have got a token."""
         return sum(stream.begun for stream in self._open)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of those of which none has come: vLLM does not say how far their prompts are."""
+        """Tokens of the streams without one: vLLM does not report how far a prompt is computed."""
         return sum(stream.num_tokens for stream in self._open if not stream.begun)
 
     @property
     def num_next_tokens(self) -> int:
-        """Tokens of the first of which none has come; 0 if there is none."""
+        """Tokens of the first stream that has got none; 0 if there is none."""
         return next((stream.num_tokens for stream in self._open if not stream.begun), 0)
 
     def num_blocks(self, block_tokens: int) -> int:
-        """KV blocks that those hold whose prompt is computed; what they share counts for each."""
+        """KV blocks of the streams that have got a token; a shared block counts for each of them."""
         return sum(-(-stream.num_tokens // block_tokens) for stream in self._open if stream.begun)
 
     def open(self, request: Request) -> Stream:
-        """Return a new stream, open from now on."""
+        """Open a stream."""
         stream = Stream(request, num_tokens=request.num_tokens, notifier=self._notifier)
         self._open.append(stream)
         self._notifier.load_changed()
@@ -230,12 +231,12 @@ class Streams:
         try:
             await stream.run(core, params, adapter)
         except Exception as exc:
-            # What ends a core ends its streams, and is told by whoever watches over it.
+            # If the core has ended, its engine ends all streams.
             if not core.is_dead:
                 stream.tokens.close(InvalidRequest(f"vLLM refused {stream.request!r}: {exc}"))
                 self._forget(stream)
         else:
-            if stream.is_open:  # it was ended for a reason of vLLM's own
+            if stream.is_open:  # vLLM ended it for another reason
                 stream.tokens.close(
                     InstanceError(f"vLLM ended {stream.request!r} by an error; its log says which.")
                 )
@@ -248,7 +249,7 @@ class Streams:
                 self._gone.set()
 
     def leave(self, tasks: TaskGroup, stream: Stream, core: Core) -> None:
-        """Forget a stream whose reader has left, and have the core forget it too."""
+        """Forget a stream whose reader has left, and have the core abort its request."""
         if stream.leave():
             tasks.start_soon(self._abort, stream, core)
         self._forget(stream)
@@ -281,7 +282,7 @@ class Streams:
                 await self._drained.wait()
 
     async def wait_until_gone(self) -> None:
-        """Return once no task hands on tokens any more."""
+        """Return once the task of every stream has ended."""
         while self._num_tasks:
             self._gone = anyio.Event()
             await self._gone.wait()

@@ -1,6 +1,6 @@
-"""Whether a core resumes requests and moves their KV blocks as it should.
+"""A test of a new core: whether it resumes requests and moves their KV blocks exactly.
 
-Tried out when it has started: no vLLM promises either.
+vLLM promises neither, so every core is tested when it has started.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import anyio
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.vllm.core import Core
-from hotswap.backends.vllm.migration import Desk, VllmKVSink, VllmKVSource, lent_sink, lent_source, look_at
+from hotswap.backends.vllm.migration import (
+    MigrationContext,
+    VllmKVSink,
+    VllmKVSource,
+    block_shape,
+    lent_sink,
+    lent_source,
+)
 from hotswap.backends.vllm.streams import Stream, sampling_params
 from hotswap.errors import HotswapError, InstanceLost, MigrationAborted
 from hotswap.model import ModelCard
@@ -25,15 +32,15 @@ __all__ = ["try_core"]
 log = logging.getLogger("hotswap.vllm")
 
 _NUM_TOKENS, _CUT = 6, 3
-# So many that a request is still there when it is to move, and how many of them are generated after that.
+# Enough tokens for a request to run when it moves, and how many of them are generated after the move.
 _MOST_TOKENS, _NUM_AFTER = 64, 3
 
 
 async def try_core(core: Core, card: ModelCard, weights: str) -> None:
-    """Note on a new core what it can do, and say in the log what it cannot.
+    """Set `resumes` and `blocks` of a new core by a test, and log what it cannot do.
 
-    A seeded generation is cut and resumed; then the KV blocks of another, one of them full, leave the core
-    and come back to it.
+    A seeded generation is cut and resumed; then another moves out of the core and into it again with its KV
+    blocks, one of them full.
 
     Raises:
         InstanceLost: the core ended.
@@ -52,26 +59,26 @@ async def try_core(core: Core, card: ModelCard, weights: str) -> None:
     core.resumes = whole == whole[:_CUT] + rest
     if not core.resumes:
         log.warning(
-            "This vLLM does not resume requests as hotswap asks: those that are sampled with a seed will, "
-            "once they have moved, go on with other tokens than they would have had. Greedy ones will not."
+            "This vLLM does not resume requests exactly: requests that are sampled with a seed continue with "
+            "other tokens after a move. Greedy requests are not affected."
         )
     elif request.prompt == prompt:
         await _try_blocks(core, replace(request, id=RequestId("trial of blocks")), card)
 
 
 def _has_room(core: Core, prompt: tuple[int, ...]) -> bool:
-    """Whether a core holds a prompt and what it generates three times over: leaving, held and arriving."""
+    """Whether a core holds a prompt and its generation three times: leaving, held by a sink, and arriving."""
     most = len(prompt) + _MOST_TOKENS
     return most <= core.context and core.num_blocks * core.block_tokens >= 4 * most
 
 
 async def _try_blocks(core: Core, request: Request, card: ModelCard) -> None:
-    """Note what the core's KV blocks are, if a request goes on with them as it would have without."""
-    core.blocks = await look_at(core)
+    """Set `blocks` of a core if a request that moves with its KV blocks keeps its tokens."""
+    core.blocks = await block_shape(core)
     if core.blocks is None:
-        log.info("Requests leave this core for %r without their KV blocks.", card.id)
+        log.info("Requests for %r move from this core without their KV blocks.", card.id)
         return
-    weights, because = core.weights, "the tokens that came then are others"
+    weights, because = core.weights, "the tokens after the move are others"
     try:
         moved = await core.call(_move(core, request, card), "move KV blocks")
     except InstanceLost:
@@ -83,15 +90,15 @@ async def _try_blocks(core: Core, request: Request, card: ModelCard) -> None:
     if not moved or moved != await _generate(core, _lasting(request, len(moved)), card):
         core.blocks = None
         log.warning(
-            "This vLLM does not move KV blocks as hotswap asks (%s): requests move as tokens, which are "
-            "computed again.",
+            "This vLLM does not move KV blocks exactly (%s): requests move as tokens, which are computed "
+            "again.",
             because,
         )
 
 
 async def _move(core: Core, request: Request, card: ModelCard) -> list[int]:
     """Move a request out of a core and into it again; return its tokens."""
-    assert core.blocks is not None, "the caller looked"
+    assert core.blocks is not None, "the caller has set it"
     stream = Stream(request, num_tokens=request.num_tokens)
     moved: list[int] = []
 
@@ -100,11 +107,13 @@ async def _move(core: Core, request: Request, card: ModelCard) -> list[int]:
         return True
 
     async with anyio.create_task_group() as tasks:
-        desk = Desk(Life(InstanceId("trial"), StatusNotifier()), core, core.blocks, lambda: core)
+        context = MigrationContext(
+            Life(InstanceId("trial"), StatusNotifier()), core, core.blocks, lambda: core
+        )
         params = sampling_params(_lasting(request, _MOST_TOKENS), card, core.context, resumes=True)
         tasks.start_soon(stream.run, core, params, None)
         await stream.has(request.num_tokens + 1)
-        source, sink = VllmKVSource(desk, stream, give_up), VllmKVSink(desk, request, lambda sink: None)
+        source, sink = VllmKVSource(context, stream, give_up), VllmKVSink(context, request, lambda sink: None)
         async with lent_source(source), lent_sink(sink):
             stopped = await source.stop()
             await sink.reserve(stopped.num_computed)
@@ -113,7 +122,7 @@ async def _move(core: Core, request: Request, card: ModelCard) -> list[int]:
             await source.release()
             await stream.abort(core)
             moved += stopped.tokens[len(request.prompt) :]
-            # As if of other weights, whose prefixes the core knows none of: what it finds is what arrived.
+            # Under another fingerprint the core has no cached prefixes, so it finds what arrived alone.
             core.weights += " (trial)"
             arriving = _lasting(request, len(moved) + _NUM_AFTER).continued(moved)
             moved += await _arrive(core, arriving, card, sink, stopped.num_computed)
@@ -127,7 +136,7 @@ def _lasting(request: Request, num_tokens: int) -> Request:
 async def _arrive(
     core: Core, request: Request, card: ModelCard, sink: VllmKVSink, num_computed: int
 ) -> list[int]:
-    """Return the tokens of a request that finds its blocks, all of them."""
+    """Return the tokens of a request that must find all its blocks."""
     stream = Stream(request, num_tokens=request.num_tokens)
     params = sampling_params(request, card, core.context, resumes=True, arrival=sink.id)
     await stream.run(core, params, None)

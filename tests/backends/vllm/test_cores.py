@@ -69,7 +69,7 @@ async def test_a_core_is_taken_over_by_the_same_architecture_alone() -> None:
         assert len({tuple(tokens) for tokens in texts.values()}) == 3
 
 
-async def test_the_record_of_a_swap_tells_how_the_model_came_in() -> None:
+async def test_the_record_of_a_swap_has_the_load_path() -> None:
     store, engine, recorder = make_store(), make_engine("one"), Recorder()
     async with Fleet(
         engines=[engine],
@@ -82,10 +82,10 @@ async def test_the_record_of_a_swap_tells_how_the_model_came_in() -> None:
         load_paths = [(await fleet.swap("one", to=name)).load_path for name in ("a", "b", "deep")]
         assert load_paths == ["new core", "in place", "new core"]
         first, second, _ = recorder.spans("hotswap.load")
-        assert [event.name.split()[-1] for event in first.events] == ["them", "started", "out"]
+        assert [event.name.split()[-1] for event in first.events] == ["memory", "started", "tested"]
         assert [event.name.split()[-1] for event in second.events] == ["weights"]
         staged = recorder.spans("hotswap.preload")[0]
-        assert [event.name.split()[-1] for event in staged.events] == ["them"]
+        assert [event.name.split()[-1] for event in staged.events] == ["memory"]
         assert (await fleet.unload("one")).load_path == ""
         assert (await fleet.swap("one", to="deep")).load_path == "kept"
 
@@ -126,7 +126,7 @@ async def test_cores_that_can_sleep_wait_asleep_and_outlive_other_architectures(
 
 
 async def test_weights_that_do_not_fit_the_running_model_are_never_loaded_into_it() -> None:
-    """Whatever their config says: a reload that fails half way would cost the core."""
+    """Even with an equal config: a reload that fails half way would cost the core."""
     store = make_store()
     store.add("like a", make_model(llama(), seed=4))
     manifest = store.manifests["like a"]
@@ -161,7 +161,7 @@ async def test_a_request_of_higher_priority_goes_first() -> None:
     assert order == ["first", "high", "middle", "low"]
 
 
-async def test_prefixes_of_other_weights_are_never_taken_for_ones_own() -> None:
+async def test_prefixes_of_other_weights_are_never_reused() -> None:
     store, prompt = make_store(), tuple(range(2, 200))
     request = Request(
         id=RequestId("r"), model=ModelId("a"), prompt=prompt, sampling=Sampling(max_tokens=8, ignore_eos=True)
@@ -262,7 +262,7 @@ async def test_a_core_that_ends_while_nothing_runs_is_noticed_at_once() -> None:
         assert len(await generate(engine, ask("b"))) == 8
 
 
-async def test_nobody_waits_for_an_answer_of_a_core_that_died() -> None:
+async def test_calls_of_a_core_that_died_end() -> None:
     store = make_store()
     async with make_engine() as engine:
         await engine.load(store.card("a"), store)
@@ -281,7 +281,7 @@ async def _kill_soon(process: int) -> None:
     os.kill(process, signal.SIGKILL)
 
 
-async def test_an_adapter_that_is_wrong_costs_nobody_else_anything(tmp_path: Path) -> None:
+async def test_a_wrong_adapter_disturbs_no_other_request(tmp_path: Path) -> None:
     store = make_store()
     async with make_engine(max_adapters=1) as engine:
         await engine.load(store.card("a"), store)

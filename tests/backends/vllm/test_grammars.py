@@ -130,7 +130,7 @@ async def move(fleet: Fleet, stream: FleetStream) -> None:
     assert record.outcome in ("done", "finished"), record
 
 
-async def test_a_grammar_that_is_none_is_its_own_requests_error_alone() -> None:
+async def test_an_invalid_grammar_fails_its_own_request_alone() -> None:
     store = make_texts()
     async with make_engine() as engine:
         await engine.load(store.card("a"), store)
@@ -153,8 +153,8 @@ async def test_a_grammar_that_is_none_is_its_own_requests_error_alone() -> None:
         assert got == expected
 
 
-async def test_what_a_core_finds_wrong_with_a_grammar_ends_its_stream() -> None:
-    """As tokens that came from an engine with other rules for blanks; nobody is left to wait."""
+async def test_a_grammar_that_a_core_rejects_ends_its_stream() -> None:
+    """Tokens of an engine with other rules for blanks end the stream with an error; it does not hang."""
     store = make_texts()
     async with make_engine() as engine:
         await engine.load(store.card("a"), store)

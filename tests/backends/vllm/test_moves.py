@@ -28,7 +28,7 @@ from hotswap import (
 from hotswap.abc import KVSource
 from hotswap.backends.vllm import VllmEngine
 from hotswap.backends.vllm.inside.blocks import METHOD, BlockVerbs
-from hotswap.backends.vllm.migration import Desk, VllmKVSink
+from hotswap.backends.vllm.migration import MigrationContext, VllmKVSink
 from hotswap.backends.vllm.names import named
 from hotswap.errors import MigrationAborted
 from hotswap.policies import LeastLoadedRouter
@@ -81,18 +81,18 @@ async def move(fleet: Fleet, stream: FleetStream, way: MigrationWay | None) -> M
     return await fleet.migrate(stream.request.id, to=other, way=way)
 
 
-async def books(engine: VllmEngine) -> list[int]:
-    """What the core itself says: sinks that hold blocks, requests that are parked, free blocks."""
+async def counts(engine: VllmEngine) -> list[int]:
+    """The core's own counts: sinks that hold blocks, requests that are parked, free blocks."""
     assert engine._core is not None
-    answer: list[int] = await engine._core.llm.engine_core.call_utility_async(METHOD, "books", [])
+    answer: list[int] = await engine._core.llm.engine_core.call_utility_async(METHOD, "counts", [])
     return answer
 
 
-async def until_let_go(engine: VllmEngine, num_free: int) -> None:
+async def until_freed(engine: VllmEngine, num_free: int) -> None:
     with anyio.move_on_after(PATIENCE_S):
-        while await books(engine) != [0, 0, num_free]:
+        while await counts(engine) != [0, 0, num_free]:
             await anyio.lowlevel.checkpoint()
-    assert await books(engine) == [0, 0, num_free]
+    assert await counts(engine) == [0, 0, num_free]
 
 
 async def serve(fleet: Fleet) -> None:
@@ -107,7 +107,7 @@ async def test_requests_of_every_kind_move_with_their_blocks_and_change_nothing(
     engines = make_engine("one"), make_engine("other")
     async with make_fleet(store, *engines) as fleet:
         await serve(fleet)
-        expected_free = {engine.id: (await books(engine))[2] for engine in engines}
+        expected_free = {engine.id: (await counts(engine))[2] for engine in engines}
         expected = {r.id: (await read(fleet, r, moves_at=[])).tokens for r in requests}
 
         async def check(request: Request) -> None:
@@ -125,7 +125,7 @@ async def test_requests_of_every_kind_move_with_their_blocks_and_change_nothing(
             lambda: all(view.num_free_kv_blocks == view.num_kv_blocks for view in fleet.view().instances)
         )
         for engine in engines:
-            await until_let_go(engine, expected_free[engine.id])
+            await until_freed(engine, expected_free[engine.id])
 
 
 async def test_nothing_that_arrived_is_computed_again() -> None:
@@ -155,7 +155,7 @@ async def test_nothing_that_arrived_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp=2", "pp=2"])
-async def test_every_rank_gives_and_takes_its_part(tp: int, pp: int) -> None:
+async def test_every_rank_sends_and_receives_its_part(tp: int, pp: int) -> None:
     store = make_store()
     requests = [asked(kind, 1) for kind in KINDS]
     engines = make_engine("one", tp=tp, pp=pp), make_engine("other", tp=tp, pp=pp)
@@ -169,8 +169,8 @@ async def test_every_rank_gives_and_takes_its_part(tp: int, pp: int) -> None:
             assert [record.outcome for record in got.records] == ["done", "done"], got.records
 
 
-async def test_a_copy_that_was_cancelled_writes_to_nobodys_file(tmp_path: Path) -> None:
-    """A core may carry it out late, and knows where to by a number that files opened since might have."""
+async def test_a_copy_that_was_cancelled_writes_to_no_other_file(tmp_path: Path) -> None:
+    """A core may carry it out late, by a file descriptor that a file opened since might have."""
     store, asked_for = make_store(), asked("greedy", 1)
     request = replace(asked_for, sampling=replace(asked_for.sampling, max_tokens=MANY))
     num_cancelled = 0
@@ -194,7 +194,7 @@ async def test_a_copy_that_was_cancelled_writes_to_nobodys_file(tmp_path: Path) 
                     for path in paths:
                         path.write_bytes(b"mine" * (1 << 16))
                         opened.enter_context(path.open("r+b"))
-                    await books(engine)  # asked after the copy, so answered after it
+                    await counts(engine)  # asked after the copy, so answered after it
                     assert all(path.read_bytes() == b"mine" * (1 << 16) for path in paths)
                 if num_turns % 4 == 3:
                     got += [token.id async for token in tokens]
@@ -279,19 +279,19 @@ async def test_where_blocks_cannot_move_requests_move_as_tokens() -> None:
         assert [(record.way, record.outcome) for record in got.records] == [("tokens", "done")] * 2
 
 
-async def test_a_destination_that_hears_nothing_frees_its_blocks() -> None:
+async def test_a_destination_that_gets_no_call_frees_its_blocks() -> None:
     store, request = make_store(), asked("greedy", 0)
     async with make_engine() as engine:
         await engine.load(store.card("a"), store)
         assert engine._core is not None
         assert engine._core.blocks is not None
-        _, _, num_free = await books(engine)
+        _, _, num_free = await counts(engine)
         lapsed = anyio.Event()
-        desk = Desk(engine._life, engine._core, engine._core.blocks, lambda: engine._core)
-        sink = VllmKVSink(desk, request, lambda sink: lapsed.set(), lapse_s=0.5)
+        context = MigrationContext(engine._life, engine._core, engine._core.blocks, lambda: engine._core)
+        sink = VllmKVSink(context, request, lambda sink: lapsed.set(), lapse_s=0.5)
         await sink.reserve(100)
-        assert await books(engine) == [1, 0, num_free - 4]
+        assert await counts(engine) == [1, 0, num_free - 4]
         await lapsed.wait()
-        await until_let_go(engine, num_free)
-        with pytest.raises(MigrationAborted, match="heard nothing"):
+        await until_freed(engine, num_free)
+        with pytest.raises(MigrationAborted, match="got no call"):
             await sink.reserve(32)

@@ -1,4 +1,4 @@
-"""Whatever engine a request comes to, however often, its tokens are those of a run that nothing disturbed."""
+"""A request has the tokens of an undisturbed run after any number of moves between engines of any kind."""
 
 from __future__ import annotations
 

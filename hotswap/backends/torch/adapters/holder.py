@@ -10,7 +10,7 @@ import anyio.to_thread
 import torch
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.adapter_books import AdapterBooks, Held
+from hotswap.backends.adapter_accounting import AdapterAccounting, Held
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, PeftCache
@@ -60,26 +60,26 @@ class AdapterHolder:
         self._engine, self._device, self._size_bytes = engine, device, size_bytes
         self._cache = PeftCache(size_bytes)
         self._pool: AdapterPool[Any] | None = None
-        self._books = AdapterBooks[Place](engine, most=most, notifier=notifier)
+        self._accounting = AdapterAccounting[Place](engine, most=most, notifier=notifier)
         self._line = anyio.Lock()  # of those that load
         self._pen = anyio.Lock()  # of those that change the pool
 
     @property
     def names(self) -> tuple[AdapterId, ...]:
         """Those that are held."""
-        return self._books.names
+        return self._accounting.names
 
     def serve(self, model: ModelId, targets: Mapping[str, Target]) -> None:
         """Hold adapters of `model` from now on."""
         assert self._pool is None, "the model before was forgotten"
         dtype = next((target.dtype for target in targets.values()), torch.float32)
         num_ranks = self._size_bytes // max(1, bytes_per_rank(targets, dtype))
-        self._books.serve(model)
+        self._accounting.serve(model)
         self._pool = pool_kind(self._device)(targets, num_ranks=num_ranks, dtype=dtype, device=self._device)
 
     async def forget(self) -> None:
         """Drop everything: the model goes. Cannot be interrupted."""
-        self._books.clear()
+        self._accounting.clear()
         pool, self._pool = self._pool, None
         if pool is not None:
             with anyio.CancelScope(shield=True):
@@ -89,14 +89,14 @@ class AdapterHolder:
         """Read an adapter and put it in a place; see `SupportsAdapters.load_adapter`."""
         name = adapter.version
         async with self._line:
-            directory, pool = self._books.wanted(adapter), self._pool
+            directory, pool = self._accounting.directory_of(adapter), self._pool
             if directory is None or pool is None:
                 return
             with out_of_memory_mapped(f"adapter {name!r} of engine {self._engine!r}"):
                 weights = await anyio.to_thread.run_sync(self._cache.get, directory, pool.dtype)
             pool.check(name, weights)
             async with self._pen:
-                self._books.enter(name, await self._put(name, weights, pool))
+                self._accounting.add(name, await self._put(name, weights, pool))
 
     async def _put(self, name: AdapterId, weights: AdapterWeights, pool: AdapterPool[Any]) -> Place:
         ranks: Place | None = pool.take(weights.rank)
@@ -110,7 +110,7 @@ class AdapterHolder:
                 await anyio.to_thread.run_sync(pool.put, ranks, weights)
             # The same model, loaded again meanwhile, has another pool.
             if self._pool is not pool:
-                raise self._books.unloaded(name)
+                raise self._accounting.unloaded(name)
         except BaseException:
             pool.give(ranks)
             raise
@@ -120,7 +120,7 @@ class AdapterHolder:
         """Forget an adapter; see `SupportsAdapters.drop_adapter`."""
         await checkpoint()
         async with self._pen:
-            ranks = self._books.remove(adapter)
+            ranks = self._accounting.remove(adapter)
             if ranks is not None and self._pool is not None:
                 self._pool.give(ranks)
 
@@ -130,4 +130,4 @@ class AdapterHolder:
         Raises:
             UnknownAdapter: it is not held.
         """
-        return self._books.use(adapter)
+        return self._accounting.use(adapter)

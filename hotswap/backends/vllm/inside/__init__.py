@@ -1,8 +1,8 @@
-"""What runs in the processes of a vLLM core, and teaches vLLM what it does not know.
+"""The part that runs in the processes of a vLLM core, and patches vLLM there.
 
-worker     weights from our stores, and an end when the parent ends; what each worker is asked for
-resume     requests that go on as if they had begun here
-blocks     what a core's scheduler is asked about KV blocks between two steps
-connector  KV blocks held for who arrives, and how vLLM finds them
+worker     loads weights from hotswap's stores, ends with the parent, and adds methods to each worker
+resume     makes requests continue that began in another engine
+blocks     methods for KV blocks, which a core's scheduler runs between two steps
+connector  holds KV blocks for requests that arrive, and lets vLLM find them
 pages      the KV blocks of one worker, as bytes
 """

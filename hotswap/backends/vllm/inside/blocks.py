@@ -1,4 +1,4 @@
-"""What our end asks of a core's scheduler, between two of its steps."""
+"""Methods for KV blocks that a core's scheduler runs between two of its steps."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any
 from hotswap.backends.vllm.inside.connector import Held, HotswapConnector
 from hotswap.backends.vllm.names import named
 
-__all__ = ["METHOD", "BlockVerbs", "teach_cores"]
+__all__ = ["METHOD", "BlockVerbs", "patch_cores"]
 
 METHOD = "hotswap_blocks"
-"""The method that cores gain: it is given a verb of `BlockVerbs` and its arguments."""
+"""The method that is added to cores; it takes the name of a method of `BlockVerbs` and its arguments."""
 
-_VERBS = "_hotswap_verbs"  # where a core keeps its own
+_VERBS = "_hotswap_verbs"  # the attribute of a core that has its `BlockVerbs`
 
-# A step that never comes: a request that waits for it is scheduled no more, and keeps its place and blocks.
+# A step that never comes: a request that waits for it is not scheduled, and keeps its place and blocks.
 _NEVER = 1 << 62
 
 
 class BlockVerbs:
-    """The verbs; in a core's process, on its thread.
+    """Methods for KV blocks; called in a core's process, on its thread.
 
-    Those about a request return `None` when it is not in the batch: it ended, was aborted, waits, or gave its
-    blocks up for others.
+    Those of a request return `None` when it is not in the batch: it ended, was aborted, waits, or was
+    preempted.
     """
 
     def __init__(self, core: Any) -> None:
         self._scheduler: Any = core.scheduler
         self._executor: Any = core.model_executor
         self._connector: Any = core.scheduler.connector
-        self._parked: dict[str, int] = {}  # and the step for which each waited before
+        self._parked: dict[str, int] = {}  # with the step that each waited for before
 
     def shape(self) -> list[Any]:
-        """Return what each rank keeps in a block: its bytes, and its layers' dtypes and shapes.
+        """Return of each rank the bytes of a block, and the dtypes and shapes of its layers.
 
-        Empty where blocks cannot move: the connector is another's, or layers keep something else than the
-        keys and values of all tokens.
+        Empty where blocks cannot move: the core has another connector, or layers that keep something else
+        than the keys and values of all tokens.
         """
         if not isinstance(self._connector, HotswapConnector):
             return []
@@ -64,8 +64,8 @@ class BlockVerbs:
         block_bytes: int,
         offsets: list[int],
     ) -> bool | None:
-        """Write blocks of a request, of whose tokens the first `end` must be computed, to a file."""
-        if (self.count(request) or 0) < end:  # also one that gave its blocks up and has some of them again
+        """Write blocks of a request to a file; its first `end` tokens must be computed."""
+        if (self.count(request) or 0) < end:  # it may have been preempted, and be computed again
             return None
         blocks = self._scheduler.kv_cache_manager.get_block_ids(request)[0][first : first + num_blocks]
         if len(blocks) < num_blocks:
@@ -74,9 +74,9 @@ class BlockVerbs:
         return True
 
     def park(self, request: str) -> list[Any] | None:
-        """Schedule a request no more; return how many of its tokens are computed, and all of them.
+        """Stop scheduling a request; return how many of its tokens are computed, and all its tokens.
 
-        Nothing in the list: a step with it is under way; ask again.
+        An empty list means that a step with it is under way: call it again.
         """
         found = self._in_batch(request)
         if found is None:
@@ -88,7 +88,7 @@ class BlockVerbs:
         return [found.num_computed_tokens, list(found.all_token_ids)]
 
     def unpark(self, request: str) -> None:
-        """Schedule it again, if it was parked and is still there."""
+        """Schedule a request again, if it was parked and has not ended."""
         step, found = self._parked.pop(request, None), self._scheduler.requests.get(request)
         if step is not None and found is not None:
             found.next_decode_eligible_step = step
@@ -96,11 +96,11 @@ class BlockVerbs:
     # ------------------------------------------------------------------ requests that arrive
 
     def hold(self, sink: str, num_blocks: int) -> int:
-        """Hold so many blocks in all; return 0, or how many are missing."""
+        """Hold `num_blocks` blocks for a sink in all; return 0, or how many are missing."""
         held = self._connector.held.get(sink) or Held()
         pool: Any = self._scheduler.kv_cache_manager.block_pool
         more = num_blocks - len(held.blocks)
-        # Those that run may each want a block with the next step, and the newcomer two, one for a copy.
+        # Each running request may need a block in the next step, and the arriving one two, one for a copy.
         room = int(pool.get_num_free_blocks()) - len(self._scheduler.running) - 2
         missing = more - max(0, room)
         if missing > 0:
@@ -122,7 +122,7 @@ class BlockVerbs:
         return True
 
     def commit(self, sink: str, tokens: list[int], num_computed: int) -> bool | None:
-        """Let the request that names the sink find what was written."""
+        """Let the request that names the sink find the blocks."""
         held = self._connector.held.get(sink)
         if held is None:
             return None
@@ -130,13 +130,13 @@ class BlockVerbs:
         return True
 
     def drop(self, sink: str) -> None:
-        """Free what a sink holds; what became a prefix stays for as long as nobody wants the room."""
+        """Free the blocks of a sink; published ones stay in the prefix cache until their memory is needed."""
         held = self._connector.held.pop(sink, None)
         if held is not None:
             self._scheduler.kv_cache_manager.block_pool.free_blocks(reversed(held.blocks))
             held.blocks = []
 
-    def books(self) -> list[int]:
+    def counts(self) -> list[int]:
         """Return how many sinks hold blocks, how many requests are parked, and how many blocks are free."""
         free: int = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return [len(self._connector.held), len(self._parked), free]
@@ -147,8 +147,8 @@ class BlockVerbs:
         return found if found is not None and found.status == running else None
 
 
-def teach_cores() -> None:
-    """Give vLLM's cores in this process the method; again changes nothing."""
+def patch_cores() -> None:
+    """Add the method to vLLM's cores in this process; does nothing if called again."""
     core_class: Any = named("vllm.v1.engine.core:EngineCore")
 
     def hotswap_blocks(self: Any, verb: str, arguments: list[Any]) -> Any:

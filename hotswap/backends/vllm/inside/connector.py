@@ -1,6 +1,6 @@
-"""hotswap's KV connector: how a vLLM core finds the KV blocks of a request that arrives with them.
+"""hotswap's KV connector: a vLLM core finds by it the KV blocks of a request that arrives with them.
 
-Imported in the processes of a core alone, since its base classes are vLLM's. vLLM makes one beside the
+Imported in the processes of a core alone, since its base classes are vLLM's. vLLM makes one for the
 scheduler, which holds the blocks, and one in each worker, which copies them.
 """
 
@@ -19,7 +19,7 @@ from hotswap.backends.vllm.names import named
 __all__ = ["ARRIVAL", "Held", "HotswapConnector"]
 
 ARRIVAL = "hotswap_arrival"
-"""The entry of `kv_transfer_params` that names the sink whose blocks a request has come for."""
+"""The entry of `kv_transfer_params` with the id of the sink whose blocks a request takes."""
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _Connector: Any = named(f"{_BASE}:KVConnectorBase_V1")
@@ -29,13 +29,13 @@ _Metadata: Any = named(f"{_BASE}:KVConnectorMetadata")
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """Blocks that are nobody's but a sink's.
+    """Blocks that a sink holds.
 
     Attributes:
-        blocks: vLLM's, in the order of the request's.
-        tokens: What the request is to begin with, once it is known.
-        num_computed: How many of them have keys and values in the blocks.
-        published: Whether the prefix cache knows the full ones.
+        blocks: vLLM's blocks, in the order of the request's tokens.
+        tokens: The tokens that the request must begin with, once they are known.
+        num_computed: How many of the tokens have keys and values in the blocks.
+        published: Whether the prefix cache has the full blocks.
     """
 
     blocks: list[Any] = field(default_factory=list[Any])
@@ -46,17 +46,17 @@ class Held:
 
 @dataclass
 class _Copies(_Metadata):  # type: ignore[misc]  # vLLM is untyped here
-    """What the workers copy before their next pass: `(from, to)`."""
+    """The blocks that workers copy before their next pass: `(from, to)`."""
 
     pairs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
-    """Both roles of the connector; see the module.
+    """Both roles of the connector: for the scheduler, and for a worker.
 
     Attributes:
-        held: By sink, beside the scheduler.
-        pages: The blocks, in a worker; `None` where a cache cannot be told into blocks.
+        held: The blocks of each sink; for the scheduler.
+        pages: The KV blocks of a worker; `None` where a cache is not made of blocks.
     """
 
     supports_sleep_mode = True
@@ -73,17 +73,17 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nothing is lost with blocks that are: they are computed again."""
+        """Blocks that get lost are computed again."""
         return False
 
     # ------------------------------------------------------------------ beside the scheduler
 
     def on_new_request(self, request: Any) -> None:
-        """Have a request that was announced find its blocks."""
+        """Let a request that was announced find its blocks."""
         if carried_tokens(request.sampling_params):
             self._resumed[request.request_id] = request
-        told: dict[str, Any] = request.kv_transfer_params or {}
-        held = self.held.get(told.get(ARRIVAL, ""))
+        given: dict[str, Any] = request.kv_transfer_params or {}
+        held = self.held.get(given.get(ARRIVAL, ""))
         if held is None or request.all_token_ids[: held.num_computed] != held.tokens[: held.num_computed]:
             return
         self._arriving[request.request_id] = held
@@ -94,14 +94,14 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
             held.published = True
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Say how many tokens the held blocks have beside what the prefix cache knows."""
+        """Return how many tokens the held blocks have beside those of the prefix cache."""
         held = self._arriving.get(request.request_id)
         if held is None or not held.blocks:
             return 0, False
         return max(0, min(held.num_computed, request.num_tokens - 1) - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note what is to be copied into blocks that the request was given."""
+        """Note the copies into the blocks that the request was given."""
         held = self._arriving.get(request.request_id)
         if held is None or not num_external_tokens:
             return
@@ -124,7 +124,7 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
         return _Copies(pairs=pairs)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        """Forget a request; its blocks are vLLM's to free."""
+        """Forget a request; vLLM frees its blocks."""
         self._arriving.pop(request.request_id, None)
         self._resumed.pop(request.request_id, None)
         return False, None
@@ -132,30 +132,30 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
     request_finished_all_groups = request_finished
 
     def reset_cache(self) -> bool:
-        """There is nothing beside what sinks hold."""
+        """Keep what sinks hold: it is no cache."""
         return True
 
     # ------------------------------------------------------------------ in a worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
-        """Learn where the blocks lie."""
+        """Find the blocks in the caches of the layers."""
         try:
             self.pages = Pages(kv_caches.values(), self._num_blocks)
         except (ValueError, AttributeError, RuntimeError):
-            # What a hybrid model keeps besides is no tensor of blocks.
+            # Layers of a hybrid model keep something else than blocks.
             self.pages = None
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Copy what the pass reads."""
+        """Copy the blocks that the pass reads."""
         pairs = self._get_connector_metadata().pairs
         if pairs and self.pages is not None:
             self.pages.copy(pairs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All was copied before the pass."""
+        """Do nothing: the copies were made before the pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Blocks are read when they are asked for, between passes."""
+        """Do nothing: blocks are read between passes, on request."""
 
     def wait_for_save(self) -> None:
-        """See `save_kv_layer`."""
+        """Do nothing; see `save_kv_layer`."""

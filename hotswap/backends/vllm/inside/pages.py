@@ -14,12 +14,12 @@ __all__ = ["BlockShape", "Pages"]
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What a core keeps in a KV block, all ranks.
+    """The shape of a core's KV block, over all ranks.
 
     Attributes:
-        block_bytes: Of all ranks together.
-        offsets: Where in them each rank's part begins.
-        layers: Of all ranks, one after the other: dtype, and the shape in bytes of a block of the layer.
+        block_bytes: The bytes of a block, all ranks together.
+        offsets: Where each rank's part of the bytes begins.
+        layers: For each layer of each rank in turn its dtype, and the shape in bytes of its part of a block.
     """
 
     block_bytes: int
@@ -30,18 +30,18 @@ class BlockShape:
 class Pages:
     """Copies blocks of all layers; between two steps, on the worker's thread.
 
-    Attention backends order a cache as they like, and may cut each block of vLLM's books into several of
-    their own. Only where the blocks are must be known, and that their number tells.
+    Attention backends have their own order of a cache, and may cut each block of vLLM's scheduler into
+    several of their own. The dimension of the blocks is found by their number; nothing else need be known.
 
     Args:
-        caches: The KV memory of each layer; layers that share theirs may both name it.
-        num_blocks: How many blocks vLLM's books have.
+        caches: The KV memory of each layer; layers may share one.
+        num_blocks: How many blocks vLLM's scheduler has.
 
     Attributes:
         shapes: For each layer its dtype, and the shape in bytes of a block of it.
 
     Raises:
-        ValueError: a cache is not made of so many blocks.
+        ValueError: a cache has no dimension of so many blocks.
     """
 
     def __init__(self, caches: Iterable[Tensor], num_blocks: int) -> None:
@@ -58,13 +58,13 @@ class Pages:
         return sum(rows[0].numel() for rows in self._rows)
 
     def save(self, blocks: Sequence[int], path: Path, block_bytes: int, offset_bytes: int) -> None:
-        """Write blocks to a file that has `block_bytes` for each, from `offset_bytes` of them on."""
+        """Write blocks to a file with `block_bytes` for each, at `offset_bytes` of those."""
         index = torch.tensor(blocks)
         for rows, part in self._parts(len(blocks), path, block_bytes, offset_bytes):
             part.copy_(rows.index_select(0, index.to(rows.device)).reshape(part.shape))
 
     def restore(self, blocks: Sequence[int], path: Path, block_bytes: int, offset_bytes: int) -> None:
-        """Fill blocks with what `save` wrote."""
+        """Fill blocks from a file that `save` wrote."""
         index = torch.tensor(blocks)
         for rows, part in self._parts(len(blocks), path, block_bytes, offset_bytes):
             taken = part.to(rows.device).reshape(len(blocks), *rows.shape[1:])
@@ -79,7 +79,7 @@ class Pages:
     def _parts(
         self, num_blocks: int, path: Path, block_bytes: int, offset_bytes: int
     ) -> Iterable[tuple[Tensor, Tensor]]:
-        """Each layer's memory, and what of the file is its own: `[num_blocks, bytes]`."""
+        """Yield each layer's memory, and its part of the file: `[num_blocks, bytes]`."""
         size = num_blocks * block_bytes
         whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8).view(num_blocks, -1)
         at = offset_bytes
@@ -90,11 +90,11 @@ class Pages:
 
 def _by_block(cache: Tensor, num_blocks: int) -> Tensor:
     """View a cache as bytes, its blocks first."""
-    # Keys and values come first where blocks are not; a model with two blocks at all has no room to move.
+    # The blocks are in the first or in the second dimension, behind keys and values.
     for place in (0, 1):
         if cache.dim() > place and cache.shape[place] % num_blocks == 0:
             rows = cache.view(torch.uint8).movedim(place, 0)
-            # A view in any order of strides, which `view` would refuse.
+            # `as_strided`, since `view` refuses some orders of strides.
             step = rows.stride(0)
             count = rows.shape[0] // num_blocks
             return rows.as_strided(

@@ -1,9 +1,8 @@
-"""Requests that go on in another vLLM as if they had begun there.
+"""Patches by which a request continues in another vLLM as if it had begun there.
 
-A request that moves has generated tokens already. Given to vLLM as a longer prompt, they would count as
-prompt: penalties of what was generated, seeded noise, least lengths and grammars would begin anew. So they
-are marked as generated before its scheduler and its worker see the request, and what hangs on their number is
-brought forward.
+A request that moves has generated tokens already. As part of a longer prompt they would count as prompt:
+penalties, seeded noise, minimum lengths and grammars would begin anew. So they are marked as generated before
+vLLM's scheduler and worker see the request, and the states that depend on their number are advanced.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ _done: list[bool] = []
 
 
 def apply() -> None:
-    """Teach vLLM in this process; again changes nothing. Requests that carry nothing are served as ever."""
+    """Patch vLLM in this process; does nothing if called again. Other requests are served as before."""
     if _done:
         return
     _done.append(True)
-    _teach_requests()
-    _teach_runners()
-    _teach_grammars()
+    _patch_requests()
+    _patch_runners()
+    _patch_grammars()
 
 
 def carried_tokens(sampling_params: Any) -> list[int]:
-    """Return what a request that is given to vLLM with these has generated elsewhere."""
+    """Return the tokens that a request with these parameters has generated elsewhere."""
     extra = None if sampling_params is None else sampling_params.extra_args
     return list(extra.get(RESUMED, ())) if extra else []
 
 
-def _teach_requests() -> None:
+def _patch_requests() -> None:
     request_class: Any = named("vllm.v1.request:Request")
     make = request_class.from_engine_core_request.__func__
 
@@ -46,14 +45,14 @@ def _teach_requests() -> None:
         made = make(cls, request, block_hasher)
         if carried := carried_tokens(made.sampling_params):
             made.append_output_token_ids(carried)
-            made.prefill_stats = None  # which count on a prompt that is all there is; see `connector`
+            made.prefill_stats = None  # they assume that all tokens are prompt; set in `connector`
         return made
 
     request_class.from_engine_core_request = classmethod(from_engine_core_request)
 
 
-def _teach_runners() -> None:
-    """The runner's own books of a request: its tokens, and where its noise has come to."""
+def _patch_runners() -> None:
+    """Patch the runner's state of a request: its tokens, and its random generator."""
     runner: Any = named("vllm.v1.worker.gpu_model_runner")
     state_class: Any = runner.CachedRequestState
 
@@ -61,14 +60,14 @@ def _teach_runners() -> None:
     def make_state(*args: Any, **given: Any) -> Any:
         if carried := carried_tokens(given.get("sampling_params")):
             given["output_token_ids"] = carried
-            _bring_forward(given.get("generator"), len(carried))
+            _advance(given.get("generator"), len(carried))
         return state_class(*args, **given)
 
     runner.CachedRequestState = make_state
 
 
-def _bring_forward(generator: Any, num_tokens: int) -> None:
-    """Draw what `num_tokens` seeded tokens have drawn: on a CPU one integer each."""
+def _advance(generator: Any, num_tokens: int) -> None:
+    """Advance a generator by `num_tokens` seeded tokens: on a CPU each has drawn one integer."""
     if generator is None:
         return
     import torch
@@ -78,7 +77,7 @@ def _bring_forward(generator: Any, num_tokens: int) -> None:
             torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
 
 
-def _teach_grammars() -> None:
+def _patch_grammars() -> None:
     manager: Any = named("vllm.v1.structured_output:StructuredOutputManager")
     make = manager._create_grammar
 

@@ -1,4 +1,4 @@
-"""What hotswap brings into the processes of a vLLM core: its weights, and an end when their parent ends.
+"""hotswap's part of each worker of a vLLM core: it loads weights, and ends the process with its parent.
 
 vLLM imports this module in each worker before it loads a model (`worker_extension_cls`).
 """
@@ -18,21 +18,21 @@ from typing import Any
 import torch
 
 from hotswap.backends.vllm.inside import resume
-from hotswap.backends.vllm.inside.blocks import teach_cores
+from hotswap.backends.vllm.inside.blocks import patch_cores
 from hotswap.backends.vllm.inside.connector import HotswapConnector
 from hotswap.backends.vllm.inside.pages import Pages
 from hotswap.backends.vllm.names import named
 
-__all__ = ["FAMILY", "LOAD_FORMAT", "WorkerExtension", "die_with_parent", "register", "tensors_of"]
+__all__ = ["LOAD_FORMAT", "OWNER", "WorkerExtension", "die_with_parent", "register", "tensors_of"]
 
 LOAD_FORMAT = "hotswap"
-FAMILY = "HOTSWAP_VLLM_FAMILY"
-"""The environment variable that tells processes of a core whose they are, while they are made."""
+OWNER = "HOTSWAP_VLLM_OWNER"
+"""The environment variable with the id of the process that starts a core, set while it starts."""
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class WorkerExtension:
-    """Methods that every worker of a core gains, to be called by name."""
+    """Methods that are added to every worker of a core, and called by name."""
 
     model_runner: Any
     rank: int
@@ -53,13 +53,13 @@ class WorkerExtension:
     def hotswap_save(self, blocks: list[int], path: str, block_bytes: int, offsets: list[int]) -> None:
         """Write this rank's part of KV blocks to a file."""
         pages = self._hotswap_pages()
-        assert pages is not None, "who has no shape is asked for no blocks"
+        assert pages is not None, "only blocks with a shape are read"
         pages.save(blocks, Path(path), block_bytes, offsets[self.rank])
 
     def hotswap_restore(self, blocks: list[int], path: str, block_bytes: int, offsets: list[int]) -> None:
         """Fill this rank's part of KV blocks from a file."""
         pages = self._hotswap_pages()
-        assert pages is not None, "who has no shape is given no blocks"
+        assert pages is not None, "only blocks with a shape are written"
         pages.restore(blocks, Path(path), block_bytes, offsets[self.rank])
 
     def _hotswap_pages(self) -> Pages | None:
@@ -68,10 +68,10 @@ class WorkerExtension:
 
 
 def tensors_of(index: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a staged model holds, by name, in place: mapped, and read where it is looked at."""
+    """Yield the tensors of a staged model by name, as views of its mapped file."""
     parsed: dict[str, Any] = json.loads(index.read_text())
     with Path(parsed["file"]).open("rb") as file:
-        # Private, so that torch need not be told that it cannot write there.
+        # A private mapping, since torch warns of memory that is read-only.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     for name, dtype, shape, stride, offset_bytes in parsed["tensors"]:
         kind: torch.dtype = getattr(torch, dtype)
@@ -83,22 +83,22 @@ def tensors_of(index: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def register() -> None:
-    """Teach vLLM in this process what it does not know (see `inside`); again changes nothing."""
+    """Patch vLLM in this process (see `inside`); does nothing if called again."""
     loaders = named("vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER")
     if LOAD_FORMAT not in loaders:
         named("vllm.model_executor.model_loader:register_model_loader")(LOAD_FORMAT)(_make_loader())
     resume.apply()
-    teach_cores()
+    patch_cores()
 
 
 def _make_loader() -> type:
     base: Any = named("vllm.model_executor.model_loader.base_loader:BaseModelLoader")
 
     class HotswapLoader(base):  # type: ignore[misc]  # vLLM is untyped here
-        """Loads what `staging` wrote; where it lies is told by `model_loader_extra_config`."""
+        """Loads staged weights; `model_loader_extra_config` has the path of their index."""
 
         def download_model(self, model_config: Any) -> None:
-            """Do nothing: it is here."""
+            """Do nothing: the weights are here."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             model.load_weights(tensors_of(Path(self.load_config.model_loader_extra_config["index"])))
@@ -107,20 +107,20 @@ def _make_loader() -> type:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process once the thread of `parent` that made it has ended."""
+    """Have the kernel kill this process once the thread of `parent` that started it has ended."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it ended meanwhile
+    if os.getppid() != parent:  # the parent has ended meanwhile
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _join_the_family() -> None:
-    """In a process of a core that was not forked from ours, where `FAMILY` names ours."""
-    founder = os.environ.get(FAMILY)
-    if founder and founder != str(os.getpid()):
+def _end_with_parent() -> None:
+    """Have a spawned process of a core end with its parent; forked ones are told by `core`."""
+    owner = os.environ.get(OWNER)
+    if owner and owner != str(os.getpid()):
         die_with_parent(os.getppid())
 
 
 register()
-_join_the_family()
+_end_with_parent()

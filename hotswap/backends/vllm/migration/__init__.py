@@ -1,19 +1,27 @@
-"""KV blocks that move between vLLM cores while their request decodes: our end of it.
+"""Migration of KV blocks between vLLM cores while their request decodes: the part in the engine's process.
 
-    desk    asking a core, and the memory that goes to and fro
-    source  the giving end
-    sink    the taking end
+    context  the parts of an engine that source and sink use, and the memory they share with the core
+    source   reads the KV blocks of a request that leaves
+    sink     reserves and fills KV blocks for a request that arrives
 
-A request that leaves is scheduled no more once it is stopped, and keeps its place and its blocks. Blocks that
-arrive are held under the name of their sink; when the request comes that they were announced for, those that
-are full become a prefix that vLLM's cache knows, and the last one is copied to the request's own. The other
-end of all this is `inside`.
+A request that is stopped is not scheduled any more, and keeps its place and its blocks. Blocks that arrive
+are held by the core under the id of their sink. When the announced request arrives, its full blocks are
+published to vLLM's prefix cache, and the last one is copied to a block of the request. `inside` has the part
+that runs in the core's processes.
 """
 
 from __future__ import annotations
 
-from hotswap.backends.vllm.migration.desk import Desk, aborted, look_at
+from hotswap.backends.vllm.migration.context import MigrationContext, aborted, block_shape
 from hotswap.backends.vllm.migration.sink import VllmKVSink, lent_sink
 from hotswap.backends.vllm.migration.source import VllmKVSource, lent_source
 
-__all__ = ["Desk", "VllmKVSink", "VllmKVSource", "aborted", "lent_sink", "lent_source", "look_at"]
+__all__ = [
+    "MigrationContext",
+    "VllmKVSink",
+    "VllmKVSource",
+    "aborted",
+    "block_shape",
+    "lent_sink",
+    "lent_source",
+]

@@ -1,4 +1,4 @@
-"""Which adapters an engine holds and how many requests use each, whatever an adapter is inside the engine."""
+"""Which adapters an engine holds, and how many requests use each."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
 from hotswap.view import InstanceId
 
-__all__ = ["AdapterBooks", "Held"]
+__all__ = ["AdapterAccounting", "Held"]
 
 PlaceT = TypeVar("PlaceT")
 
 
 @dataclass(slots=True, eq=False)
 class Held(Generic[PlaceT]):
-    """An adapter in its place, and how many requests use it."""
+    """An adapter that is held, and how many requests use it."""
 
     place: PlaceT
     num_users: int = 0
 
 
-class AdapterBooks(Generic[PlaceT]):
-    """The books of one engine, kept on the event loop; a place is what the engine knows an adapter by.
+class AdapterAccounting(Generic[PlaceT]):
+    """The adapters of one engine; belongs to the event loop.
+
+    `PlaceT` is what the engine knows an adapter by, such as its place in a pool.
 
     Args:
         engine: Its name, for errors.
@@ -41,7 +43,7 @@ class AdapterBooks(Generic[PlaceT]):
 
     @property
     def names(self) -> tuple[AdapterId, ...]:
-        """Those that are held."""
+        """The adapters that are held."""
         return tuple(self._held)
 
     def serve(self, model: ModelId) -> None:
@@ -49,20 +51,20 @@ class AdapterBooks(Generic[PlaceT]):
         self._model = model
 
     def clear(self) -> list[PlaceT]:
-        """Forget the model and every adapter, and return where they were."""
+        """Forget the model and every adapter; return their places."""
         places = [held.place for held in self._held.values()]
         self._model, self._held = None, {}
         self._notifier.state_changed()
         return places
 
-    def wanted(self, adapter: Adapter) -> Path | None:
-        """Return the directory of an adapter that may be taken in; `None` if it is held.
+    def directory_of(self, adapter: Adapter) -> Path | None:
+        """Return the directory of an adapter that may be loaded; `None` if it is held.
 
         Raises:
             InstanceError: the engine serves another model.
             UnsupportedAdapter: it holds no adapters at all.
-            OutOfMemory: it holds all that it may.
-            ShardMissing: nobody said where the adapter lies.
+            OutOfMemory: it holds as many as it may.
+            ShardMissing: the adapter has no source.
         """
         if self._model != adapter.model:
             raise InstanceError(
@@ -83,13 +85,13 @@ class AdapterBooks(Generic[PlaceT]):
             raise ShardMissing(f"Adapter {adapter.version!r} has no source; say in which directory it lies.")
         return Path(adapter.source)
 
-    def enter(self, adapter: AdapterId, place: PlaceT) -> None:
-        """Hold an adapter."""
+    def add(self, adapter: AdapterId, place: PlaceT) -> None:
+        """Note an adapter that was loaded."""
         self._held[adapter] = Held(place)
         self._notifier.state_changed()
 
     def remove(self, adapter: AdapterId) -> PlaceT | None:
-        """Hold an adapter no more and return where it was; `None` if it was not held.
+        """Forget an adapter and return its place; `None` if it was not held.
 
         Raises:
             InstanceError: a request uses it.
@@ -106,7 +108,7 @@ class AdapterBooks(Generic[PlaceT]):
         return held.place
 
     def use(self, adapter: AdapterId | None) -> Held[PlaceT] | None:
-        """Count a user more, who counts itself out later.
+        """Count one more user of an adapter; the caller decrements `num_users` at its end. `None` for none.
 
         Raises:
             UnknownAdapter: it is not held.
@@ -120,7 +122,7 @@ class AdapterBooks(Generic[PlaceT]):
         return held
 
     def unloaded(self, adapter: AdapterId) -> InstanceError:
-        """Return the error of a load that the model did not wait for."""
+        """Return the error of an adapter whose model was unloaded while the adapter was read."""
         return InstanceError(
             f"Engine {self._engine!r} unloaded the model of adapter {adapter!r} while that was read; "
             "ask again."
@@ -128,4 +130,4 @@ class AdapterBooks(Generic[PlaceT]):
 
     def __repr__(self) -> str:
         held = ", ".join(f"{name} [{held.num_users} users]" for name, held in self._held.items())
-        return f"<AdapterBooks of {self._engine} {self._model} [{held or 'none'}; at most {self._most}]>"
+        return f"<AdapterAccounting of {self._engine} {self._model} [{held or 'none'}; at most {self._most}]>"

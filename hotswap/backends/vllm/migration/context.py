@@ -1,4 +1,4 @@
-"""Our end of a move: what it uses of an engine and its core, and the memory that goes to and fro."""
+"""The parts of an engine that KV sources and sinks use, and the memory that they share with its core."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hotswap.errors import MigrationAborted, UnsupportedModel
 from hotswap.migration import KVLayout
 from hotswap.request import Request
 
-__all__ = ["PIECE_BYTES", "Desk", "SharedPages", "aborted", "look_at"]
+__all__ = ["PIECE_BYTES", "MigrationContext", "SharedPages", "aborted", "block_shape"]
 
 # Bytes that are copied in one go, between two steps; a block is the least.
 PIECE_BYTES = 8 << 20
 
 
-async def look_at(core: Core) -> BlockShape | None:
-    """Return what a core keeps in a block; `None` if its blocks cannot move.
+async def block_shape(core: Core) -> BlockShape | None:
+    """Return the shape of a core's KV blocks; `None` if they cannot move.
 
     Raises:
         InstanceLost: the core ended.
     """
     try:
-        ranks = await core.call(_ask(core, "shape"), "say what its KV blocks are")
+        ranks = await core.call(_ask(core, "shape"), "report the shape of its KV blocks")
     except UnsupportedModel:
         return None
     if not ranks:
@@ -42,14 +42,14 @@ async def look_at(core: Core) -> BlockShape | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
-    """What both ends use of an engine, as long as one model serves.
+class MigrationContext:
+    """The parts of an engine that a KV source and a KV sink use, valid while one model serves.
 
     Attributes:
         life: Ends every wait when the engine is lost.
         core: The engine's.
-        shape: What its blocks are.
-        current: The engine's core now; with another, or none, the model has gone.
+        shape: The shape of its KV blocks.
+        current: Returns the engine's core now; the model was unloaded if it is not this one.
     """
 
     life: Life
@@ -58,9 +58,9 @@ class Desk:
     current: Callable[[], Core | None]
 
     def layout_for(self, request: Request) -> KVLayout:
-        """Return what the KV blocks of a request mean here."""
+        """Return the layout of the KV blocks of a request."""
         tokens = self.core.block_tokens
-        # An attention backend orders keys and values as it likes: as one head, and its order by name.
+        # Each attention backend has its own order of keys and values: one head, and the order in the name.
         layers = tuple(
             (1, prod(shape) // tokens, 0, f"{dtype} {shape}") for dtype, shape in self.shape.layers
         )
@@ -74,16 +74,16 @@ class Desk:
         )
 
     def refuse_if_gone(self) -> None:
-        """Raise `InstanceLost` if the engine is lost, `MigrationAborted` if the model has gone."""
+        """Raise `InstanceLost` if the engine is lost, `MigrationAborted` if the model was unloaded."""
         self.life.refuse_if_lost()
         if self.current() is not self.core:
             raise aborted("copy", "the model whose KV blocks these are was unloaded")
 
     async def ask(self, verb: str, *arguments: Any) -> Any:
-        """Return what the core's `BlockVerbs` answers; interrupted, it does as it was told all the same.
+        """Return the answer of a method of the core's `BlockVerbs`, which runs even if the call is cancelled.
 
         Raises:
-            MigrationAborted: the model has gone, or the core could not do it.
+            MigrationAborted: the model was unloaded, or the core could not do it.
             InstanceLost: the engine is lost.
         """
         self.refuse_if_gone()
@@ -97,7 +97,7 @@ class Desk:
         return answer
 
     def tell(self, verb: str, *arguments: Any, then: Callable[[], None]) -> None:
-        """Have the core do something that nobody waits for; `then` comes when all it was asked is done."""
+        """Have the core do something without waiting; `then` is called when it and all before it are done."""
         if self.life.is_lost:
             then()
         else:
@@ -105,7 +105,7 @@ class Desk:
 
 
 class SharedPages:
-    """Memory that a core's workers map; gone with the last process that has it open."""
+    """Memory that a core's workers map; freed with the last process that has it open."""
 
     def __init__(self) -> None:
         try:
@@ -116,11 +116,11 @@ class SharedPages:
 
     @property
     def path(self) -> str:
-        """Where another process of this user finds it."""
+        """The path by which another process of this user opens it."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def room(self, size_bytes: int) -> memoryview:
-        """Return its first bytes, having grown to hold so many.
+        """Return its first `size_bytes` bytes, having grown to hold them.
 
         Raises:
             MigrationAborted: there is no memory.
@@ -144,9 +144,9 @@ class SharedPages:
         self.room(len(data))[:] = data
 
     def close(self) -> None:
-        """Let go of it; what was lent of it stays readable.
+        """Close it; views of it stay readable.
 
-        Only when no core is still to open it: its path is then that of whatever is opened next.
+        No core may open it afterwards: the path may then be that of another file.
         """
         if self._file >= 0:
             os.close(self._file)
