@@ -1,4 +1,4 @@
-"""The simulated batcher: who waits, who runs, who is set back, and what that costs."""
+"""The simulated batcher: which sequences wait, run and are preempted, and what a preemption costs."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def filled(batcher: Batcher, sequences: Iterable[Counted]) -> None:
 
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
 @given(st.lists(st.integers(0, 3), max_size=8))
-def test_higher_priority_waits_in_front_and_equals_wait_as_they_came(
-    batching: Batching, priorities: list[int]
-) -> None:
+def test_sequences_wait_by_priority_and_then_by_arrival(batching: Batching, priorities: list[int]) -> None:
     batcher = batcher_of(100, batching=batching)
     for at_s, priority in enumerate(priorities):
         batcher.add(seated(10, at_s=at_s, priority=priority))
@@ -84,7 +82,7 @@ def test_higher_priority_waits_in_front_and_equals_wait_as_they_came(
     assert order == sorted(order)
 
 
-def test_who_comes_with_blocks_runs_in_the_next_step_though_others_wait_for_memory() -> None:
+def test_a_sequence_that_arrives_with_blocks_runs_in_the_next_step_though_others_wait_for_memory() -> None:
     batcher = batcher_of(20, watermark=0.1)
     running, head, arriving = seated(10 * BLOCK), seated(15 * BLOCK, at_s=1), seated(5 * BLOCK - 1, at_s=2)
     filled(batcher, [running])
@@ -101,18 +99,18 @@ def test_who_comes_with_blocks_runs_in_the_next_step_though_others_wait_for_memo
     assert list(batcher.waiting) == [head]
 
 
-def test_who_comes_with_blocks_leaves_free_what_an_admission_does() -> None:
+def test_a_sequence_that_arrives_with_blocks_leaves_as_many_free_as_an_admission() -> None:
     for batching, spare in (("mixed", 3), ("prefill_first", 2)):
         batcher = batcher_of(20, batching=batching, watermark=0.1)  # type: ignore[arg-type]
         filled(batcher, [seated(10, at_s=at_s) for at_s in range(3)])
         assert batcher.num_spare_blocks == spare
 
 
-# ------------------------------------------------------------------ who is set back
+# ------------------------------------------------------------------ preemption
 
 
 def to_their_end(batcher: Batcher, sequences: Sequence[Counted]) -> Iterable[tuple[set[object], set[object]]]:
-    """Step until all have ended; yield who ran before each step and who of them does no more."""
+    """Step until all have ended; yield before each step the sequences that ran, and those that no longer do."""
     for sequence in sequences:
         batcher.add(sequence)
     for _ in range(20_000):
@@ -129,7 +127,7 @@ lengths = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)), min_size=1
 
 
 @given(lengths, st.permutations(range(7)))
-def test_the_last_to_arrive_is_set_back_first_where_whole_prompts_go_first(
+def test_the_last_to_arrive_is_preempted_first_where_whole_prompts_go_first(
     lengths: list[tuple[int, int]], order: list[int]
 ) -> None:
     sequences = [
@@ -143,7 +141,9 @@ def test_the_last_to_arrive_is_set_back_first_where_whole_prompts_go_first(
 
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
 @given(lengths)
-def test_what_is_told_of_a_queue_is_what_is_in_it(batching: Batching, lengths: list[tuple[int, int]]) -> None:
+def test_the_load_counts_the_tokens_and_blocks_of_the_queue(
+    batching: Batching, lengths: list[tuple[int, int]]
+) -> None:
     sequences = [seated(prompt, output, at_s=at_s) for at_s, (prompt, output) in enumerate(lengths)]
     batcher = batcher_of(14, batching=batching)
     for _ in to_their_end(batcher, sequences):
@@ -158,7 +158,7 @@ def test_what_is_told_of_a_queue_is_what_is_in_it(batching: Batching, lengths: l
 # ------------------------------------------------------------------ what it costs
 
 
-def test_a_loss_lasts_until_what_was_computed_is_computed_again() -> None:
+def test_a_recovery_takes_until_the_lost_tokens_are_computed_again() -> None:
     batcher, clock, told = batcher_of(6), Clock(), list[tuple[RequestId, float]]()
     batcher.clock = clock
     batcher.on_recovered = lambda request, seconds: told.append((request, seconds))
@@ -167,10 +167,10 @@ def test_a_loss_lasts_until_what_was_computed_is_computed_again() -> None:
     while second in batcher.running:
         clock.now_s += 1
         batcher.commit(step := batcher.plan())
-    began_s, owed = clock.now_s, second.num_to_recompute
-    assert owed == 3 * BLOCK
+    began_s, lost = clock.now_s, second.num_to_recompute
+    assert lost == 3 * BLOCK
     assert told == []
-    while second.num_cached < owed:
+    while second.num_cached < lost:
         step = batcher.plan()
         clock.now_s += 1  # how long it takes
         batcher.commit(step)
@@ -178,7 +178,7 @@ def test_a_loss_lasts_until_what_was_computed_is_computed_again() -> None:
     assert clock.now_s - began_s > 15, "the first had to end before"
 
 
-def test_who_leaves_before_has_lost_until_then() -> None:
+def test_a_recovery_of_a_sequence_that_ends_before_takes_until_its_end() -> None:
     batcher, clock, told = batcher_of(6), Clock(), list[float]()
     batcher.clock = clock
     batcher.on_recovered = lambda _, seconds: told.append(seconds)
@@ -193,7 +193,7 @@ def test_who_leaves_before_has_lost_until_then() -> None:
 
 
 @given(lengths)
-def test_only_who_was_set_back_has_lost_anything(lengths: list[tuple[int, int]]) -> None:
+def test_only_preempted_sequences_recover(lengths: list[tuple[int, int]]) -> None:
     sequences = [seated(prompt, output, at_s=at_s) for at_s, (prompt, output) in enumerate(lengths)]
     batcher, clock, told = batcher_of(14), Clock(), set[RequestId]()
     batcher.clock = clock
@@ -208,7 +208,7 @@ def test_only_who_was_set_back_has_lost_anything(lengths: list[tuple[int, int]])
 
 
 def test_a_prompt_of_nearly_all_blocks_does_not_wait_for_a_watermark() -> None:
-    """Nobody would ever leave it more."""
+    """No other sequence runs that could free more."""
     batcher = batcher_of(10, watermark=0.5)
     large, next_one = seated(9 * BLOCK), seated(BLOCK, at_s=1.0)
     batcher.add(large)
@@ -221,7 +221,7 @@ def test_a_prompt_of_nearly_all_blocks_does_not_wait_for_a_watermark() -> None:
 
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
 @given(st.lists(st.lists(st.integers(1, 6), max_size=3), max_size=12))
-def test_everybody_joins_once_and_is_missed_once_if_others_go_on(
+def test_every_sequence_joins_once_and_leaves_once_if_others_go_on(
     batching: Batching, coming: list[list[int]]
 ) -> None:
     """A step tells how many decode for the first time, and how many of the last decodes are gone."""

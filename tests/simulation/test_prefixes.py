@@ -1,4 +1,4 @@
-"""Simulated prefix reuse: what is computed once, what goes when, whose books balance, and who gains by it."""
+"""Simulated prefix reuse: shared blocks are computed once, freed once, and evicted in order; TTFT falls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(pool: Batcher, *sequences: Counted) -> list[int]:
     return counts
 
 
-def test_what_a_prompt_begins_with_is_computed_once() -> None:
+def test_a_shared_prefix_is_computed_once() -> None:
     for prefill_first in (False, True):
         pool = batcher(prefill_first=prefill_first)
         assert run(pool, seated(*range(100)))[0] == 100
@@ -92,7 +92,7 @@ def test_two_at_the_same_time_share_blocks_and_need_fewer() -> None:
     assert pool.num_free_blocks == 16 - 12
 
 
-def test_the_beginning_used_longest_ago_goes_first_and_its_end_before_its_start() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_start() -> None:
     pool = batcher(10)
     old, new = range(64), range(500, 564)
     run(pool, seated(*old))
@@ -102,14 +102,14 @@ def test_the_beginning_used_longest_ago_goes_first_and_its_end_before_its_start(
     assert run(pool, seated(*old, 1))[0] == 65 - 32
 
 
-def test_what_is_preempted_finds_its_prompt_again() -> None:
+def test_a_preempted_request_finds_its_prompt_cached() -> None:
     pool = batcher(11)
     run(pool, seated(*range(80), output_tokens=30), seated(*range(200, 280), output_tokens=30))
     assert pool.num_reused_tokens >= 64
     assert pool.num_free_blocks == 11
 
 
-def test_nothing_is_found_after_the_weights_have_gone() -> None:
+def test_no_prefix_is_found_after_an_unload() -> None:
     pool = batcher()
     run(pool, seated(*range(100)))
     pool.clear(RuntimeError("unloaded"))
@@ -125,7 +125,7 @@ asked = st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(1, 40), st.
     st.sampled_from([16, 64, 400]),
     st.booleans(),
 )
-def test_the_books_balance_whoever_shares_leaves_or_is_preempted(
+def test_all_blocks_are_released_whatever_is_shared_preempted_or_left(
     requests: list[tuple[int, int, int, bool]], num_blocks: int, budget: int, prefill_first: bool
 ) -> None:
     """Every block is free, one sequence's own, or named and used; in the end all are free."""
@@ -217,7 +217,7 @@ def played(cluster: Cluster, router: PrefixRouter | RoundRobinRouter) -> Outcome
     )
 
 
-def test_requests_that_meet_what_they_begin_with_wait_less() -> None:
+def test_requests_with_a_cached_prefix_wait_less() -> None:
     meet, scattered = played(SMALL, PREFIX), played(SMALL, RoundRobinRouter())
     anew = played(replace(SMALL, prefix_reuse=False), RoundRobinRouter())
     assert anew.num_reused_tokens == 0 < scattered.num_reused_tokens < meet.num_reused_tokens
@@ -227,7 +227,7 @@ def test_requests_that_meet_what_they_begin_with_wait_less() -> None:
     assert tokens == [meet.num_reused_tokens, scattered.num_reused_tokens]
 
 
-def test_both_drivers_tell_the_same_loss_where_prompts_fill_their_blocks() -> None:
+def test_both_drivers_report_the_same_recovery_where_prompts_fill_their_blocks() -> None:
     """What was preempted in its first decode finds its whole prompt again, and decodes at once."""
     requests = [
         TraceRequest(
