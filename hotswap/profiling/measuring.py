@@ -72,7 +72,7 @@ async def measure_engine(
 ) -> Measurements:
     """Measure an engine through its interface alone; it is EMPTY before and afterwards.
 
-    Both must have been entered, nobody else may use the engine, and the machine should have nothing else to
+    Both must have been entered, nothing else may use the engine, and the machine should have nothing else to
     do. The model is loaded a few times, after the store has read it once. Then each kind of step is made:
     prompts that are computed alone to their first token, requests of different lengths that decode together,
     and others that come to these and leave them, with the steps in which their prompts are computed, those

@@ -160,7 +160,7 @@ def test_no_coefficient_is_below_zero_whatever_was_measured(device: DeviceProfil
     st.lists(st.floats(0, 3), min_size=3, max_size=3),
     st.lists(st.floats(-3, 3), min_size=8, max_size=8),
 )
-def test_nobody_below_or_above_zero_comes_nearer(
+def test_no_other_solution_is_nearer(
     rows: list[list[float]], others: list[float], targets: list[float]
 ) -> None:
     """What `nonnegative` finds is no further from the targets than any other x >= 0 that is tried."""

@@ -394,7 +394,7 @@ def test_a_fault_in_a_policy_of_ones_own_leaves_the_simulation() -> None:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Have objects go when nobody refers to them, and not otherwise."""
+    """Free objects only by their last reference."""
     gc.collect()
     gc.disable()
     try:
@@ -412,7 +412,7 @@ class Deaf:
 
 @virtual_time
 async def test_of_requests_that_have_ended_nothing_is_left() -> None:
-    riders: list[weakref.ref[SimulatedRequest]] = []
+    requests: list[weakref.ref[SimulatedRequest]] = []
     engines = [EventEngine(f"e{number}") for number in range(2)]
     fleet = EventFleet(
         engines=engines,
@@ -426,13 +426,13 @@ async def test_of_requests_that_have_ended_nothing_is_left() -> None:
         async with fleet:
             for adapter in (None, "x") * 4:
                 sampling = Sampling(max_tokens=50)
-                rider = fleet.submit(
-                    "m", (1,) * 20, sampling, adapter=adapter, number=len(riders), listener=Deaf()
+                request = fleet.submit(
+                    "m", (1,) * 20, sampling, adapter=adapter, number=len(requests), listener=Deaf()
                 )
-                riders.append(weakref.ref(rider))
-                del rider
+                requests.append(weakref.ref(request))
+                del request
                 await anyio.sleep(0.3)  # some wait for the model, others do not
-                if len(riders) == 6:
+                if len(requests) == 6:
                     engines[0].lose()
             await anyio.sleep(60)
-            assert [rider() for rider in riders] == [None] * 8
+            assert [request() for request in requests] == [None] * 8

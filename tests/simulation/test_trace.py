@@ -76,7 +76,9 @@ def test_another_rate_changes_times_alone(times: list[float], rate_per_s: float)
 
 
 @given(st.lists(st.floats(0, 100), max_size=40), st.floats(0, 60), st.floats(0.1, 60))
-def test_windows_beside_each_other_miss_nobody(times: list[float], start_s: float, seconds: float) -> None:
+def test_windows_beside_each_other_miss_no_request(
+    times: list[float], start_s: float, seconds: float
+) -> None:
     trace = Trace.of(asked(*times))
     inside = trace.window(start_s, seconds)
     assert len(inside.requests) == sum(start_s <= at_s < start_s + seconds for at_s in times)
