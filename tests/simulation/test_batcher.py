@@ -110,7 +110,7 @@ def test_a_sequence_that_arrives_with_blocks_leaves_as_many_free_as_an_admission
 
 
 def to_their_end(batcher: Batcher, sequences: Sequence[Counted]) -> Iterable[tuple[set[object], set[object]]]:
-    """Step until all have ended; yield before each step the sequences that ran, and those that no longer do."""
+    """Step until all have ended; yield the sequences that ran before each step, and those that left since."""
     for sequence in sequences:
         batcher.add(sequence)
     for _ in range(20_000):
