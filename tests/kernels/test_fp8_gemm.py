@@ -339,8 +339,11 @@ def test_programs_that_a_table_has_for_many_rows_are_built_ahead(
     assert built == (1, 17, 1025)
 
 
-def test_a_warm_up_computes_a_product_of_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an H100, 257 rows of a square weight are the first whose K is not cut."""
+def test_a_warm_up_computes_a_product_of_each_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100 without a table, 257 rows of a square weight are the first whose K is not cut."""
+    monkeypatch.setattr(tiles, "TABLE", tmp_path / "none.json")
     device, computed = Device("an H100 of a test", TARGETS["sm_90"], 132), list[int]()
 
     def note(x: Tensor, *args: object, **options: object) -> Tensor:

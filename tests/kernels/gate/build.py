@@ -38,6 +38,9 @@ class Limits:
         wide: Whether it reads and writes 16 bytes at a time.
         per_weight: At most so many instructions of its main loop for each weight, on NVIDIA.
         spilled: At most so many bytes and instructions of local memory, none of them in the main loop.
+
+    What was measured to be the fastest on a device needs no limit to its instructions and local memory: they
+    only stand in for a measurement.
     """
 
     registers: int = 255
@@ -46,7 +49,7 @@ class Limits:
     copies: bool = False
     wide: bool = False
     per_weight: float | None = None
-    spilled: int = 0
+    spilled: int | None = 0
 
 
 @dataclass(frozen=True, kw_only=True)

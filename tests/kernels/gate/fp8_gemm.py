@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import triton.language as tl
@@ -39,9 +40,20 @@ def programs(target: Target) -> Iterable[Program]:
 
 def tiles(target: Target) -> set[Tile]:
     """Every tile that may be chosen, but for the number of parts, which is no part of a program."""
-    chosen = {
-        heuristic(rows, shape, target, units) for rows in ROWS for shape in SHAPES for units in UNITS
-    } | {Tile.of(record.choice) for name, record in load(TABLE).records() if name == target.name}
+    return by_rule(target) | measured(target)
+
+
+@cache
+def by_rule(target: Target) -> set[Tile]:
+    """Those of the heuristic."""
+    chosen = (heuristic(rows, shape, target, units) for rows in ROWS for shape in SHAPES for units in UNITS)
+    return {replace(tile, parts=1) for tile in chosen if tile.path == "fused"}
+
+
+@cache
+def measured(target: Target) -> set[Tile]:
+    """Those of a table, which are the fastest that were found on a device."""
+    chosen = (Tile.of(record.choice) for name, record in load(TABLE).records() if name == target.name)
     return {replace(tile, parts=1) for tile in chosen if tile.path == "fused"}
 
 
@@ -63,6 +75,7 @@ def fused(
         "STAGES": tile.stages,
         "DTYPE": _DTYPES[dtype],
     }
+    is_measured = tile in measured(target) - by_rule(target)
     halves = dict.fromkeys(("x_ptr", "b_ptr", "y_ptr"), f"*{dtype}")
     floats = dict.fromkeys(("s_ptr", "part_ptr"), "*fp32")
     words = dict.fromkeys(("w_ptr", "count_ptr"), "*i32")
@@ -79,9 +92,9 @@ def fused(
         weights=tile.block_n * tile.block_k / (target.warp_lanes * tile.warps),
         limits=Limits(
             copies=True,
-            per_weight=_budget(tile, channel=group is None, ragged=ragged),
+            per_weight=None if is_measured else _budget(tile, channel=group is None, ragged=ragged),
             wide_mma=tile.weights_left,
-            spilled=_MOST_SPILLED,
+            spilled=None if is_measured else _MOST_SPILLED,
         ),
     )
 

@@ -24,9 +24,9 @@ def _broken(facts: Facts, program: Program, target: Target) -> Iterator[str]:
         yield f"takes {facts.shared_bytes} bytes of shared memory, of {target.shared_bytes}"
     if facts.registers > limits.registers:
         yield f"takes {facts.registers} registers, of {limits.registers}"
-    if facts.spilled > limits.spilled:
+    if limits.spilled is not None and facts.spilled > limits.spilled:
         yield f"spills: {facts.spilled} bytes and instructions of local memory, of {limits.spilled}"
-    if facts.spilled_in_loop:
+    if limits.spilled is not None and facts.spilled_in_loop:
         yield f"spills in its main loop: {facts.spilled_in_loop} instructions of local memory"
     if not facts.is_readable:
         if target.name not in _UNREADABLE:
