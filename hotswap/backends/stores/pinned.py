@@ -33,7 +33,9 @@ class PinnedStore(HostTier):
     device. It is private to the process; `SharedStore` shares memory between the processes of a machine.
     """
 
-    def __init__(self, budget: int | str, *, name: str = "pinned", chunk_bytes: int | str = "16 MiB") -> None:
+    def __init__(
+        self, budget: int | str, *, name: str = "pinned", chunk_bytes: int | str = "256 MiB"
+    ) -> None:
         super().__init__(name, chunk_bytes)
         self._budget: Budget[ModelId, _RankBuffer] = Budget(name, parse_bytes(budget))
         self._reserving = anyio.Lock()

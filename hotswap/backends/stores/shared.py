@@ -64,7 +64,7 @@ class SharedStore(HostTier):
         budget: int | str,
         *,
         name: str = "shared",
-        chunk_bytes: int | str = "16 MiB",
+        chunk_bytes: int | str = "256 MiB",
         linger_s: float = 2.0,
     ) -> None:
         super().__init__(name, chunk_bytes)
