@@ -1,10 +1,11 @@
-"""What a fleet adds to each token, in processor time, over reading the engine's own stream.
+"""What a fleet adds to each token and to each request, in processor time, over using the engines alone.
 
-    python -m benchmarks.overhead                      32 requests at once
+    python -m benchmarks.overhead                      32 requests at once; routes at 8, 64 and 512 engines
     python -m benchmarks.overhead --json report.json
 
 The engine here computes nothing: in every step it gives each of its requests a token. The same requests are
-read once from the engine and once through a fleet, in turns; the difference is the fleet's.
+read once from the engine and once through a fleet, in turns; the difference is the fleet's. What it takes to
+route a request is measured by `route_overhead`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,14 @@ from anyio.lowlevel import checkpoint
 
 from benchmarks.by_hand import ByHand
 from benchmarks.measure import Summary, machine, rounds, write_json
+from benchmarks.route_overhead import (
+    LIMIT_GROWTH,
+    LIMIT_US,
+    RouteSettings,
+    measure_routes,
+    missed,
+    show_routes,
+)
 from benchmarks.table import show
 from hotswap import Fleet, InstanceId, InstanceState, Model, ModelId, Request, RequestId, Sampling, Token
 from hotswap.abc import Engine, EngineStatus, ModelCard, TokenQueue, TokenStream, WeightStore
@@ -38,11 +47,12 @@ _MODEL = ModelId("m")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What to measure: `batch` requests of `tokens` tokens, `repeats` times each way."""
+    """What to measure: `batch` requests of `tokens` tokens, `repeats` times each way, and routes."""
 
     batch: int = 32
     tokens: int = 512
     repeats: int = 9
+    routes: RouteSettings = field(default_factory=RouteSettings)
 
 
 class StepEngine(Engine):
@@ -116,6 +126,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         "settings": asdict(settings),
         "limit_s": LIMIT_S,
         **anyio.run(_measure, settings),
+        "route_limits": {"us": LIMIT_US, "growth": LIMIT_GROWTH},
+        "route_us": anyio.run(measure_routes, settings.routes),
     }
 
 
@@ -167,26 +179,33 @@ async def _cpu_s(way: Callable[[], Coroutine[Any, Any, None]], settings: Setting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a table, write the report; 1 if the fleet adds more than the limit."""
+    """Measure, print a table, write the report; 1 if the fleet adds more than a limit."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks overhead", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--batch", type=int, default=Settings().batch, help="requests at once")
     parser.add_argument("--tokens", type=int, default=Settings().tokens, help="tokens of each")
     parser.add_argument("--repeats", type=int, default=Settings().repeats, help="rounds")
+    parser.add_argument(
+        "--routes", type=int, default=RouteSettings().requests, help="requests that are routed in a round"
+    )
     parser.add_argument("--full", action="store_true", help="the default; said to all benchmarks at once")
     parser.add_argument("--json", type=Path, help="where the whole report goes")
     options = parser.parse_args(arguments)
-    report = measure(Settings(batch=options.batch, tokens=options.tokens, repeats=options.repeats))
+    routes = RouteSettings(requests=options.routes)
+    report = measure(
+        Settings(batch=options.batch, tokens=options.tokens, repeats=options.repeats, routes=routes)
+    )
     rows = [
         [name, Summary.of([1e6 * seconds for seconds in report[f"{name}_s"]]).format(1)]
         for name in ("engine", "fleet", "added")
     ]
     show(f"microseconds of processor time a token, batch {options.batch}", ["read from", "us"], rows)
+    show_routes(report["route_us"])
     if options.json:
         write_json(options.json, report)
         print(f"The whole report is in {options.json}.")
-    return 0 if Summary.of(report["added_s"]).median <= LIMIT_S else 1
+    return int(Summary.of(report["added_s"]).median > LIMIT_S or missed(report["route_us"]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engine, overhead
+from benchmarks.route_overhead import LIMIT_GROWTH, LIMIT_US, RouteSettings, missed
 from tests.patience import PATIENCE_S
 
 
@@ -47,7 +48,29 @@ def test_vllm_is_the_better_of_its_modes_batch_by_batch() -> None:
 
 
 def test_the_overhead_is_the_difference_of_the_two_ways() -> None:
-    report = overhead.measure(overhead.Settings(batch=2, tokens=8, repeats=3))
+    routes = RouteSettings(engines=(4, 8), requests=10, repeats=2)
+    report = overhead.measure(overhead.Settings(batch=2, tokens=8, repeats=3, routes=routes))
     for fleet, alone, added in zip(report["fleet_s"], report["engine_s"], report["added_s"], strict=True):
         assert added == fleet - alone
     assert len(report["added_s"]) == 3
+    assert {kind: list(by_engines) for kind, by_engines in report["route_us"].items()} == {
+        "push": ["4", "8"],
+        "wrapped": ["4", "8"],
+    }
+    assert all(len(rounds) == 2 for kind in report["route_us"].values() for rounds in kind.values())
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "misses"),
+    [
+        ([20.0, 21.0], [25.0, 26.0], False),
+        ([30.0, 30.0], [LIMIT_US + 1, LIMIT_US + 1], True),
+        ([10.0, 10.0], [10 * LIMIT_GROWTH + 1] * 2, True),
+    ],
+)
+def test_a_route_misses_its_limits_by_its_time_or_by_its_growth(
+    few: list[float], many: list[float], misses: bool
+) -> None:
+    within = {"8": [20.0, 20.0], "512": [20.0, 20.0]}
+    assert missed({"push": within, "wrapped": {"8": few, "512": many}}) == misses
+    assert missed({"push": {"8": few, "512": many}, "wrapped": within}) == misses
