@@ -37,7 +37,6 @@ __all__ = [
 
 InstanceId = NewType("InstanceId", str)
 
-_Status = TypeVar("_Status", bound="EngineStatus")
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
 
@@ -107,7 +106,9 @@ class EngineStatus:
         The same as `dataclasses.replace`, but it runs no `__init__`, which takes five times as long: a large
         fleet makes thousands of these in a second.
         """
-        return _made(type(self), self, fields)
+        updated = object.__new__(type(self))
+        object.__setattr__(updated, "__dict__", self.__dict__ | fields)
+        return updated
 
     @property
     def max_tokens(self) -> int | None:
@@ -151,7 +152,9 @@ class InstanceView(EngineStatus):
     @classmethod
     def of(cls, status: EngineStatus, **fields: object) -> InstanceView:
         """Return the view of an engine's status and the fleet's own fields."""
-        return _made(cls, status, fields)
+        view = object.__new__(cls)
+        object.__setattr__(view, "__dict__", status.__dict__ | fields)
+        return view
 
     @property
     def open(self) -> bool:
@@ -177,12 +180,6 @@ class InstanceView(EngineStatus):
             return self.target
         alive = self.state in (InstanceState.SERVING, InstanceState.LOADING) and not self.draining
         return self.model if alive else None
-
-
-def _made(kind: type[_Status], base: EngineStatus, fields: dict[str, object]) -> _Status:
-    made = object.__new__(kind)
-    object.__setattr__(made, "__dict__", base.__dict__ | fields)
-    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

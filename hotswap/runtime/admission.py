@@ -105,8 +105,13 @@ class Admission:
 
     def choose(self, request: Request) -> Instance | None:
         """Return where a request would go now, assigning it to nothing; `None` if it would have to wait."""
+        self._state.refresh()
+        return self._choose(request)
+
+    def _choose(self, request: Request) -> Instance | None:
+        """Do so without another look at the engines that have changed state."""
         state = self._state
-        if not state.served(request.model):
+        if not state.index.has_host(request.model):
             return None
         only_adapting = request.adapter is not None and not state.index.all_adapt(request.model)
         chosen = lend(state, lambda fleet: self._router.route(request, fleet), adapters=only_adapting)
@@ -127,7 +132,7 @@ class Admission:
     def _ask_all(self) -> None:
         """Ask about the first requests of every model, in the order of the queue, until none can go."""
         state = self._state
-        if not len(state.queue):
+        if not state.queue.models:
             return
         state.refresh()
         heads = [state.queue.heads(model) for model in state.queue.models if state.index.has_open(model)]
@@ -150,7 +155,7 @@ class Admission:
 
     def _ask(self, ticket: Ticket) -> None:
         try:
-            ticket.instance = self.choose(ticket.request)
+            ticket.instance = self._choose(ticket.request)
         except Exception as exc:  # a router's fault belongs to the request that it was asked about
             ticket.error = exc
         if ticket.instance is None and ticket.error is None:

@@ -344,7 +344,8 @@ class Fleet(AsyncContextManagerMixin):
     def view(self) -> FleetView:
         """The fleet at this moment, as schedulers see it; routers do not see what runs."""
         self._core.lifetime.check_loop()
-        return LiveView.of(self._core.state, now_s=anyio.current_time(), running=True).complete()
+        self._core.state.refresh()
+        return LiveView.of(self._core.state, running=True).complete()
 
     @property
     def models(self) -> Models:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
-from hotswap.view import Count, InstanceId, InstanceView, Rank
+from hotswap.request import ModelId
+from hotswap.view import Count, CountRank, InstanceId, InstanceView, Rank
 
 __all__ = ["Group"]
 
@@ -17,14 +18,17 @@ __all__ = ["Group"]
 _MAX_RANKS = 64
 
 _Key = TypeVar("_Key", bound=Hashable)
-_Kept = TypeVar("_Kept")
+_K = TypeVar("_K", bound="_Kept")
 
 
 class Group:
     """Instances that have a model in common.
 
     Attributes:
+        model: The model; `None` of those that host none.
         members: Their latest views.
+        counts_changed: Those whose view lacks a change of what the fleet counts.
+        load_changed: Those whose view lacks a change of the load that their engine tells.
         open: Those that take requests.
         without_adapters: Those that can hold no adapter.
     """
@@ -37,13 +41,19 @@ class Group:
         "_orders",
         "_sorted",
         "_sums",
+        "counts_changed",
+        "load_changed",
         "members",
+        "model",
         "open",
         "without_adapters",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, model: ModelId | None) -> None:
+        self.model = model
         self.members: dict[InstanceId, InstanceView] = {}
+        self.counts_changed: set[InstanceId] = set()
+        self.load_changed: set[InstanceId] = set()
         self.open: set[InstanceId] = set()
         self.without_adapters: set[InstanceId] = set()
         self._adapting: Group | None = None
@@ -56,13 +66,17 @@ class Group:
 
     def put(self, view: InstanceView) -> None:
         """Take an instance in, or note how it is now."""
-        if view.id not in self.members:
+        instance = view.id
+        if instance not in self.members:
             self._sorted, self._ids = False, None
-        self.members[view.id] = view
+        self.members[instance] = view
         self._all = None
-        (self.open.add if view.open else self.open.discard)(view.id)
-        for kept in self._kept():
-            kept.changed[view.id] = None
+        if view.open:
+            self.open.add(instance)
+        else:
+            self.open.discard(instance)
+        for kept in chain(self._heaps.values(), self._orders.values(), self._sums.values()):
+            kept.changed[instance] = None
         if not view.max_adapters or self.without_adapters:
             self._sort_by_adapters(view)
 
@@ -77,13 +91,21 @@ class Group:
         elif view.id in self._adapting.members:
             self._adapting.remove(view.id)
 
+    def note_load(self, instance: InstanceId) -> None:
+        """Note that the load of a member has changed, so that it may rank otherwise."""
+        self.load_changed.add(instance)
+        for heap in self._heaps.values():
+            heap.changed[instance] = None
+        if self._adapting is not None and instance in self._adapting.members:
+            self._adapting.note_load(instance)
+
     def remove(self, instance: InstanceId) -> None:
         """Forget a member."""
         del self.members[instance]
         self.open.discard(instance)
         self.without_adapters.discard(instance)
         self._all = self._ids = None
-        for kept in self._kept():
+        for kept in chain(self._heaps.values(), self._orders.values(), self._sums.values()):
             kept.remove(instance)
         if self._adapting is not None and instance in self._adapting.members:
             self._adapting.remove(instance)
@@ -93,7 +115,11 @@ class Group:
         if not self.without_adapters:
             return self
         if self._adapting is None:
-            self._adapting = Group()
+            self._adapting = Group(self.model)
+            self._adapting.counts_changed, self._adapting.load_changed = (
+                self.counts_changed,
+                self.load_changed,
+            )
             for view in self.members.values():
                 if view.max_adapters:
                     self._adapting.put(view)
@@ -126,33 +152,52 @@ class Group:
         """Return the sum of a number of the members."""
         return _kept(self._sums, count, _Sum, self.members)
 
-    def _kept(self) -> Iterable[_Heap | _Order | _Sum]:
-        return chain(self._heaps.values(), self._orders.values(), self._sums.values())
+
+class _Kept:
+    """What is kept of a group's members for one rank or count.
+
+    Attributes:
+        changed: Members to rank or count again.
+    """
+
+    __slots__ = ("changed",)
+
+    def __init__(self, key: Any, members: Iterable[InstanceId]) -> None:
+        self.changed = dict.fromkeys(members)
+
+    def remove(self, instance: InstanceId) -> None:
+        """Forget a member."""
+        raise NotImplementedError
 
 
-def _kept(
-    kept: dict[_Key, _Kept],
-    key: _Key,
-    make: Callable[[Iterable[InstanceId]], _Kept],
-    members: Iterable[InstanceId],
-) -> _Kept:
+def _kept(kept: dict[_Key, _K], key: _Key, kind: type[_K], members: Iterable[InstanceId]) -> _K:
     """Return what is kept for a key, made anew if need be; the one that was asked for last is last."""
-    found = kept.pop(key, None)
+    found = kept.get(key) if len(kept) == 1 else kept.pop(key, None)
     if found is None:
         if len(kept) >= _MAX_RANKS:
             del kept[next(iter(kept))]
-        found = make(members)
+        found = kind(key, members)
     kept[key] = found
     return found
 
 
-class _Heap:
-    """A group's members in a heap by one rank; entries that a change has made stale stay until met."""
+class _Heap(_Kept):
+    """A group's members in a heap by one rank; entries that a change has made stale stay until met.
 
-    __slots__ = ("_heap", "_keys", "_numbers", "changed")
+    For a `CountRank` the keys are `(count, whether the load is known, key)`: a member whose load has changed
+    stands before all others of its count until it has been looked at.
 
-    def __init__(self, members: Iterable[InstanceId]) -> None:
-        self.changed = dict.fromkeys(members)
+    Attributes:
+        by_count: Whether the rank is a `CountRank`.
+    """
+
+    __slots__ = ("_count", "_heap", "_keys", "_numbers", "_rank", "by_count")
+
+    def __init__(self, rank: Rank, members: Iterable[InstanceId]) -> None:
+        super().__init__(rank, members)
+        self._rank = rank
+        self._count = rank.count if isinstance(rank, CountRank) else None
+        self.by_count = self._count is not None
         self._keys: dict[InstanceId, Any] = {}
         self._heap: list[tuple[Any, int, InstanceId]] = []
         self._numbers = itertools.count()
@@ -161,34 +206,47 @@ class _Heap:
         self.changed.pop(instance, None)
         self._keys.pop(instance, None)
 
-    def first(self, rank: Rank, members: dict[InstanceId, InstanceView]) -> InstanceView | None:
+    def first(
+        self,
+        members: dict[InstanceId, InstanceView],
+        load_changed: Container[InstanceId] = (),
+        looked_at: Container[InstanceId] = (),
+    ) -> InstanceView | None:
+        """Return the first member; the load of one that has been looked at counts as known."""
         if len(self.changed) + len(self._heap) > 4 * len(members) + 64:
             self._heap.clear()
             self._keys.clear()
             self.changed = dict.fromkeys(members)
+        rank, count, keys, heap = self._rank, self._count, self._keys, self._heap
         for instance in self.changed:
-            key = rank(members[instance])
+            view = members[instance]
+            key = rank(view)
             if key is None:
-                self._keys.pop(instance, None)
-            elif key != self._keys.get(instance):
-                self._keys[instance] = key
-                heapq.heappush(self._heap, (key, next(self._numbers), instance))
+                keys.pop(instance, None)
+                continue
+            if count is not None:
+                known = instance not in load_changed or instance in looked_at
+                key = count(view), known, key if known else None
+            if key != keys.get(instance):
+                keys[instance] = key
+                heapq.heappush(heap, (key, next(self._numbers), instance))
         self.changed.clear()
-        while self._heap:
-            key, _, instance = self._heap[0]
-            if self._keys.get(instance) is key:
+        while heap:
+            key, _, instance = heap[0]
+            if keys.get(instance) is key:
                 return members[instance]
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
         return None
 
 
-class _Order:
+class _Order(_Kept):
     """A group's members in the order of one rank."""
 
-    __slots__ = ("_keys", "_sorted", "changed")
+    __slots__ = ("_keys", "_rank", "_sorted")
 
-    def __init__(self, members: Iterable[InstanceId]) -> None:
-        self.changed = dict.fromkeys(members)
+    def __init__(self, rank: Rank, members: Iterable[InstanceId]) -> None:
+        super().__init__(rank, members)
+        self._rank = rank
         self._keys: dict[InstanceId, Any] = {}
         self._sorted: list[tuple[Any, InstanceId]] = []
 
@@ -196,7 +254,8 @@ class _Order:
         self.changed.pop(instance, None)
         self._take_out(instance)
 
-    def ranked(self, rank: Rank, members: dict[InstanceId, InstanceView]) -> Iterator[InstanceView]:
+    def ranked(self, members: dict[InstanceId, InstanceView]) -> Iterator[InstanceView]:
+        rank = self._rank
         if 4 * len(self.changed) > len(members):
             self._keys = {key: at for key, view in members.items() if (at := rank(view)) is not None}
             self._sorted = sorted((at, instance) for instance, at in self._keys.items())
@@ -217,13 +276,14 @@ class _Order:
             del self._sorted[bisect.bisect_left(self._sorted, (key, instance))]
 
 
-class _Sum:
+class _Sum(_Kept):
     """The sum of a number of a group's members."""
 
-    __slots__ = ("_numbers", "_sum", "changed")
+    __slots__ = ("_count", "_numbers", "_sum")
 
-    def __init__(self, members: Iterable[InstanceId]) -> None:
-        self.changed = dict.fromkeys(members)
+    def __init__(self, count: Count, members: Iterable[InstanceId]) -> None:
+        super().__init__(count, members)
+        self._count = count
         self._numbers: dict[InstanceId, int] = {}
         self._sum = 0
 
@@ -231,10 +291,10 @@ class _Sum:
         self.changed.pop(instance, None)
         self._sum -= self._numbers.pop(instance, 0)
 
-    def total(self, count: Count, members: dict[InstanceId, InstanceView]) -> tuple[int, int]:
+    def total(self, members: dict[InstanceId, InstanceView]) -> tuple[int, int]:
         for instance in self.changed:
             self._sum -= self._numbers.pop(instance, 0)
-            number = count(members[instance])
+            number = self._count(members[instance])
             if number is not None:
                 self._numbers[instance] = number
                 self._sum += number

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from hotswap.engine import StatusListener
 from hotswap.request import ModelId
 from hotswap.runtime.group import Group
-from hotswap.view import Count, CountRank, InstanceId, InstanceState, InstanceView, Rank
+from hotswap.view import Count, InstanceId, InstanceState, InstanceView, Rank
 
 __all__ = ["Index", "Indexed"]
 
@@ -50,12 +50,12 @@ class Index:
         self._views: dict[InstanceId, InstanceView] = {}
         self._places: dict[InstanceId, int] = {}
         self._numbers = itertools.count()
-        self._hosts: dict[ModelId, Group] = {}
-        self._replicas: dict[ModelId, Group] = {}
+        # By the model that they host; those that host none are a group as well.
+        self._hosts: dict[ModelId | None, Group] = {}
+        self._group_of: dict[InstanceId, Group] = {}
+        self._replicas: dict[ModelId, dict[InstanceId, None]] = {}
         self._ids: frozenset[InstanceId] | None = None
         self._all: tuple[InstanceView, ...] | None = None
-        self._counts_changed: set[InstanceId] = set()
-        self._load_changed: set[InstanceId] = set()
         self._state_changed: dict[InstanceId, None] = {}
         self._polled: dict[InstanceId, None] = {}
         self._silent: set[InstanceId] = set()
@@ -71,8 +71,7 @@ class Index:
     def remove(self, instance: InstanceId) -> None:
         """Forget an instance."""
         del self._instances[instance]
-        for changed in (self._counts_changed, self._load_changed, self._silent):
-            changed.discard(instance)
+        self._silent.discard(instance)
         self._state_changed.pop(instance, None)
         self._polled.pop(instance, None)
         self.unsettled.pop(instance, None)
@@ -80,8 +79,8 @@ class Index:
         if view is not None:
             del self._places[instance]
             self._ids = self._all = None
-            self._move(self._hosts, view.hosted, None, view)
-            self._move(self._replicas, view.next_model, None, view)
+            self._leave_group(self._group_of.pop(instance), instance)
+            self._leave_replicas(instance, view.next_model)
 
     def poll(self, instance: InstanceId, polled: bool) -> None:
         """Ask an instance for its view at every `refresh`, or no longer."""
@@ -90,20 +89,23 @@ class Index:
         else:
             self._polled.pop(instance, None)
 
-    def __contains__(self, instance: object) -> bool:
-        return instance in self._instances
-
     def counts_changed(self, instance: InstanceId) -> None:
         """Note that what the fleet counts of an instance has changed."""
-        self._counts_changed.add(instance)
+        if (group := self._group_of.get(instance)) is not None:
+            group.counts_changed.add(instance)
+            self._all = None
 
     def load_changed(self, instance: InstanceId) -> None:
         """Note that the load which its engine tells has changed."""
-        self._load_changed.add(instance)
+        group = self._group_of.get(instance)
+        if group is not None and instance not in group.load_changed:
+            group.note_load(instance)
+            self._all = None
 
     def state_changed(self, instance: InstanceId) -> None:
         """Note that more than that may have changed."""
-        self._state_changed[instance] = None
+        if instance in self._instances:
+            self._state_changed[instance] = None
 
     def listener(self, instance: InstanceId) -> StatusListener:
         """Return what an engine may tell its changes."""
@@ -111,11 +113,13 @@ class Index:
 
     def refresh(self) -> None:
         """Renew the views of instances that have changed state, and of those that are polled."""
-        for instance in tuple(self._state_changed):
-            if self._look(instance):
-                self._state_changed.pop(instance, None)
-        for instance in tuple(self._polled):
-            self._look(instance)
+        if self._state_changed:
+            for instance in tuple(self._state_changed):
+                if self._look(instance):
+                    self._state_changed.pop(instance, None)
+        if self._polled:
+            for instance in tuple(self._polled):
+                self._look(instance)
 
     # ------------------------------------------------------------------ questions
 
@@ -128,32 +132,34 @@ class Index:
 
     def instances(self) -> tuple[InstanceView, ...]:
         """Return all of them, in the fleet's order."""
-        if self._counts_changed or self._load_changed:
-            self._renew(self._counts_changed | self._load_changed)
         if self._all is None:
-            self._all = tuple(self._views.values())
+            for group in tuple(self._hosts.values()):
+                self._renew(group)
+            views = tuple(self._views.values())
+            if any(group.load_changed for group in self._hosts.values()):
+                return views
+            self._all = views
         return self._all
 
     def instance(self, instance: InstanceId) -> InstanceView:
         """Return one; `KeyError` if there is none of that id."""
-        if instance in self._counts_changed or instance in self._load_changed:
-            self._renew((instance,))
-        return self._views[instance]
+        group = self._group_of[instance]
+        if instance in group.load_changed:
+            self._look(instance)
+        return self._counted(instance, group)
 
     def counted(self, instance: InstanceId) -> InstanceView | None:
         """Return one as it is but for the load that its engine tells; `None` if there is none."""
-        if instance in self._counts_changed:
-            self._renew((instance,), loads=False)
-        return self._views.get(instance)
+        group = self._group_of.get(instance)
+        return None if group is None else self._counted(instance, group)
 
     def seen(self) -> Iterable[InstanceView]:
         """Return all as they were last seen: for what never changes, such as memory."""
         return self._views.values()
 
-    @property
-    def hosted(self) -> Set[ModelId]:
-        """The models that an instance is SERVING; valid until something changes."""
-        return self._hosts.keys()
+    def has_host(self, model: ModelId) -> bool:
+        """Return whether an instance is SERVING the model."""
+        return model in self._hosts
 
     def has_open(self, model: ModelId, *, adapters: bool = False) -> bool:
         """Return whether an instance takes a request of the model now, if need be with an adapter."""
@@ -170,29 +176,42 @@ class Index:
 
     def hosts(self, model: ModelId, *, adapters: bool = False) -> tuple[InstanceView, ...]:
         """Return those that are SERVING the model, in the fleet's order; with `adapters` that hold such."""
-        return self._of(self._group(model, adapters))
+        group = self._group(model, adapters)
+        if group is None:
+            return ()
+        self._renew(group)
+        return group.all(self._places)
+
+    def has_replica(self, model: ModelId) -> bool:
+        """Return whether an instance serves the model or swaps to it."""
+        return model in self._replicas
 
     def replicas(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Return those that serve the model or swap to it, in the fleet's order."""
-        return self._of(self._replicas.get(model))
+        replicas = sorted(self._replicas.get(model, ()), key=self._places.__getitem__)
+        return tuple(self.instance(instance) for instance in replicas)
 
     def min_by(self, model: ModelId, rank: Rank, *, adapters: bool = False) -> InstanceView | None:
         """Return the host of the model that the rank puts first; `None` if it ranks none."""
         group = self._group(model, adapters)
         if group is None:
             return None
-        if not isinstance(rank, CountRank):
-            self._renew_group(group)
-            return group.heap(rank).first(rank, group.members)
-        self._renew_counts(group)
         heap = group.heap(rank)
-        best = heap.first(rank, group.members)
-        if best is None or not (loads := self._load_changed & group.members.keys()):
-            return best
-        count = rank.count(best)
-        ranked = ((i, group.members[i]) for i in loads)
-        self._renew([i for i, view in ranked if rank(view) is not None and rank.count(view) == count])
-        return heap.first(rank, group.members)
+        if not heap.by_count:
+            self._renew(group)
+            return heap.first(group.members)
+        self._renew_counts(group)
+        looked_at: set[InstanceId] = set()
+        while True:
+            best = heap.first(group.members, group.load_changed, looked_at)
+            if best is None or best.id not in group.load_changed or best.id in looked_at:
+                break
+            looked_at.add(best.id)
+            self._look(best.id)
+        for instance in looked_at:
+            if instance in group.load_changed:  # an engine that computes may tell of its next load at once
+                group.note_load(instance)
+        return best
 
     def ranked(self, model: ModelId, rank: Rank, *, adapters: bool = False) -> Iterator[InstanceView]:
         """Return the hosts of the model that the rank ranks, the first first; costs what is taken of them.
@@ -202,8 +221,8 @@ class Index:
         group = self._group(model, adapters)
         if group is None:
             return iter(())
-        self._renew_group(group)
-        return group.order(rank).ranked(rank, group.members)
+        self._renew(group)
+        return group.order(rank).ranked(group.members)
 
     def total(self, model: ModelId, count: Count, *, adapters: bool = False) -> tuple[int, int]:
         """Return how many hosts of the model are counted, and the sum of their numbers."""
@@ -211,7 +230,7 @@ class Index:
         if group is None:
             return 0, 0
         self._renew_counts(group)
-        return group.sum(count).total(count, group.members)
+        return group.sum(count).total(group.members)
 
     def host_ids(self, model: ModelId, *, adapters: bool = False) -> frozenset[InstanceId]:
         """Return the ids of the hosts of the model; the same object until one comes or goes."""
@@ -224,41 +243,39 @@ class Index:
         group = self._hosts.get(model)
         return group if group is None or not adapters else group.adapting()
 
-    def _of(self, group: Group | None) -> tuple[InstanceView, ...]:
-        if group is None:
-            return ()
-        self._renew_group(group)
-        return group.all(self._places)
-
-    def _renew_group(self, group: Group) -> None:
-        members = group.members.keys()
-        if changed := (self._counts_changed & members) | (self._load_changed & members):
-            self._renew(changed)
+    def _renew(self, group: Group) -> None:
+        """Bring the views of a group up to date."""
+        for instance in [i for i in group.load_changed if i in group.members]:
+            self._look(instance)
+        self._renew_counts(group)
 
     def _renew_counts(self, group: Group) -> None:
-        if changed := self._counts_changed & group.members.keys():
-            self._renew(changed, loads=False)
+        """Bring the counts in the views of a group up to date."""
+        if group.counts_changed:
+            for instance in [i for i in group.counts_changed if i in group.members]:
+                self._counted(instance, group)
 
-    def _renew(self, instances: Iterable[InstanceId], *, loads: bool = True) -> None:
-        """Bring views up to date; without `loads` only their counts."""
-        for instance in instances:
-            indexed, view = self._instances[instance], self._views.get(instance)
-            self._counts_changed.discard(instance)
-            if view is not None and not (loads and instance in self._load_changed):
-                self._put(indexed.counted(view))
-                continue
-            self._load_changed.discard(
-                instance
-            )  # before: an engine that computes may tell of the next at once
-            if not self._look(instance):
-                self._counts_changed.add(instance)
-                self._load_changed.add(instance)
+    def _counted(self, instance: InstanceId, group: Group) -> InstanceView:
+        """Return the view of a member with its counts as they are now."""
+        view = self._views[instance]
+        if instance in group.counts_changed:
+            group.counts_changed.remove(instance)
+            view = self._views[instance] = self._instances[instance].counted(view)
+            self._group_of[instance].put(view)
+        return view
 
     def _look(self, instance: InstanceId) -> bool:
         """Ask an instance for its view; one that cannot tell it keeps its last one, and is asked again."""
+        group = self._group_of.get(instance)
+        if group is not None:  # before: an engine that computes may tell of its next load at once
+            group.counts_changed.discard(instance)
+            group.load_changed.discard(instance)
         try:
             view = self._instances[instance].view()
         except Exception:  # of an engine
+            if group is not None:
+                group.counts_changed.add(instance)
+                group.note_load(instance)
             if instance not in self._silent:
                 self._silent.add(instance)
                 log.exception(
@@ -271,33 +288,60 @@ class Index:
 
     def _put(self, view: InstanceView) -> None:
         before = self._views.get(view.id)
+        self._views[view.id] = view
+        self._all = None
+        if before is None or _place(before) != _place(view):
+            self._move(view, before)
+        self._group_of[view.id].put(view)
+
+    def _move(self, view: InstanceView, before: InstanceView | None) -> None:
+        """Note an instance under its state and models, which are others than before."""
         if before is None:
             self._places[view.id] = next(self._numbers)
             self._ids = None
-        self._views[view.id] = view
-        self._all = None
+        else:
+            self._leave_replicas(view.id, before.next_model)
         if view.swapping or view.state in _SETTLED:
             self.unsettled.pop(view.id, None)
         else:
             self.unsettled[view.id] = None
-        self._move(self._hosts, before.hosted if before else None, view.hosted, view)
-        self._move(self._replicas, before.next_model if before else None, view.next_model, view)
+        if before is None or before.hosted != view.hosted:
+            self._join_group(view)
+        if view.next_model is not None:
+            self._replicas.setdefault(view.next_model, {})[view.id] = None
 
-    def _move(
-        self, groups: dict[ModelId, Group], old: ModelId | None, new: ModelId | None, view: InstanceView
-    ) -> None:
-        if old is not None and old != new:
-            groups[old].remove(view.id)
-            if not groups[old].members:
-                del groups[old]
-        if new is not None:
-            group = groups.get(new)
-            if group is None:
-                group = groups[new] = Group()
-            group.put(view)
+    def _join_group(self, view: InstanceView) -> None:
+        before = self._group_of.get(view.id)
+        group = self._hosts.get(view.hosted)
+        if group is None:
+            group = self._hosts[view.hosted] = Group(view.hosted)
+        self._group_of[view.id] = group
+        if before is not None:
+            if view.id in before.load_changed:  # told while the engine was looked at
+                group.load_changed.add(view.id)
+            self._leave_group(before, view.id)
+
+    def _leave_group(self, group: Group, instance: InstanceId) -> None:
+        group.remove(instance)
+        group.counts_changed.discard(instance)
+        group.load_changed.discard(instance)
+        if not group.members:
+            del self._hosts[group.model]
+
+    def _leave_replicas(self, instance: InstanceId, model: ModelId | None) -> None:
+        if model is not None:
+            del self._replicas[model][instance]
+            if not self._replicas[model]:
+                del self._replicas[model]
 
     def __repr__(self) -> str:
-        return f"<Index [{len(self._views)} instances, {len(self._hosts)} models hosted]>"
+        num_hosted = sum(model is not None for model in self._hosts)
+        return f"<Index [{len(self._views)} instances, {num_hosted} models hosted]>"
+
+
+def _place(view: InstanceView) -> tuple[object, ...]:
+    """Return what decides under which models an index has an instance."""
+    return view.state, view.model, view.swapping, view.target, view.draining
 
 
 class _Listener(StatusListener):
@@ -307,9 +351,7 @@ class _Listener(StatusListener):
         self._index, self._instance = index, instance
 
     def load_changed(self) -> None:
-        if self._instance in self._index:
-            self._index.load_changed(self._instance)
+        self._index.load_changed(self._instance)
 
     def state_changed(self) -> None:
-        if self._instance in self._index:
-            self._index.state_changed(self._instance)
+        self._index.state_changed(self._instance)

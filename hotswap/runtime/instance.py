@@ -63,7 +63,6 @@ class Instance:
     def view(self) -> InstanceView:
         """The engine's status with the fleet's fields beside it."""
         status = self.engine.status()
-        cooling = (model for model in self.cooldowns if model is not None and not self.may_try(model))
         return InstanceView.of(
             status,
             max_adapters=status.max_adapters if self._can_adapt else 0,
@@ -72,7 +71,7 @@ class Instance:
             serving_since_s=self.serving_since_s if status.model is not None else None,
             draining=self.draining,
             swapped_s=self.swapped_s,
-            cooling_down=tuple(cooling) if self.cooldowns else (),
+            cooling_down=self._cooling_down() if self.cooldowns else (),
             num_requests=self.num_requests,
             num_high_priority=self.num_high_priority,
             num_moves=self.num_moves,
@@ -89,6 +88,9 @@ class Instance:
             last_assigned=self.last_assigned,
             last_used_s=self.last_used_s,
         )
+
+    def _cooling_down(self) -> tuple[ModelId, ...]:
+        return tuple(model for model in self.cooldowns if model is not None and not self.may_try(model))
 
     @property
     def broken(self) -> bool:

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 
-import anyio
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from hotswap import telemetry as tm
@@ -36,7 +35,8 @@ class LastView:
     def keep(self) -> None:
         """Take a view for readers on other threads, if there may be any."""
         if self._wanted and self._state is not None:
-            self._last = LiveView.of(self._state, now_s=anyio.current_time(), running=False).complete()
+            self._state.refresh()
+            self._last = LiveView.of(self._state, running=False).complete()
 
     def seen(self) -> Iterable[FleetView]:
         """Return the view, fresh on the loop's own thread; empty after `close`."""

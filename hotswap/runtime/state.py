@@ -395,15 +395,10 @@ class FleetState:
         """Bring the index up to date with the instances that have changed state, or are polled."""
         self.index.refresh()
 
-    def served(self, model: ModelId) -> bool:
-        """Return whether an instance is SERVING a model."""
-        self.index.refresh()
-        return model in self.index.hosted
-
     def has_replica(self, model: ModelId) -> bool:
         """Return whether an instance serves a model, or swaps to it."""
         self.index.refresh()
-        return bool(self.index.replicas(model))
+        return self.index.has_replica(model)
 
     async def min_replicas_served(self) -> None:
         """Wait until every model has its least number of replicas serving."""
@@ -431,7 +426,7 @@ class FleetState:
     def unserved_since_s(self, model: ModelId) -> float | None:
         """Return since when requests have waited for a model that no instance serves or swaps to."""
         oldest_s = self.queue.oldest_s(model)
-        if oldest_s is None or self.index.replicas(model):
+        if oldest_s is None or self.index.has_replica(model):
             return None
         return max(oldest_s, self._last_evicted_s.get(model, oldest_s))
 

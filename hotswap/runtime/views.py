@@ -37,7 +37,7 @@ __all__ = ["LiveView", "lend"]
 
 _T = TypeVar("_T")
 
-_PARTS = ("instances", "models", "waiting", "store", "running", "adapters")
+_PARTS = ("now_s", "instances", "models", "waiting", "store", "running", "adapters")
 
 
 def lend(
@@ -47,12 +47,12 @@ def lend(
     running: bool = False,
     adapters: bool = False,
 ) -> _T:
-    """Show a policy the fleet and return its answer.
+    """Show a policy the fleet, as of its last `refresh`, and return its answer.
 
     A policy may keep the view. One that still exists after the answer is completed before the fleet changes;
     the others cost no more than what the policy has looked at.
     """
-    view = LiveView.of(state, now_s=anyio.current_time(), running=running, adapters=adapters)
+    view = LiveView.of(state, running=running, adapters=adapters)
     kept = weakref.ref(view)
     try:
         return question(view)
@@ -79,18 +79,22 @@ class LiveView(FleetView):
         object.__setattr__(self, "__class__", FleetView)
 
     @classmethod
-    def of(cls, state: FleetState, *, now_s: float, running: bool, adapters: bool = False) -> LiveView:
-        """Return the view of a state as it is now.
+    def of(
+        cls, state: FleetState, *, running: bool, adapters: bool = False, now_s: float | None = None
+    ) -> LiveView:
+        """Return the view of a state as of its last `refresh`.
 
         Args:
             state: What it shows.
-            now_s: The loop time.
             running: Whether it shows the requests that run, and adapters; routers see neither.
             adapters: Whether it shows only instances that can hold adapters.
+            now_s: Its loop time; the clock is read, when a policy asks for it, if there is none here.
         """
-        state.index.refresh()
         view = object.__new__(cls)
-        vars(view).update(now_s=now_s, _state=state, _index=state.index, _running=running, _adapters=adapters)
+        own = vars(view)
+        own.update(_state=state, _index=state.index, _running=running, _adapters=adapters)
+        if now_s is not None:
+            own["now_s"] = now_s
         return view
 
     def complete(self) -> FleetView:
@@ -105,6 +109,10 @@ class LiveView(FleetView):
         return self
 
     # ------------------------------------------------------------------ parts
+
+    @cached_property
+    def now_s(self) -> float:
+        return anyio.current_time()
 
     @cached_property
     def instances(self) -> tuple[InstanceView, ...]:

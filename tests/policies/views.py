@@ -267,6 +267,7 @@ class Kept:
 
     def view(self) -> FleetView:
         """The fleet as it is now; good until the next change."""
+        self.state.refresh()
         return LiveView.of(self.state, now_s=0.0, running=False)
 
 
