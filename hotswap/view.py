@@ -296,8 +296,9 @@ class FleetView:
     """The whole fleet at loop time `now_s`: the only input of a scheduler's or a router's decision.
 
     `running` and `adapters` are there for schedulers; routers see them empty. In a large fleet ask `hosts`,
-    `serving`, `replicas`, `min_by`, `instance` and `running_on`, which cost what they return, rather than go
-    over `instances` and `running`, which cost what there is. A view may be kept: it never changes.
+    `serving`, `replicas`, `min_by`, `instance`, `oldest_waiting_s` and `running_on`, which cost what they
+    return, rather than go over `instances`, `waiting` and `running`, which cost what there is. A view may be
+    kept: it never changes.
     """
 
     now_s: float
@@ -365,6 +366,10 @@ class FleetView:
         """The ids of `hosts`; of one fleet the same object until an instance comes or goes."""
         return frozenset(host.id for host in self.hosts(model))
 
+    def oldest_waiting_s(self, model: ModelId) -> float | None:
+        """The loop time since which the oldest of the model's requests has waited; `None` if none waits."""
+        return self._oldest_waiting_s.get(model)
+
     def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
         """Those of `running` that are assigned to an instance, in the same order."""
         return tuple(self._running_on.get(instance, ()))
@@ -386,6 +391,14 @@ class FleetView:
     @cached_property
     def _replicas(self) -> dict[ModelId | None, list[InstanceView]]:
         return _grouped(self.instances, attrgetter("next_model"))
+
+    @cached_property
+    def _oldest_waiting_s(self) -> dict[ModelId, float]:
+        oldest_s: dict[ModelId, float] = {}
+        for request in self.waiting:
+            since_s = oldest_s.get(request.model, request.waiting_since_s)
+            oldest_s[request.model] = min(since_s, request.waiting_since_s)
+        return oldest_s
 
     @cached_property
     def _running_on(self) -> dict[InstanceId, list[RunningView]]:

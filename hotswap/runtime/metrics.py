@@ -36,7 +36,11 @@ class LastView:
         """Take a view for readers on other threads, if there may be any."""
         if self._wanted and self._state is not None:
             self._state.refresh()
-            self._last = LiveView.of(self._state, running=False).complete()
+            view = LiveView.of(self._state, running=False)
+            # What gauges read; the requests that wait are many.
+            self._last = FleetView(
+                now_s=view.now_s, instances=view.instances, models=view.models, store=view.store
+            )
 
     def seen(self) -> Iterable[FleetView]:
         """Return the view, fresh on the loop's own thread; empty after `close`."""

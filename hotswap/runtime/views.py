@@ -176,6 +176,9 @@ class LiveView(FleetView):
     def host_ids(self, model: ModelId) -> frozenset[InstanceId]:
         return self._index.host_ids(model, adapters=self._adapters)
 
+    def oldest_waiting_s(self, model: ModelId) -> float | None:
+        return self._state.queue.oldest_s(model)
+
     def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
         found = self._state.instances.get(instance) if self._running else None
         if found is None:

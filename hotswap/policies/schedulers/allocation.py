@@ -55,10 +55,7 @@ class Allocation:
                     model_of[instance.id] = None
             if instance.cooling_down:
                 self._cooling_down.update(instance.cooling_down)
-        self._oldest_s: dict[ModelId, float] = {}
-        for request in fleet.waiting:
-            since_s = min(request.waiting_since_s, self._oldest_s.get(request.model, inf))
-            self._oldest_s[request.model] = since_s
+        self._oldest_s = {name: fleet.oldest_waiting_s(name) for name in self.models}
         self._donors: dict[bool, _SortedModels[Spare]] = {}
         self._overloaded: dict[float, _SortedModels[tuple[float, float, float, ModelId]]] = {}
         self._below: _SortedModels[tuple[int, float, float, ModelId]] | None = None
@@ -136,7 +133,9 @@ class Allocation:
         turns. A model that cannot be loaded falls behind those that can, and is still tried again. Failures
         count since the last load that succeeded.
         """
-        since_s = self._oldest_s.get(model.id, self._now_s)
+        since_s = self._oldest_s[model.id]
+        if since_s is None:
+            return 0.0
         if since_turn and model.last_evicted_s is not None:
             since_s = max(since_s, model.last_evicted_s)
         return ldexp(max(self._now_s - since_s, 0.0), -model.num_failed_loads)
