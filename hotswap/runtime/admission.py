@@ -68,7 +68,7 @@ class Admission:
                 f"{len(state.queue)} requests wait already, the most that may; try again later.",
                 retry_after_s=self._usual_wait_s,
             )
-        if not state.has_replica(request.model):
+        if not state.index.has_replica(request.model):
             state.tell(Change.WAITING)
         return ticket
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Container, Hashable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeVar
 
 from hotswap.request import ModelId
@@ -14,10 +13,9 @@ from hotswap.view import Count, CountRank, InstanceId, InstanceView, Rank
 
 __all__ = ["Group"]
 
-# Ranks that a group keeps sorted; routers have one each, and one for each adapter in use.
-_MAX_RANKS = 64
+# Ranks and counts that a group keeps; routers have one each, and one for each adapter in use.
+_MAX_KEPT = 64
 
-_Key = TypeVar("_Key", bound=Hashable)
 _K = TypeVar("_K", bound="_Kept")
 
 
@@ -33,22 +31,6 @@ class Group:
         without_adapters: Those that can hold no adapter.
     """
 
-    __slots__ = (
-        "_adapting",
-        "_all",
-        "_heaps",
-        "_ids",
-        "_orders",
-        "_sorted",
-        "_sums",
-        "counts_changed",
-        "load_changed",
-        "members",
-        "model",
-        "open",
-        "without_adapters",
-    )
-
     def __init__(self, model: ModelId | None) -> None:
         self.model = model
         self.members: dict[InstanceId, InstanceView] = {}
@@ -60,9 +42,7 @@ class Group:
         self._sorted = True
         self._all: tuple[InstanceView, ...] | None = None
         self._ids: frozenset[InstanceId] | None = None
-        self._heaps: dict[Rank, _Heap] = {}
-        self._orders: dict[Rank, _Order] = {}
-        self._sums: dict[Count, _Sum] = {}
+        self._kept: dict[Any, Any] = {}
 
     def put(self, view: InstanceView) -> None:
         """Take an instance in, or note how it is now."""
@@ -71,11 +51,8 @@ class Group:
             self._sorted, self._ids = False, None
         self.members[instance] = view
         self._all = None
-        if view.open:
-            self.open.add(instance)
-        else:
-            self.open.discard(instance)
-        for kept in chain(self._heaps.values(), self._orders.values(), self._sums.values()):
+        (self.open.add if view.open else self.open.discard)(instance)
+        for kept in self._kept.values():
             kept.changed[instance] = None
         if not view.max_adapters or self.without_adapters:
             self._sort_by_adapters(view)
@@ -94,8 +71,8 @@ class Group:
     def note_load(self, instance: InstanceId) -> None:
         """Note that the load of a member has changed, so that it may rank otherwise."""
         self.load_changed.add(instance)
-        for heap in self._heaps.values():
-            heap.changed[instance] = None
+        for kept in self._kept.values():
+            kept.changed[instance] = None
         if self._adapting is not None and instance in self._adapting.members:
             self._adapting.note_load(instance)
 
@@ -105,7 +82,7 @@ class Group:
         self.open.discard(instance)
         self.without_adapters.discard(instance)
         self._all = self._ids = None
-        for kept in chain(self._heaps.values(), self._orders.values(), self._sums.values()):
+        for kept in self._kept.values():
             kept.remove(instance)
         if self._adapting is not None and instance in self._adapting.members:
             self._adapting.remove(instance)
@@ -142,43 +119,42 @@ class Group:
 
     def heap(self, rank: Rank) -> _Heap:
         """Return the members in a heap by a rank."""
-        return _kept(self._heaps, rank, _Heap, self.members)
+        return self._keep(_Heap, rank)
 
     def order(self, rank: Rank) -> _Order:
         """Return the members sorted by a rank."""
-        return _kept(self._orders, rank, _Order, self.members)
+        return self._keep(_Order, rank)
 
     def sum(self, count: Count) -> _Sum:
         """Return the sum of a number of the members."""
-        return _kept(self._sums, count, _Sum, self.members)
+        return self._keep(_Sum, count)
+
+    def _keep(self, kind: type[_K], rank: Any) -> _K:
+        """Return what is kept for a rank, made anew if need be; the one that was asked for last is last."""
+        key = kind, rank
+        found: _K | None = self._kept.pop(key, None)
+        if found is None:
+            if len(self._kept) >= _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            found = kind(rank, self.members)
+        self._kept[key] = found
+        return found
 
 
 class _Kept:
-    """What is kept of a group's members for one rank or count.
+    """What is kept of a group's members for one rank or count; `changed` are to be ranked again."""
 
-    Attributes:
-        changed: Members to rank or count again.
-    """
-
-    __slots__ = ("changed",)
-
-    def __init__(self, key: Any, members: Iterable[InstanceId]) -> None:
+    def __init__(self, rank: Any, members: Iterable[InstanceId]) -> None:
         self.changed = dict.fromkeys(members)
+        self._rank = rank
+        self._keys: dict[InstanceId, Any] = {}
 
     def remove(self, instance: InstanceId) -> None:
-        """Forget a member."""
-        raise NotImplementedError
+        self.changed.pop(instance, None)
+        self._take_out(instance)
 
-
-def _kept(kept: dict[_Key, _K], key: _Key, kind: type[_K], members: Iterable[InstanceId]) -> _K:
-    """Return what is kept for a key, made anew if need be; the one that was asked for last is last."""
-    found = kept.get(key) if len(kept) == 1 else kept.pop(key, None)
-    if found is None:
-        if len(kept) >= _MAX_RANKS:
-            del kept[next(iter(kept))]
-        found = kind(key, members)
-    kept[key] = found
-    return found
+    def _take_out(self, instance: InstanceId) -> None:
+        self._keys.pop(instance, None)
 
 
 class _Heap(_Kept):
@@ -186,25 +162,13 @@ class _Heap(_Kept):
 
     For a `CountRank` the keys are `(count, whether the load is known, key)`: a member whose load has changed
     stands before all others of its count until it has been looked at.
-
-    Attributes:
-        by_count: Whether the rank is a `CountRank`.
     """
-
-    __slots__ = ("_count", "_heap", "_keys", "_numbers", "_rank", "by_count")
 
     def __init__(self, rank: Rank, members: Iterable[InstanceId]) -> None:
         super().__init__(rank, members)
-        self._rank = rank
-        self._count = rank.count if isinstance(rank, CountRank) else None
-        self.by_count = self._count is not None
-        self._keys: dict[InstanceId, Any] = {}
+        self.by_count = isinstance(rank, CountRank)
         self._heap: list[tuple[Any, int, InstanceId]] = []
         self._numbers = itertools.count()
-
-    def remove(self, instance: InstanceId) -> None:
-        self.changed.pop(instance, None)
-        self._keys.pop(instance, None)
 
     def first(
         self,
@@ -213,20 +177,20 @@ class _Heap(_Kept):
         looked_at: Container[InstanceId] = (),
     ) -> InstanceView | None:
         """Return the first member; the load of one that has been looked at counts as known."""
-        if len(self.changed) + len(self._heap) > 4 * len(members) + 64:
-            self._heap.clear()
-            self._keys.clear()
+        rank, keys, heap = self._rank, self._keys, self._heap
+        if len(self.changed) + len(heap) > 4 * len(members) + 64:
+            heap.clear()
+            keys.clear()
             self.changed = dict.fromkeys(members)
-        rank, count, keys, heap = self._rank, self._count, self._keys, self._heap
         for instance in self.changed:
             view = members[instance]
             key = rank(view)
             if key is None:
                 keys.pop(instance, None)
                 continue
-            if count is not None:
+            if self.by_count:
                 known = instance not in load_changed or instance in looked_at
-                key = count(view), known, key if known else None
+                key = rank.count(view), known, key if known else None
             if key != keys.get(instance):
                 keys[instance] = key
                 heapq.heappush(heap, (key, next(self._numbers), instance))
@@ -242,17 +206,9 @@ class _Heap(_Kept):
 class _Order(_Kept):
     """A group's members in the order of one rank."""
 
-    __slots__ = ("_keys", "_rank", "_sorted")
-
     def __init__(self, rank: Rank, members: Iterable[InstanceId]) -> None:
         super().__init__(rank, members)
-        self._rank = rank
-        self._keys: dict[InstanceId, Any] = {}
         self._sorted: list[tuple[Any, InstanceId]] = []
-
-    def remove(self, instance: InstanceId) -> None:
-        self.changed.pop(instance, None)
-        self._take_out(instance)
 
     def ranked(self, members: dict[InstanceId, InstanceView]) -> Iterator[InstanceView]:
         rank = self._rank
@@ -279,24 +235,16 @@ class _Order(_Kept):
 class _Sum(_Kept):
     """The sum of a number of a group's members."""
 
-    __slots__ = ("_count", "_numbers", "_sum")
-
-    def __init__(self, count: Count, members: Iterable[InstanceId]) -> None:
-        super().__init__(count, members)
-        self._count = count
-        self._numbers: dict[InstanceId, int] = {}
-        self._sum = 0
-
-    def remove(self, instance: InstanceId) -> None:
-        self.changed.pop(instance, None)
-        self._sum -= self._numbers.pop(instance, 0)
+    _sum = 0
 
     def total(self, members: dict[InstanceId, InstanceView]) -> tuple[int, int]:
         for instance in self.changed:
-            self._sum -= self._numbers.pop(instance, 0)
-            number = self._count(members[instance])
-            if number is not None:
-                self._numbers[instance] = number
+            self._take_out(instance)
+            if (number := self._rank(members[instance])) is not None:
+                self._keys[instance] = number
                 self._sum += number
         self.changed.clear()
-        return len(self._numbers), self._sum
+        return len(self._keys), self._sum
+
+    def _take_out(self, instance: InstanceId) -> None:
+        self._sum -= self._keys.pop(instance, 0)

@@ -53,6 +53,7 @@ class Index:
         # By the model that they host; those that host none are a group as well.
         self._hosts: dict[ModelId | None, Group] = {}
         self._group_of: dict[InstanceId, Group] = {}
+        self._none = Group(None)
         self._replicas: dict[ModelId, dict[InstanceId, None]] = {}
         self._ids: frozenset[InstanceId] | None = None
         self._all: tuple[InstanceView, ...] | None = None
@@ -113,13 +114,11 @@ class Index:
 
     def refresh(self) -> None:
         """Renew the views of instances that have changed state, and of those that are polled."""
-        if self._state_changed:
-            for instance in tuple(self._state_changed):
-                if self._look(instance):
-                    self._state_changed.pop(instance, None)
-        if self._polled:
-            for instance in tuple(self._polled):
-                self._look(instance)
+        for instance in tuple(self._state_changed):
+            if self._look(instance):
+                self._state_changed.pop(instance, None)
+        for instance in tuple(self._polled):
+            self._look(instance)
 
     # ------------------------------------------------------------------ questions
 
@@ -163,24 +162,15 @@ class Index:
 
     def has_open(self, model: ModelId, *, adapters: bool = False) -> bool:
         """Return whether an instance takes a request of the model now, if need be with an adapter."""
-        group = self._group(model, adapters)
-        if group is None:
-            return False
-        self._renew_counts(group)
-        return bool(group.open)
+        return bool(self._group(model, adapters).open)
 
     def all_adapt(self, model: ModelId) -> bool:
         """Return whether every host of the model can hold adapters."""
-        group = self._hosts.get(model)
-        return group is None or not group.without_adapters
+        return not self._hosts.get(model, self._none).without_adapters
 
     def hosts(self, model: ModelId, *, adapters: bool = False) -> tuple[InstanceView, ...]:
         """Return those that are SERVING the model, in the fleet's order; with `adapters` that hold such."""
-        group = self._group(model, adapters)
-        if group is None:
-            return ()
-        self._renew(group)
-        return group.all(self._places)
+        return self._group(model, adapters, loads=True).all(self._places)
 
     def has_replica(self, model: ModelId) -> bool:
         """Return whether an instance serves the model or swaps to it."""
@@ -194,13 +184,10 @@ class Index:
     def min_by(self, model: ModelId, rank: Rank, *, adapters: bool = False) -> InstanceView | None:
         """Return the host of the model that the rank puts first; `None` if it ranks none."""
         group = self._group(model, adapters)
-        if group is None:
-            return None
         heap = group.heap(rank)
         if not heap.by_count:
             self._renew(group)
             return heap.first(group.members)
-        self._renew_counts(group)
         looked_at: set[InstanceId] = set()
         while True:
             best = heap.first(group.members, group.load_changed, looked_at)
@@ -208,9 +195,8 @@ class Index:
                 break
             looked_at.add(best.id)
             self._look(best.id)
-        for instance in looked_at:
-            if instance in group.load_changed:  # an engine that computes may tell of its next load at once
-                group.note_load(instance)
+        for instance in looked_at & group.load_changed:
+            group.note_load(instance)  # an engine that computes may tell of its next load at once
         return best
 
     def ranked(self, model: ModelId, rank: Rank, *, adapters: bool = False) -> Iterator[InstanceView]:
@@ -218,42 +204,34 @@ class Index:
 
         Valid until the next question by the same rank, or until something changes.
         """
-        group = self._group(model, adapters)
-        if group is None:
-            return iter(())
-        self._renew(group)
+        group = self._group(model, adapters, loads=True)
         return group.order(rank).ranked(group.members)
 
     def total(self, model: ModelId, count: Count, *, adapters: bool = False) -> tuple[int, int]:
         """Return how many hosts of the model are counted, and the sum of their numbers."""
         group = self._group(model, adapters)
-        if group is None:
-            return 0, 0
-        self._renew_counts(group)
         return group.sum(count).total(group.members)
 
     def host_ids(self, model: ModelId, *, adapters: bool = False) -> frozenset[InstanceId]:
         """Return the ids of the hosts of the model; the same object until one comes or goes."""
-        group = self._group(model, adapters)
-        return frozenset() if group is None else group.ids()
+        return self._group(model, adapters).ids()
 
     # ------------------------------------------------------------------ private
 
-    def _group(self, model: ModelId, adapters: bool) -> Group | None:
-        group = self._hosts.get(model)
-        return group if group is None or not adapters else group.adapting()
+    def _group(self, model: ModelId, adapters: bool, *, loads: bool = False) -> Group:
+        """Return the hosts of a model with their counts, and if need be their loads, as they are now."""
+        group = self._hosts.get(model, self._none)
+        if adapters:
+            group = group.adapting()
+        self._renew(group, loads=loads)
+        return group
 
-    def _renew(self, group: Group) -> None:
-        """Bring the views of a group up to date."""
-        for instance in [i for i in group.load_changed if i in group.members]:
-            self._look(instance)
-        self._renew_counts(group)
-
-    def _renew_counts(self, group: Group) -> None:
-        """Bring the counts in the views of a group up to date."""
-        if group.counts_changed:
-            for instance in [i for i in group.counts_changed if i in group.members]:
-                self._counted(instance, group)
+    def _renew(self, group: Group, *, loads: bool = True) -> None:
+        if loads:
+            for instance in [i for i in group.load_changed if i in group.members]:
+                self._look(instance)
+        for instance in [i for i in group.counts_changed if i in group.members]:
+            self._counted(instance, group)
 
     def _counted(self, instance: InstanceId, group: Group) -> InstanceView:
         """Return the view of a member with its counts as they are now."""
@@ -335,8 +313,7 @@ class Index:
                 del self._replicas[model]
 
     def __repr__(self) -> str:
-        num_hosted = sum(model is not None for model in self._hosts)
-        return f"<Index [{len(self._views)} instances, {num_hosted} models hosted]>"
+        return f"<Index [{len(self._views)} instances]>"
 
 
 def _place(view: InstanceView) -> tuple[object, ...]:

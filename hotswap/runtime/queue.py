@@ -160,7 +160,7 @@ class Queue:
     def views(self) -> tuple[WaitingView, ...]:
         """Return every waiting request, in order."""
         if self._views is None:
-            tickets = chain.from_iterable(queue.in_order() for queue in self._by_model.values())
+            tickets = chain.from_iterable(queue.tickets.values() for queue in self._by_model.values())
             self._views = tuple(ticket.view for ticket in sorted(tickets, key=lambda ticket: ticket.order))
         return self._views
 
@@ -206,6 +206,3 @@ class _ModelQueue:
                     continue  # the next one has its place now
                 declined.add(ticket.key)
             place += 1
-
-    def in_order(self) -> Iterator[Ticket]:
-        return (self.tickets[number] for _, number in self._order)

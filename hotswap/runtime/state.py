@@ -395,11 +395,6 @@ class FleetState:
         """Bring the index up to date with the instances that have changed state, or are polled."""
         self.index.refresh()
 
-    def has_replica(self, model: ModelId) -> bool:
-        """Return whether an instance serves a model, or swaps to it."""
-        self.index.refresh()
-        return self.index.has_replica(model)
-
     async def min_replicas_served(self) -> None:
         """Wait until every model has its least number of replicas serving."""
         while True:

@@ -91,10 +91,9 @@ class LiveView(FleetView):
             now_s: Its loop time; the clock is read, when a policy asks for it, if there is none here.
         """
         view = object.__new__(cls)
-        own = vars(view)
-        own.update(_state=state, _index=state.index, _running=running, _adapters=adapters)
+        vars(view).update(_state=state, _index=state.index, _running=running, _adapters=adapters)
         if now_s is not None:
-            own["now_s"] = now_s
+            vars(view)["now_s"] = now_s
         return view
 
     def complete(self) -> FleetView:
