@@ -170,14 +170,9 @@ class _Heap(_Kept):
         self._heap: list[tuple[Any, int, InstanceId]] = []
         self._numbers = itertools.count()
 
-    def first(
-        self,
-        members: dict[InstanceId, InstanceView],
-        load_changed: Container[InstanceId] = (),
-        looked_at: Container[InstanceId] = (),
-    ) -> InstanceView | None:
+    def first(self, group: Group, looked_at: Container[InstanceId] = ()) -> InstanceView | None:
         """Return the first member; the load of one that has been looked at counts as known."""
-        rank, keys, heap = self._rank, self._keys, self._heap
+        rank, keys, heap, members = self._rank, self._keys, self._heap, group.members
         if len(self.changed) + len(heap) > 4 * len(members) + 64:
             heap.clear()
             keys.clear()
@@ -189,7 +184,7 @@ class _Heap(_Kept):
                 keys.pop(instance, None)
                 continue
             if self.by_count:
-                known = instance not in load_changed or instance in looked_at
+                known = instance not in group.load_changed or instance in looked_at
                 key = rank.count(view), known, key if known else None
             if key != keys.get(instance):
                 keys[instance] = key

@@ -133,7 +133,7 @@ class Index:
         """Return all of them, in the fleet's order."""
         if self._all is None:
             for group in tuple(self._hosts.values()):
-                self._renew(group)
+                self._renew(group, group.load_changed)
             views = tuple(self._views.values())
             if any(group.load_changed for group in self._hosts.values()):
                 return views
@@ -162,7 +162,7 @@ class Index:
 
     def has_open(self, model: ModelId, *, adapters: bool = False) -> bool:
         """Return whether an instance takes a request of the model now, if need be with an adapter."""
-        return bool(self._group(model, adapters).open)
+        return bool(self._renewed(model, adapters).open)
 
     def all_adapt(self, model: ModelId) -> bool:
         """Return whether every host of the model can hold adapters."""
@@ -170,7 +170,7 @@ class Index:
 
     def hosts(self, model: ModelId, *, adapters: bool = False) -> tuple[InstanceView, ...]:
         """Return those that are SERVING the model, in the fleet's order; with `adapters` that hold such."""
-        return self._group(model, adapters, loads=True).all(self._places)
+        return self._renewed(model, adapters, loads=True).all(self._places)
 
     def has_replica(self, model: ModelId) -> bool:
         """Return whether an instance serves the model or swaps to it."""
@@ -186,11 +186,13 @@ class Index:
         group = self._group(model, adapters)
         heap = group.heap(rank)
         if not heap.by_count:
-            self._renew(group)
-            return heap.first(group.members)
+            self._renew(group, group.load_changed)
+            return heap.first(group)
+        # The loads of engines that a request came to or left are about to decide.
+        self._renew(group, group.load_changed & group.counts_changed)
         looked_at: set[InstanceId] = set()
         while True:
-            best = heap.first(group.members, group.load_changed, looked_at)
+            best = heap.first(group, looked_at)
             if best is None or best.id not in group.load_changed or best.id in looked_at:
                 break
             looked_at.add(best.id)
@@ -204,12 +206,12 @@ class Index:
 
         Valid until the next question by the same rank, or until something changes.
         """
-        group = self._group(model, adapters, loads=True)
+        group = self._renewed(model, adapters, loads=True)
         return group.order(rank).ranked(group.members)
 
     def total(self, model: ModelId, count: Count, *, adapters: bool = False) -> tuple[int, int]:
         """Return how many hosts of the model are counted, and the sum of their numbers."""
-        group = self._group(model, adapters)
+        group = self._renewed(model, adapters)
         return group.sum(count).total(group.members)
 
     def host_ids(self, model: ModelId, *, adapters: bool = False) -> frozenset[InstanceId]:
@@ -218,18 +220,20 @@ class Index:
 
     # ------------------------------------------------------------------ private
 
-    def _group(self, model: ModelId, adapters: bool, *, loads: bool = False) -> Group:
-        """Return the hosts of a model with their counts, and if need be their loads, as they are now."""
+    def _group(self, model: ModelId, adapters: bool) -> Group:
         group = self._hosts.get(model, self._none)
-        if adapters:
-            group = group.adapting()
-        self._renew(group, loads=loads)
+        return group.adapting() if adapters else group
+
+    def _renewed(self, model: ModelId, adapters: bool, *, loads: bool = False) -> Group:
+        """Return the hosts of a model with their counts, and if need be their loads, as they are now."""
+        group = self._group(model, adapters)
+        self._renew(group, group.load_changed if loads else ())
         return group
 
-    def _renew(self, group: Group, *, loads: bool = True) -> None:
-        if loads:
-            for instance in [i for i in group.load_changed if i in group.members]:
-                self._look(instance)
+    def _renew(self, group: Group, loads: Iterable[InstanceId]) -> None:
+        """Bring the views of a group up to date, but for loads that are not among these."""
+        for instance in [i for i in loads if i in group.members]:
+            self._look(instance)
         for instance in [i for i in group.counts_changed if i in group.members]:
             self._counted(instance, group)
 
