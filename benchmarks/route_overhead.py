@@ -58,6 +58,7 @@ def routing(fleet: Fleet) -> tuple[Route, Release]:
     admission, state = fleet._core.admission, fleet._core.state
 
     def route(request: Request) -> InstanceId:
+        state.refresh()
         instance = admission.choose(request)
         assert instance is not None
         state.assign(request, instance)

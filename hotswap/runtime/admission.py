@@ -104,12 +104,10 @@ class Admission:
             self._ask_all()
 
     def choose(self, request: Request) -> Instance | None:
-        """Return where a request would go now, assigning it to nothing; `None` if it would have to wait."""
-        self._state.refresh()
-        return self._choose(request)
+        """Return where a request would go as of the last `refresh`, assigning it to nothing.
 
-    def _choose(self, request: Request) -> Instance | None:
-        """Do so without another look at the engines that have changed state."""
+        `None` if it would have to wait.
+        """
         state = self._state
         if not state.index.has_host(request.model):
             return None
@@ -155,7 +153,7 @@ class Admission:
 
     def _ask(self, ticket: Ticket) -> None:
         try:
-            ticket.instance = self._choose(ticket.request)
+            ticket.instance = self.choose(ticket.request)
         except Exception as exc:  # a router's fault belongs to the request that it was asked about
             ticket.error = exc
         if ticket.instance is None and ticket.error is None:

@@ -273,6 +273,7 @@ class _Drain:
             return None
         if self._moves.is_busy(self._instance):
             return None
+        self._state.refresh()
         destination = self._admission.choose(active.remaining)
         if destination is None or destination is self._instance or self._moves.is_busy(destination):
             return None
