@@ -113,7 +113,7 @@ class Run:
         if self.system == "INFaaS++":
             return infaas_router(), scaling if scales else RestoreMinReplicas()
         low = THRESHOLDS.get(self.row, 3.0)
-        moves = VirtualUsageRescheduler(freeness, low=low, high=low, guard=False, way="kv")
+        moves = VirtualUsageRescheduler(freeness, low=low, high=low, guard=False, method="kv")
         both = Chain(scaling, moves) if scales else _Later(moves, ENGINES, START_S)
         return FreenessRouter(freeness), both
 

@@ -27,7 +27,7 @@ class _MoveOnce(Scheduler):
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
         here = fleet.running_on(InstanceId("e0"))
-        return [Migrate(request=r.id, destination=InstanceId("e1"), way="kv") for r in here if r.begun]
+        return [Migrate(request=r.id, destination=InstanceId("e1"), method="kv") for r in here if r.begun]
 
 
 def move(context: int) -> dict[str, float]:

@@ -35,7 +35,7 @@ from hotswap import (
     FleetStream,
     Hop,
     MigrationLimits,
-    MigrationWay,
+    MigrationMethod,
     Model,
     Sampling,
 )
@@ -62,15 +62,15 @@ class Settings:
 
     Attributes:
         contexts: Tokens that the moving request has.
-        ways: How it moves.
-        repeats: Moves of each way and context.
+        methods: How it moves.
+        repeats: Moves of each method and context.
         hidden: Width of the model.
         layers: Depth of the model.
         before: Tokens that both streams decode before the move, undisturbed.
     """
 
     contexts: tuple[int, ...] = (256, 512, 1024)
-    ways: tuple[str, ...] = tuple(_LIMITS)
+    methods: tuple[str, ...] = tuple(_LIMITS)
     repeats: int = 3
     hidden: int = 1024
     layers: int = 12
@@ -97,7 +97,7 @@ def measure(
             "machine": machine(root),
             "versions": versions("torch", "transformers"),
             "settings": asdict(settings),
-            "gap_s": {way: {} for way in settings.ways},
+            "gap_s": {method: {} for method in settings.methods},
             "own_step_s": {},
             "later_step_s": {},
             "step_s": {"normal": [], "migrating": []},
@@ -105,19 +105,20 @@ def measure(
             "copied_bytes": {},
         }
         for context in settings.contexts:
-            for way in rounds(settings.ways, 1):
+            for method in rounds(settings.methods, 1):
                 found = results.get(
-                    f"{way} {context}", functools.partial(anyio.run, _measure, root, settings, context, way)
+                    f"{method} {context}",
+                    functools.partial(anyio.run, _measure, root, settings, context, method),
                 )
-                _add(report, str(context), way, found)
+                _add(report, str(context), method, found)
     report["ratios"] = _ratios(report)
     return report
 
 
-def _add(report: dict[str, Any], context: str, way: str, found: dict[str, Any]) -> None:
-    """Add the moves of one way at one context."""
-    report["gap_s"][way][context] = found["gap_s"]
-    if way == "kv":
+def _add(report: dict[str, Any], context: str, method: str, found: dict[str, Any]) -> None:
+    """Add the moves of one method at one context."""
+    report["gap_s"][method][context] = found["gap_s"]
+    if method == "kv":
         for name in ("own_step_s", "later_step_s"):
             report[name][context] = found[name]
         for name, steps in found["step_s"].items():
@@ -130,8 +131,8 @@ def _add(report: dict[str, Any], context: str, way: str, found: dict[str, Any]) 
 def _ratios(report: dict[str, Any]) -> dict[str, float]:
     """Return ratios of medians of the gaps and steps."""
     gap_s = {
-        way: {context: statistics.median(seen) for context, seen in gaps.items() if seen}
-        for way, gaps in report["gap_s"].items()
+        method: {context: statistics.median(seen) for context, seen in gaps.items() if seen}
+        for method, gaps in report["gap_s"].items()
     }
     contexts = sorted({int(context) for gaps in gap_s.values() for context in gaps})
     shortest, longest = str(contexts[0]), str(contexts[-1])
@@ -146,9 +147,9 @@ def _ratios(report: dict[str, Any]) -> dict[str, float]:
         "recompute_over_tokens_at_longest": (("recompute", longest), ("tokens", longest)),
     }
     ratios = {
-        name: gap_s[way][context] / gap_s[beside][at]
-        for name, ((way, context), (beside, at)) in asked.items()
-        if context in gap_s.get(way, {}) and at in gap_s.get(beside, {})
+        name: gap_s[method][context] / gap_s[beside][at]
+        for name, ((method, context), (beside, at)) in asked.items()
+        if context in gap_s.get(method, {}) and at in gap_s.get(beside, {})
     }
     if report["step_ratio"]:
         ratios["step_beside_a_move"] = statistics.median(report["step_ratio"])
@@ -225,7 +226,7 @@ def _fleet(root: Path, settings: Settings, context: int, limits: MigrationLimits
     )
 
 
-async def _measure(root: Path, settings: Settings, context: int, way: str) -> dict[str, Any]:
+async def _measure(root: Path, settings: Settings, context: int, method: str) -> dict[str, Any]:
     """Move one request back and forth between two engines, while another decodes on the source."""
     random = Random(context)
     found: dict[str, Any] = {
@@ -236,7 +237,7 @@ async def _measure(root: Path, settings: Settings, context: int, way: str) -> di
         "step_ratio": [],
         "copied_bytes": 0,
     }
-    async with _fleet(root, settings, context, _LIMITS[way]) as fleet:
+    async with _fleet(root, settings, context, _LIMITS[method]) as fleet:
         await fleet.swap("e0", to=_MODEL)
         prompt = tuple(random.randrange(2048) for _ in range(context))
         # The first move warms up.
@@ -258,11 +259,11 @@ async def _measure(root: Path, settings: Settings, context: int, way: str) -> di
                 await moving.has(len(moving.tokens) + settings.before)
                 moved_s = time.perf_counter()
                 fleet.reopen(destination)
-                if way == "recompute":
+                if method == "recompute":
                     await _evict(fleet, source, moving, destination)
                 else:
-                    kind: MigrationWay = "tokens" if way == "tokens" else "kv"
-                    record = await fleet.migrate(moving.request, to=destination, way=kind)
+                    kind: MigrationMethod = "tokens" if method == "tokens" else "kv"
+                    record = await fleet.migrate(moving.request, to=destination, method=kind)
                     if record.outcome != "done":
                         raise RuntimeError(f"a move failed: {record}")
                     found["copied_bytes"] = record.copied_bytes or found["copied_bytes"]
@@ -276,7 +277,7 @@ async def _measure(root: Path, settings: Settings, context: int, way: str) -> di
                 tasks.cancel_scope.cancel()
             await fleet.unload(source)
     gaps = Summary.of([1e3 * gap for gap in found["gap_s"]])
-    print(f"{way} at {context}: {gaps.format(1)} ms", file=sys.stderr)
+    print(f"{method} at {context}: {gaps.format(1)} ms", file=sys.stderr)
     return found
 
 
@@ -302,14 +303,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print tables, write the report."""
     parser = parser_of("migrate", __doc__, full="contexts up to 8,192 tokens, five repeats")
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
-    parser.add_argument("--ways", nargs="+", choices=_LIMITS, help="how requests move; all ways by default")
+    parser.add_argument(
+        "--methods", nargs="+", choices=_LIMITS, help="how requests move; all methods by default"
+    )
     parser.add_argument("--repeats", type=int, help="moves of each kind")
     options = parser.parse_args(arguments)
     settings = FULL if options.full else Settings()
     if options.contexts:
         settings = replace(settings, contexts=tuple(options.contexts))
-    if options.ways:
-        settings = replace(settings, ways=tuple(options.ways))
+    if options.methods:
+        settings = replace(settings, methods=tuple(options.methods))
     if options.repeats:
         settings = replace(settings, repeats=options.repeats)
     partial = PartialResults.of(options.json)

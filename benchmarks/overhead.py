@@ -47,7 +47,7 @@ _MODEL = ModelId("m")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What to measure: `batch` requests of `tokens` tokens, `repeats` times each way, and routes."""
+    """What to measure: `batch` requests of `tokens` tokens, `repeats` times per method, and routes."""
 
     batch: int = 32
     tokens: int = 512
@@ -152,12 +152,12 @@ async def _measure(settings: Settings) -> dict[str, list[float]]:
             async with fleet.stream(_MODEL, [1], sampling) as tokens:
                 await _read(tokens, settings.tokens)
 
-        ways = {"engine": from_engine, "fleet": through_fleet}
-        series: dict[str, list[float]] = {way: [] for way in ways}
-        for way in ways.values():
-            await _cpu_s(way, settings)
-        for name in rounds(tuple(ways), settings.repeats):
-            series[name].append(await _cpu_s(ways[name], settings) / settings.batch / settings.tokens)
+        cases = {"engine": from_engine, "fleet": through_fleet}
+        series: dict[str, list[float]] = {case: [] for case in cases}
+        for case in cases.values():
+            await _cpu_s(case, settings)
+        for name in rounds(tuple(cases), settings.repeats):
+            series[name].append(await _cpu_s(cases[name], settings) / settings.batch / settings.tokens)
     added = [fleet - engine for fleet, engine in zip(series["fleet"], series["engine"], strict=True)]
     return {"engine_s": series["engine"], "fleet_s": series["fleet"], "added_s": added}
 
@@ -169,12 +169,12 @@ async def _read(tokens: TokenStream, expected: int) -> None:
     assert num_tokens == expected
 
 
-async def _cpu_s(way: Callable[[], Coroutine[Any, Any, None]], settings: Settings) -> float:
+async def _cpu_s(case: Callable[[], Coroutine[Any, Any, None]], settings: Settings) -> float:
     gc.collect()
     began = time.process_time()
     async with anyio.create_task_group() as tasks:
         for _ in range(settings.batch):
-            tasks.start_soon(way)
+            tasks.start_soon(case)
     return time.process_time() - began
 
 

@@ -127,7 +127,7 @@ DATA = {
 
 
 class Tokens(Mover):
-    """Moves requests as tokens, which is the paper's way."""
+    """Moves requests as tokens, which is the method of the paper."""
 
     def choose(self, move: MoveView) -> MoveChoice:
         return MoveChoice("tokens")

@@ -11,13 +11,13 @@ from typing import TypeAlias
 
 import anyio
 
-from hotswap import DrainRecord, Fleet, InstanceId, MigrationWay
+from hotswap import DrainRecord, Fleet, InstanceId, MigrationMethod
 from hotswap.errors import ConfigError, InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
 from hotswap.testing.chaos import ChaosEngine
 
 __all__ = ["Engines", "OperationRates", "RandomOperations"]
 
-_WAYS: tuple[MigrationWay | None, ...] = (None, "kv", "tokens")
+_METHODS: tuple[MigrationMethod | None, ...] = (None, "kv", "tokens")
 _Verb: TypeAlias = Callable[[Random], Awaitable[None]]
 
 
@@ -125,7 +125,9 @@ class RandomOperations:
         others = [i.id for i in view.serving(request.model) if i.id != request.instance]
         if others:
             with suppress(ConfigError, InvalidRequest, MigrationAborted):
-                await self._fleet.migrate(request.id, to=random.choice(others), way=random.choice(_WAYS))
+                await self._fleet.migrate(
+                    request.id, to=random.choice(others), method=random.choice(_METHODS)
+                )
 
     async def _drain(self, random: Random) -> None:
         instance = self._random_instance(random)

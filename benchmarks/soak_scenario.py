@@ -106,7 +106,7 @@ async def soak(setup: Setup, scenario: Scenario, seed: int) -> dict[str, Any]:
         "quiet": quiet.report(),
         "disturbed": disturbed.report(),
         "faults": setup.injected,
-        "moves": _counted(f"{record.way} {record.outcome}" for record in fleet.migrations),
+        "moves": _counted(f"{record.method} {record.outcome}" for record in fleet.migrations),
         "swaps": _counted(record.outcome for record in fleet.swaps),
         "drains": dict(sorted(operations.drains.items())),
         "wrong": quiet.wrong + disturbed.wrong,

@@ -115,7 +115,7 @@ async def _move(
             if kind == "resume_gap_s":
                 await fleet.drain("e0", deadline_s=0.0)
                 return
-            record = await fleet.migrate(stream.request.id, to="e1", way="kv")
+            record = await fleet.migrate(stream.request.id, to="e1", method="kv")
             if record.outcome != "done":
                 raise RuntimeError(f"a move failed: {record}")
             report["copied_bytes"] = record.copied_bytes

@@ -10,9 +10,9 @@ from hotswap import abc as abc
 from hotswap import errors as errors
 from hotswap.action import (
     DrainRecord,
+    MigrationMethod,
     MigrationOutcome,
     MigrationRecord,
-    MigrationWay,
     PhaseRecord,
     SwapOutcome,
     SwapRecord,
@@ -60,9 +60,9 @@ __all__ = [
     "InstanceState",
     "InstanceView",
     "MigrationLimits",
+    "MigrationMethod",
     "MigrationOutcome",
     "MigrationRecord",
-    "MigrationWay",
     "Model",
     "ModelId",
     "ModelView",

@@ -12,9 +12,9 @@ __all__ = [
     "Action",
     "DrainRecord",
     "Migrate",
+    "MigrationMethod",
     "MigrationOutcome",
     "MigrationRecord",
-    "MigrationWay",
     "PhaseRecord",
     "PinAdapters",
     "Prefetch",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-MigrationWay: TypeAlias = Literal["kv", "tokens", "wait"]
+MigrationMethod: TypeAlias = Literal["kv", "tokens", "wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +63,12 @@ class Prefetch:
 class Migrate:
     """Move a request to another instance of its model, while it goes on.
 
-    `way` leaves the choice to the fleet where it is `None`. An action that cannot be begun is dropped.
+    `method=None` leaves the choice to the fleet. An action that cannot be begun is dropped.
     """
 
     request: RequestId
     destination: InstanceId
-    way: MigrationWay | None = None
+    method: MigrationMethod | None = None
     reason: str = ""
 
 
@@ -109,7 +109,7 @@ class SwapRecord:
 
     `model_after` is what the instance serves once the swap ended, whatever its outcome: the new model, the
     old one, or `None` for EMPTY. `load_path` is how the engine came by the new model, in its own words, where
-    it has more ways than one. `downtime_s` runs from the moment the instance stopped admitting to the
+    it has more than one method. `downtime_s` runs from the moment the instance stopped admitting to the
     moment it serves again.
     """
 
@@ -168,7 +168,7 @@ class MigrationRecord:
         request: Which request it was.
         source: Where it ran.
         destination: Where it was to go.
-        way: With its KV blocks, or as tokens alone, which are computed again.
+        method: With its KV blocks, or as tokens alone, which are computed again.
         outcome: `"finished"` if the request ended on its own meanwhile.
         started_s: Loop time.
         seconds: From there to the first token on the destination, or to the end of the attempt.
@@ -176,7 +176,7 @@ class MigrationRecord:
         num_tokens: Of the request, when it was handed over.
         num_stages: Copies, or rounds of tokens, the last included.
         copied_bytes: Of KV blocks.
-        estimated_s: What whoever chose the way thought `downtime_s` would be; 0 if nobody did.
+        estimated_s: The `downtime_s` that the `Mover` expected; 0 without an estimate.
         stage: In which stage it ended, if it was not done.
         error: Why, likewise.
     """
@@ -184,7 +184,7 @@ class MigrationRecord:
     request: RequestId
     source: InstanceId
     destination: InstanceId
-    way: MigrationWay
+    method: MigrationMethod
     outcome: MigrationOutcome
     reason: str
     started_s: float

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from hotswap.action import MigrationRecord, MigrationWay
+from hotswap.action import MigrationMethod, MigrationRecord
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.view import InstanceView
 
@@ -203,7 +203,7 @@ class MoveView:
 class MoveChoice:
     """A method of migration, and its expected downtime."""
 
-    way: MigrationWay
+    method: MigrationMethod
     estimated_s: float = 0.0
 
 

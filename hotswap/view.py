@@ -76,7 +76,7 @@ class EngineStatus:
         adapters: The adapters that it holds, by `Adapter.version`.
         max_adapters: How many it could hold; 0 if it can hold none.
         preloaded: The model that is staged beside the one that it serves.
-        load_path: How the engine came by its model, in its own words, where it has more ways than one.
+        load_path: How the engine came by its model, in its own words, where it has more than one method.
         node: Where it is, for stores whose tiers belong to nodes; "" if that makes no difference.
     """
 

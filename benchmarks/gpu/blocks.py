@@ -21,7 +21,7 @@ _REPEATS = 5
 
 
 def run(session: Session) -> None:
-    """Measure and check each way; wall time, since the host's part of it counts here."""
+    """Measure and check each method; wall time, since the host's part of it counts here."""
     layers, shape, pool_blocks = (
         (2, (1, 4, 16), 12) if session.is_dry else (NUM_LAYERS, SHAPE, NUM_POOL_BLOCKS)
     )
@@ -34,21 +34,21 @@ def run(session: Session) -> None:
         size = count * table.block_bytes
         staging = torch.empty(size, dtype=torch.uint8, device=session.device)
         host = torch.empty(size, dtype=torch.uint8, pin_memory=not session.is_dry)
-        ways = {
+        methods = {
             "gather to the device": partial(gather, table, blocks, staging),
             "scatter from the device": partial(scatter, table, blocks, staging),
             "gather to pinned memory": partial(gather, table, blocks, host),
             "gather and copy to pinned": partial(_gather_and_copy, table, blocks, staging, host),
             "a call for each layer": partial(_by_layer, pools, blocks, staging),
         }
-        for name, way in ways.items():
+        for name, method in methods.items():
             try:
-                way()
+                method()
             except Exception as exc:
                 session.report.setdefault("faults", []).append(f"{name} is not possible: {exc}")
                 continue
-            seconds = Summary.of([session.wall_s(way) for _ in range(_REPEATS)])
-            found.append({"way": name, "blocks": count, "bytes": size, "s": seconds.median})
+            seconds = Summary.of([session.wall_s(method) for _ in range(_REPEATS)])
+            found.append({"method": name, "blocks": count, "bytes": size, "s": seconds.median})
             shown = f"{1e6 * seconds.median:.0f}", f"{size / seconds.median / 1e9:.1f}"
             lines.append([f"{count} blocks, {name}", *shown])
             _compare(session, f"{count} blocks, {name}", host if "pinned" in name else staging, pools, blocks)

@@ -68,8 +68,8 @@ def check(session: Session) -> None:
                 )
                 error = relative_error(first, right)
                 name = str(dtype).removeprefix("torch.")
-                way = f"{name} {tile.path}"
-                worst[way] = max(worst.get(way, 0.0), error)
+                method = f"{name} {tile.path}"
+                worst[method] = max(worst.get(method, 0.0), error)
                 bound = (DENSE_BOUNDS if tile.path == "dense" else BOUNDS)[dtype]
                 if not error <= bound or not torch.equal(first, again):
                     session.report.setdefault("faults", []).append(
@@ -149,7 +149,7 @@ def _point(session: Session, case: _Case, rows: int, stop_s: float) -> tables.Re
     if not session.is_dry:
         tile, _ = search(Point(rows, case.shape, _name(session.dtype), GROUP), device, measure)
     bf16 = case.time(rows, case.whole)
-    ours, dense = (case.time(rows, partial(case.ours, way)) for way in (tile, DENSE))
+    ours, dense = (case.time(rows, partial(case.ours, method)) for method in (tile, DENSE))
     again = case.time(rows, case.whole)
     figures = {
         "us": ours.median,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hotswap.action import MigrationRecord, MigrationWay
+from hotswap.action import MigrationMethod, MigrationRecord
 from hotswap.errors import ConfigError
 from hotswap.migration import MoveChoice, Mover, MoveView
 from hotswap.policies.linear_fit import LinearFit
@@ -51,25 +51,26 @@ class MoveCosts(Mover):
         seconds = {"tokens": self._seconds["tokens"].at(move.num_tokens)}
         if move.kv_possible:
             seconds["kv"] = self._seconds["kv"].at(move.num_tokens * move.kv_bytes_per_token)
-        way: MigrationWay = "kv" if seconds.get("kv", float("inf")) <= seconds["tokens"] else "tokens"
-        if move.num_remaining * self.tpot_s <= seconds[way]:
+        method: MigrationMethod = "kv" if seconds.get("kv", float("inf")) <= seconds["tokens"] else "tokens"
+        if move.num_remaining * self.tpot_s <= seconds[method]:
             return MoveChoice("wait")
-        return MoveChoice(way, self._pauses[way].at(move.num_tokens))
+        return MoveChoice(method, self._pauses[method].at(move.num_tokens))
 
     def learn(self, record: MigrationRecord) -> None:
         if record.outcome != "done":
             return
-        amount = record.copied_bytes if record.way == "kv" else record.num_tokens
-        self._seconds[record.way].learn(amount, record.seconds)
-        self._pauses[record.way].learn(record.num_tokens, record.downtime_s)
+        amount = record.copied_bytes if record.method == "kv" else record.num_tokens
+        self._seconds[record.method].learn(amount, record.seconds)
+        self._pauses[record.method].learn(record.num_tokens, record.downtime_s)
 
     @property
     def errors(self) -> dict[str, float]:
         """The mean relative error of recent expected pauses, by method."""
-        return {way: line.mean_error for way, line in self._pauses.items()}
+        return {method: line.mean_error for method, line in self._pauses.items()}
 
     def __repr__(self) -> str:
-        ways = ", ".join(
-            f"{way}: {line.intercept:.3g} s + {line.slope:.3g} s each" for way, line in self._seconds.items()
+        methods = ", ".join(
+            f"{method}: {line.intercept:.3g} s + {line.slope:.3g} s each"
+            for method, line in self._seconds.items()
         )
-        return f"<MoveCosts [{ways}]>"
+        return f"<MoveCosts [{methods}]>"

@@ -100,7 +100,7 @@ class ActiveRequest:
         """On how many instances, one after another, it has run so far."""
         return len(self.hops)
 
-    # ------------------------------------------------------------------ its way
+    # ------------------------------------------------------------------ its states
 
     def interrupt(self) -> None:
         """End the present stay where it is, to go on elsewhere."""

@@ -144,7 +144,7 @@ class Control:
         active = self._state.requests.get(action.request)
         destination = self._state.instances.get(action.destination)
         if active is not None and destination is not None:  # else it has gone meanwhile
-            move = partial(self._moves.run_planned, way=action.way, reason=action.reason)
+            move = partial(self._moves.run_planned, method=action.method, reason=action.reason)
             tasks.start_soon(move, active, destination, name=f"move {action.request}")
 
     def _start_prefetch(self, action: Prefetch, tasks: TaskGroup) -> None:

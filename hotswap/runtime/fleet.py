@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import anyio
 from anyio import AsyncContextManagerMixin
 
-from hotswap.action import DrainRecord, MigrationRecord, MigrationWay, SwapRecord
+from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
 from hotswap.engine import Engine
 from hotswap.errors import HotswapError, InvalidRequest
 from hotswap.migration import Mover
@@ -220,19 +220,19 @@ class Fleet(AsyncContextManagerMixin):
         return await self._core.lifetime.run(work, f"the unload of instance {instance!r}")
 
     async def migrate(
-        self, request: str, *, to: str, way: MigrationWay | None = None, reason: str = "by hand"
+        self, request: str, *, to: str, method: MigrationMethod | None = None, reason: str = "by hand"
     ) -> MigrationRecord:
         """Move a request that runs to another instance of its model; its client notices a pause at most.
 
         Returns what became of it, which need not be a move: the request may end meanwhile, or stay where it
-        is for a reason that the record gives. `way="kv"` takes its KV blocks along, `"tokens"` has them
+        is for a reason that the record gives. `method="kv"` takes its KV blocks along, `"tokens"` has them
         computed anew while it goes on; left out, the fleet's `mover` chooses. A cancellation leaves the
         request where it is, or lets it arrive.
 
         Args:
             request: its id, `stream.request.id`.
             to: an instance that serves its model.
-            way: how.
+            method: How the request moves; `None` leaves the choice to the fleet.
             reason: for people.
 
         Raises:
@@ -241,7 +241,7 @@ class Fleet(AsyncContextManagerMixin):
                 one of the instances takes part in another move, or the other is not open for it.
             FleetClosed: the fleet is not open.
         """
-        work = self._core.operations.migrate(request, to=to, way=way, reason=reason)
+        work = self._core.operations.migrate(request, to=to, method=method, reason=reason)
         return await self._core.lifetime.run(work, f"the move of request {request!r}")
 
     async def drain(
@@ -249,7 +249,7 @@ class Fleet(AsyncContextManagerMixin):
         instance: str,
         *,
         deadline_s: float | None = None,
-        way: MigrationWay | None = None,
+        method: MigrationMethod | None = None,
         reason: str = "by hand",
     ) -> DrainRecord:
         """Empty an instance of requests: no new ones come, and those that run move elsewhere.
@@ -265,7 +265,7 @@ class Fleet(AsyncContextManagerMixin):
             SwapRefused: it is drained already, or a swap has it.
             FleetClosed: the fleet is not open.
         """
-        work = self._core.operations.drain(instance, deadline_s=deadline_s, way=way, reason=reason)
+        work = self._core.operations.drain(instance, deadline_s=deadline_s, method=method, reason=reason)
         return await self._core.lifetime.run(work, f"the drain of instance {instance!r}")
 
     def reopen(self, instance: str) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from hotswap import telemetry as tm
-from hotswap.action import MigrationWay
+from hotswap.action import MigrationMethod
 from hotswap.errors import ConfigError, MigrationAborted, RequestEvicted
 from hotswap.migration import KVSink, KVSource, SupportsMigration
 from hotswap.request import Request, RequestId
@@ -69,7 +69,7 @@ class Move:
     """Carries one request from `source` to `destination`; used once.
 
     Attributes:
-        way: With blocks or as tokens.
+        method: With blocks or as tokens.
         stage: Where it is.
         num_stages: How many copies or rounds there were.
         copied_bytes: Of KV blocks.
@@ -91,7 +91,7 @@ class Move:
         span: Span,
     ) -> None:
         self.active, self.source, self.destination = active, source, destination
-        self.way: MigrationWay = "tokens"
+        self.method: MigrationMethod = "tokens"
         self.stage = "begin"
         self.num_stages = self.copied_bytes = self.num_tokens = 0
         self.stopped_s = self.downtime_s = 0.0
@@ -107,7 +107,7 @@ class Move:
             MigrationAborted: naming the stage; the request goes on where it was, or has ended.
             InstanceLost: an end was lost, likewise.
         """
-        self.way = "kv"
+        self.method = "kv"
         source, destination = self.source.engine, self.destination.engine
         if not (isinstance(source, SupportsMigration) and isinstance(destination, SupportsMigration)):
             raise self._abort("export", "one of the engines cannot move KV blocks")
@@ -118,7 +118,7 @@ class Move:
             destination.import_kv(request) as imported,
         ):
             if exported.layout != imported.layout:
-                raise self._abort("reserve", "the engines keep KV blocks in different ways")
+                raise self._abort("reserve", "the engines keep KV blocks in different layouts")
             with self._assigned():
                 num_copied = await self._copy_while_decoding(exported, imported)
                 await self._hand_over_blocks(exported, imported, num_copied)
@@ -131,7 +131,7 @@ class Move:
             MigrationAborted: it computes them no faster than new ones come, or keeps nothing of them.
             InstanceLost: the destination was lost.
         """
-        self.way = "tokens"
+        self.method = "tokens"
         request = self.active.request
         async with self._adapters.held(self.active.adapter, request.id, self.destination, self._span):
             with self._assigned():
@@ -163,7 +163,7 @@ class Move:
 
     def source_left(self) -> None:
         """Give the move up if the request has left early; with blocks the verbs of the source end it."""
-        if self.way == "tokens" and not self._has_gone:
+        if self.method == "tokens" and not self._has_gone:
             self._in_vain = "the request has ended or gone elsewhere"
             self._scope.cancel()
 

@@ -12,7 +12,7 @@ import anyio
 from opentelemetry.trace import format_trace_id
 
 from hotswap import telemetry as tm
-from hotswap.action import MigrationOutcome, MigrationRecord, MigrationWay
+from hotswap.action import MigrationMethod, MigrationOutcome, MigrationRecord
 from hotswap.errors import HotswapError, MigrationAborted
 from hotswap.migration import MoveChoice, Mover, MoveView, SupportsMigration
 from hotswap.request import Request
@@ -72,18 +72,18 @@ class Moves:
                 move.turn_away()
 
     async def run_planned(
-        self, active: ActiveRequest, destination: Instance, *, way: MigrationWay | None, reason: str
+        self, active: ActiveRequest, destination: Instance, *, method: MigrationMethod | None, reason: str
     ) -> None:
         """Run a planned move; what cannot be begun is dropped, and its failure ends nothing else."""
         try:
-            await self.run(active, destination, way=way, reason=reason)
+            await self.run(active, destination, method=method, reason=reason)
         except MigrationAborted:
             return
         except Exception:  # not of the move: a mover's fault, say
             log.exception("The move of request %r broke off.", active.request.id)
 
     async def run(
-        self, active: ActiveRequest, destination: Instance, *, way: MigrationWay | None, reason: str
+        self, active: ActiveRequest, destination: Instance, *, method: MigrationMethod | None, reason: str
     ) -> MigrationRecord:
         """Move a request and return what became of it, which is not always a move.
 
@@ -94,7 +94,7 @@ class Moves:
                 moves; an instance takes part in as many moves as it may, or could not serve it.
         """
         source = self._check(active, destination)
-        choice = self._choose(active, source, destination, way)
+        choice = self._choose(active, source, destination, method)
         span = self._telemetry.start(
             tm.SPAN_MIGRATE, _describe(active, source, destination, choice, reason), parent=active.span
         )
@@ -113,7 +113,7 @@ class Moves:
         error: BaseException | None = None
         try:
             with self._taking_part(move), move.unless_in_vain():
-                outcome = await self._carry_out(move, choice.way, may_fall_back=way is None)
+                outcome = await self._carry_out(move, choice.method, may_fall_back=method is None)
         except Exception as exc:
             outcome, error = ("finished" if active.finished else "aborted"), exc
             if not isinstance(exc, HotswapError):
@@ -127,16 +127,18 @@ class Moves:
             error = None  # or it and this frame keep each other, and with them both engines' KV blocks
         return record
 
-    async def _carry_out(self, move: Move, way: MigrationWay, *, may_fall_back: bool) -> MigrationOutcome:
-        move.way = way
-        if way == "wait":
+    async def _carry_out(
+        self, move: Move, method: MigrationMethod, *, may_fall_back: bool
+    ) -> MigrationOutcome:
+        move.method = method
+        if method == "wait":
             return "waited"
-        if way == "kv":
+        if method == "kv":
             try:
                 await move.with_blocks()
                 return "done"
             except MigrationAborted as exc:
-                # Blocks that cannot move, find no room or have no way are no reason to stay.
+                # Blocks that cannot move, find no room or have no transport are no reason to stay.
                 if not may_fall_back or exc.stage not in ("export", "reserve", "link"):
                     raise
         await move.as_tokens()
@@ -166,11 +168,11 @@ class Moves:
         return min(most, self._state.models[request.model].max_context_tokens) - 1
 
     def _choose(
-        self, active: ActiveRequest, source: Instance, destination: Instance, way: MigrationWay | None
+        self, active: ActiveRequest, source: Instance, destination: Instance, method: MigrationMethod | None
     ) -> MoveChoice:
         possible = all(isinstance(end.engine, SupportsMigration) for end in (source, destination))
-        if self._mover is None or way is not None:
-            return MoveChoice(way or ("kv" if possible else "tokens"))
+        if self._mover is None or method is not None:
+            return MoveChoice(method or ("kv" if possible else "tokens"))
         request = active.remaining
         return self._mover.choose(
             MoveView(
@@ -198,7 +200,7 @@ class Moves:
 
     def _keep(self, record: MigrationRecord, span: Span, error: BaseException | None) -> None:
         self.records.append(record)
-        labels = {tm.WAY: record.way, tm.OUTCOME: record.outcome}
+        labels = {tm.METHOD: record.method, tm.OUTCOME: record.outcome}
         self._telemetry.migrations.add(1, labels)
         if record.outcome == "done":
             self._telemetry.downtime.record(record.downtime_s, labels)
@@ -233,7 +235,7 @@ def _describe(
         tm.MODEL: active.request.model,
         tm.INSTANCE: source.id,
         tm.DESTINATION: destination.id,
-        tm.WAY: choice.way,
+        tm.METHOD: choice.method,
         tm.ESTIMATED_S: choice.estimated_s,
         tm.REASON: reason,
     }
@@ -252,7 +254,7 @@ def _record(
         request=move.active.request.id,
         source=move.source.id,
         destination=move.destination.id,
-        way=move.way,
+        method=move.method,
         outcome=outcome,
         reason=reason,
         started_s=started_s,

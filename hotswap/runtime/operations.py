@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import anyio
 
-from hotswap.action import DrainRecord, MigrationRecord, MigrationWay, SwapRecord
+from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
 from hotswap.request import ModelId, RequestId
@@ -73,18 +73,18 @@ class Operations:
         return await self._swaps.run(instance, target, deadline_s=deadline_s, reason=reason)
 
     async def migrate(
-        self, request: str, *, to: str, way: MigrationWay | None, reason: str
+        self, request: str, *, to: str, method: MigrationMethod | None, reason: str
     ) -> MigrationRecord:
         """Move a request that runs to another instance of its model."""
         active = self._state.requests.get(RequestId(request))
         if active is None:
             raise InvalidRequest(f"There is no request {request!r} under way; it may have ended.")
-        return await self._moves.run(active, self._state.instance(to), way=way, reason=reason)
+        return await self._moves.run(active, self._state.instance(to), method=method, reason=reason)
 
     # ------------------------------------------------------------------ drain
 
     async def drain(
-        self, instance: str, *, deadline_s: float | None, way: MigrationWay | None, reason: str
+        self, instance: str, *, deadline_s: float | None, method: MigrationMethod | None, reason: str
     ) -> DrainRecord:
         """Empty an instance of requests; it stays closed."""
         check_seconds(ConfigError, deadline_s=deadline_s)
@@ -94,7 +94,7 @@ class Operations:
         self._state.close(chosen)
         self._moves.turn_away(chosen)
         try:
-            drain = _Drain(self._state, self._admission, self._moves, chosen, way, reason)
+            drain = _Drain(self._state, self._admission, self._moves, chosen, method, reason)
             return await drain.run(deadline_s)
         except BaseException:
             self.reopen(chosen)
@@ -124,7 +124,7 @@ class Operations:
         check_seconds(ConfigError, deadline_s=deadline_s)
         chosen = self._state.instance(instance)
         await self._restarted(chosen)
-        record = await self.drain(instance, deadline_s=deadline_s, way=None, reason=reason)
+        record = await self.drain(instance, deadline_s=deadline_s, method=None, reason=reason)
         try:
             await self._unload_unless_lost(chosen, reason)
         except BaseException:
@@ -185,7 +185,7 @@ class Operations:
             instance = replicas[0]
             if streams == "moved" and self._replicas(new):
                 self._redirect(instance, new)
-            await self.drain(instance.id, deadline_s=None, way=None, reason=reason)
+            await self.drain(instance.id, deadline_s=None, method=None, reason=reason)
             try:
                 await self._swap(instance, new, deadline_s=0.0, reason=reason)
             finally:
@@ -220,12 +220,12 @@ class _Drain:
         admission: Admission,
         moves: Moves,
         instance: Instance,
-        way: MigrationWay | None,
+        method: MigrationMethod | None,
         reason: str,
     ) -> None:
         self._state, self._admission, self._moves = state, admission, moves
         self._instance, self._reason = instance, reason
-        self._way: MigrationWay | None = way
+        self._method: MigrationMethod | None = method
         self._seen: dict[RequestId, ActiveRequest] = {}
         self._failed_moves: dict[RequestId, int] = {}
         self._interrupted: set[RequestId] = set()
@@ -281,7 +281,7 @@ class _Drain:
 
     async def _move(self, active: ActiveRequest, destination: Instance, all_moves: anyio.CancelScope) -> None:
         try:
-            record = await self._moves.run(active, destination, way=self._way, reason=self._reason)
+            record = await self._moves.run(active, destination, method=self._method, reason=self._reason)
         except MigrationAborted:  # one of the ends takes part in another move meanwhile
             return
         except Exception as exc:  # not of the move: a mover's fault, say

@@ -47,7 +47,7 @@ def test_vllm_is_the_better_of_its_modes_batch_by_batch() -> None:
     assert tokens["vllm"] == {"1": [3.0, 3.0], "8": [9.0]}
 
 
-def test_the_overhead_is_the_difference_of_the_two_ways() -> None:
+def test_the_overhead_is_the_difference_of_the_two_cases() -> None:
     routes = RouteSettings(engines=(4, 8), requests=10, repeats=2)
     report = overhead.measure(overhead.Settings(batch=2, tokens=8, repeats=3, routes=routes))
     for fleet, alone, added in zip(report["fleet_s"], report["engine_s"], report["added_s"], strict=True):

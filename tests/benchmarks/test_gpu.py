@@ -65,7 +65,7 @@ def test_what_it_measures_has_a_rival_or_a_limit(report: dict[str, Any]) -> None
     )
     assert {each["weights"] for each in report["tokens"]} == {"bf16", "fp8"}
     assert {"unload_s", "load_s", "first_token_s", "tokens_per_s"} <= set(report["tokens"][0])
-    assert "a call for each layer" in {each["way"] for each in report["kv_blocks"]}
+    assert "a call for each layer" in {each["method"] for each in report["kv_blocks"]}
 
 
 def test_its_tables_can_be_put_in_place(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of moves, in small: each way is measured, and all of it is reported."""
+"""The benchmark of moves, in small: each method is measured, and all of it is reported."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.partial import PartialResults
 
 
 @pytest.mark.slow
-def test_every_way_moves_every_context(tmp_path: Path) -> None:
+def test_every_method_moves_every_context(tmp_path: Path) -> None:
     settings = migrate.Settings(contexts=(64, 128), repeats=1, hidden=64, layers=2, before=4)
     path = tmp_path / "report.part"
     report = migrate.measure(settings, tmp_path / "work", PartialResults(path))
-    assert {way: set(gaps) for way, gaps in report["gap_s"].items()} == {
-        way: {"64", "128"} for way in ("kv", "tokens", "blocking", "recompute")
+    assert {method: set(gaps) for method, gaps in report["gap_s"].items()} == {
+        method: {"64", "128"} for method in ("kv", "tokens", "blocking", "recompute")
     }
     assert all(len(gaps) == 1 and gaps[0] > 0 for seen in report["gap_s"].values() for gaps in seen.values())
     assert report["copied_bytes"]["128"] > report["copied_bytes"]["64"] > 0

@@ -233,8 +233,8 @@ async def test_a_move_goes_as_the_page_says() -> None:
             await anext(stream)
             first, second = sorted((E0, E1), key=lambda end: end != stream.hops[0].instance)
             with entered() as found:
-                await fleet.migrate(stream.request.id, to=second, way="kv")
-                script.actions = [Migrate(request=stream.request.id, destination=first, way="tokens")]
+                await fleet.migrate(stream.request.id, to=second, method="kv")
+                script.actions = [Migrate(request=stream.request.id, destination=first, method="tokens")]
                 await until(lambda: len(fleet.migrations) == 2)
                 await fleet.drain(first)
             await stream.collect()

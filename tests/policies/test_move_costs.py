@@ -1,4 +1,4 @@
-"""What moves cost is learned from moves, and the way that is over soonest is taken."""
+"""What moves cost is learned from moves, and the fastest method is chosen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DONE = MigrationRecord(
     request=RequestId("r"),
     source=InstanceId("e0"),
     destination=InstanceId("e1"),
-    way="tokens",
+    method="tokens",
     outcome="done",
     reason="",
     started_s=0.0,
@@ -64,23 +64,23 @@ def test_a_line_never_expects_less_than_nothing(points: list[tuple[float, float]
 
 def test_the_way_that_is_over_soonest_is_taken() -> None:
     slow_link, fast_link = MoveCosts(byte_s=1e-6), MoveCosts(byte_s=1e-12)
-    assert slow_link.choose(MOVE).way == "tokens"
-    assert fast_link.choose(MOVE).way == "kv"
-    assert fast_link.choose(replace(MOVE, kv_possible=False)).way == "tokens"
+    assert slow_link.choose(MOVE).method == "tokens"
+    assert fast_link.choose(MOVE).method == "kv"
+    assert fast_link.choose(replace(MOVE, kv_possible=False)).method == "tokens"
 
 
 def test_a_request_that_ends_before_it_could_have_moved_stays() -> None:
     costs = MoveCosts(start_s=0.5, tpot_s=0.05)
-    assert costs.choose(replace(MOVE, num_remaining=9)).way == "wait"
-    assert costs.choose(replace(MOVE, num_remaining=900)).way != "wait"
+    assert costs.choose(replace(MOVE, num_remaining=9)).method == "wait"
+    assert costs.choose(replace(MOVE, num_remaining=900)).method != "wait"
 
 
 def test_a_method_that_proves_slow_is_avoided() -> None:
     costs = MoveCosts(byte_s=1e-10)
-    assert costs.choose(MOVE).way == "kv"
+    assert costs.choose(MOVE).method == "kv"
     for _ in range(50):
-        costs.learn(replace(DONE, way="kv", copied_bytes=100_000_000, seconds=30.0))
-    assert costs.choose(MOVE).way == "tokens"
+        costs.learn(replace(DONE, method="kv", copied_bytes=100_000_000, seconds=30.0))
+    assert costs.choose(MOVE).method == "tokens"
 
 
 def test_it_expects_the_pauses_that_it_saw() -> None:

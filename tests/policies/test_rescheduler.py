@@ -166,11 +166,11 @@ def test_a_request_that_does_not_fit_gives_way_to_one_that_does() -> None:
 
 def test_requests_with_blocks_go_in_the_way_that_is_asked_for() -> None:
     view = fleet_of([crowded("e0"), roomy("e1")], [running("r", "e0")])
-    assert [move.way for move in RULE.plan(view) if isinstance(move, Migrate)] == [None]
-    by_blocks = replace(RULE, way="kv")
-    assert [move.way for move in by_blocks.plan(view) if isinstance(move, Migrate)] == ["kv"]
+    assert [move.method for move in RULE.plan(view) if isinstance(move, Migrate)] == [None]
+    by_blocks = replace(RULE, method="kv")
+    assert [move.method for move in by_blocks.plan(view) if isinstance(move, Migrate)] == ["kv"]
     leaving = fleet_of([terminating(crowded("e0")), roomy("e1")], [running("r", "e0", begun=False)])
-    assert [move.way for move in by_blocks.plan(leaving) if isinstance(move, Migrate)] == ["tokens"]
+    assert [move.method for move in by_blocks.plan(leaving) if isinstance(move, Migrate)] == ["tokens"]
 
 
 def test_what_waits_at_a_destination_and_what_is_kept_free_there_is_not_given_away() -> None:
@@ -211,14 +211,14 @@ def test_a_terminating_instance_drains_by_moves_of_any_request() -> None:
 
 def test_what_waits_on_a_terminating_instance_leaves_as_tokens() -> None:
     leaving = terminating(loaded("e0", 3, free=60, waiting=2, next_blocks=4, preempted=("set back",)))
-    for request, way in (
+    for request, method in (
         (running("runs", "e0"), None),
         (running("queued", "e0", begun=False), "tokens"),
         (running("set back", "e0"), "tokens"),
     ):
         (move,) = RULE.plan(fleet_of([leaving, roomy("e1")], [request]))
         assert isinstance(move, Migrate)
-        assert (move.request, move.way) == (request.id, way)
+        assert (move.request, move.method) == (request.id, method)
 
 
 def test_no_request_moves_to_an_instance_that_is_not_open() -> None:

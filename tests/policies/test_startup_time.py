@@ -265,7 +265,7 @@ def test_an_instance_that_others_are_sent_to_is_not_turned_in_the_same_plan() ->
     assert swaps(plan) == []
 
 
-# ------------------------------------------------------------------ nodes, and ways round
+# ------------------------------------------------------------------ nodes, and alternatives
 
 
 def on(node: str, instance: InstanceView) -> InstanceView:

@@ -315,7 +315,7 @@ async def test_an_old_version_moves_as_tokens_and_is_read_once_for_all_rounds() 
         async with fleet.stream("a", range(1, 700), sampling, adapter="sql") as stream:
             got = [(await anext(stream)).id]
             await fleet.adapters.update(NEW)
-            move = await fleet.migrate(stream.request.id, to="e1", way="tokens")
+            move = await fleet.migrate(stream.request.id, to="e1", method="tokens")
             assert (move.outcome, move.error) == ("done", "")
             assert engines[1].loaded.count("sql") == 1
             got += [token.id async for token in stream]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import anyio
 import pytest
 
-from hotswap import Fleet, InstanceId, InstanceState, MigrationLimits, MigrationWay, ModelId, Sampling
+from hotswap import Fleet, InstanceId, InstanceState, MigrationLimits, MigrationMethod, ModelId, Sampling
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import ConfigError, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import virtual_time
@@ -55,7 +55,7 @@ async def test_a_drained_instance_is_empty_and_its_requests_have_moved() -> None
         view = fleet.view().instance(E0)
         assert (view.num_requests, view.state, view.open) == (0, InstanceState.SERVING, False)
         assert (record.num_moved, record.num_evicted) == (4, 0)
-        assert {move.way for move in fleet.migrations} == {"kv"}
+        assert {move.method for move in fleet.migrations} == {"kv"}
         assert num_running(fleet, E1) == 8
 
 
@@ -96,7 +96,7 @@ async def moving_to_a_slow_one(limits: MigrationLimits) -> AsyncGenerator[Fleet]
         ):
             first = await anext(stream)
             await fleet.swap("e1", to="a")
-            tasks.start_soon(lambda: fleet.migrate(stream.request.id, to="e1", way="tokens"))
+            tasks.start_soon(lambda: fleet.migrate(stream.request.id, to="e1", method="tokens"))
             await until(lambda: num_running(fleet, E1) == 1)
             yield fleet
             assert [first.id, *[token.id async for token in stream]] == expected(stream.request)
@@ -123,7 +123,7 @@ async def test_a_round_for_a_client_that_has_left_keeps_no_drain_waiting() -> No
             async with fleet.stream("a", range(1, 900), LONG) as stream:
                 await anext(stream)
                 await fleet.swap("e1", to="a")
-                tasks.start_soon(lambda: fleet.migrate(stream.request.id, to="e1", way="tokens"))
+                tasks.start_soon(lambda: fleet.migrate(stream.request.id, to="e1", method="tokens"))
                 await until(lambda: num_running(fleet, E1) == 1)
             record = await fleet.drain("e1")
         assert record.seconds < 1
@@ -182,15 +182,15 @@ async def test_a_request_that_was_sent_before_the_drain_is_not_forgotten() -> No
         assert [token.id async for token in stream] == expected(stream.request)
 
 
-@pytest.mark.parametrize("way", ["kv", "tokens"])
+@pytest.mark.parametrize("method", ["kv", "tokens"])
 @virtual_time
-async def test_no_move_brings_a_request_to_an_instance_that_drains(way: MigrationWay) -> None:
+async def test_no_move_brings_a_request_to_an_instance_that_drains(method: MigrationMethod) -> None:
     async with replicas(2, "a") as fleet, fleet.stream("a", range(1, 900), LONG) as stream:
         first = await anext(stream)
         at = stream.hops[-1].instance
         other = E1 if at == E0 else E0
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: fleet.migrate(stream.request.id, to=other, way=way))
+            tasks.start_soon(lambda: fleet.migrate(stream.request.id, to=other, method=method))
             await until(lambda: fleet.view().running[0].moving)
             await fleet.drain(other)
             assert fleet.view().instance(other).num_requests == 0

@@ -39,7 +39,7 @@ async def test_requests_leave_an_instance_whose_memory_runs_out() -> None:
             await fleet.swap("e1", to="a")
             await until(lambda: len(fleet.migrations) >= 2)
             assert {move.source for move in fleet.migrations} == {E0}
-            assert {move.way for move in fleet.migrations} == {"kv"}
+            assert {move.method for move in fleet.migrations} == {"kv"}
         assert any(move.outcome == "done" for move in fleet.migrations)
         idle(fleet)
 

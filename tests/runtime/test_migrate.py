@@ -14,7 +14,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from hotswap import Fleet, InstanceState, MigrationWay, Model, Request, RequestId, Sampling
+from hotswap import Fleet, InstanceState, MigrationMethod, Model, Request, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.kv import KVCache
 from hotswap.errors import InvalidRequest, MigrationAborted
@@ -75,12 +75,12 @@ async def undisturbed(
             return [token.id for token in await tokens.collect()]
 
 
-@pytest.mark.parametrize("way", ["kv", "tokens"])
+@pytest.mark.parametrize("method", ["kv", "tokens"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_moved_stream_is_that_of_an_undisturbed_run(
-    store: DictStore, skeletons: SkeletonCache, kind: str, way: MigrationWay
+    store: DictStore, skeletons: SkeletonCache, kind: str, method: MigrationMethod
 ) -> None:
-    random = Random(f"{kind}{way}")
+    random = Random(f"{kind}{method}")
     async with two_replicas(store, skeletons, kind) as fleet:
         for number in range(6):
             prompt = tuple(random.randrange(2, 500) for _ in range(random.choice([3, 31, 32, 100])))
@@ -94,10 +94,10 @@ async def test_a_moved_stream_is_that_of_an_undisturbed_run(
                         moments.pop(0)
                         at = stream.hops[-1].instance
                         record = await fleet.migrate(
-                            stream.request.id, to="e1" if at == "e0" else "e0", way=way
+                            stream.request.id, to="e1" if at == "e0" else "e0", method=method
                         )
                         assert record.outcome in ("done", "finished"), record
-                        assert record.way == way
+                        assert record.method == method
             assert read == await undisturbed(store, skeletons, kind, prompt, sampling)
         assert sum(record.outcome == "done" for record in fleet.migrations) >= 6
         for instance in fleet.view().instances:
@@ -147,7 +147,7 @@ async def test_moves_that_fail_keep_no_blocks_of_engines_that_have_unloaded(
                     for request in fleet.view().running[:1]:
                         to = "e1" if request.instance == "e0" else "e0"
                         with suppress(InvalidRequest, MigrationAborted), anyio.move_on_after(1):
-                            await fleet.migrate(request.id, to=to, way="kv")
+                            await fleet.migrate(request.id, to=to, method="kv")
                 clients.cancel_scope.cancel()
             for engine in engines:
                 await fleet.unload(engine.id)

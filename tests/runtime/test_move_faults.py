@@ -149,7 +149,7 @@ class Scene:
     async def move(self, request: RequestId) -> None:
         async def migrate() -> None:
             with self.moving:
-                await self.fleet.migrate(request, to=self.destination.id, way="kv")
+                await self.fleet.migrate(request, to=self.destination.id, method="kv")
 
         self.mover = asyncio.get_running_loop().create_task(migrate())
         with suppress(asyncio.CancelledError):

@@ -121,7 +121,7 @@ async def in_a_fleet():
 anyio.run({place})
 """
 
-WAYS = {
+ENDINGS = {
     "exit by a code": "sys.exit(3)",
     "exit by a message": "sys.exit('that was all')",
     "exit by zero": "sys.exit()",
@@ -138,9 +138,9 @@ def ended(end: str, place: str) -> tuple[int, str]:
     return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_process_with_a_fleet_ends_as_one_without(way: str) -> None:
-    assert ended(WAYS[way], "in_a_fleet") == ended(WAYS[way], "alone")
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_with_a_fleet_ends_as_one_without(ending: str) -> None:
+    assert ended(ENDINGS[ending], "in_a_fleet") == ended(ENDINGS[ending], "alone")
 
 
 def test_sys_exit_in_a_fleet_ends_the_process_by_its_code() -> None:

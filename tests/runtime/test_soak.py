@@ -111,7 +111,7 @@ async def test_ten_thousand_requests_among_faults_end_right_and_leave_nothing() 
     assert {"loss", "stuck", "delay", "stall", "no_memory", "abort"} <= set(report["faults"])
     assert {"store delay", "store missing", "store error", "store corrupt"} <= set(report["faults"])
     assert sum(report["faults"].values()) > 1000
-    assert {f"{way} {end}" for way in ("kv", "tokens") for end in ("done", "aborted", "cancelled")} <= set(
-        report["moves"]
-    )
+    assert {
+        f"{method} {end}" for method in ("kv", "tokens") for end in ("done", "aborted", "cancelled")
+    } <= set(report["moves"])
     assert {"drains", "replacements", "moved", "evicted", "finished"} <= set(report["drains"])

@@ -16,14 +16,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotswap import Fleet, InstanceState, MigrationWay, Model, Request, Sampling, Token
+from hotswap import Fleet, InstanceState, MigrationMethod, Model, Request, Sampling, Token
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import VirtualTimeLoop, virtual_time
 from tests.runtime.support import engine_of, expected, idle, sim_fleet, until
 
 MODELS = ("a", "b", "c", "d")
-WAYS: tuple[MigrationWay | None, ...] = (None, "kv", "tokens")
+METHODS: tuple[MigrationMethod | None, ...] = (None, "kv", "tokens")
 
 
 @dataclass(eq=False)
@@ -86,11 +86,11 @@ def random_client(random: Random) -> Client:
     )
 
 
-async def move(fleet: Fleet, request: Request | None, to: str, way: MigrationWay | None) -> None:
+async def move(fleet: Fleet, request: Request | None, to: str, method: MigrationMethod | None) -> None:
     """Move a request, if it can begin to."""
     if request is not None:
         with suppress(MigrationAborted, InvalidRequest):
-            await fleet.migrate(request.id, to=to, way=way)
+            await fleet.migrate(request.id, to=to, method=method)
 
 
 async def drain(fleet: Fleet, instance: str, deadline_s: float | None) -> None:
@@ -155,7 +155,7 @@ async def move_about(fleet: Fleet, random: Random, times: int) -> None:
             elif places:
                 running, there = random.choice(places)
                 with suppress(MigrationAborted, InvalidRequest):
-                    await fleet.migrate(running.id, to=there.id, way=random.choice(WAYS))
+                    await fleet.migrate(running.id, to=there.id, method=random.choice(METHODS))
 
 
 @virtual_time
@@ -176,7 +176,7 @@ async def test_a_thousand_random_moves_among_swaps_and_losses() -> None:
         assert all(client.done or client.leaves_after for client in clients)
         await until(lambda: not any(instance.num_requests for instance in fleet.view().instances))
         idle(fleet)
-        done = Counter(record.way for record in fleet.migrations if record.outcome == "done")
+        done = Counter(record.method for record in fleet.migrations if record.outcome == "done")
         assert done["kv"] > 500
         assert {record.outcome for record in fleet.migrations} >= {"done", "aborted", "cancelled", "finished"}
 
@@ -250,11 +250,11 @@ class FleetMachine(RuleBasedStateMachine):
         self.tasks.start_soon(scoped)
 
     @precondition(lambda self: any(not client.done for client in self.clients))
-    @rule(data=st.data(), way=st.sampled_from([None, "kv", "tokens"]))
-    def move(self, data: st.DataObject, way: MigrationWay | None) -> None:
+    @rule(data=st.data(), method=st.sampled_from([None, "kv", "tokens"]))
+    def move(self, data: st.DataObject, method: MigrationMethod | None) -> None:
         client = data.draw(st.sampled_from([client for client in self.clients if not client.done]))
         engine = data.draw(st.sampled_from(self.engines))
-        self.do(self._begin(lambda: move(self.fleet, client.request, engine.id, way)))
+        self.do(self._begin(lambda: move(self.fleet, client.request, engine.id, method)))
 
     @rule(data=st.data(), deadline_s=st.sampled_from([0.0, 0.1]))
     def drain(self, data: st.DataObject, deadline_s: float) -> None:

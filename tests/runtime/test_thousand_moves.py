@@ -10,7 +10,7 @@ from random import Random
 import anyio
 import pytest
 
-from hotswap import Fleet, MigrationLimits, MigrationWay, Model, ModelId, Sampling, Token
+from hotswap import Fleet, MigrationLimits, MigrationMethod, Model, ModelId, Sampling, Token
 from hotswap.abc import Tokenizer, WrapperStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.errors import InvalidRequest, MigrationAborted
@@ -33,7 +33,7 @@ KINDS = (
     "deepseek_v3",
 )
 MOVES = 100
-WAYS: tuple[MigrationWay, ...] = ("kv", "kv", "tokens")
+METHODS: tuple[MigrationMethod, ...] = ("kv", "kv", "tokens")
 
 
 class Letters:
@@ -67,7 +67,7 @@ class Client:
                 if len(self.read) in self.moments:
                     to = "e1" if stream.hops[-1].instance == "e0" else "e0"
                     try:
-                        await fleet.migrate(stream.request.id, to=to, way=random.choice(WAYS))
+                        await fleet.migrate(stream.request.id, to=to, method=random.choice(METHODS))
                     except (MigrationAborted, InvalidRequest):
                         continue  # it went elsewhere meanwhile, or has ended
 
@@ -130,7 +130,7 @@ async def test_streams_that_move_again_and_again_are_those_of_an_undisturbed_run
             async with anyio.create_task_group() as tasks:
                 for client in four:
                     tasks.start_soon(client.run, fleet, kind, random)
-        assert {record.way for record in fleet.migrations if record.outcome == "done"} == {"kv", "tokens"}
+        assert {record.method for record in fleet.migrations if record.outcome == "done"} == {"kv", "tokens"}
         assert all(instance.num_requests == 0 for instance in fleet.view().instances)
         await until(lambda: all(i.num_free_kv_blocks == i.num_kv_blocks for i in fleet.view().instances))
     undisturbed = [Client(client.prompt, client.sampling) for client in clients]

@@ -66,7 +66,7 @@ def course(outcome: Outcome) -> Iterator[tuple[list[object], list[float]]]:
         facts = [
             m.source,
             m.destination,
-            m.way,
+            m.method,
             m.outcome,
             m.num_tokens,
             m.num_stages,

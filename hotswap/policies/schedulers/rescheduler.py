@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from math import isfinite
 
-from hotswap.action import Action, Migrate, MigrationWay
+from hotswap.action import Action, Migrate, MigrationMethod
 from hotswap.errors import ConfigError
 from hotswap.policies.freeness import Freeness, is_terminating
 from hotswap.request import ModelId
@@ -48,7 +48,7 @@ class VirtualUsageRescheduler(Scheduler):
       Every instance is better off than one that terminates. Turn the guard off to repeat the artifact, which
       has no such rule.
     - A request without KV blocks, not yet begun or preempted, leaves a terminating instance as tokens.
-    - `way` is the method for the other moves. With `None` the fleet decides, and sends a request as tokens if
+    - `method` applies to the other moves. With `None` the fleet decides, and sends a request as tokens if
       the destination has no room for its blocks. With `"kv"`, the artifact's only method, such a request
       stays.
 
@@ -60,7 +60,7 @@ class VirtualUsageRescheduler(Scheduler):
     low: float = 3.0
     high: float = 3.0
     guard: bool = True
-    way: MigrationWay | None = None
+    method: MigrationMethod | None = None
 
     def __post_init__(self) -> None:
         if not (isfinite(self.low) and isfinite(self.high) and self.low <= self.high):
@@ -106,8 +106,8 @@ class VirtualUsageRescheduler(Scheduler):
             if not self.guard or self._rank(after) > before:
                 ends = (source, destination)
                 reason = ", ".join(f"F({end.id})={self.freeness.of(end):.3g}" for end in ends)
-                way = self.way if _has_blocks(request, source) else "tokens"
-                yield Migrate(request=request.id, destination=destination.id, way=way, reason=reason)
+                method = self.method if _has_blocks(request, source) else "tokens"
+                yield Migrate(request=request.id, destination=destination.id, method=method, reason=reason)
                 return
 
     def _rank(self, instance: InstanceView) -> float:

@@ -113,7 +113,7 @@ class SimulatedRequest(ActiveRequest):
             self._num_before = self._sequence.position
             self._leave(Finished() if error is None else departure(error))
 
-    # ------------------------------------------------------------------ its way
+    # ------------------------------------------------------------------ its states
 
     def start(self) -> None:
         """Ask for an instance; one that was found is taken in the next turn of the loop."""

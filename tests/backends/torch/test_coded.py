@@ -358,8 +358,8 @@ async def test_a_fleet_swaps_to_a_model_of_codes_and_moves_its_requests_with_the
                 if len(read) in (5, 12):
                     there = stream.hops[-1].instance
                     (to,) = (engine.id for engine in engines if engine.id != there)
-                    record = await fleet.migrate(stream.request.id, to=to, way="kv")
-                    assert (record.outcome, record.way) == ("done", "kv")
+                    record = await fleet.migrate(stream.request.id, to=to, method="kv")
+                    assert (record.outcome, record.method) == ("done", "kv")
         assert read == expected
         await fleet.swap(engines[0].id, to=B)
         async with fleet.stream(B, PROMPT, Sampling(max_tokens=24, ignore_eos=True)) as stream:

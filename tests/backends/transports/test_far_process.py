@@ -149,7 +149,7 @@ async def test_a_running_request_moves_to_another_process(
                     read.append(token.id)
                     if len(read) == 5:
                         await fleet.swap("far", to=KIND)
-                        record = await fleet.migrate(stream.request.id, to="far", way="kv")
+                        record = await fleet.migrate(stream.request.id, to="far", method="kv")
                         if killed == "with the request":
                             far.process.kill()
                 places = [hop.instance for hop in stream.hops]

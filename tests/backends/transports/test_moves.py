@@ -156,9 +156,9 @@ async def test_a_fleet_moves_requests_over_a_link(
                 read.append(token.id)
                 if len(read) in (10, 30):
                     to = "e1" if stream.hops[-1].instance == "e0" else "e0"
-                    record = await fleet.migrate(stream.request.id, to=to, way="kv")
+                    record = await fleet.migrate(stream.request.id, to=to, method="kv")
                     assert record.outcome in ("done", "finished"), record
-                    assert record.way == "kv"
+                    assert record.method == "kv"
         assert any(record.outcome == "done" for record in fleet.migrations)
     assert read == await undisturbed(store, skeletons)
 
@@ -178,13 +178,13 @@ async def test_a_request_moves_as_tokens_when_the_link_is_broken(
                 if len(read) in (10, 20):
                     to = "e1" if stream.hops[-1].instance == "e0" else "e0"
                     record = await fleet.migrate(
-                        stream.request.id, to=to, way="kv" if len(read) == 10 else None
+                        stream.request.id, to=to, method="kv" if len(read) == 10 else None
                     )
                     if len(read) == 10:
-                        assert (record.outcome, record.way) == ("aborted", "kv")
+                        assert (record.outcome, record.method) == ("aborted", "kv")
                         assert "link" in record.error
                     else:
-                        assert (record.outcome, record.way) == ("done", "tokens")
+                        assert (record.outcome, record.method) == ("done", "tokens")
     assert read == await undisturbed(store, skeletons)
 
 

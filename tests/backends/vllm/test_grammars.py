@@ -126,7 +126,7 @@ async def test_grammars_move_with_kv_blocks() -> None:
 
 async def move(fleet: Fleet, stream: FleetStream) -> None:
     to = "one" if stream.hops[-1].instance == "other" else "other"
-    record = await fleet.migrate(stream.request.id, to=to, way="kv")
+    record = await fleet.migrate(stream.request.id, to=to, method="kv")
     assert record.outcome in ("done", "finished"), record
 
 

@@ -18,8 +18,8 @@ from hotswap import (
     Adapter,
     Fleet,
     FleetStream,
+    MigrationMethod,
     MigrationRecord,
-    MigrationWay,
     Model,
     Request,
     RequestId,
@@ -58,7 +58,7 @@ def make_fleet(store: DictStore, *engines: VllmEngine, **given: Any) -> Fleet:
 
 
 async def read(
-    fleet: Fleet, request: Request, *, moves_at: list[int], way: MigrationWay | None = "kv"
+    fleet: Fleet, request: Request, *, moves_at: list[int], method: MigrationMethod | None = "kv"
 ) -> Read:
     """Read a stream that moves to the other engine once it has so many tokens, each time."""
     got = Read([], [])
@@ -67,7 +67,7 @@ async def read(
             got.tokens.append(token.id)
             # It may have ended, ahead of its reader.
             if len(got.tokens) in moves_at and stream.request.id in [r.id for r in fleet.view().running]:
-                got.records.append(await move(fleet, stream, way))
+                got.records.append(await move(fleet, stream, method))
     return got
 
 
@@ -76,9 +76,9 @@ class Read:
         self.tokens, self.records = tokens, records
 
 
-async def move(fleet: Fleet, stream: FleetStream, way: MigrationWay | None) -> MigrationRecord:
+async def move(fleet: Fleet, stream: FleetStream, method: MigrationMethod | None) -> MigrationRecord:
     other = "one" if stream.hops[-1].instance == "other" else "other"
-    return await fleet.migrate(stream.request.id, to=other, way=way)
+    return await fleet.migrate(stream.request.id, to=other, method=method)
 
 
 async def counts(engine: VllmEngine) -> list[int]:
@@ -119,7 +119,7 @@ async def test_requests_of_every_kind_move_with_their_blocks_and_change_nothing(
             await check(request)
         done = [record for record in outcomes if record.outcome == "done"]
         assert len(done) >= 2 * len(requests), [record.error for record in outcomes]
-        assert {record.way for record in outcomes} == {"kv"}
+        assert {record.method for record in outcomes} == {"kv"}
         assert all(record.copied_bytes > 0 for record in done)
         await until(
             lambda: all(view.num_free_kv_blocks == view.num_kv_blocks for view in fleet.view().instances)
@@ -274,9 +274,9 @@ async def test_where_blocks_cannot_move_requests_move_as_tokens() -> None:
         await serve(fleet)
         assert [engine.moves_blocks for engine in engines] == [True, False]
         expected = (await read(fleet, request, moves_at=[])).tokens
-        got = await read(fleet, request, moves_at=[6, 30], way=None)
+        got = await read(fleet, request, moves_at=[6, 30], method=None)
         assert got.tokens == expected
-        assert [(record.way, record.outcome) for record in got.records] == [("tokens", "done")] * 2
+        assert [(record.method, record.outcome) for record in got.records] == [("tokens", "done")] * 2
 
 
 async def test_a_destination_that_gets_no_call_frees_its_blocks() -> None:

@@ -133,7 +133,7 @@ class StartupPlan:
     def _direct(self, offer: Offer) -> Start:
         return Start(instance=self._instances[offer.instance], seconds=offer.seconds)
 
-    # ------------------------------------------------------------------ by way of a replacement
+    # ------------------------------------------------------------------ through a replacement
 
     def _with_replacement(
         self, model: ModelView, offer: Offer, taken: Collection[InstanceId]
