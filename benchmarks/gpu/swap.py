@@ -51,11 +51,11 @@ async def _measure(session: Session, size: int) -> dict[str, list[float]]:
     pinned[::step] = torch.randint(1, 256, (len(pinned[::step]),), dtype=torch.uint8)
     seconds: dict[str, list[float]] = {name: [] for name in (_PLAIN, _STORE, *_CHUNKED)}
     async with PinnedStore(size) as store:
-        async with store.hold(manifest, 0) as hold:
-            lent = torch.frombuffer(hold.place(manifest.shards[0]), dtype=torch.uint8)
+        async with store.reserve(manifest, 0) as reservation:
+            lent = torch.frombuffer(reservation.place(manifest.shards[0]), dtype=torch.uint8)
             lent.copy_(pinned)
-            hold.commit(manifest.shards[0])
-            hold.keep()
+            reservation.commit(manifest.shards[0])
+            reservation.keep()
         session.report["store_is_pinned"] = lent.is_pinned()
         for name in rounds(list(seconds), _REPEATS):
             flat.zero_()

@@ -39,7 +39,7 @@ MADE_BY = {
 NOT_EXPORTED = {
     "hotswap.backends.stores.admission.Admission": "`TieredStore` copies a model to its disk by `admit`",
     "hotswap.backends.stores.files.FileCalls": "tests of the stores inject faults by it",
-    "hotswap.backends.stores.host_tier.Hold": "`TieredStore` fills a tier in host memory by `hold`",
+    "hotswap.backends.stores.host_tier.BufferReservation": "`TieredStore` fills a host tier by `reserve`",
     "hotswap.backends.torch.kv.LayerShape": "engines share what they found in a `SkeletonCache`",
     "hotswap.backends.torch.modeling.Skeleton": "engines borrow them from a `SkeletonCache`",
     "hotswap.backends.vllm.core.Core": "engines take them from a `CorePool`",

@@ -10,7 +10,7 @@ from anyio import CancelScope, to_thread
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import copy
-from hotswap.backends.stores.host_tier import Hold, HostTier
+from hotswap.backends.stores.host_tier import BufferReservation, HostTier
 from hotswap.backends.stores.reading import give_back
 from hotswap.errors import ShardMissing, StoreError
 from hotswap.model import HostChunk, Manifest, Shard
@@ -72,9 +72,9 @@ class Fill:
         """Fill, then keep the buffer until the last reader has left. Errors are raised in the readers."""
         try:
             with self._scope:
-                async with self._host.hold(self._manifest, self.shard.rank) as hold:
+                async with self._host.reserve(self._manifest, self.shard.rank) as reservation:
                     try:
-                        await self._fill(hold)
+                        await self._fill(reservation)
                         await self._left.wait()
                     except Exception as exc:
                         self.error = exc
@@ -106,24 +106,24 @@ class Fill:
                 raise self.error
             await self.changed()
 
-    async def _fill(self, hold: Hold) -> None:
-        self.admitted, self.pinned, self.data = True, hold.pinned, hold.place(self.shard)
+    async def _fill(self, reservation: BufferReservation) -> None:
+        self.admitted, self.pinned, self.data = True, reservation.pinned, reservation.place(self.shard)
         self._notify()
-        if hold.has(self.shard) or not await self._load(hold):
+        if reservation.has(self.shard) or not await self._load(reservation):
             self.tier, self.filled_bytes = self._host.name, self.shard.size_bytes
         if self.wanted:
-            hold.keep()
+            reservation.keep()
         self.done = True
         self._notify()
 
-    async def _load(self, hold: Hold) -> bool:
+    async def _load(self, reservation: BufferReservation) -> bool:
         """Read the shard; false if another fill, here or in another process, has committed it before."""
-        async with hold.filling():
-            if hold.has(self.shard):
+        async with reservation.filling():
+            if reservation.has(self.shard):
                 return False
             with self._reading():
                 await self._read()
-            hold.commit(self.shard)
+            reservation.commit(self.shard)
         return True
 
     async def _read(self) -> None:

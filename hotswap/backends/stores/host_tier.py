@@ -20,7 +20,7 @@ from hotswap.model import HostBuffer, HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
 
-__all__ = ["Hold", "HostTier", "PendingDrops", "RankBuffer"]
+__all__ = ["BufferReservation", "HostTier", "PendingDrops", "RankBuffer"]
 
 
 class RankBuffer(Protocol):
@@ -55,8 +55,8 @@ class RankBuffer(Protocol):
         ...
 
 
-class Hold(ABC):
-    """Keeps a rank's buffer reserved while it is filled."""
+class BufferReservation(ABC):
+    """A reserved buffer of a rank, while it is filled."""
 
     def __init__(self, buffer: RankBuffer) -> None:
         self._buffer = buffer
@@ -85,7 +85,7 @@ class Hold(ABC):
 
     @abstractmethod
     def keep(self) -> None:
-        """Keep the buffer after the last hold ends, until room is needed."""
+        """Keep the buffer after the last reservation ends, until room is needed."""
 
 
 class PendingDrops:
@@ -121,8 +121,8 @@ class PendingDrops:
 class HostTier(WeightStore):
     """Whole ranks' flat buffers in host memory under a budget, lent without a copy.
 
-    The tier loads nothing by itself: a `TieredStore` with it as first tier fills it through `hold`. A shard
-    can be lent once it is committed, a rank once all its shards are.
+    The tier loads nothing by itself: a `TieredStore` with it as first tier fills it through `reserve`. A
+    shard can be lent once it is committed, a rank once all its shards are.
     """
 
     def __init__(self, name: str, chunk_bytes: int | str) -> None:
@@ -160,11 +160,11 @@ class HostTier(WeightStore):
                 give_back(data)
 
     @abstractmethod
-    def hold(self, manifest: Manifest, rank: int) -> AbstractAsyncContextManager[Hold]:
-        """Reserve the buffer of a rank while the block runs; several blocks may hold one buffer.
+    def reserve(self, manifest: Manifest, rank: int) -> AbstractAsyncContextManager[BufferReservation]:
+        """Reserve the buffer of a rank while the block runs; several blocks may reserve one buffer.
 
-        The buffer is freed with its last hold, unless `keep` was called or it was read from: a load that does
-        not finish leaves no memory in use.
+        The buffer is freed with its last reservation, unless `keep` was called or it was read from: a load
+        that does not finish leaves no memory in use.
 
         Raises:
             TierFull: it does not fit even when everything idle is evicted.

@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import aligned_buffer, pin, unpin
 from hotswap.backends.stores.budget import Budget, Slot
-from hotswap.backends.stores.host_tier import Hold, HostTier, PendingDrops
+from hotswap.backends.stores.host_tier import BufferReservation, HostTier, PendingDrops
 from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.errors import ShardMissing, TierFull
 from hotswap.hardware import parse_bytes
@@ -28,9 +28,9 @@ class PinnedStore(HostTier):
     """Weights in host memory, lent without a copy. Evicts the least recently used model, none while lent.
 
     `budget` bounds the bytes of all buffers, those being filled and those being freed included. A buffer is
-    one rank of one model, allocated whole and filled shard by shard through `hold`. The store loads nothing
-    by itself; a `TieredStore` fills it. Memory is pinned if the process has imported torch and has a CUDA
-    device. It is private to the process; `SharedStore` shares memory between the processes of a machine.
+    one rank of one model, allocated at once and filled shard by shard through `reserve`. The store loads
+    nothing by itself; a `TieredStore` fills it. Memory is pinned if the process has imported torch and has a
+    CUDA device. It is private to the process; `SharedStore` shares memory between the processes of a machine.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class PinnedStore(HostTier):
         raise ShardMissing(f"Tier {self.name!r} does not hold model {model!r}; prefetch it.")
 
     @asynccontextmanager
-    async def hold(self, manifest: Manifest, rank: int) -> AsyncGenerator[Hold]:
+    async def reserve(self, manifest: Manifest, rank: int) -> AsyncGenerator[BufferReservation]:
         slot = await self._reserve(manifest, rank)
-        hold = _Hold(slot.value)
+        reservation = _BufferReservation(slot.value)
         try:
             async with slot.value.pinning:
                 await in_thread(slot.value.pin)
-            yield hold
+            yield reservation
         finally:
             await self._release(slot)
 
@@ -202,7 +202,7 @@ class PinnedStore(HostTier):
                 self._budget.freed(slot)
 
 
-class _Hold(Hold):
+class _BufferReservation(BufferReservation):
     def __init__(self, buffer: _RankBuffer) -> None:
         super().__init__(buffer)
         self._rank_buffer = buffer

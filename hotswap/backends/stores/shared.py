@@ -16,11 +16,16 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import can_pin
-from hotswap.backends.stores.host_tier import Hold, HostTier, PendingDrops
+from hotswap.backends.stores.host_tier import BufferReservation, HostTier, PendingDrops
 from hotswap.backends.stores.reading import background
 from hotswap.backends.stores.segment import Label, Segment, digest_of, is_nameable
 from hotswap.backends.stores.segment_directory import Busy, SegmentDirectory
-from hotswap.backends.stores.shared_buffer import SharedBuffer, SharedHold, pauses, retry_while_busy
+from hotswap.backends.stores.shared_buffer import (
+    SharedBuffer,
+    SharedBufferReservation,
+    pauses,
+    retry_while_busy,
+)
 from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.errors import ShardMissing, StoreError, TierFull
 from hotswap.hardware import parse_bytes
@@ -112,7 +117,7 @@ class SharedStore(HostTier):
         return known.manifest
 
     @asynccontextmanager
-    async def hold(self, manifest: Manifest, rank: int) -> AsyncGenerator[Hold]:
+    async def reserve(self, manifest: Manifest, rank: int) -> AsyncGenerator[BufferReservation]:
         await self.expect(manifest)
         if not is_nameable(manifest.model):
             raise TierFull(
@@ -126,7 +131,7 @@ class SharedStore(HostTier):
             )
         async with self._in_use(manifest, rank, make=True) as buffer:
             assert buffer is not None
-            yield SharedHold(buffer)
+            yield SharedBufferReservation(buffer)
 
     def holds(self, shard: Shard) -> bool:
         known = self._known.get(shard.model)

@@ -13,13 +13,13 @@ import anyio
 from anyio import CancelScope, to_thread
 
 from hotswap.backends.memory import pin, unpin
-from hotswap.backends.stores.host_tier import Hold
+from hotswap.backends.stores.host_tier import BufferReservation
 from hotswap.backends.stores.segment import Segment
 from hotswap.backends.stores.segment_directory import Busy, map_memory_errors
 from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.model import Manifest, Shard
 
-__all__ = ["SharedBuffer", "SharedHold", "pauses", "retry_while_busy"]
+__all__ = ["SharedBuffer", "SharedBufferReservation", "pauses", "retry_while_busy"]
 
 _T = TypeVar("_T")
 _LONG_S = 5.0  # the directory is locked for as long as the removal of segments takes
@@ -89,7 +89,7 @@ class SharedBuffer:
         self.segment.close(discard=not self.kept)
 
 
-class SharedHold(Hold):
+class SharedBufferReservation(BufferReservation):
     """Keeps a segment mapped while it is filled; inside `filling` this process alone writes to it."""
 
     def __init__(self, buffer: SharedBuffer) -> None:

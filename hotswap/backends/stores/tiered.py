@@ -110,10 +110,12 @@ class TieredStore(WeightStore):
             if not all(map(self._host.holds, manifest.shards)):
                 await stack.enter_async_context(self._queue(model).turn(model, priority))
             ranks = range(manifest.world_size)
-            holds = [await stack.enter_async_context(self._host.hold(manifest, rank)) for rank in ranks]
+            reservations = [
+                await stack.enter_async_context(self._host.reserve(manifest, rank)) for rank in ranks
+            ]
             await self._complete(self._host, manifest, manifest.shards)
-            for hold in holds:
-                hold.keep()
+            for reservation in reservations:
+                reservation.keep()
 
     async def _fetch_to_disk(self, model: ModelId) -> None:
         """Copy the model from a lower tier to the `NvmeStore`, if there is one and it lacks the model."""
@@ -212,13 +214,13 @@ class TieredStore(WeightStore):
                 buffer = await stack.enter_async_context(host.lend(manifest, rank))
                 if buffer is not None:
                     return buffer
-                hold = await reserved.enter_async_context(host.hold(manifest, rank))
+                reservation = await reserved.enter_async_context(host.reserve(manifest, rank))
             except StoreError as exc:
                 self._log_bypass(manifest.model, exc)
                 return None
             with self._queue(manifest.model).load(manifest.model):
                 tier = await self._complete(host, manifest, manifest.shards_of(rank))
-            hold.keep()
+            reservation.keep()
             buffer = await stack.enter_async_context(host.lend(manifest, rank))
         return replace(buffer, tier=tier) if buffer is not None else None
 

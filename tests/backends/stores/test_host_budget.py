@@ -73,12 +73,12 @@ class Tier(RuleBasedStateMachine):
     async def _admit(self, model: str, whole: bool) -> None:
         manifest = manifest_of(model)
         (shard,) = manifest.shards
-        async with self.store.hold(manifest, 0) as hold:
+        async with self.store.reserve(manifest, 0) as reservation:
             assert self.store.view().tiers[0].used_bytes <= BUDGET
-            if not hold.has(shard) and whole:
-                hold.place(shard)[:] = model.encode() * shard.size_bytes
-                hold.commit(shard)
-                hold.keep()
+            if not reservation.has(shard) and whole:
+                reservation.place(shard)[:] = model.encode() * shard.size_bytes
+                reservation.commit(shard)
+                reservation.keep()
 
     @rule(target=loans, model=MODELS)
     def lend(self, model: str) -> Any:

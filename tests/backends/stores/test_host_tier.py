@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 from hotswap import ModelId
 from hotswap.abc import Manifest
 from hotswap.backends.stores import PinnedStore, SharedStore
-from hotswap.backends.stores.host_tier import Hold, HostTier
+from hotswap.backends.stores.host_tier import BufferReservation, HostTier
 from tests.backends.stores.models import UNIT, put
 
 M = ModelId("m")
@@ -23,11 +23,11 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> HostTier:
     return PinnedStore(budget) if request.param == "pinned" else SharedStore(tmp_path / "shared", budget)
 
 
-async def fill(hold: Hold, manifest: Manifest) -> None:
-    async with hold.filling():
+async def fill(reservation: BufferReservation, manifest: Manifest) -> None:
+    async with reservation.filling():
         for shard in manifest.shards_of(0):
-            hold.place(shard)[:] = b"x" * shard.size_bytes
-            hold.commit(shard)
+            reservation.place(shard)[:] = b"x" * shard.size_bytes
+            reservation.commit(shard)
 
 
 def residents(tier: HostTier) -> set[str]:
@@ -35,16 +35,16 @@ def residents(tier: HostTier) -> set[str]:
 
 
 async def admit(tier: HostTier, manifest: Manifest) -> None:
-    async with tier.hold(manifest, 0) as hold:
-        await fill(hold, manifest)
-        hold.keep()
+    async with tier.reserve(manifest, 0) as reservation:
+        await fill(reservation, manifest)
+        reservation.keep()
 
 
 async def test_a_buffer_that_was_lent_whole_is_kept(tier: HostTier, tmp_path: Path) -> None:
     manifest, _ = put(tmp_path)
     async with tier:
-        async with tier.hold(manifest, 0) as hold:
-            await fill(hold, manifest)
+        async with tier.reserve(manifest, 0) as reservation:
+            await fill(reservation, manifest)
             async with tier.lend(manifest) as buffer:
                 assert buffer is not None
         assert residents(tier) == {"m"}
@@ -53,8 +53,8 @@ async def test_a_buffer_that_was_lent_whole_is_kept(tier: HostTier, tmp_path: Pa
 async def test_a_buffer_of_which_a_shard_was_read_is_kept(tier: HostTier, tmp_path: Path) -> None:
     manifest, _ = put(tmp_path)
     async with tier:
-        async with tier.hold(manifest, 0) as hold:
-            await fill(hold, manifest)
+        async with tier.reserve(manifest, 0) as reservation:
+            await fill(reservation, manifest)
             async with tier.open(manifest.shards[0]) as chunks:
                 await anext(chunks)
         assert residents(tier) == {"m"}

@@ -134,7 +134,7 @@ async def test_pinned_memory_is_given_back(
         held = Held(monkeypatch, pinned._RankBuffer, name)
 
         async def hold() -> None:
-            async with store.hold(manifest, 0):
+            async with store.reserve(manifest, 0):
                 pass
 
         await held.cancel(hold)

@@ -22,12 +22,12 @@ M = ModelId("m")
 
 async def admit(store: PinnedStore, manifest: Manifest, data: bytes) -> None:
     """Fill rank 0 by hand, as a tiered store does."""
-    async with store.hold(manifest, 0) as hold:
+    async with store.reserve(manifest, 0) as reservation:
         for shard in manifest.shards_of(0):
             start = shard.buffer_offset_bytes
-            hold.place(shard)[:] = data[start : start + shard.size_bytes]
-            hold.commit(shard)
-        hold.keep()
+            reservation.place(shard)[:] = data[start : start + shard.size_bytes]
+            reservation.commit(shard)
+        reservation.keep()
 
 
 def used(store: PinnedStore) -> int:
@@ -60,9 +60,9 @@ async def _address(store: PinnedStore, manifest: Manifest) -> int:
 async def test_what_was_not_committed_is_not_lent(tmp_path: Path) -> None:
     manifest, ranks = put(tmp_path)
     first, second, *_ = manifest.shards
-    async with PinnedStore("1 MiB") as store, store.hold(manifest, 0) as hold:
-        hold.place(first)[:] = ranks[0][: first.size_bytes]
-        hold.commit(first)
+    async with PinnedStore("1 MiB") as store, store.reserve(manifest, 0) as reservation:
+        reservation.place(first)[:] = ranks[0][: first.size_bytes]
+        reservation.commit(first)
         assert await read(store, first) == ranks[0][: first.size_bytes]
         with pytest.raises(ShardMissing, match=second.file):
             await read(store, second)
@@ -74,7 +74,7 @@ async def test_what_was_not_committed_is_not_lent(tmp_path: Path) -> None:
 async def test_a_hold_that_kept_nothing_takes_no_memory(tmp_path: Path) -> None:
     manifest, _ = put(tmp_path)
     async with PinnedStore("1 MiB") as store:
-        async with store.hold(manifest, 0), store.hold(manifest, 0):
+        async with store.reserve(manifest, 0), store.reserve(manifest, 0):
             assert used(store) == manifest.buffer_bytes
         assert used(store) == 0
 

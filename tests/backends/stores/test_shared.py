@@ -281,7 +281,7 @@ async def test_waiting_for_another_store_cancelled_anywhere_leaves_nothing(machi
     manifest = machine.put()
     (shard, *_) = manifest.shards
     async with machine.store() as store, machine.store() as other:
-        async with host(other).hold(manifest, 0) as hold, hold.filling():
+        async with host(other).reserve(manifest, 0) as reservation, reservation.filling():
 
             async def wait() -> None:
                 with anyio.move_on_after(0.02):
@@ -510,7 +510,7 @@ async def test_weights_without_checksums_are_not_shared(machine: Machine) -> Non
     nameless = replace(manifest, shards=tuple(replace(s, checksum="") for s in manifest.shards))
     async with machine.store() as store:
         with pytest.raises(TierFull, match="without checksums"):
-            async with host(store).hold(nameless, 0):
+            async with host(store).reserve(nameless, 0):
                 pass
 
 
@@ -528,7 +528,7 @@ async def test_a_host_tier_that_fails_is_passed_by_and_the_log_says_so_once(
         monkeypatch.setattr(SegmentDirectory, "attach", fail)
         monkeypatch.setattr(SegmentDirectory, "has", lambda *_: True)
         with pytest.raises(StoreError, match="Too many"):
-            async with host(store).hold(manifest, 0):
+            async with host(store).reserve(manifest, 0):
                 pass
         async with store.lend(manifest) as nothing:
             assert nothing is None
@@ -545,7 +545,7 @@ async def test_a_model_whose_id_is_no_file_name_passes_by(machine: Machine) -> N
         await tier.expect(manifest)
         assert not any(map(tier.holds, manifest.shards))
         with pytest.raises(TierFull, match=r"PinnedStore"):
-            async with tier.hold(manifest, 0):
+            async with tier.reserve(manifest, 0):
                 pass
         with pytest.raises(ShardMissing):
             await tier.manifest(manifest.model)

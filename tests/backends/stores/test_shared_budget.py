@@ -97,15 +97,15 @@ class Machine(RuleBasedStateMachine):
 
     async def _admit(self, store: SharedStore, model: str, num_shards: int, keep: bool) -> None:
         manifest = manifest_of(model)
-        async with store.hold(manifest, 0) as hold:
+        async with store.reserve(manifest, 0) as reservation:
             assert store.view().tiers[0].used_bytes <= BUDGET
             for shard in manifest.shards[:num_shards]:
-                async with hold.filling():
-                    if not hold.has(shard):
-                        hold.place(shard)[:] = model.encode() * shard.size_bytes
-                        hold.commit(shard)
+                async with reservation.filling():
+                    if not reservation.has(shard):
+                        reservation.place(shard)[:] = model.encode() * shard.size_bytes
+                        reservation.commit(shard)
             if keep:
-                hold.keep()
+                reservation.keep()
 
     @rule(target=loans, side=SIDES, model=MODELS)
     def lend(self, side: int, model: str) -> Any:
