@@ -1,4 +1,4 @@
-"""Looks at every state that a transition system can reach, and says by which steps the first bad one came."""
+"""Explores all reachable states of a transition system, and reports the steps to the first bad one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRESS = "progress: left alone, it comes to its end"
 
 
 class Step(NamedTuple, Generic[S]):
-    """One thing that may happen next.
+    """A possible transition.
 
     Attributes:
         label: In words.
@@ -29,18 +29,18 @@ class Step(NamedTuple, Generic[S]):
 
 
 class System(Protocol[S]):
-    """What can be explored."""
+    """A transition system that can be explored."""
 
     def initial(self) -> S:
-        """Return the state that everything begins with."""
+        """Return the initial state."""
         ...
 
     def successors(self, state: S) -> Iterable[Step[S]]:
-        """Return all that may happen next."""
+        """Return all possible transitions."""
         ...
 
     def may_end(self, state: S) -> bool:
-        """Whether the state is an end, if no step of the system's own leads on from it."""
+        """Whether the state is a valid end, if the system has no step of its own in it."""
         ...
 
     def broken(self, state: S, *, is_end: bool) -> str | None:
@@ -50,7 +50,7 @@ class System(Protocol[S]):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of it.
+    """The result of an exploration.
 
     Attributes:
         num_states: How many were looked at.
@@ -94,7 +94,7 @@ def explore(system: System[S]) -> Found:
 
 
 class _Seen(Generic[S]):
-    """The states so far, numbered in the order in which they were found, and the steps between them."""
+    """The states found so far, numbered in order of discovery, and the steps between them."""
 
     def __init__(self, first: S) -> None:
         self.ends: list[int] = []
@@ -105,14 +105,14 @@ class _Seen(Generic[S]):
         self._labels: set[str] = set()
 
     def unvisited(self) -> Iterator[tuple[int, S]]:
-        """Give out each state once, those with the fewest steps to them first."""
+        """Yield each state once, in breadth-first order."""
         number = 0
         while self._queue:
             yield number, self._queue.popleft()
             number += 1
 
     def add(self, origin: int, step: Step[S]) -> None:
-        """Note a step, and where it leads."""
+        """Add a step and its successor."""
         label, own, state = step
         number = self._numbers.setdefault(state, len(self._came))
         if number == len(self._came):
@@ -134,7 +134,7 @@ class _Seen(Generic[S]):
         return next((number for number in range(len(self._came)) if number not in reaching), None)
 
     def found(self, broken: str | None = None, number: int = 0) -> Found:
-        """Return what came of it; an invariant was broken in a state."""
+        """Return the result, with a broken invariant in a state."""
         trace: list[str] = []
         while number:
             number, label = self._came[number]

@@ -1,14 +1,14 @@
-"""The hand-over of one request with its KV blocks, as a transition system small enough to look at all of it.
+"""A model of the hand-over of one request with its KV blocks, small enough to explore all its states.
 
-    flight        what its client has, where it runs, where it heads            `runtime/flight.py`
-    source        the request's steps and stream, what it was asked to do       `backends/torch/`
-    destination   the same, with the blocks that it keeps for a move, and what streams find in blocks
-    move          where it stands, from "reserve" to "arrive"                   `runtime/move.py`
+    request       tokens received by its client, its instance, its next instance    `runtime/active.py`
+    source        the request's steps and stream, and its queue of commands         `backends/torch/`
+    destination   the same, with the sink of the move and the published blocks
+    move          its stage, from "reserve" to "arrive"                             `runtime/move.py`
 
-Between two steps here lies an await there, so all that may come between two awaits comes between two steps.
-Tokens are told by their index, blocks by how many positions of the request they hold. Where the code is finer
-the model allows more: an engine does what it was asked at any later time, the watchdog may bark at any, and a
-move may be given up in any stage, for whatever reason: a cancellation, a time limit, a link, a drain of the
+A step of the model is the code between two awaits, so all interleavings at awaits are explored. Tokens are
+represented by their index, blocks by the number of positions in them. Where the code is more detailed, the
+model allows more: an engine executes a command at any later time, the watchdog may time out at any time, and
+a move may be aborted in any stage, for any reason: a cancellation, a time limit, a lost link, a drain of the
 destination.
 """
 
@@ -19,48 +19,59 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from tests.model.explore import Step
 
-__all__ = ["BOOKS", "HELD", "OWNER", "PUBLISHED", "TOKENS", "WHERE", "Bounds", "Fault", "HandOver", "State"]
+__all__ = [
+    "HELD",
+    "OWNER",
+    "PUBLISHED",
+    "RELEASED",
+    "TOKENS",
+    "WHERE",
+    "Bounds",
+    "Fault",
+    "HandOver",
+    "State",
+]
 
-TOKENS = "tokens: the client is given every token once, in order"
-OWNER = "owner: at most one engine decodes the request, the one where its flight is"
-PUBLISHED = "published: what a stream finds in blocks was copied there before"
-HELD = "held: no block is given back while it is read or written"
-BOOKS = "books: charges and blocks that were taken are given back, once"
+TOKENS = "tokens: the client receives every token once, in order"
+OWNER = "owner: at most one engine decodes the request, the one that it is assigned to"
+PUBLISHED = "published: the content of a published block was copied before"
+HELD = "held: no block is freed while it is read or written"
+RELEASED = "released: assignments and blocks are released exactly once"
 
 Fault: TypeAlias = Literal[
     "publish before the copy",
     "publish the last block without its copy",
     "source frees before the last copy",
-    "read what a preempted request gave back",
+    "read blocks of a preempted request",
     "watchdog frees what is being written",
     "watchdog never frees",
     "cancel leaves a write behind",
     "no stop",
-    "release what has gone",
+    "release a stream that ended",
     "resume after release",
-    "stop cancelled half way stays",
-    "go on from the source, unread dropped",
-    "go on from what was read at the stop",
-    "abort keeps the charge",
-    "failed release leaves the heading",
-    "failed release gives back what the flight took over",
-    "client leaves its heading behind",
+    "cancelled stop stays parked",
+    "continue from the source, unread dropped",
+    "continue from the tokens read at the stop",
+    "abort keeps the assignment",
+    "failed release keeps the redirection",
+    "failed release frees the request's assignment",
+    "client leaves its redirection",
 ]
 Where: TypeAlias = Literal["source", "destination"]
 WHERE: tuple[Where, Where] = ("source", "destination")
 
 
 class Bounds(NamedTuple):
-    """How large the system is.
+    """The size of the model.
 
     Attributes:
-        prompt: Tokens that the request begins with.
-        tokens: Those that are generated.
-        block: Tokens of a KV block.
-        last_stage_blocks: Full blocks left at which the request stops.
-        stages: Most copies before the last.
-        moves: Most moves, one after the other.
-        breaks: How often an engine may be evicted or lost; afterwards it comes back.
+        prompt: Tokens of the prompt.
+        tokens: Generated tokens.
+        block: Tokens per KV block.
+        last_stage_blocks: The request stops when fewer full blocks than this are left to copy.
+        stages: Maximum number of copies before the last one.
+        moves: Maximum number of moves, one after another.
+        breaks: How often an engine may be evicted or lost; it comes back afterwards.
     """
 
     prompt: int = 2
@@ -77,19 +88,19 @@ class Seq(NamedTuple):
 
     tokens: int
     computed: int = 0
-    state: Literal["asked", "running", "parked", "preempted"] = "asked"
+    state: Literal["queued", "running", "parked", "preempted"] = "queued"
 
 
 class Engine(NamedTuple):
-    """One engine.
+    """An engine and its part of the request.
 
     Attributes:
-        serves: Whether it admits requests; else it was evicted or lost, and comes back.
+        serves: Whether it admits requests; if not, it was evicted or lost, and comes back.
         lost: Whether it was lost.
         seq: The request.
-        unread: Tokens in the stream.
-        end: How the stream ends after them.
-        mail: What it was asked and has not done, in order; with each how many positions it is about.
+        unread: Tokens in the stream that are not read yet.
+        end: How the stream ends after these tokens.
+        commands: Queued commands in order, each with a number of positions.
     """
 
     serves: bool = True
@@ -97,14 +108,14 @@ class Engine(NamedTuple):
     seq: Seq | None = None
     unread: tuple[int, ...] = ()
     end: Literal["", "finished", "evicted", "lost"] = ""
-    mail: tuple[tuple[str, int], ...] = ()
+    commands: tuple[tuple[str, int], ...] = ()
 
-    def asked(self, word: str, about: int = 0) -> Engine:
-        return self._replace(mail=(*self.mail, (word, about)))
+    def command(self, name: str, about: int = 0) -> Engine:
+        return self._replace(commands=(*self.commands, (name, about)))
 
 
 class Sink(NamedTuple):
-    """What the destination keeps for a move: `written` positions in `blocks`."""
+    """The sink of a move at the destination: `written` positions in `blocks`."""
 
     is_open: bool = False
     blocks: int = 0
@@ -112,41 +123,41 @@ class Sink(NamedTuple):
     is_writing: bool = False
 
 
-class Flight(NamedTuple):
-    """The request's task.
+class ActiveRequest(NamedTuple):
+    """The task of the request in the fleet.
 
     Attributes:
-        at: Where it is; on an engine without a stream it is about to open one.
-        journal: What its client has.
-        heading: Whether it goes to the destination next, which is charged already.
-        arrived: Whether whoever waits for its arrival has been told.
-        goes_on_from: Tokens that the destination is told of, where a fault does not take the journal.
+        at: Its state: an engine, waiting, or over; on an engine without a stream it opens one next.
+        received: Tokens that the client has received.
+        redirected: Whether the destination is its next instance, to which it is assigned already.
+        arrived: Whether the event of its arrival is set.
+        goes_on_from: Number of tokens for the destination, if a fault does not use `received`.
     """
 
-    at: Literal["room", "source", "destination", "landed", "left"] = "room"
-    journal: tuple[int, ...] = ()
-    heading: bool = False
+    at: Literal["waiting", "source", "destination", "finished", "left"] = "waiting"
+    received: tuple[int, ...] = ()
+    redirected: bool = False
     arrived: bool = True
     goes_on_from: int | None = None
 
     @property
     def is_over(self) -> bool:
-        return self.at in ("landed", "left")
+        return self.at in ("finished", "left")
 
 
 class Move(NamedTuple):
-    """The move.
+    """The state of the move.
 
     Attributes:
-        at: What it does next, or waits for.
-        left: How many more may begin.
-        owes: Whether the charge of the destination is its own to give back.
+        at: The stage that it does next or waits in.
+        left: How many more moves may begin.
+        owes: Whether the move has to release the assignment to the destination.
         stages: Copies so far.
-        copied: Full blocks that are at the destination.
-        until: Positions that the copy under way goes up to.
+        copied: Full blocks at the destination.
+        until: Positions that the current copy covers.
         stopped: Positions computed when the request stopped; `None` before, -1 if it could not.
-        parks: Whether the source was asked to stop, and not yet to let go.
-        stale: Whether the stream from which it takes the request has ended.
+        parks: Whether the source was told to park the request, and not yet to release it.
+        stale: Whether the stream of the request at the source has ended.
     """
 
     at: Literal[
@@ -158,7 +169,7 @@ class Move(NamedTuple):
         "stop",
         "stopping",
         "commit",
-        "head",
+        "redirect",
         "release",
         "arrive",
     ] = "idle"
@@ -173,23 +184,23 @@ class Move(NamedTuple):
 
 
 class State(NamedTuple):
-    """All of it.
+    """A state of the model.
 
     Attributes:
         breaks: How often an engine may still break.
-        charges: Places taken at the source and at the destination.
-        published: Positions that a stream finds at the destination.
-        content: Positions that were copied to what it finds.
+        assigned: Assignments to the source and to the destination.
+        published: Positions in the prefix cache of the destination.
+        content: Positions of these that were copied.
         broken: The invariant that the last step itself broke.
     """
 
-    flight: Flight = Flight()
+    request: ActiveRequest = ActiveRequest()
     source: Engine = Engine()
     destination: Engine = Engine()
     sink: Sink = Sink()
     move: Move = Move()
     breaks: int = 0
-    charges: tuple[int, int] = (0, 0)
+    assigned: tuple[int, int] = (0, 0)
     published: int = 0
     content: int = 0
     broken: str | None = None
@@ -200,10 +211,10 @@ class State(NamedTuple):
     def put(self, where: Where, engine: Engine) -> State:
         return self._replace(source=engine) if where == "source" else self._replace(destination=engine)
 
-    def charge(self, where: Where, by: int) -> State:
-        source, destination = self.charges
+    def assign(self, where: Where, by: int) -> State:
+        source, destination = self.assigned
         return self._replace(
-            charges=(source + by, destination) if where == "source" else (source, destination + by)
+            assigned=(source + by, destination) if where == "source" else (source, destination + by)
         )
 
 
@@ -211,7 +222,7 @@ Steps: TypeAlias = Iterator[Step[State]]
 
 
 class HandOver:
-    """The system, with or without a fault; `successors` are the actors' steps, one after the other."""
+    """The transition system, with or without a fault; `successors` yields the steps of all actors."""
 
     def __init__(self, fault: Fault | None = None, bounds: Bounds | None = None) -> None:
         self._fault, self._bounds = fault, bounds or Bounds()
@@ -220,102 +231,102 @@ class HandOver:
         return State(move=Move(left=self._bounds.moves), breaks=self._bounds.breaks)
 
     def successors(self, state: State) -> Steps:
-        yield from self._flight(state)
+        yield from self._request(state)
         for where in WHERE:
             yield from self._engine(state, where)
-            yield from self._trouble(state, where)
+            yield from self._failures(state, where)
         yield from self._sink(state)
         yield from self._move(state)
 
     def may_end(self, state: State) -> bool:
-        return state.flight.is_over
+        return state.request.is_over
 
     def broken(self, state: State, *, is_end: bool) -> str | None:
-        flight, sink = state.flight, state.sink
-        if flight.journal != tuple(range(len(flight.journal))):
+        request, sink = state.request, state.sink
+        if request.received != tuple(range(len(request.received))):
             return TOKENS
-        if flight.at == "landed" and len(flight.journal) != self._bounds.tokens:
+        if request.at == "finished" and len(request.received) != self._bounds.tokens:
             return TOKENS
         for where in WHERE:
             seq = state.engine(where).seq
-            if seq is not None and seq.state != "parked" and flight.at != where:
+            if seq is not None and seq.state != "parked" and request.at != where:
                 return OWNER
         if state.published > state.content:
             return PUBLISHED
-        promised = flight.heading + state.move.owes
-        if state.charges != (flight.at == "source", (flight.at == "destination") + promised):
-            return BOOKS
+        promised = request.redirected + state.move.owes
+        if state.assigned != (request.at == "source", (request.at == "destination") + promised):
+            return RELEASED
         if is_end and (state.source.seq or state.destination.seq or sink.blocks):
-            return BOOKS
+            return RELEASED
         return state.broken
 
-    # ------------------------------------------------------------------ the flight
+    # ------------------------------------------------------------------ the request
 
-    def _flight(self, s: State) -> Steps:
-        at = s.flight.at
-        if at == "landed" or at == "left":
+    def _request(self, s: State) -> Steps:
+        at = s.request.at
+        if at == "finished" or at == "left":
             return
-        yield Step("the client leaves", False, self._land(s, "left"))
-        if at == "room":
+        yield Step("the client leaves", False, self._finish(s, "left"))
+        if at == "waiting":
             for where in WHERE:
                 if s.engine(where).serves:
-                    routed = s.charge(where, 1)._replace(flight=s.flight._replace(at=where))
+                    routed = s.assign(where, 1)._replace(request=s.request._replace(at=where))
                     yield Step(f"the request is routed to the {where}", True, routed)
             return
         engine = s.engine(at)
         if engine.unread:
-            yield Step("its flight reads a token", True, self._read_token(s, at))
+            yield Step("the request reads a token", True, self._read_token(s, at))
         elif engine.end:
-            yield Step(f"its flight finds the stream of the {at} {engine.end}", True, self._turn(s, at))
+            yield Step(f"the request finds the stream of the {at} {engine.end}", True, self._next_hop(s, at))
         elif engine.seq is None:
-            yield Step(f"the {at} turns the request away", not engine.serves, self._turn(s, at))
+            yield Step(f"the {at} refuses the request", not engine.serves, self._next_hop(s, at))
             if engine.serves:
-                yield Step(f"its flight opens a stream of the {at}", True, self._open(s, at))
+                yield Step(f"the request opens a stream of the {at}", True, self._open(s, at))
 
     def _open(self, s: State, at: Where) -> State:
-        known = s.flight.goes_on_from
-        num_tokens = len(s.flight.journal) if known is None or at == "source" else known
-        engine = s.engine(at)._replace(seq=Seq(self._bounds.prompt + num_tokens)).asked("admit")
-        return s.put(at, engine)._replace(flight=s.flight._replace(goes_on_from=None))
+        known = s.request.goes_on_from
+        num_tokens = len(s.request.received) if known is None or at == "source" else known
+        engine = s.engine(at)._replace(seq=Seq(self._bounds.prompt + num_tokens)).command("admit")
+        return s.put(at, engine)._replace(request=s.request._replace(goes_on_from=None))
 
     def _read_token(self, s: State, at: Where) -> State:
-        engine, flight = s.engine(at), s.flight
+        engine, request = s.engine(at), s.request
         token, unread = engine.unread[0], engine.unread[1:]
-        arrived = flight.arrived or not flight.heading
-        flight = flight._replace(journal=(*flight.journal, token), arrived=arrived)
-        s = s.put(at, engine._replace(unread=unread))._replace(flight=flight)
-        return self._land(s, "landed") if token == self._bounds.tokens - 1 else s
+        arrived = request.arrived or not request.redirected
+        request = request._replace(received=(*request.received, token), arrived=arrived)
+        s = s.put(at, engine._replace(unread=unread))._replace(request=request)
+        return self._finish(s, "finished") if token == self._bounds.tokens - 1 else s
 
-    def _turn(self, s: State, at: Where) -> State:
-        """The hop has ended without the last token: on to where it heads, or to the waiting room."""
+    def _next_hop(self, s: State, at: Where) -> State:
+        """The hop ended before the last token: continue on the next instance, or wait."""
         s = self._leave(s, at)
-        if s.flight.heading:
-            return s._replace(flight=s.flight._replace(at="destination", heading=False))
-        return s._replace(flight=s.flight._replace(at="room", arrived=True))
+        if s.request.redirected:
+            return s._replace(request=s.request._replace(at="destination", redirected=False))
+        return s._replace(request=s.request._replace(at="waiting", arrived=True))
 
-    def _land(self, s: State, how: Literal["landed", "left"]) -> State:
-        at = s.flight.at
+    def _finish(self, s: State, how: Literal["finished", "left"]) -> State:
+        at = s.request.at
         if at == "source" or at == "destination":
             s = self._leave(s, at)
-        if s.flight.heading and self._fault != "client leaves its heading behind":
-            s = s.charge("destination", -1)
-        journal = s.flight.journal if how == "landed" else ()
-        return s._replace(flight=Flight(at=how, journal=journal), move=s.move._replace(left=0))
+        if s.request.redirected and self._fault != "client leaves its redirection":
+            s = s.assign("destination", -1)
+        received = s.request.received if how == "finished" else ()
+        return s._replace(request=ActiveRequest(at=how, received=received), move=s.move._replace(left=0))
 
     def _leave(self, s: State, at: Where) -> State:
         """Close the stream: the engine forgets the request before its next step."""
         engine = s.engine(at)
-        s = s.put(at, engine._replace(unread=(), end="")).charge(at, -1)
+        s = s.put(at, engine._replace(unread=(), end="")).assign(at, -1)
         if at == "source" and self._fault in ("no stop", "resume after release") and engine.end == "evicted":
             return s
         return self._forget(s, at)
 
     def _forget(self, s: State, at: Where) -> State:
-        """The engine has the request no more; what it was asked about its ticket comes to nothing."""
+        """The engine forgets the request, and drops commands for its ticket."""
         engine = s.engine(at)
-        words = ("admit",) if at == "destination" else ("admit", "park", "unpark")
-        mail = tuple(letter for letter in engine.mail if letter[0] not in words)
-        s = s.put(at, engine._replace(seq=None, mail=mail))
+        names = ("admit",) if at == "destination" else ("admit", "park", "unpark")
+        commands = tuple(command for command in engine.commands if command[0] not in names)
+        s = s.put(at, engine._replace(seq=None, commands=commands))
         if at == "source" and s.move.at != "idle":
             stopped = -1 if s.move.at == "stopping" and s.move.stopped is None else s.move.stopped
             s = s._replace(move=s.move._replace(stale=True, stopped=stopped))
@@ -325,18 +336,16 @@ class HandOver:
 
     def _engine(self, s: State, where: Where) -> Steps:
         engine = s.engine(where)
-        if engine.mail:
-            word, about = engine.mail[0]
-            s_after = s.put(where, engine._replace(mail=engine.mail[1:]))
-            yield Step(
-                f"the {where} does what it was asked: {word}", True, self._obey(s_after, where, word, about)
-            )
+        if engine.commands:
+            word, about = engine.commands[0]
+            s_after = s.put(where, engine._replace(commands=engine.commands[1:]))
+            yield Step(f"the {where} executes: {word}", True, self._execute(s_after, where, word, about))
         if engine.seq is not None and engine.seq.state == "running":
             yield Step(f"the {where} decodes a token", True, self._decode(s, where, engine.seq))
         if engine.seq is not None and engine.seq.state == "preempted":
             seq = engine.seq._replace(state="running")
             yield Step(f"the {where} admits the request again", True, s.put(where, engine._replace(seq=seq)))
-        if not engine.serves and not s.flight.is_over:
+        if not engine.serves and not s.request.is_over:
             yield Step(f"the {where} is back", True, s.put(where, engine._replace(serves=True, lost=False)))
 
     def _decode(self, s: State, where: Where, seq: Seq) -> State:
@@ -349,7 +358,7 @@ class HandOver:
         s = self._forget(s, where)
         return s.put(where, s.engine(where)._replace(end=engine.end or "finished"))
 
-    def _obey(self, s: State, where: Where, word: str, about: int) -> State:
+    def _execute(self, s: State, where: Where, word: str, about: int) -> State:
         engine, sink = s.engine(where), s.sink
         match word:
             case "admit" if engine.seq is not None:
@@ -369,7 +378,7 @@ class HandOver:
         return s
 
     def _park(self, s: State) -> State:
-        """Between two steps; whoever asked may have gone."""
+        """Park the request between two steps; the move may have ended."""
         seq, num_computed = s.source.seq, -1
         if seq is not None and seq.state == "running" and not s.move.stale:
             num_computed = seq.computed
@@ -380,39 +389,41 @@ class HandOver:
             return s
         return s._replace(move=s.move._replace(stopped=num_computed))
 
-    def _trouble(self, s: State, where: Where) -> Steps:
-        """What befalls an engine: others that want its blocks, a swap, the end of its device."""
+    def _failures(self, s: State, where: Where) -> Steps:
+        """Failures of an engine: a preemption, an eviction by a swap, the loss of its device."""
         engine = s.engine(where)
         if engine.seq is not None and engine.seq.state == "running" and s.move.at != "idle":
-            seq = engine.seq._replace(state="preempted", computed=0)  # as good as new where nothing moves
+            seq = engine.seq._replace(
+                state="preempted", computed=0
+            )  # equivalent to a new request without a move
             yield Step(f"the {where} preempts the request", False, s.put(where, engine._replace(seq=seq)))
         if engine.serves and s.breaks:
             yield Step(f"the {where} is evicted", False, self._break(s, where, is_lost=False))
             yield Step(f"the {where} is lost", False, self._break(s, where, is_lost=True))
 
     def _break(self, s: State, where: Where, *, is_lost: bool) -> State:
-        """The stream ends after its tokens; blocks and mail go with the model that they were of."""
+        """End the stream after its tokens; blocks and commands are gone with the model."""
         had_stream = s.engine(where).seq is not None
         s = self._forget(s, where)
         engine = s.engine(where)
         end = ("lost" if is_lost else "evicted") if had_stream and not engine.end else engine.end
-        s = s.put(where, engine._replace(serves=False, lost=is_lost, end=end, mail=()))
+        s = s.put(where, engine._replace(serves=False, lost=is_lost, end=end, commands=()))
         s = s._replace(breaks=s.breaks - 1)
         return s if where == "source" else s._replace(sink=Sink(), published=0, content=0)
 
-    # ------------------------------------------------------------------ what the destination keeps
+    # ------------------------------------------------------------------ the sink of the destination
 
     def _sink(self, s: State) -> Steps:
         sink, destination = s.sink, s.destination
         is_idle = not sink.is_writing or self._fault == "watchdog frees what is being written"
         if sink.is_open and is_idle and self._fault != "watchdog never frees":
-            closed = s._replace(sink=sink._replace(is_open=False), destination=destination.asked("give"))
-            yield Step("the watchdog of the destination barks", True, closed)
-        if destination.mail and destination.mail[0][0] in ("publish", "close"):
-            lost = s._replace(destination=destination._replace(mail=destination.mail[1:]))
-            yield Step(f"the message {destination.mail[0][0]!r} is lost", False, lost)
+            closed = s._replace(sink=sink._replace(is_open=False), destination=destination.command("give"))
+            yield Step("the watchdog of the destination times out", True, closed)
+        if destination.commands and destination.commands[0][0] in ("publish", "close"):
+            lost = s._replace(destination=destination._replace(commands=destination.commands[1:]))
+            yield Step(f"the message {destination.commands[0][0]!r} is lost", False, lost)
         if s.published and not sink.blocks and destination.seq is None:
-            yield Step("others take the cached blocks", False, s._replace(published=0, content=0))
+            yield Step("other requests take the cached blocks", False, s._replace(published=0, content=0))
 
     # ------------------------------------------------------------------ the move
 
@@ -428,28 +439,28 @@ class HandOver:
             yield Step("there is no room at the destination", False, self._end(s))
         match at:
             case "stopping" if move.stopped is None:
-                return  # until the source has done it
-            case "reserve" | "read" if s.source.mail:
-                return  # until the source has done what came before
-            case "arrive" if not s.flight.arrived:
+                return  # until the source has parked the request
+            case "reserve" | "read" if s.source.commands:
+                return  # until the source has executed earlier commands
+            case "arrive" if not s.request.arrived:
                 return
         yield Step(f"the move goes on from {at!r}", True, self._go_on(s))
 
     def _may_begin(self, s: State) -> bool:
         seq, sink = s.source.seq, s.sink
-        runs = seq is not None and seq.state == "running" and not s.source.mail
-        is_free = s.destination.serves and not (sink.is_open or sink.blocks or s.destination.mail)
-        return runs and is_free and s.flight.at == "source"
+        runs = seq is not None and seq.state == "running" and not s.source.commands
+        is_free = s.destination.serves and not (sink.is_open or sink.blocks or s.destination.commands)
+        return runs and is_free and s.request.at == "source"
 
     def _begin(self, s: State) -> State:
-        """Charge the destination, and hold the blocks that it has of the request already."""
+        """Assign the request to the destination, and keep the blocks that it has already."""
         present = s.published // self._bounds.block
         sink = Sink(is_open=True, blocks=present, written=present * self._bounds.block)
         move = Move(at="reserve", left=s.move.left - 1, owes=True, copied=present)
-        return s._replace(sink=sink, move=move).charge("destination", 1)
+        return s._replace(sink=sink, move=move).assign("destination", 1)
 
     def _go_on(self, s: State) -> State:
-        """Do the stage, or end the move where it cannot be done."""
+        """Do the stage, or end the move if that is impossible."""
         move = s.move
         match move.at:
             case "reserve":
@@ -466,10 +477,10 @@ class HandOver:
                 return s._replace(move=move._replace(at="reserve"))
             case "commit" if s.sink.is_open:
                 return self._commit(s)
-            case "head" if self._is_here(s):
-                return self._head(s)
+            case "redirect" if self._is_here(s):
+                return self._redirect(s)
             case "release" if not s.source.lost and (
-                not move.stale or self._fault == "release what has gone"
+                not move.stale or self._fault == "release a stream that ended"
             ):
                 return self._release(s)
             case "writing":
@@ -486,7 +497,7 @@ class HandOver:
             if self._fault == "publish the last block without its copy":
                 until = until // bounds.block * bounds.block
             if self._fault == "publish before the copy":
-                s = s._replace(destination=s.destination.asked("publish", move.stopped))
+                s = s._replace(destination=s.destination.command("publish", move.stopped))
             is_copied = move.copied * bounds.block >= until
             at: Literal["read", "stop", "commit"] = "commit" if is_copied else "read"
         else:
@@ -497,7 +508,7 @@ class HandOver:
         return s._replace(sink=sink, move=move._replace(at=at, until=until))
 
     def _source_has(self, s: State, num_positions: int) -> bool:
-        """Whether the request that the move takes is where it was, with its blocks."""
+        """Whether the request is still at the source, with its blocks."""
         seq, is_parked = s.source.seq, s.move.stopped is not None and self._fault != "no stop"
         if s.move.stale or seq is None or seq.state != ("parked" if is_parked else "running"):
             return False
@@ -506,7 +517,7 @@ class HandOver:
     def _read(self, s: State) -> State:
         if self._source_has(s, s.move.until):
             return s._replace(move=s.move._replace(at="write"))
-        looks = {"read what a preempted request gave back", "source frees before the last copy"}
+        looks = {"read blocks of a preempted request", "source frees before the last copy"}
         return s._replace(broken=HELD) if self._fault in looks else self._end(s)
 
     def _written(self, s: State) -> State:
@@ -521,7 +532,7 @@ class HandOver:
         return s._replace(move=move._replace(at="reserve", stages=move.stages + 1, copied=copied))
 
     def _is_here(self, s: State) -> bool:
-        return s.flight.at == "source" and s.destination.serves
+        return s.request.at == "source" and s.destination.serves
 
     def _stop(self, s: State) -> State:
         if self._fault == "no stop":
@@ -529,49 +540,51 @@ class HandOver:
             return s._replace(
                 move=s.move._replace(at="stopping", stopped=-1 if seq is None else seq.computed)
             )
-        if s.move.stale:  # what is asked of a ticket that has gone comes to nothing
+        if s.move.stale:  # a command for a ticket that is gone does nothing
             return s._replace(move=s.move._replace(at="stopping", stopped=-1))
         move = s.move._replace(at="stopping", parks=True)
-        return s._replace(source=s.source.asked("park"), move=move)
+        return s._replace(source=s.source.command("park"), move=move)
 
     def _commit(self, s: State) -> State:
         move, sink = s.move, s.sink
-        whole = self._fault == "publish the last block without its copy"
-        about = move.stopped if whole and move.stopped is not None else sink.written
-        return s._replace(destination=s.destination.asked("publish", about), move=move._replace(at="head"))
+        complete = self._fault == "publish the last block without its copy"
+        about = move.stopped if complete and move.stopped is not None else sink.written
+        return s._replace(
+            destination=s.destination.command("publish", about), move=move._replace(at="redirect")
+        )
 
-    def _head(self, s: State) -> State:
+    def _redirect(self, s: State) -> State:
         goes_on_from = None
-        if self._fault == "go on from the source, unread dropped" and s.source.seq is not None:
+        if self._fault == "continue from the source, unread dropped" and s.source.seq is not None:
             goes_on_from = s.source.seq.tokens - self._bounds.prompt
-        if self._fault == "go on from what was read at the stop":
-            goes_on_from = len(s.flight.journal)
-        flight = s.flight._replace(heading=True, arrived=False, goes_on_from=goes_on_from)
-        return s._replace(flight=flight, move=s.move._replace(at="release", owes=False))
+        if self._fault == "continue from the tokens read at the stop":
+            goes_on_from = len(s.request.received)
+        request = s.request._replace(redirected=True, arrived=False, goes_on_from=goes_on_from)
+        return s._replace(request=request, move=s.move._replace(at="release", owes=False))
 
     def _release(self, s: State) -> State:
-        """The source's stream ends after the tokens it holds; one that has ended stays as it is."""
+        """End the source's stream after its unread tokens, unless it has ended already."""
         s = s._replace(move=s.move._replace(at="arrive", parks=self._fault == "resume after release"))
         if s.move.stale:
             return s
         keeps = s.source.seq if self._fault in ("no stop", "resume after release") else None
-        drops = self._fault == "go on from the source, unread dropped"
+        drops = self._fault == "continue from the source, unread dropped"
         unread = () if drops else s.source.unread
         return s._replace(source=s.source._replace(seq=keeps, unread=unread, end="evicted"))
 
     def _end(self, s: State) -> State:
-        """Leave the blocks, however it ended: books first, then the destination, then the source."""
-        move, flight, owes = s.move, s.flight, s.move.owes
+        """End the move in any stage: release the assignment, then the sink, then the source."""
+        move, request, owes = s.move, s.request, s.move.owes
         if move.at == "release":
-            owes = flight.heading or self._fault == "failed release gives back what the flight took over"
-            if self._fault != "failed release leaves the heading":
-                s = s._replace(flight=flight._replace(heading=False, goes_on_from=None))
-        if owes and self._fault != "abort keeps the charge":
-            s = s.charge("destination", -1)
+            owes = request.redirected or self._fault == "failed release frees the request's assignment"
+            if self._fault != "failed release keeps the redirection":
+                s = s._replace(request=request._replace(redirected=False, goes_on_from=None))
+        if owes and self._fault != "abort keeps the assignment":
+            s = s.assign("destination", -1)
         if s.sink.is_open:
-            s = s._replace(destination=s.destination.asked("close"))
+            s = s._replace(destination=s.destination.command("close"))
         is_parked = s.source.seq is not None and s.source.seq.state == "parked"
         has_gone = s.source.lost or (move.stale and self._fault != "resume after release")
-        if move.parks and not has_gone and (is_parked or self._fault != "stop cancelled half way stays"):
-            s = s._replace(source=s.source.asked("unpark"))
+        if move.parks and not has_gone and (is_parked or self._fault != "cancelled stop stays parked"):
+            s = s._replace(source=s.source.command("unpark"))
         return s._replace(move=Move(left=move.left))

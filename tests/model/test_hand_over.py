@@ -1,4 +1,4 @@
-"""Every interleaving of a hand-over keeps every promise, and a protocol with a fault is found out."""
+"""All interleavings of a hand-over keep the invariants, and a faulty protocol breaks one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from tests.model.explore import PROGRESS, explore
 from tests.model.hand_over import (
-    BOOKS,
     HELD,
     OWNER,
     PUBLISHED,
+    RELEASED,
     TOKENS,
     WHERE,
     Bounds,
@@ -20,30 +20,30 @@ from tests.model.hand_over import (
     State,
 )
 
-# What breaks, and how large the system has to be for that.
+# The invariant that each fault breaks, and bounds that are large enough for it.
 SMALL, LARGE, TWICE = Bounds(tokens=2), Bounds(tokens=3), Bounds(tokens=1, moves=2)
 FAULTS: dict[Fault, tuple[str, Bounds]] = {
     "publish before the copy": (PUBLISHED, SMALL),
     "publish the last block without its copy": (PUBLISHED, LARGE),
     "source frees before the last copy": (HELD, SMALL),
-    "read what a preempted request gave back": (HELD, SMALL),
+    "read blocks of a preempted request": (HELD, SMALL),
     "watchdog frees what is being written": (HELD, SMALL),
-    "watchdog never frees": (BOOKS, SMALL),
+    "watchdog never frees": (RELEASED, SMALL),
     "cancel leaves a write behind": (HELD, SMALL),
     "no stop": (OWNER, SMALL),
-    "release what has gone": (BOOKS, TWICE),
+    "release a stream that ended": (RELEASED, TWICE),
     "resume after release": (OWNER, SMALL),
-    "stop cancelled half way stays": (PROGRESS, SMALL),
-    "go on from the source, unread dropped": (TOKENS, SMALL),
-    "go on from what was read at the stop": (TOKENS, SMALL),
-    "abort keeps the charge": (BOOKS, SMALL),
-    "failed release leaves the heading": (BOOKS, SMALL),
-    "failed release gives back what the flight took over": (BOOKS, SMALL),
-    "client leaves its heading behind": (BOOKS, SMALL),
+    "cancelled stop stays parked": (PROGRESS, SMALL),
+    "continue from the source, unread dropped": (TOKENS, SMALL),
+    "continue from the tokens read at the stop": (TOKENS, SMALL),
+    "abort keeps the assignment": (RELEASED, SMALL),
+    "failed release keeps the redirection": (RELEASED, SMALL),
+    "failed release frees the request's assignment": (RELEASED, SMALL),
+    "client leaves its redirection": (RELEASED, SMALL),
 }
 
 
-# What befalls a hand-over, each of which has to come up.
+# Events that must occur in the exploration.
 EVENTS = (
     "the {} decodes a token",
     "the {} preempts the request",
@@ -51,19 +51,19 @@ EVENTS = (
     "the {} is evicted",
     "the {} is lost",
     "the {} is back",
-    "the {} turns the request away",
-    "the source does what it was asked: park",
-    "the source does what it was asked: unpark",
-    "the destination does what it was asked: publish",
-    "the destination does what it was asked: give",
+    "the {} refuses the request",
+    "the source executes: park",
+    "the source executes: unpark",
+    "the destination executes: publish",
+    "the destination executes: give",
     "the message 'publish' is lost",
     "the message 'close' is lost",
-    "the watchdog of the destination barks",
-    "others take the cached blocks",
+    "the watchdog of the destination times out",
+    "other requests take the cached blocks",
     "there is no room at the destination",
     "the client leaves",
 )
-STAGES = ("reserve", "read", "write", "stop", "stopping", "commit", "head", "release", "arrive")
+STAGES = ("reserve", "read", "write", "stop", "stopping", "commit", "redirect", "release", "arrive")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ STAGES = ("reserve", "read", "write", "stop", "stopping", "commit", "head", "rel
         pytest.param(Bounds(tokens=2, moves=2), 45_000, id="one move after another"),
     ],
 )
-def test_every_interleaving_keeps_every_promise(bounds: Bounds, least: int) -> None:
+def test_every_interleaving_keeps_the_invariants(bounds: Bounds, least: int) -> None:
     found = explore(HandOver(bounds=bounds))
     assert found.broken is None, str(found)
     assert found.num_states > least
@@ -86,7 +86,7 @@ def test_every_interleaving_keeps_every_promise(bounds: Bounds, least: int) -> N
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: Fault) -> None:
+def test_a_fault_breaks_its_invariant(fault: Fault) -> None:
     broken, bounds = FAULTS[fault]
     found = explore(HandOver(fault, bounds))
     assert found.broken == broken, f"with the fault {fault!r}: {found}"
@@ -98,17 +98,17 @@ def test_every_fault_has_its_invariant() -> None:
 
 
 def test_a_move_can_come_to_its_end() -> None:
-    """What the invariants say would hold as well where nothing ever moved."""
+    """The invariants would hold too if no move ever finished."""
     seen: set[str] = set()
     bounds = Bounds(tokens=5, breaks=0)
 
     class Watched(HandOver):
         def broken(self, state: State, *, is_end: bool) -> str | None:
-            if state.move.at == "arrive" and state.flight.arrived and state.flight.at == "destination":
+            if state.move.at == "arrive" and state.request.arrived and state.request.at == "destination":
                 seen.add("arrived")
                 if state.content > 2 * bounds.block:
                     seen.add("with two copies and a last one")
-            if state.move.at == "idle" and state.flight.at == "source" and state.content:
+            if state.move.at == "idle" and state.request.at == "source" and state.content:
                 seen.add("stayed after a commit")
             return super().broken(state, is_end=is_end)
 
