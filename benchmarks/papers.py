@@ -48,9 +48,9 @@ POLICIES: dict[str, Scheduler] = {
 COLD_START_S = 120.0
 AUTOSCALED = "horizontal autoscaling"
 AUTOSCALER = Chain(RestoreMinReplicas(), HorizontalAutoscaler(target=2))
-# Until whose floors are there it takes a cold start, too; so its requests come later.
-FLOORS_S = COLD_START_S + 30.0
-# Whose hour after the burst is simulated whole.
+# `min_replicas` needs a cold start too, so the requests of this policy come later.
+MIN_REPLICAS_S = COLD_START_S + 30.0
+# The policy for which the hour after the burst is simulated completely.
 LONG = "weighted loads, 3 sigmas"
 
 
@@ -107,7 +107,9 @@ def measure(settings: Settings) -> dict[str, Any]:
             seconds = settings.steady_s if name == LONG else settings.seconds
             figures = _after_the_burst(_played(burst(seed, seconds), scheduler), settings.seconds)
             _note(snowflake, seed, name, figures)
-        figures = _after_the_burst(autoscaled(seed, settings.seconds), settings.seconds, FLOORS_S + BURST_S)
+        figures = _after_the_burst(
+            autoscaled(seed, settings.seconds), settings.seconds, MIN_REPLICAS_S + BURST_S
+        )
         _note(snowflake, seed, AUTOSCALED, figures)
     aegaeon = [
         active_models(seed, models=100, rate_per_s=0.037, request_s=16.79, seconds=20_000)
@@ -127,7 +129,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 def autoscaled(seed: int, seconds: float) -> Outcome:
     """Horizontal autoscaling on the same trace: up to twice as many engines, each after a cold start."""
     trace = burst(seed, seconds)
-    later = (replace(request, arrive_s=request.arrive_s + FLOORS_S) for request in trace.requests)
+    later = (replace(request, arrive_s=request.arrive_s + MIN_REPLICAS_S) for request in trace.requests)
     profile = CLUSTER.measured
     slow = replace(profile.device, load_bytes_per_s=profile.weight_bytes / COLD_START_S)
     cluster = replace(

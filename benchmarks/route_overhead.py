@@ -69,7 +69,7 @@ def routing(fleet: Fleet) -> tuple[Route, Release]:
 
 @dataclass(frozen=True, slots=True)
 class _Contestant:
-    """Engines, and who says which of them a request enters."""
+    """Engines and the router under test."""
 
     engines: Mapping[InstanceId, Engine]
     route: Route

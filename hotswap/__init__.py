@@ -1,7 +1,7 @@
 """Serve many language models on few engines: models are swapped in seconds, streams go on.
 
-This package holds what a program that embeds a `Fleet` needs. Interfaces for those who write engines, stores,
-policies or channels are in `hotswap.abc`, all errors in `hotswap.errors`, and their base class here, too.
+This package exports what a program that embeds a `Fleet` needs. The interfaces of engines, stores, policies
+and channels are in `hotswap.abc`. All errors are in `hotswap.errors`, and their base class is here, too.
 Backends and policies are imported by their own paths (`hotswap.backends.torch`, `hotswap.policies`), so that
 importing hotswap stays cheap.
 """

@@ -1,6 +1,6 @@
-"""What those who write an engine, a store, a policy or a channel import: interfaces, and the values in them.
+"""The interfaces for implementing an engine, a store, a policy or a channel, and their value types.
 
-Users of a fleet find what they need in `hotswap`; values that both need are in both. Errors are in
+Programs that use a fleet import from `hotswap`; values that both need are in both. Errors are in
 `hotswap.errors`.
 
 Engines

@@ -122,7 +122,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_common(parser, _bench)
     parser.add_argument("model", help="its id in the store")
     parser.add_argument("--chunk-size", default="4 MiB", help="bytes of one read (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=4, help="reads in flight (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=4, help="concurrent reads (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=8, help="chunks read ahead (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=5, help="reads by each method (default: %(default)s)")
 
@@ -355,10 +355,10 @@ def _bench_text(result: Bench) -> str:
         (one.name, f"{one.bytes_per_s / 1e9:.2f}", f"{one.ratio_to_raw:.2f}", f"{min(one.seconds):.3f}")
         for one in result.methods
     ]
-    heading = f"{result.model}: {_size(result.size_bytes)}, medians of {len(result.methods[0].seconds)} reads"
+    title = f"{result.model}: {_size(result.size_bytes)}, medians of {len(result.methods[0].seconds)} reads"
     if not result.direct:
-        heading += "; the file system refuses direct reads, so all of them went through the page cache"
-    return f"{heading}\n{_table(('METHOD', 'GB/S', 'OF RAW', 'BEST S'), rows)}"
+        title += "; the file system refuses direct reads, so all of them went through the page cache"
+    return f"{title}\n{_table(('METHOD', 'GB/S', 'OF RAW', 'BEST S'), rows)}"
 
 
 # ------------------------------------------------------------------------------------------------ output

@@ -185,7 +185,7 @@ def test_fit_measures_an_engine_and_writes_a_profile(
     assert told["device"] == "cpu"
     assert told["num_steps"] >= 10
     assert Profile.read(profile).weight_bytes > 0
-    assert main([*words[:2], "nobody", *words[3:]]) == 2
+    assert main([*words[:2], "unknown", *words[3:]]) == 2
     assert main(["fit", str(tmp_path / "nowhere"), *words[2:]]) == 2
     assert main([*words[:4], str(tmp_path / "gone" / "mine.json")]) == 2
 

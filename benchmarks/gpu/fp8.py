@@ -168,7 +168,7 @@ def _point(session: Session, case: _Case, rows: int, stop_s: float) -> tables.Re
 
 
 class _Case:
-    """The weights of one shape as everybody wants them, in as many copies as keep the cache empty of them."""
+    """The weights of one shape in the formats of all contestants, in enough copies to miss the cache."""
 
     def __init__(self, shape: tuple[int, int], session: Session) -> None:
         self.shape, self._session = shape, session

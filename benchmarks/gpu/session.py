@@ -90,7 +90,7 @@ class Session:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Give memory that nobody uses back to the device."""
+        """Return unused memory to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

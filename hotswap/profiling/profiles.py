@@ -37,7 +37,7 @@ class Profile:
         kv_blocks: KV blocks of 16 tokens that remain beside it.
         kv_bytes_per_token: Of the model.
         source: Where the coefficients come from.
-        error: How far they are off, as far as anybody knows.
+        error: The known errors of the profile, in words.
     """
 
     device: DeviceProfile

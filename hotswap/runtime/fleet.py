@@ -63,11 +63,11 @@ class Fleet(AsyncContextManagerMixin):
         interval_s: seconds between plans.
         max_waiting: how many requests may wait at once before new ones that would have to are refused by
             `QueueFull`.
-        max_load_attempts: failed loads in a row after which a model's waiting requests are told so.
+        max_load_attempts: failed loads in a row after which a model's waiting requests fail.
         limits: seconds that each phase of a swap may take.
         on_swap: called with every `SwapRecord`, synchronously.
-        mover: chooses how a request moves from one instance to another where nobody says it; without one KV
-            blocks go along wherever both engines can move them.
+        mover: chooses the method of a move for which no method is given; without a mover, requests move with
+            their KV blocks if both engines support that.
         migration_limits: when a move is given up, and how many an instance may take part in.
         on_migration: called with every `MigrationRecord`, synchronously.
         tracer_provider: for spans; OpenTelemetry's global one by default.

@@ -88,7 +88,7 @@ def _residency(outcome: Outcome) -> Any:
         yticks=range(len(instances)),
         yticklabels=instances,
         xlabel="s",
-        title=f"{outcome.name}: who held what",
+        title=f"{outcome.name}: models by instance",
     )
     axes.invert_yaxis()
     if len(models) <= _COLOURS:

@@ -1,4 +1,4 @@
-"""Who asked for what, when: traces of real services, and made ones of the same form."""
+"""Request traces: of real services, and generated ones in the same format."""
 
 from __future__ import annotations
 

@@ -388,7 +388,7 @@ class LosesItsStreams(SimEngine):
     def lose(self, reason: str = "it was planted", *, for_good: bool = False) -> None:
         held = list(self._batcher)
         for sequence in held:
-            self._batcher.remove(sequence)  # and nobody tells their readers
+            self._batcher.remove(sequence)  # without telling their readers
         super().lose(reason, for_good=for_good)
 
 

@@ -13,7 +13,7 @@ from benchmarks.papers import (
     CLUSTER,
     COLD_START_S,
     ENGINES,
-    FLOORS_S,
+    MIN_REPLICAS_S,
     active_models,
     autoscaled,
     burst,
@@ -60,12 +60,12 @@ def test_fixed_engines_that_swap_beat_twice_as_many_that_start_cold(hardened: Ou
     """Until new instances are loaded, requests wait behind minutes of earlier ones; then they are idle."""
     cold = autoscaled(1, 240)
     assert not any(request.error for request in cold.requests)
-    begun = [swap for swap in cold.swaps if swap.started_s >= FLOORS_S + BURST_S]
+    begun = [swap for swap in cold.swaps if swap.started_s >= MIN_REPLICAS_S + BURST_S]
     assert len(begun) == ENGINES
     assert all(swap.seconds >= COLD_START_S for swap in begun)
     late = [
         percentile([r.ttft_s for r in outcome.requests if r.model == "a" and r.arrived_s > burst_s], 99)
-        for outcome, burst_s in ((hardened, BURST_S), (cold, FLOORS_S + BURST_S))
+        for outcome, burst_s in ((hardened, BURST_S), (cold, MIN_REPLICAS_S + BURST_S))
     ]
     assert late[1] > 10 * late[0]
 

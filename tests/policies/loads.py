@@ -131,9 +131,12 @@ class Cluster:
 
     def after(self, actions: Iterable[Action]) -> Cluster:
         """The cluster once the planned moves are done."""
-        heading = {action.request: action.destination for action in actions if isinstance(action, Migrate)}
+        destinations = {
+            action.request: action.destination for action in actions if isinstance(action, Migrate)
+        }
         return replace(
-            self, requests=tuple(replace(r, instance=heading.get(r.id, r.instance)) for r in self.requests)
+            self,
+            requests=tuple(replace(r, instance=destinations.get(r.id, r.instance)) for r in self.requests),
         )
 
     def _instance(self, name: str) -> InstanceView:

@@ -1,4 +1,4 @@
-"""Adapters that are there before requests ask for them, in a fleet that serves, at nobody's cost."""
+"""Adapters that are loaded before requests need them, without delaying other requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADAPTERS = tuple(Adapter(name, model) for model in ("a", "b") for name in NAMES)
 
 
 class Noting(SimEngine):
-    """Takes half a second for an adapter, and calls somebody before it drops one."""
+    """Takes half a second to load an adapter, and calls a hook before it drops one."""
 
     def __init__(self, name: str = "e0", **options: Any) -> None:
         super().__init__(name, SLOW, **{"kv_blocks": 512, "max_requests": 64, "max_adapters": 2, **options})
@@ -100,7 +100,7 @@ CROWDED = sorted(
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_a_popular_adapter_is_there_when_it_is_asked_for(pooled: bool) -> None:
-    """With two places, whoever was asked for longest ago goes: without a pool that is the popular one."""
+    """With two places, the least recently requested adapter is dropped: without a pool, the popular one."""
 
     @virtual_time
     async def scenario() -> None:
@@ -147,11 +147,11 @@ async def test_what_comes_regularly_is_there_before_it_comes() -> None:
     assert all(seconds < LOAD_S for seconds in waited[2:])
 
 
-# ------------------------------------------------------------------ at nobody's cost
+# ------------------------------------------------------------------ cost for other requests
 
 
 @virtual_time
-async def test_what_is_in_use_stays_and_who_needs_an_adapter_goes_first() -> None:
+async def test_adapters_in_use_stay_and_requests_that_need_an_adapter_go_first() -> None:
     engine = Noting(max_adapters=2)
     async with fleet_of(engine, scheduler=Wants("x6", "x7"), interval_s=0.1) as fleet:
         await fleet.swap("e0", to="a")
@@ -269,7 +269,7 @@ async def test_a_plan_for_what_has_gone_or_turned_is_dropped() -> None:
     engine, plans = Noting(), Wants("x0", model="b")
     async with fleet_of(engine, scheduler=plans, interval_s=0.1) as fleet:
         await fleet.swap("e0", to="a")
-        for wrong in (Wants("x0", model="b"), Wants("x0", instance="gone"), Wants("nobody", "x0@3")):
+        for wrong in (Wants("x0", model="b"), Wants("x0", instance="gone"), Wants("unknown", "x0@3")):
             plans.instance, plans.model, plans.adapters = wrong.instance, wrong.model, wrong.adapters
             await anyio.sleep(3 * LOAD_S)
         assert engine.loaded == []

@@ -61,12 +61,14 @@ async def test_requests_keep_the_version_they_began_with_and_new_ones_get_the_ne
             assert held(fleet) == [{"sql"}, {"sql"}]
             updated = await fleet.adapters.update(NEW)
             assert (updated.epoch, updated.version) == (1, "sql@1")
-            assert held(fleet) == [{"sql", "sql@1"}] * 2, "the new one is there before anybody asks for it"
+            assert held(fleet) == [{"sql", "sql@1"}] * 2, (
+                "the new version is loaded before any request needs it"
+            )
             for client in new:
                 clients.start_soon(client.run, 400)
             await until(lambda: all(client.num_tokens == 200 for client in old))
             await until(lambda: held(fleet) == [{"sql@1"}] * 2)
-            assert all(client.num_tokens < 400 for client in new), "nobody's end was waited for"
+            assert all(client.num_tokens < 400 for client in new), "the update waited for no request to end"
         assert {client.version for client in old} == {"sql"}
         assert {client.version for client in new} == {"sql@1"}
         idle(fleet)
@@ -126,7 +128,7 @@ async def test_where_there_is_no_room_for_both_the_new_one_waits_for_the_old_one
             clients.start_soon(old.run)
             await until(lambda: old.num_tokens > 20)
             await fleet.adapters.update(NEW)
-            assert old.num_tokens < 200, "an update waits for nobody"
+            assert old.num_tokens < 200, "an update waits for no request"
             assert held(fleet) == [{"sql"}]
             clients.start_soon(new.run)
         assert (old.version, new.version) == ("sql", "sql@1")

@@ -156,7 +156,7 @@ async def test_who_waits_for_room_moves_on_when_its_instance_is_swapped() -> Non
 async def test_a_request_that_moves_in_does_not_wait_for_another_that_waits_for_its_adapter_to_go(
     num_turns: int,
 ) -> None:
-    """The move uses the adapter already, which is to go for another's; so nobody would ever get further."""
+    """The move uses the adapter that has to be dropped for the other request; waiting would be a deadlock."""
     engines = Counting("e0"), Counting("e1", max_adapters=1)
     async with fleet_of(*engines) as fleet:
         await fleet.swap("e0", to="a")
@@ -216,7 +216,9 @@ async def test_an_adapter_that_cannot_be_had_fails_its_request_alone() -> None:
             for adapter, error in (("x1", ShardMissing), ("x2", UnsupportedAdapter)):
                 with pytest.raises(error):
                     await fleet.generate("a", (1,), adapter=adapter)
-        assert (engine.loaded, engine.dropped) == (["x0"], []), "nobody makes room for what cannot be had"
+        assert (engine.loaded, engine.dropped) == (["x0"], []), (
+            "no adapter is dropped for one that cannot be loaded"
+        )
         with pytest.raises(OutOfMemory):
             await fleet.generate("a", (1,), adapter="x3")
         assert engine.dropped == ["x0"], "it might have found room beside fewer"

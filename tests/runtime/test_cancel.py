@@ -1,4 +1,4 @@
-"""Cancelled at any turn of the loop, the fleet's verbs leave balanced books and a proper state."""
+"""Cancelled at any turn of the loop, the fleet's operations release all resources and leave a valid state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOME = Sampling(max_tokens=25, ignore_eos=True)
 
 
 async def settle(fleet: Fleet) -> None:
-    """Let what was shielded end, and look at the books."""
+    """Let shielded work end, and check that all resources are released."""
     await anyio.sleep(5)
     idle(fleet)
 

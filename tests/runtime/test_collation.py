@@ -114,7 +114,7 @@ def test_abcabc_is_served_as_aabbcc(rounds: int, max_requests: int) -> None:
 
 
 def test_without_a_least_residency_a_slow_abcabc_is_a_swap_for_each() -> None:
-    """Who comes alone is served alone, and idle models give way at once: that is a choice, not thrash."""
+    """Single requests are served one by one, and idle models are evicted at once: a choice, not thrashing."""
     arrivals = in_turns("abc", 8, 1.0)
     bare = played(arrivals, RULE)
     assert len(bare.swaps) == 24

@@ -32,7 +32,7 @@ E0, E1 = InstanceId("e0"), InstanceId("e1")
 
 @asynccontextmanager
 async def replicas(count: int, *names: str, serving: str = "a") -> AsyncGenerator[Fleet]:
-    """A fleet whose instances all serve one model; the books are checked at the end."""
+    """A fleet whose instances all serve one model; it must be idle at the end."""
     async with sim_fleet(*names, engines=count, scheduler=Idle()) as fleet:
         for instance in fleet.view().instances:
             await fleet.swap(instance.id, to=serving)
@@ -134,7 +134,7 @@ async def test_a_round_for_a_client_that_has_left_keeps_no_drain_waiting() -> No
 @pytest.mark.parametrize(("limit_s", "error"), [(1.0, "longer than 1 s"), (600.0, "kept 0 of")])
 @virtual_time
 async def test_rounds_of_tokens_have_a_limit_of_their_own(limit_s: float, error: str) -> None:
-    """Nobody waits for them, so they may take longer than a stage for which a request stands still."""
+    """The request runs on during them, so they may take longer than a stage that stops the request."""
     async with moving_to_a_slow_one(MigrationLimits(stage_s=2.0, round_s=limit_s)) as fleet:
         await until(lambda: len(fleet.migrations) == 1)
         assert error in fleet.migrations[0].error  # simulated engines keep no prefixes, so a second is vain

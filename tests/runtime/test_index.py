@@ -251,7 +251,7 @@ def test_engines_are_not_looked_at_for_what_the_fleet_itself_counts() -> None:
     )
     for key in IDS:
         kept.counts_changed(key)
-    kept.load_changed(IDS[0])  # its load changes, too, for which nobody asks
+    kept.load_changed(IDS[0])  # the load changes, too, but is not read
     assert kept.total(MODELS[0], open_requests) == (len(IDS), 7 * len(IDS))
     counted = kept.counted(IDS[0])
     assert counted is not None

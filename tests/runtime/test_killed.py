@@ -32,7 +32,7 @@ def make_fleet(root: Path, *engines: TorchEngine) -> Fleet:
         models=[Model("m")],
         router=LeastLoadedRouter(),
         scheduler=Idle(),
-        interval_s=3600.0,  # nobody waits for the control loop
+        interval_s=3600.0,  # the test does not need the control loop
     )
 
 

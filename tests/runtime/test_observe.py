@@ -1,4 +1,4 @@
-"""Views made from what is kept show what there is, and a view that somebody keeps never changes."""
+"""Views that are built from cached parts show the current state, and a view never changes."""
 
 from __future__ import annotations
 

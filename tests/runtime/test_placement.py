@@ -1,4 +1,4 @@
-"""Placements as a fleet carries them out: victims move, and nobody loses a token by it."""
+"""Placements as a fleet carries them out: victims move, and no request loses a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of requests: who goes first, that none starves, and that its length costs nothing."""
+"""The queue of requests: its order, that none starves, and that its length costs nothing."""
 
 from __future__ import annotations
 

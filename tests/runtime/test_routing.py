@@ -1,4 +1,4 @@
-"""The shipped routers and turns at work in a fleet: who meets, who waits less, and that tokens stay exact."""
+"""The shipped routers and turns in a fleet: which requests share an instance, waiting times, exact tokens."""
 
 from itertools import pairwise
 from random import Random

@@ -1,4 +1,4 @@
-"""Whatever happens to instances, every client reads what an undisturbed run gives, and the books balance."""
+"""For any events of instances, clients read what an undisturbed run gives, and all resources are released."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def move(fleet: Fleet, request: Request | None, to: str, method: Migration
 
 
 async def drain(fleet: Fleet, instance: str, deadline_s: float | None) -> None:
-    """Empty an instance and open it again, unless somebody else has it."""
+    """Drain an instance and reopen it, unless another operation has it."""
     with suppress(SwapRefused):
         await fleet.drain(instance, deadline_s=deadline_s)
         fleet.reopen(instance)

@@ -1,4 +1,4 @@
-"""Text in, text out, across a swap: no character split, no stop string missed, whoever made which token."""
+"""Text in, text out, across a swap: no character is split and no stop string missed, on any engine."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Client:
 
 
 async def undisturbed(clients: list[Client], store: DictStore, skeletons: SkeletonCache) -> list[list[int]]:
-    """What each client would read if it were alone with one engine that nobody swaps while it runs."""
+    """What each client would read if it ran alone on one engine without swaps."""
     read: dict[int, list[int]] = {}
     async with make_engine("oracle", skeletons) as engine:
         for model in MODELS:
@@ -86,7 +86,7 @@ async def disturb(
     for _ in range(times):
         goal = seen["tokens"] + random.randrange(5, 60)
         with anyio.move_on_after(0.5):  # nothing may be running just now
-            while seen["tokens"] < goal:  # noqa: ASYNC110 - counts what clients read, who must not know
+            while seen["tokens"] < goal:  # noqa: ASYNC110 - clients must not depend on the test
                 await anyio.sleep(0.001)
         engine = random.choice(engines)
         if random.random() < 0.2:

@@ -1,4 +1,4 @@
-"""Simulated fleets: everybody is served, losses are survived, and the same simulation is the same text."""
+"""Simulated fleets: all requests are served, losses are survived, and simulations repeat exactly."""
 
 from __future__ import annotations
 

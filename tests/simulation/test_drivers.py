@@ -319,14 +319,14 @@ def test_a_stretch_is_as_long_as_steps_are_alike_and_ends_when_they_do(
         seconds.append(step.seconds(profile))
         batcher.commit(step)
         if number < steps - 1:
-            assert len(batcher) == len(members), "somebody ended before the last step"
+            assert len(batcher) == len(members), "a request ended before the last step"
             step = batcher.plan()
     ends = list(accumulate(seconds, initial=10.0))
     assert [stretch.end_s(count) for count in range(1, steps + 1)] == pytest.approx(ends[1:])
     for count, end_s in enumerate(ends[1:-1], start=1):
         assert stretch.num_ended(end_s - 1e-9) == count - 1
         assert stretch.num_ended(end_s + 1e-9) == count
-    if steps < left:  # it ended for want of blocks: not everybody can go on
+    if steps < left:  # it ended for lack of blocks: not all requests can go on
         assert num_missing(members, 1, 16) > batcher.num_free_blocks
 
 

@@ -58,7 +58,7 @@ class NvmeStore(WeightStore):
         budget: Bytes of all models together; `None` is unbounded.
         chunk_bytes: Bytes of one chunk, a multiple of 4096. Large ones cost less, small ones start sooner.
         depth: How many chunks may be read ahead; an open shard takes `depth * chunk_bytes` of host memory.
-        threads: Reads in flight for one shard.
+        threads: Concurrent reads of one shard.
         direct: Whether to read past the page cache.
         verify: `"load"` compares checksums while loading; `"never"` trusts the disk and `store verify`.
         calls: How files are read; for tests.

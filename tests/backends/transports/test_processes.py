@@ -109,7 +109,7 @@ async def test_a_killed_sender(kind: str, tmp_path: Path) -> None:
             for _ in range(30):
                 await channel.receive()
             named = [file for file in open_files(Path(f"/proc/{process.pid}")) if "/dev/shm" in file]
-            assert named == [], "files with names outlive who made them"
+            assert named == [], "files with names outlive their process"
             process.kill()
             await expect_end(channel)
     assert os.listdir(tmp_path) == []
@@ -158,6 +158,6 @@ async def flood(channel: Channel) -> None:
 async def test_an_address_without_a_server(tmp_path: Path) -> None:
     with nothing_stays():
         with pytest.raises(MigrationAborted, match="cannot be reached"):
-            await connect_shared(tmp_path / "nobody")
+            await connect_shared(tmp_path / "nowhere")
         with pytest.raises(MigrationAborted, match="cannot be reached"):
             await connect_tcp("127.0.0.1", 1)
