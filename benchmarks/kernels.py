@@ -21,7 +21,7 @@ from benchmarks.command import parser_of, save
 from benchmarks.measure import Summary, machine, ratios, timed_rounds, versions
 from benchmarks.table import show
 from hotswap.backends.torch.linear import product
-from hotswap.kernels.fp8_gemm import Fp8Weight, Workspace, decode_rows, fp8_linear
+from hotswap.kernels.fp8_gemm import Fp8Weight, Workspace, dequantize_rows, fp8_linear
 
 ROWS = (1, 4, 16, 128, 512)
 GROUPS = {"fp8-e4m3": 128, "fp8-e4m3-channel": None}
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measure(shape: tuple[int, int], group: int | None, repeats: int) -> dict[str, Any]:
     weight = _weight(shape, group)
-    dequantized, space = decode_rows(weight, slice(None), torch.bfloat16), Workspace(torch.device("cpu"))
+    dequantized, space = dequantize_rows(weight, slice(None), torch.bfloat16), Workspace(torch.device("cpu"))
     found: dict[str, Any] = {}
     for num_rows in ROWS:
         x = torch.randn(num_rows, shape[1]).bfloat16()

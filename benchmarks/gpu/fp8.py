@@ -20,7 +20,7 @@ from hotswap.kernels.fp8_gemm import (
     Fp8Weight,
     Tile,
     Workspace,
-    decode_rows,
+    dequantize_rows,
     fp8_linear,
     fp8_linear_reference,
     heuristic,
@@ -177,11 +177,11 @@ class _Case:
         count = session.copies(columns * width)
         held = pack(weight)
         self.held = [
-            Fp8Weight(held.codes.clone(), held.scales.clone(), width, GROUP, session.dtype)
+            Fp8Weight(held.qweight.clone(), held.scales.clone(), width, GROUP, session.dtype)
             for _ in range(count)
         ]
-        self.dense = [decode_rows(weight, slice(None), session.dtype) for _ in range(count)]
-        codes = weight.codes.view(torch.uint8).t().contiguous()
+        self.dense = [dequantize_rows(weight, slice(None), session.dtype) for _ in range(count)]
+        codes = weight.qweight.view(torch.uint8).t().contiguous()
         self.columns = [codes.clone() for _ in range(count)]
         self.column_scales = torch.rand(width, -(-columns // SCALE_COLUMNS), device=session.device) + 0.5
         self.workspace = Workspace(session.device)

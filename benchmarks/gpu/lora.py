@@ -15,7 +15,7 @@ from benchmarks.gpu.session import Session, relative_error
 from benchmarks.table import show
 from hotswap.kernels import tables
 from hotswap.kernels.segmented_lora import (
-    PageBooks,
+    PageAllocator,
     RankPlace,
     RankPool,
     SegmentPlan,
@@ -184,11 +184,11 @@ def _sizes(session: Session, *, checked: bool = False) -> tuple[int, tuple[int, 
 def _load(session: Session, ranks: tuple[int, ...], width_in: int, widths: tuple[int, ...]) -> _Loaded:
     """Adapters in pages that are no neighbours, and again as pairs; in copies that no cache holds."""
     num_pages = 2 * sum(pages_for(rank) for rank in ranks)
-    books, places, adapters = PageBooks(num_pages), list[RankPlace](), list[Adapter]()
+    allocator, places, adapters = PageAllocator(num_pages), list[RankPlace](), list[Adapter]()
     pool = RankPool(num_pages, width_in, widths, dtype=session.dtype, device=session.device)
     gaps: list[tuple[int, ...]] = []
     for rank in ranks:
-        pages, gap = books.take(rank), books.take(1)
+        pages, gap = allocator.allocate(rank), allocator.allocate(1)
         assert pages is not None
         gaps += [gap] if gap else []
         parts = [

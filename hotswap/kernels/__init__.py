@@ -1,9 +1,9 @@
-"""Kernels: for GPUs in Triton, each with a path in plain torch that gives the same, and for CPUs in numba.
+"""Compute kernels: Triton for GPUs, each with an equivalent in plain torch, and numba for CPUs.
 
-They know tensors and nothing of fleets. A kernel is a folder: `kernel` holds what Triton compiles, `launch`
-what callers call, `reference` the truth that both are tested against, `table.json` what was measured to be
-best and `sweep` how. Nothing here imports triton or numba before a kernel is asked for, so everything imports
-where there is none. See `docs/kernels.md`.
+Kernels take tensors and do not depend on fleets or engines. Each kernel is a package: `kernel` has the
+compiled functions, `launch` or `call` the public API, `reference` the definition in float64 that the tests
+compare with, `table.json` the measured tiles and `sweep` the search that found them. Triton and numba are
+imported by the first use of a kernel only, so every module imports without them. See `docs/kernels.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A launch of a kernel as a value: it may be made, or looked at by who builds kernels ahead."""
+"""A Triton kernel launch as a value: it can be executed, or inspected to compile the kernel ahead of time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Call"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One launch.
+    """One kernel launch: kernel, grid and arguments.
 
     Attributes:
-        kernel: Its module, which imports triton, and its name there: `package.module:name`.
-        grid: Programs along each axis.
-        arguments: Tensors and numbers, the first a tensor on the device.
-        constants: What the kernel is compiled for.
+        kernel: Import path of the kernel, `package.module:name`; the module imports triton.
+        grid: Number of programs along each axis.
+        arguments: Run-time arguments, tensors and numbers. The first is a tensor on the device.
+        constants: `constexpr` arguments and compile options such as `num_warps`.
     """
 
     kernel: str
@@ -31,13 +31,13 @@ class Call:
 
     @property
     def function(self) -> Any:
-        """What `triton.jit` made."""
+        """The `triton.jit` function."""
         module, _, name = self.kernel.partition(":")
         return getattr(import_module(module), name)
 
     def launch(self) -> None:
-        """Launch it on the device of its first argument, in the order of that device's stream."""
+        """Launch the kernel on the device of its first argument, on that device's current stream."""
         device: torch.device = self.arguments[0].device
-        # Triton takes the thread's own device, whatever it is given.
+        # Triton launches on the thread's current device, whatever device the tensors are on.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.function[self.grid](*self.arguments, **self.constants)

@@ -1,15 +1,15 @@
-"""Has numba compile kernels, and keeps what it made on disk, for other processes and later ones.
+"""Compiles kernels with numba, and caches the machine code on disk, for other processes and later ones.
 
-numba's own cache tells functions apart by what they close over, which is new in every process where that is
-other functions, and does not see when a module that a kernel imports has changed. So it is told here what a
-kernel's machine code depends on: all sources of kernels, the versions and the processor. Each kernel of each
-kind has files of its own, since numba numbers what shares an index in a way that two processes can confuse.
+numba's own cache key has the closure of a function, which differs in every process if it contains other
+functions, and it misses changes of imported modules. The key used here is: the source of all kernels, the
+versions of Python, numba and llvmlite, and the processor. Each kernel has cache files of its own per dtype,
+because numba numbers the entries of a shared index, and two processes can use one number for different code.
 
-Machine code from disk is linked by its names, and two processes may give one name to functions that differ in
-what they close over alone. So these are told apart by `part` as well.
+Cached machine code is linked by symbol name, and two processes may give the same name to functions that
+differ only in their closure. `specialized` makes these names unique.
 
-The files lie where numba keeps what a user's functions were compiled to: in `NUMBA_CACHE_DIR`, or in `numba`
-among the user's caches. Whatever is wrong with them, a kernel is compiled again.
+The files are in numba's cache folder: `NUMBA_CACHE_DIR`, or `numba` in the user's cache folder. A kernel
+whose files cannot be read is compiled again.
 """
 
 # mypy: ignore-errors
@@ -31,21 +31,21 @@ from numba import types
 from numba.core import caching, registry, sigutils
 from numba.core.ccallback import CFunc
 
-from hotswap.kernels.lanes import address, claim
+from hotswap.kernels.simd import fetch_add, pointer_to
 
-__all__ = ["compiled", "compiled_for_c", "part"]
+__all__ = ["compiled", "compiled_for_c", "specialized"]
 
 log = logging.getLogger("hotswap")
 
 _FOLDER = Path(__file__).parent
 
 
-def part(kind: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a function that kernels call, and that closes over what its arguments' types do not tell.
+def specialized(kind: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a function that kernels call, and whose closure differs from one specialization to another.
 
     Args:
-        kind: What it closes over, in a word: another one for each.
-        options: As `numba.njit` takes them.
+        kind: Name of the specialization, such as the dtype; a unique one for each closure.
+        options: Options of `numba.njit`.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -56,13 +56,13 @@ def part(kind: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def compiled(function: Callable[..., Any], signature: Any, name: str, **options: Any) -> Callable[..., Any]:
-    """Return a function of a signature, compiled or found on disk.
+    """Return a function compiled for one signature, from the disk cache if possible.
 
     Args:
-        function: What numba is to compile, without the interpreter.
+        function: The function, which numba compiles in nopython mode.
         signature: Its only signature.
-        name: What it is; another name for each function, and for all that it closes over.
-        options: As `numba.njit` takes them.
+        name: Cache name; unique for each function and closure.
+        options: Options of `numba.njit`.
     """
     _name(function, name)
     made: Any = numba.njit(**options)(function)
@@ -73,22 +73,22 @@ def compiled(function: Callable[..., Any], signature: Any, name: str, **options:
 
 
 def compiled_for_c(function: Callable[[int], None], name: str, **options: Any) -> Any:
-    """Return a kernel for `run_together`, compiled or found on disk.
+    """Return a C function for `run_threads`, from the disk cache if possible.
 
-    C gets no exceptions: numba prints them and returns as if nothing had been. So a kernel counts itself
-    before and after, and one that ended in the middle, for want of memory, is noticed.
+    An exception cannot cross into C: numba prints it and returns normally. So each call increments a counter
+    at its start and decrements it at its end; a counter above zero shows that a call failed, out of memory.
 
     Args:
-        function: Of the address of what is asked, for numba to compile without the interpreter.
-        name: What it is; another name for each function, and for all that it closes over.
-        options: As `numba.njit` takes them.
+        function: Takes the address of its int64 arguments; numba compiles it in nopython mode.
+        name: Cache name; unique for each function and closure.
+        options: Options of `numba.cfunc`.
     """
-    inner, integers = part(name, **options)(function), address(types.int64)
+    inner, integers = specialized(name, **options)(function), pointer_to(types.int64)
 
     def counted(at):
-        claim(integers(at), 1)
+        fetch_add(integers(at), 1)
         inner(at + 8)
-        claim(integers(at), -1)
+        fetch_add(integers(at), -1)
 
     _name(counted, name)
     signature = sigutils.normalize_signature(types.void(types.int64))
@@ -103,53 +103,61 @@ def _name(function: Callable[..., Any], kind: str) -> None:
 
 
 class _Results(caching.CompileResultCacheImpl):
-    # Not beside the sources, where they would be taken for a part of the package.
+    # Not the folder of the sources, where cache files would look like a part of the package.
     _locator_classes = (caching.UserProvidedCacheLocator, caching.UserWideCacheLocator)
 
 
 class _Cache(caching.FunctionCache):
-    """The cache of one function of one signature, whose files nothing else has."""
+    """The disk cache of one function with one signature, in files of its own."""
 
     _impl_class = _Results
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(function)
         self._kernel = name
-        told = sha256(f"{name} {_state()}".encode()).hexdigest()
+        digest = sha256(f"{name} {_state()}".encode()).hexdigest()
         self._cache_file = caching.IndexDataCacheFile(
-            cache_path=self.cache_path, filename_base=f"hotswap-{name}-{told[:16]}", source_stamp=told
+            cache_path=self.cache_path, filename_base=f"hotswap-{name}-{digest[:16]}", source_stamp=digest
         )
 
     def _index_key(self, sig: Any, codegen: Any) -> str:
-        return "the only one"
+        return "only"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except Exception as exc:  # a file that was cut short fails in as many ways as it has bytes
-            log.info("%s is compiled again: what is kept of it cannot be read (%r).", self._kernel, exc)
+        except Exception as exc:  # a truncated file raises many kinds of errors
+            log.info(
+                "The kernel %r is compiled again: its cache file cannot be read (%r).", self._kernel, exc
+            )
         with suppress(OSError):
-            self.flush()  # else nothing could be saved
+            self.flush()  # otherwise saving would fail too
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
         except Exception as exc:
-            log.info("%s is compiled in every process: it cannot be kept (%r).", self._kernel, exc)
+            log.info(
+                "The kernel %r is compiled in every process: its cache file cannot be written (%r).",
+                self._kernel,
+                exc,
+            )
 
 
 def _cache_of(function: Callable[..., Any], name: str) -> Any:
     try:
         return _Cache(function, name)
-    except Exception as exc:  # such as no folder that can be written to
-        log.info("The kernel %r is compiled in every process: it cannot be kept (%r).", name, exc)
+    except Exception as exc:  # for example, no writable folder
+        log.info(
+            "The kernel %r is compiled in every process: its cache file cannot be written (%r).", name, exc
+        )
         return caching.NullCache()
 
 
 @cache
 def _state() -> str:
-    """All that machine code depends on, beside the function itself."""
+    """Everything that the machine code depends on, except the function itself."""
     sources = sha256()
     for path in sorted(_FOLDER.rglob("*.py")):
         sources.update(path.read_bytes())

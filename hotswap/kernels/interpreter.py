@@ -1,9 +1,9 @@
-"""What kernels must not leave to Triton's interpreter, which gets bfloat16 wrong; imported by kernels alone.
+"""bfloat16 operations that are correct under Triton's interpreter too; imported by kernels only.
 
-The interpreter, which runs kernels on a CPU, keeps bfloat16 as 16-bit integers: it multiplies their bit
-patterns, cuts where it should round, and misreads subnormals (Triton 3.6 to 3.9; its maintainers do not mean
-to support them). What is here compiles to nothing else than the plain operation, and goes through float32
-under the interpreter, so that what is tested there is the kernel.
+The interpreter runs kernels on a CPU and stores bfloat16 as 16-bit integers: it multiplies their bits,
+truncates where it should round, and misreads subnormals (Triton 3.6 to 3.9; its maintainers do not plan to
+support bfloat16). The functions here compile to the plain operation on a GPU and use float32 under the
+interpreter, so that interpreted tests test the kernel.
 """
 
 # mypy: ignore-errors
@@ -17,13 +17,13 @@ import triton.language as tl
 
 __all__ = ["INTERPRETED", "dot", "narrow", "widen"]
 
-# Triton reads it when a kernel is defined: a process interprets, or it does not.
+# Triton reads the variable when a kernel is defined, so it applies to a whole process.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
 @triton.jit
 def dot(left, right, total):
-    """`total + left @ right`, summed in float32; all of one 16-bit dtype, or of float32."""
+    """Return `total + left @ right`, summed in float32; `left` and `right` have one dtype."""
     if INTERPRETED:
         return tl.dot(widen(left), widen(right), total, input_precision="ieee")
     else:
@@ -32,7 +32,7 @@ def dot(left, right, total):
 
 @triton.jit
 def widen(values):
-    """Return values in float32, exactly, whatever their dtype."""
+    """Convert values of any dtype to float32, exactly."""
     if INTERPRETED and values.dtype == tl.bfloat16:
         return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -41,11 +41,11 @@ def widen(values):
 
 @triton.jit
 def narrow(values, DTYPE: tl.constexpr):
-    """Return float32 values in `DTYPE`, rounded to the nearest, ties to even."""
+    """Convert float32 values to `DTYPE`, rounded to nearest, ties to even."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        kept = tl.where(values == values, rounded, (bits >> 16) | 0x40)  # a NaN stays one
+        kept = tl.where(values == values, rounded, (bits >> 16) | 0x40)  # NaN stays NaN
         return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return values.to(DTYPE)

@@ -1,7 +1,7 @@
-"""Which vector instructions kernels for CPUs may use.
+"""The vector instructions that CPU kernels may use.
 
-PyTorch reads `ATEN_CPU_CAPABILITY`, and so do hotswap's kernels: with `avx2` there they take a processor for
-one without AVX-512 and AMX. oneDNN and numba have variables of their own (`docs/engine.md`).
+Like PyTorch, hotswap's kernels respect `ATEN_CPU_CAPABILITY`: with `avx2` they do not use AVX-512 and AMX.
+oneDNN and numba have variables of their own (`docs/engine.md`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What was measured to be the best way to run a kernel, by device, kind, shape and number of rows.
+"""Tuning tables: the fastest measured configuration of a kernel by device, kind, shape and number of rows.
 
-A table is a JSON file beside the kernel, written by its sweep and read at run time; nothing is ever measured
-while a model serves. Its times stay in the file, so that a claim about it can be checked:
+A table is a JSON file in the kernel's package, written by its sweep and read at run time; serving never
+measures anything. The measured times stay in the file, so that claims about it can be checked:
 
     {"schema": 1, "devices": {"NVIDIA H200": {"target": "sm_90", "about": {...}, "kinds": {
         "bfloat16/g128": {"28672x4096": {"16": {"choice": {...}, "figures": {"us": 31.5, ...}}}}}}}}
@@ -26,21 +26,21 @@ Choice: TypeAlias = Mapping[str, int | str]
 Shape: TypeAlias = tuple[int, ...]
 
 _SCHEMA: Final = 1
-# A shape that was not measured goes by the nearest that was, if all its sizes together are this near, in
-# doublings; beyond that a rule of thumb knows better.
+# A shape that was not measured uses the nearest measured shape within this distance, summed over its sizes in
+# octaves (doublings); beyond that, the heuristic is used.
 _NEAR_OCTAVES: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was best at one point.
+    """The fastest configuration of one measured point.
 
     Attributes:
-        kind: What else matters, such as the dtype.
-        shape: Of the weights.
-        rows: Of the input.
-        choice: How to run it.
-        figures: What was measured there, such as the microseconds of it and of what it is compared with.
+        kind: Other properties that matter, such as the dtype.
+        shape: Shape of the weights.
+        rows: Number of input rows.
+        choice: The configuration.
+        figures: Measured values, such as the microseconds of this kernel and of a baseline.
     """
 
     kind: str
@@ -59,13 +59,13 @@ class _Measured:
 
 
 class Table:
-    """The measurements that a kernel comes with; may be empty.
+    """The tuning table of a kernel; may be empty.
 
     Args:
-        parsed: The JSON of its file.
+        parsed: The parsed JSON of the file.
 
     Raises:
-        ConfigError: it is not one of this schema.
+        ConfigError: the schema is another one.
     """
 
     def __init__(self, parsed: Mapping[str, Any]) -> None:
@@ -77,11 +77,10 @@ class Table:
         self._devices = {name: _measured(entry) for name, entry in parsed["devices"].items()}
 
     def find(self, device: str, target: str, kind: str, shape: Shape, rows: int) -> Choice | None:
-        """Return how to run a kernel there, or `None` where nothing near enough was measured.
+        """Return the configuration for a point, or `None` if no measured point is near enough.
 
-        The device itself counts, else one of the same target; the shape itself, else the nearest within a
-        doubling of all sizes together; and the least number of rows that was measured and is no fewer, or
-        else the most.
+        Looks for the device, else for one with the same target; for the shape, else for the nearest within
+        one octave in total; and for the next larger measured number of rows, else for the largest.
         """
         measured = self._devices.get(device) or next(
             (other for other in self._devices.values() if other.target == target), None
@@ -95,7 +94,7 @@ class Table:
         return records[min(at, len(records) - 1)].choice
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """Everything in it, each with the target of its device."""
+        """Yield all records, each with the target of its device."""
         for measured in self._devices.values():
             for shapes in measured.kinds.values():
                 for records in shapes.values():
@@ -104,10 +103,10 @@ class Table:
 
 @cache
 def load(path: Path) -> Table:
-    """Return the table of a file, read once; an empty one if there is no such file.
+    """Return the table in a file, which is read once; an empty table if there is no such file.
 
     Raises:
-        ConfigError: the file is no table.
+        ConfigError: the file is not a table.
     """
     if not path.is_file():
         return Table({"schema": _SCHEMA, "devices": {}})
@@ -115,26 +114,26 @@ def load(path: Path) -> Table:
 
 
 def write(path: Path, device: str, target: str, about: Mapping[str, Any], records: Iterable[Record]) -> None:
-    """Put what a device was measured to do in place of what the file says of it; other devices stay.
+    """Replace the records of one device in a table file; other devices are kept.
 
     Args:
-        path: The table's file, made if there is none.
-        device: Its name.
-        target: What it is built for.
-        about: What else is worth knowing: versions, ceilings, the number of units.
-        records: Everything that was measured.
+        path: The table file, created if it does not exist.
+        device: Name of the device.
+        target: Name of its target.
+        about: Further facts: versions, bandwidth ceilings, the number of units.
+        records: All measured points.
     """
-    whole: dict[str, Any] = {"schema": _SCHEMA, "devices": {}}
+    content: dict[str, Any] = {"schema": _SCHEMA, "devices": {}}
     if path.is_file():
-        whole = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     kinds: dict[str, Any] = {}
     for record in sorted(records, key=lambda record: (record.kind, record.shape, record.rows)):
         shapes = kinds.setdefault(record.kind, {})
         points = shapes.setdefault("x".join(map(str, record.shape)), {})
         points[str(record.rows)] = {"choice": dict(record.choice), "figures": dict(record.figures)}
-    whole["devices"][device] = {"target": target, "about": dict(about), "kinds": kinds}
-    whole["devices"] = dict(sorted(whole["devices"].items()))
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    content["devices"][device] = {"target": target, "about": dict(about), "kinds": kinds}
+    content["devices"] = dict(sorted(content["devices"].items()))
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _measured(entry: Mapping[str, Any]) -> _Measured:

@@ -1,4 +1,4 @@
-"""The kinds of GPU that kernels are built for, what they can do, and which one a device is."""
+"""GPU architectures that kernels are built for, their limits, and the architecture of a device."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ __all__ = ["TARGETS", "Device", "Target", "device_of", "runs_triton", "target_of
 
 log = logging.getLogger("hotswap")
 
-# Imports triton, and so is imported when it is first wanted.
+# Imports triton, so it is imported on first use.
 _TRIAL: Final = "hotswap.kernels.trial"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a kernel may count on.
+    """A GPU architecture and its limits.
 
     Attributes:
-        name: As compilers call it, `sm_90` or `gfx942`.
-        shared_bytes: The most shared memory that one program may take.
-        warp_lanes: Lanes that run in step.
-        wide_mma: The instruction of tensor cores that takes its left operand from many warps, or from memory
-            of their own, and so wants the weights on the left; empty where there is none.
-        mma: The instruction that Triton multiplies matrices with otherwise; empty where it reaches no
-            tensor cores.
-        flushes_subnormals: Whether matrix products take 16-bit subnormals for zeros.
+        name: The name that compilers use, `sm_90` or `gfx942`.
+        shared_bytes: Maximum shared memory of one program.
+        warp_lanes: Lanes of a warp or wavefront.
+        wide_mma: The tensor-core instruction of warp groups (Hopper, Blackwell), which is faster with the
+            weights as the left operand; empty where there is none.
+        mma: The tensor-core instruction of single warps; empty where Triton uses no tensor cores.
+        flushes_subnormals: Whether matrix products treat 16-bit subnormals as zero.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Target:
 
     @property
     def is_amd(self) -> bool:
-        """Whether it is one of AMD's, which have no asynchronous copies to shared memory that Triton uses."""
+        """Whether this is an AMD GPU. Triton uses no asynchronous copies to shared memory there."""
         return self.name.startswith("gfx")
 
 
@@ -68,9 +67,9 @@ TARGETS: Final[Mapping[str, Target]] = {
 
 
 def target_of(name: str) -> Target | None:
-    """Return the target that programs for `name` are like: itself, or the next older one of NVIDIA's.
+    """Return the target of an architecture: itself, or the next older NVIDIA architecture in `TARGETS`.
 
-    `None` for a GPU that is older than all of these, or one of AMD's that is not among them.
+    `None` for an NVIDIA GPU older than all targets, and for an AMD GPU that is not a target.
     """
     if name in TARGETS or not name.startswith("sm_"):
         return TARGETS.get(name)
@@ -85,9 +84,9 @@ class Device:
     """A device that kernels run on.
 
     Attributes:
-        name: As its maker calls it; tables are kept by it.
-        target: What it is built for; `None` where no kernel is.
-        num_units: How many programs it begins at once: streaming multiprocessors, compute units.
+        name: The product name; the key of tuning tables.
+        target: Its architecture; `None` where no kernel runs.
+        num_units: Number of streaming multiprocessors or compute units.
     """
 
     name: str
@@ -97,7 +96,7 @@ class Device:
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """Return what a torch device is; asked of the driver once."""
+    """Return the description of a torch device; the driver is queried once per device."""
     if device.type != "cuda":
         return Device(device.type, None, 1)
     cuda: Any = torch.cuda
@@ -109,9 +108,9 @@ def device_of(device: torch.device) -> Device:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether kernels can be launched there: a GPU with a target, or a CPU under Triton's interpreter.
+    """Whether Triton kernels run on a device: a GPU with a target, or a CPU under Triton's interpreter.
 
-    The first call for a GPU compiles and launches a kernel, so make it where it may block.
+    The first call for a GPU compiles and launches a kernel, and blocks meanwhile.
     """
     if not _has_triton():
         return False
@@ -122,16 +121,16 @@ def runs_triton(device: torch.device) -> bool:
 
 @cache
 def _launches(device: torch.device) -> bool:
-    """Whether a kernel can be compiled: Triton asks for a C compiler and for what the driver comes with.
+    """Whether a kernel can be compiled and launched: Triton needs a C compiler and files of the driver.
 
-    Triton comes with PyTorch's wheels for CUDA, and so is found on machines that have neither.
+    PyTorch's CUDA wheels install Triton also on machines without these.
     """
     try:
         import_module(_TRIAL).launch(device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as exc:  # of Triton, of a compiler, of a linker: whatever is missing
-        text = "no kernel can be launched on %s, PyTorch computes instead: %s: %s"
+    except Exception as exc:  # errors of Triton, the compiler or the linker
+        text = "no Triton kernel can be launched on %s, PyTorch operators are used instead: %s: %s"
         log.warning(text, device, type(exc).__name__, exc)
         return False
     return True

@@ -1,4 +1,4 @@
-"""Programs as a launch would have them built: what Triton makes of its arguments, without a device."""
+"""The programs that launches compile: Triton's specialization of their arguments, without a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["program_of", "specialised"]
 
 
 def specialised(call: Call) -> list[Any]:
-    """Return what Triton keeps a compiled kernel by, of each argument: its type, and what is known of it."""
+    """Return Triton's cache key of a launch: the type and the specialization of each argument."""
     backend: Any = make_backend(GPUTarget("cuda", 90, 32))
     bind: Any = create_function_from_signature(call.function.signature, call.function.params, backend)
     _, found, _ = bind(*call.arguments, **call.constants)
@@ -23,7 +23,7 @@ def specialised(call: Call) -> list[Any]:
 
 
 def program_of(name: str, call: Call, *, weights: float = 0.0, limits: Limits) -> Program:
-    """Return the program that a launch runs."""
+    """Return the program of a launch."""
     found = dict(zip(call.function.arg_names, specialised(call), strict=True))
     types = {argument: kind for argument, (kind, _) in found.items() if kind != "constexpr"}
     fixed = {argument: known for argument, (kind, known) in found.items() if kind == "constexpr"}

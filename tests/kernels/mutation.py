@@ -1,9 +1,9 @@
-"""Plants faults in copies of the kernels and runs the checks that should find them; a process of its own.
+"""Plants faults in copies of the kernels and runs the checks that must detect them, in a separate process.
 
     TRITON_INTERPRET=1 python -m tests.kernels.mutation KERNEL
 
-What takes long to import is imported once, and each fault has a process that is forked from this one. Writes
-a line of JSON for each: its name, and whether it was found.
+Slow imports are done once; each fault runs in a process forked from this one. Writes a line of JSON for each
+fault: its name, and whether it was found.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def main(kernel: str) -> None:
         for name in ("tests/conftest.py", "pyproject.toml"):
             shutil.copy(ROOT / name, copy / name)
         for check in sorted({mutant.check for mutant in mutants}):
-            _tell(f"sound: {check}", found=_fails(copy, check))
+            _report(f"sound: {check}", found=_fails(copy, check))
         for mutant in mutants:
-            _tell(mutant.name, found=_found(copy, mutant))
+            _report(mutant.name, found=_found(copy, mutant))
 
 
 def _found(copy: Path, mutant: Mutant) -> bool:
-    """Whether the check of a fault fails once it is planted."""
+    """Plant a fault and return whether its check fails."""
     place = copy / "hotswap" / "kernels" / mutant.file
     sound = place.read_text(encoding="utf-8")
     if mutant.before not in sound:
@@ -54,7 +54,7 @@ def _found(copy: Path, mutant: Mutant) -> bool:
 
 
 def _fails(copy: Path, check: str) -> bool:
-    """Whether a check fails, or dies, in a process of its own that imports the copy."""
+    """Whether a check fails or crashes, in a forked process that imports the copy."""
     child = os.fork()
     if child == 0:
         try:
@@ -81,7 +81,7 @@ def _run(copy: Path, check: str) -> int:
     return int(pytest.main([*options, f"tests/kernels/interpreted/{check}"]))
 
 
-def _tell(name: str, *, found: bool) -> None:
+def _report(name: str, *, found: bool) -> None:
     sys.stdout.write(json.dumps({"name": name, "found": found}) + "\n")
     sys.stdout.flush()
 

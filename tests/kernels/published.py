@@ -1,7 +1,7 @@
-"""The decoding that is usually published for e4m3 in 16 bits, and what it gets wrong: kept to compare with.
+"""The usual published conversion of e4m3 to bfloat16, which is wrong for zeros and subnormals.
 
-As in DeepSpeed's `fp_quantizer/fp8_gemm_triton.py`: the code is shifted to where a bfloat16 has its exponent
-and mantissa, and the difference of the biases, 120, is added to the exponent as an integer.
+As in DeepSpeed's `fp_quantizer/fp8_gemm_triton.py`: the bits are shifted to the exponent and mantissa of a
+bfloat16, and the difference of the biases, 120, is added to the exponent as an integer.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["published_decode"]
+__all__ = ["published_conversion"]
 
 
-def published_decode(codes: Tensor) -> Tensor:
-    """Return codes, of one byte each, as bfloat16."""
-    bits = codes.view(torch.uint8).to(torch.int32)
+def published_conversion(quantized: Tensor) -> Tensor:
+    """Convert e4m3 values, of one byte each, to bfloat16."""
+    bits = quantized.view(torch.uint8).to(torch.int32)
     moved = ((bits & 0x80) << 8) | (((bits & 0x7F) << 4) + (120 << 7))
     return moved.to(torch.uint16).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What numba compiled is found again by other processes, and is made again wherever it cannot be used."""
+"""The disk cache of numba kernels: other processes use it, and unusable files are compiled again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hotswap.kernels import packed_linear, paged_attention
 from hotswap.kernels.paged_attention.reference import attend_reference
 
 def refuse(*_, **__):
-    raise AssertionError("this was to be found, not compiled")
+    raise AssertionError("this must come from the cache")
 
 def integers(values):
     return torch.tensor(values, dtype=torch.int32)
@@ -41,7 +41,7 @@ def multiplies(dtype):
     return torch.allclose(found.float(), hidden.float() @ weight.float().t(), rtol=1e-2, atol=1e-2)
 
 expectation, *names = sys.argv[1:]
-if expectation == "found":
+if expectation == "cached":
     compiler.compile_extra = refuse
 for name in names:
     dtype = getattr(torch, name)
@@ -52,29 +52,29 @@ paged_attention.append(rows, pool, torch.tensor([1, 0]), torch.tensor([3, 5]))
 assert torch.equal(pool[1, 0, 3], rows[0, 0]) and torch.equal(pool[0, 0, 5], rows[0, 1])
 """
 
-# Has a kernel ask for more memory than the process may have.
+# Lets a kernel allocate more memory than the process may have.
 _STARVE = """
 import resource
 from pathlib import Path
 import torch
 from hotswap.kernels.low_rank import add_low_rank
 
-def ask(width):
+def make(width):
     ones, out = torch.ones(1, width), torch.zeros(1, 8)
     down, up = torch.zeros(8, width), torch.ones(8, 8)
     down[:, 0] = 1
     return lambda: add_low_rank(ones, out, down, up, torch.tensor([[0, 0, 8]], dtype=torch.int32)) or out
 
 torch.set_num_threads(1)
-assert (ask(64)() == 8).all()
-work = ask(1 << 24)
+assert (make(64)() == 8).all()
+work = make(1 << 24)
 size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 _, hard = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (size_bytes + (32 << 20), hard))
 try:
     work()
 except MemoryError as exc:
-    print("told", exc)
+    print("MemoryError", exc)
 resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 assert (work() == 8).all()
 """
@@ -92,31 +92,31 @@ def run(cache: Path, expectation: str, *dtypes: str, **others: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_several_processes_compiled_is_found_by_others_and_not_confused(tmp_path: Path) -> None:
-    """Names that numba numbers by process are the same for other things in each of the first two."""
+def test_kernels_compiled_by_several_processes_are_cached_without_confusion(tmp_path: Path) -> None:
+    """numba numbers symbol names by process, so the first two processes use the same names."""
     run(tmp_path, "compiled", "float32")
     run(tmp_path, "compiled", "bfloat16")
-    run(tmp_path, "found", "float32", "bfloat16")
-    run(tmp_path, "found", "bfloat16", "float32")
+    run(tmp_path, "cached", "float32", "bfloat16")
+    run(tmp_path, "cached", "bfloat16", "float32")
 
 
 @pytest.mark.parametrize("size", [0, 100])
-def test_files_that_were_cut_short_are_made_again(tmp_path: Path, size: int) -> None:
+def test_truncated_files_are_compiled_again(tmp_path: Path, size: int) -> None:
     run(tmp_path, "compiled")
     kept = [path for path in tmp_path.rglob("*") if path.suffix in {".nbi", ".nbc"}]
     assert kept
     for path in kept:
         os.truncate(path, size)
     run(tmp_path, "compiled")
-    run(tmp_path, "found")
+    run(tmp_path, "cached")
 
 
-def test_where_nothing_can_be_written_kernels_are_compiled_all_the_same() -> None:
+def test_kernels_are_compiled_without_a_writable_folder() -> None:
     nowhere = Path(os.devnull) / "nowhere"
     run(nowhere, "compiled", HOME=str(nowhere), XDG_CACHE_HOME=str(nowhere))
 
 
-def test_another_source_is_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_key_depends_on_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def state() -> str:
         compiling._state.cache_clear()
         return compiling._state()
@@ -135,7 +135,7 @@ def test_another_source_is_another_kernel(tmp_path: Path, monkeypatch: pytest.Mo
     assert state() == before
 
 
-def test_kernels_of_one_function_are_kept_apart() -> None:
+def test_specializations_of_one_function_have_separate_files() -> None:
     def function(x: int) -> int:
         return x
 
@@ -143,8 +143,8 @@ def test_kernels_of_one_function_are_kept_apart() -> None:
     assert len(files) == 2
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory as Linux tells it")
-def test_a_kernel_that_finds_no_memory_is_an_error_and_no_result() -> None:
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc/self/statm of Linux")
+def test_a_kernel_that_runs_out_of_memory_raises() -> None:
     done = subprocess.run([sys.executable, "-c", _STARVE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.startswith("told")
+    assert done.stdout.startswith("MemoryError")

@@ -1,4 +1,4 @@
-"""`fused`: norms are those of float64 rounded where PyTorch rounds, rotations have the bits of PyTorch."""
+"""`fused`: norms match float64 rounded where PyTorch rounds; rotations have the bits of PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL = sorted(DTYPES, key=str)
 
 
 def scaled(normed: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-    """What a model makes of float64 rows that are normed, in steps that PyTorch rounds."""
+    """Apply the weights of an RMSNorm as a model does, with the rounding of PyTorch."""
     if scaling is Scaling.CAST_FIRST:
         return normed.to(weight.dtype) * weight
     factors = weight.double() + (1 if scaling is Scaling.ONE_PLUS else 0)
@@ -28,7 +28,7 @@ def scaled(normed: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
 
 @pytest.mark.parametrize("scaling", Scaling)
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_norms_are_those_of_float64(dtype: torch.dtype, scaling: Scaling) -> None:
+def test_norms_match_float64(dtype: torch.dtype, scaling: Scaling) -> None:
     @given(
         rows=st.integers(1, 40),
         width=st.integers(1, 300),
@@ -42,7 +42,7 @@ def test_norms_are_those_of_float64(dtype: torch.dtype, scaling: Scaling) -> Non
         normed = wide / (wide.square().mean(1, keepdim=True) + epsilon).sqrt()
         expected = scaled(normed, weight, scaling)
         assert found.dtype is dtype
-        # Where float32 and float64 lie on two sides of a tie, a result is one of two neighbours.
+        # If float32 and float64 are on different sides of a tie, the results are adjacent.
         torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps * 4, atol=1e-30)
         assert dtype is torch.float32 or float((found != expected).float().mean()) <= 0.02 + 2 / found.numel()
 
@@ -50,22 +50,24 @@ def test_norms_are_those_of_float64(dtype: torch.dtype, scaling: Scaling) -> Non
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_a_row_is_normed_alike_in_any_company(dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+def test_the_bits_of_a_norm_do_not_depend_on_other_rows(
+    dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
     hidden, weight = weight_of(300, 520, dtype), weight_of(1, 520, dtype, seed=1)[0]
     assert hidden.numel() >= call._SHARED_NUMBERS
     options: dict[str, Any] = {"epsilon": 1e-6, "scaling": Scaling.CAST_FIRST}
     threads(1)
-    whole = rms_norm(hidden, weight, **options)
+    together = rms_norm(hidden, weight, **options)
     threads(3)
-    assert same_bits(rms_norm(hidden, weight, **options), whole)
-    assert same_bits(rms_norm(hidden[7:12], weight, **options), whole[7:12])
-    apart = torch.stack([hidden, hidden], 1)[:, 0]
-    assert not apart.is_contiguous()
-    assert same_bits(rms_norm(apart, weight, **options), whole)
+    assert same_bits(rms_norm(hidden, weight, **options), together)
+    assert same_bits(rms_norm(hidden[7:12], weight, **options), together[7:12])
+    strided = torch.stack([hidden, hidden], 1)[:, 0]
+    assert not strided.is_contiguous()
+    assert same_bits(rms_norm(strided, weight, **options), together)
     assert rms_norm(hidden.view(3, 100, 520), weight, **options).shape == (3, 100, 520)
 
 
-def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return x * cosines[:, None] + torch.cat([-x[..., half:], x[..., :half]], -1) * sines[:, None]
 
@@ -96,13 +98,13 @@ def test_rotations_have_the_bits_of_pytorch(
         cosines, sines = (weight_of(rows, 2 * half, dtype, seed=seed)[None] for seed in (3, 4))
         found = rotate(queries, keys, cosines, sines)
         assert found is not None
-        assert same_bits(found[0], turned(queries, cosines, sines))
-        assert same_bits(found[1], turned(keys, cosines, sines))
+        assert same_bits(found[0], rotated(queries, cosines, sines))
+        assert same_bits(found[1], rotated(keys, cosines, sines))
 
     check()
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_a_nan_stays_in_its_row() -> None:
     hidden, weight = torch.ones(2, 64).bfloat16(), torch.ones(64).bfloat16()
     hidden[0, 3] = torch.nan
     found = rms_norm(hidden, weight, epsilon=1e-6, scaling=Scaling.SCALE_FIRST)
@@ -110,10 +112,10 @@ def test_what_is_no_number_stays_none() -> None:
     assert (found[1] == 1).all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_match_are_refused() -> None:
     hidden, weight = torch.ones(2, 64), torch.ones(64)
     for wrong in (weight[:60], weight.bfloat16(), torch.ones(128)[::2]):
-        with pytest.raises(ConfigError, match="scale no"):
+        with pytest.raises(ConfigError, match="cannot scale"):
             rms_norm(hidden, wrong, epsilon=1e-6, scaling=Scaling.ONE_PLUS)
     with pytest.raises(ConfigError, match="float16"):
         rms_norm(hidden.half(), weight.half(), epsilon=1e-6, scaling=Scaling.ONE_PLUS)

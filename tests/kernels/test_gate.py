@@ -1,6 +1,6 @@
-"""Every program that kernels ship is built for every target, and keeps to its limits; no GPU is needed.
+"""All shipped kernel programs compile for all targets and keep to their limits; no GPU is needed.
 
-The modules of `gate` name the programs, by a function `programs(target)`; one that is added is found here.
+Each module of `gate` has a function `programs(target)`; this test finds new modules by itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _KERNELS = sorted(file.stem for file in _GATE.glob("*.py") if file.stem not in {
 
 
 @pytest.fixture(autouse=True)
-def _cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that was built before counts, and nothing is left behind."""
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use an empty Triton cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
@@ -57,7 +57,7 @@ def test_the_programs_are_those_that_the_heuristic_chooses() -> None:
         (Tile(16, 16, 32, 8, 2), "sm_80", "instructions for a weight"),
     ],
 )
-def test_a_tile_that_is_too_much_for_a_target_is_caught(tile: Tile, target: str, fault: str) -> None:
+def test_a_tile_that_exceeds_a_target_is_reported(tile: Tile, target: str, fault: str) -> None:
     program = fp8_gemm.fused(tile, TARGETS[target], "bf16", 128, split=False)
     assert fault in " ".join(broken(program, TARGETS[target]))
 
@@ -65,7 +65,7 @@ def test_a_tile_that_is_too_much_for_a_target_is_caught(tile: Tile, target: str,
 @pytest.mark.parametrize(
     ("target", "fault"), [("sm_90", "instructions"), ("gfx942", "instructions"), ("sm_70", "")]
 )
-def test_code_that_cannot_be_read_is_no_code_that_keeps_to_its_limits(
+def test_code_that_cannot_be_disassembled_fails_the_gate(
     target: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "build", lambda program, target: Facts(0))
@@ -75,8 +75,8 @@ def test_code_that_cannot_be_read_is_no_code_that_keeps_to_its_limits(
     assert fault in " ".join(faults)
 
 
-def test_a_program_that_does_not_say_where_its_rows_begin_is_caught() -> None:
-    """Rows of any stride are read byte by byte: what is aligned must be told to the compiler."""
+def test_a_program_without_alignment_hints_is_reported() -> None:
+    """Without alignment hints, Triton loads rows in narrow words."""
     made = fp8_gemm.fused(Tile(), TARGETS["sm_80"], "bf16", 128, split=False)
-    blind = Program(**{**vars(made), "aligned": frozenset(), "limits": Limits(copies=True)})
-    assert "16 bytes at a time" in " ".join(broken(blind, TARGETS["sm_80"]))
+    unaligned = Program(**{**vars(made), "aligned": frozenset(), "limits": Limits(copies=True)})
+    assert "16 bytes at a time" in " ".join(broken(unaligned, TARGETS["sm_80"]))

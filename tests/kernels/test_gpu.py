@@ -1,4 +1,4 @@
-"""The kernels on a GPU, held to float64 as the interpreted ones are."""
+"""The FP8 kernels on a GPU compute the same as the float64 reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hotswap.kernels.fp8_gemm import (
     warm_up,
 )
 from hotswap.kernels.targets import device_of, runs_triton
-from tests.kernels.fp8_weights import BOUNDS, error, every_code, input_of, weight_of
+from tests.kernels.fp8_weights import BOUNDS, error, every_value, input_of, weight_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,37 +25,37 @@ pytestmark = [
 ]
 
 DTYPES = [torch.bfloat16, torch.float16]
-# Of whole weights, which cuBLAS multiplies: PyTorch lets it add up parts of K in 16 bits.
+# Bounds of the dense path: PyTorch allows cuBLAS to sum parts of K in 16 bits.
 DENSE_BOUNDS = {torch.bfloat16: 3.5e-3, torch.float16: 4.5e-4}
 
 
 def on_gpu(weight: Fp8Weight) -> Fp8Weight:
-    return pack(replace(weight, codes=weight.codes.cuda(), scales=weight.scales.cuda()))
+    return pack(replace(weight, qweight=weight.qweight.cuda(), scales=weight.scales.cuda()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [128, None])
 @pytest.mark.parametrize("shape", [(1280, 8192), (4096, 1024), (1000, 1100)])
 @pytest.mark.parametrize("scale_bits", [4, 24])
-def test_products_are_those_of_float64_and_have_the_same_bits_again(
+def test_products_match_float64_and_repeat_bit_for_bit(
     scale_bits: int, shape: tuple[int, int], group: int | None, dtype: torch.dtype
 ) -> None:
     weight, space = weight_of(*shape, group, dtype, scale_bits=scale_bits), Workspace(torch.device("cuda"))
     packed = on_gpu(weight)
-    assert runs_triton(packed.codes.device)
+    assert runs_triton(packed.qweight.device)
     warm_up([(packed, None)], dtype, space)
     for rows in (1, 7, 17, 33, 64, 100, 300, 700):
         x = input_of(rows, shape[1], dtype)
         found = fp8_linear(x.cuda(), packed, workspace=space)
-        way = choose(rows, shape, str(dtype).removeprefix("torch."), group, device_of(packed.codes.device))
-        bound = (BOUNDS if way.path == "fused" else DENSE_BOUNDS)[dtype]
+        tile = choose(rows, shape, str(dtype).removeprefix("torch."), group, device_of(packed.qweight.device))
+        bound = (BOUNDS if tile.path == "fused" else DENSE_BOUNDS)[dtype]
         assert error(found.cpu(), fp8_linear_reference(x, weight)) <= bound
         assert torch.equal(fp8_linear(x.cuda(), packed, workspace=space), found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_finite_code_is_multiplied_exactly(dtype: torch.dtype) -> None:
-    """By rows of the identity, in a product whose sums have one number that is not zero."""
-    weight = replace(every_code(), codes=every_code().codes.repeat(16, 1), scales=torch.ones(64, 1))
+def test_every_finite_value_is_multiplied_exactly(dtype: torch.dtype) -> None:
+    """The input is the identity, so each sum has one nonzero term."""
+    weight = replace(every_value(), qweight=every_value().qweight.repeat(16, 1), scales=torch.ones(64, 1))
     found = fp8_linear(torch.eye(64, dtype=dtype).cuda(), on_gpu(weight))
     assert torch.equal(found.cpu().T.double(), fp8_linear_reference(torch.eye(64), weight).T)

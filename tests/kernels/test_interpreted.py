@@ -1,7 +1,7 @@
-"""Kernels run on the CPU by Triton's interpreter, which a process is either given over to or not.
+"""Runs the kernel checks under Triton's interpreter, which applies to a whole process.
 
-So each file `interpreted/check_*.py` has a process of its own. One that reads or writes out of range, where
-it looks for that, ends by a signal.
+So each file `interpreted/check_*.py` runs in a process of its own. An access out of range in a check for it
+ends the process by a signal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.stem)
-def test_kernels_compute_what_they_should(check: Path) -> None:
+def test_the_checks_pass_under_the_interpreter(check: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(check)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

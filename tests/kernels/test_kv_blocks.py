@@ -1,4 +1,4 @@
-"""`kv_blocks`: its torch path, and what it refuses; its kernel is run by `test_interpreted`."""
+"""`kv_blocks`: its torch path, and invalid arguments; `test_interpreted` runs its kernel."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_torch_moves_every_byte(cache: str, blocks: list[int], holes: set[int]) 
 
 
 @pytest.mark.parametrize("blocks", [(20,), (-2,), (0, 21)])
-def test_a_block_that_there_is_not_is_refused(blocks: tuple[int, ...]) -> None:
-    table = BlockTable(make_pools("alike", torch.bfloat16))
+def test_a_block_number_out_of_range_is_refused(blocks: tuple[int, ...]) -> None:
+    table = BlockTable(make_pools("equal", torch.bfloat16))
     staging = torch.zeros(len(blocks), table.block_bytes, dtype=torch.uint8)
     with pytest.raises(ConfigError, match="there are 20"):
         gather(table, blocks, staging)
@@ -49,15 +49,15 @@ def test_a_block_that_there_is_not_is_refused(blocks: tuple[int, ...]) -> None:
     ],
 )
 def test_a_buffer_that_does_not_fit_is_refused(staging: torch.Tensor) -> None:
-    table = BlockTable(make_pools("alike", torch.bfloat16))
+    table = BlockTable(make_pools("equal", torch.bfloat16))
     with pytest.raises(ConfigError, match="staging buffer"):
         gather(table, [3], staging)
 
 
-def test_pools_that_are_not_alike_are_refused() -> None:
-    whole = torch.zeros(4, 2, 8)
-    for other in (torch.zeros(5, 2, 8), whole.transpose(1, 2), whole.to("meta")):
+def test_pools_that_do_not_match_are_refused() -> None:
+    pool = torch.zeros(4, 2, 8)
+    for other in (torch.zeros(5, 2, 8), pool.transpose(1, 2), pool.to("meta")):
         with pytest.raises(ConfigError):
-            BlockTable([whole, other])
+            BlockTable([pool, other])
     with pytest.raises(ConfigError):
         BlockTable([])

@@ -1,4 +1,4 @@
-"""`low_rank`: what adapters add is that of float64, and the bits depend on the row and its adapter alone."""
+"""`low_rank`: updates match float64, and their bits depend only on the row and its adapter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ints(spans: list[tuple[int, int, int]]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_rows_get_what_their_own_ranks_make_of_them(dtype: torch.dtype) -> None:
+def test_rows_get_the_update_of_their_own_ranks(dtype: torch.dtype) -> None:
     @given(
         rows=st.integers(1, 20),
         width_in=st.integers(1, 200),
@@ -49,17 +49,17 @@ def test_rows_get_what_their_own_ranks_make_of_them(dtype: torch.dtype) -> None:
             most = hidden[row].double().abs() @ down[first:last].double().abs().t()
             expected[row] += inner @ up[first:last].double()
             sizes[row] += most @ up[first:last].double().abs()
-        untouched = [row for row in range(rows) if row not in {row for row, _, _ in spans}]
+        unchanged = [row for row in range(rows) if row not in {row for row, _, _ in spans}]
         before = out.clone()
         add_low_rank(hidden, out, down, up, ints(spans))
         assert ((out.double() - expected).abs() <= 3 * torch.finfo(dtype).eps * sizes).all()
-        assert torch.equal(out[untouched], before[untouched])
+        assert torch.equal(out[unchanged], before[unchanged])
 
     check()
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_a_row_has_the_same_bits_in_any_company_and_from_any_place(
+def test_the_bits_of_a_row_do_not_depend_on_other_rows_or_the_place_of_its_ranks(
     dtype: torch.dtype, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, out = some(dtype, 60, 520, seed=1), some(dtype, 60, 300, seed=2)
@@ -74,7 +74,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_from_any_place(
             lone = out[row : row + 1].clone()
             add_low_rank(hidden[row : row + 1], lone, down, up, ints([(0, first + moved, last + moved)]))
             assert torch.equal(lone[0], together[row])
-    few = spans[: 4 * TOGETHER - 1]  # claimed one by one
+    few = spans[: 4 * TOGETHER - 1]  # taken one by one
     all_of_them = [*spans, *((row, 8, 16) for row in range(1, 60, 2))]
     by_range = sorted(all_of_them, key=lambda span: span[1:])
     alone = out.clone()
@@ -90,8 +90,8 @@ def test_a_row_has_the_same_bits_in_any_company_and_from_any_place(
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_rows_of_one_adapter_have_the_bits_of_lone_ones(dtype: torch.dtype) -> None:
-    count, before = 4 * TOGETHER + 3, 3  # so that no four of one adapter begin where they are claimed
+def test_rows_of_one_adapter_have_the_same_bits_together_and_alone(dtype: torch.dtype) -> None:
+    count, before = 4 * TOGETHER + 3, 3  # groups of four are not aligned with the spans taken
     for width_in, width_out in ((77, 200), (1024, 40), (16, 1)):
         hidden, out = some(dtype, count, width_in, seed=1), some(dtype, count, width_out, seed=2)
         down, up = some(dtype, 24, width_in, seed=3), some(dtype, 24, width_out, seed=4)
@@ -103,7 +103,7 @@ def test_rows_of_one_adapter_have_the_bits_of_lone_ones(dtype: torch.dtype) -> N
         assert torch.equal(out, lone)
 
 
-def test_ranks_of_others_are_not_looked_at() -> None:
+def test_ranks_of_other_adapters_are_not_read() -> None:
     hidden, out = some(torch.float32, 20, 100), torch.zeros(20, 30)
     down, up = torch.full((40, 100), torch.nan), torch.full((40, 30), torch.nan)
     down[16:24], up[16:24] = 1.0, 1.0
@@ -111,7 +111,7 @@ def test_ranks_of_others_are_not_looked_at() -> None:
     assert torch.allclose(out, 8 * hidden.sum(1, keepdim=True).expand(20, 30), atol=1e-4)
 
 
-def test_rows_may_lie_apart() -> None:
+def test_rows_may_have_any_strides() -> None:
     hidden, down, up = some(torch.float32, 4, 200), some(torch.float32, 8, 100), some(torch.float32, 8, 30)
     found: list[Tensor] = []
     for rows in (hidden[:, ::2], hidden[:, ::2].clone(), hidden[:, :100], hidden[:, :100].clone()):
@@ -121,7 +121,7 @@ def test_rows_may_lie_apart() -> None:
     assert torch.equal(found[2], found[3])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_match_are_refused() -> None:
     fitting: dict[str, Any] = {
         "hidden": torch.ones(3, 20),
         "out": torch.ones(3, 10),

@@ -1,4 +1,4 @@
-"""The checks of kernels notice planted faults, each the one made for it."""
+"""Mutation tests: the kernel checks detect planted faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNELS = sorted({mutant.file.split("/")[0] for mutant in MUTANTS})
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_planted_fault_is_found(kernel: str) -> None:
+def test_every_planted_fault_is_detected(kernel: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.mutation", kernel],
         cwd=ROOT,

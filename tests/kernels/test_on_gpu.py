@@ -1,4 +1,4 @@
-"""Adapters and KV blocks on a CUDA device, against float64 and against plain copies."""
+"""LoRA and KV block kernels on a CUDA device, against float64 and against plain copies."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
-# Of what is added: ranks are rounded in between, and the sum is where it is written.
+# Relative to the update: the result of A is rounded, and the sum is rounded when it is written.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 RANKS = (4, 7, 16, 24, 64)
 PLACES = (RankPlace((3,)), RankPlace((9,), 0.5), RankPlace((0,)), RankPlace((5, 2)), RankPlace((8, 1, 7, 4)))
 
 
 def loaded(dtype: torch.dtype, width_in: int, widths: Sequence[int]) -> tuple[RankPool, list[Adapter]]:
-    """Adapters of all ranks; pages that nobody has are full of NaN."""
+    """Adapters of all ranks; free pages are filled with NaN."""
     generator = torch.Generator().manual_seed(1)
     pool = RankPool(12, width_in, widths, dtype=dtype, device=CUDA)
     pool.a.fill_(float("nan"))
@@ -61,7 +61,7 @@ def mix(count: int) -> list[int]:
     ("width_in", "widths"), [(4096, (4096, 1024, 1024)), (1000, (272, 48)), (75, (37, 5))]
 )
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_every_row_gets_what_float64_says(
+def test_every_row_gets_its_update(
     dtype: torch.dtype, width_in: int, widths: tuple[int, ...], num_rows: int
 ) -> None:
     pool, adapters = loaded(dtype, width_in, widths)
@@ -78,7 +78,7 @@ def test_every_row_gets_what_float64_says(
         assert error <= TOLERANCE[dtype], f"{tile}: relative error {error:.2e}"
 
 
-def test_one_captured_graph_serves_every_mix() -> None:
+def test_one_captured_graph_works_for_every_mix() -> None:
     pool, adapters = loaded(torch.bfloat16, 512, (256, 64))
     capacity = Capacity.of(32, len(RANKS), 4, Tile())
     x, out = torch.zeros(32, 512, dtype=torch.bfloat16, device=CUDA), torch.zeros(32, 320, device=CUDA)

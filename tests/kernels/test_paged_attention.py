@@ -1,4 +1,4 @@
-"""`paged_attention`: what it computes, and that it computes the same bits in whatever company a row is."""
+"""`paged_attention`: its results, and that the bits of a row do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a step, and of the pools that it attends to."""
+    """The shape of a step and of its pools."""
 
     dims: tuple[int, int] = (64, 64)
     kv_heads: int = 2
@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """What `attend` is asked."""
+    """The arguments of `attend`."""
 
     queries: Tensor
     keys: Tensor
@@ -64,7 +64,7 @@ def _ints(numbers: Any) -> Tensor:
 
 
 def tiles_of(prompts: tuple[tuple[int, int], ...], most: int) -> Tensor:
-    """Tiles of at most so many rows, of requests that have their rows in order."""
+    """Return tiles of at most `most` rows, for requests with consecutive rows."""
     tiles, at = [], 0
     for request, (_, count) in enumerate(prompts):
         tiles += [(request, at + start, min(most, count - start)) for start in range(0, count, most)]
@@ -73,7 +73,7 @@ def tiles_of(prompts: tuple[tuple[int, int], ...], most: int) -> Tensor:
 
 
 def make(shape: Shape, seed: int = 0) -> Case:
-    """A case of random numbers, whose blocks lie anywhere and whose rows come in any order."""
+    """Return a random case, with blocks and rows in random order."""
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
     counts = [-(-positions // shape.block_tokens) for positions, _ in shape.prompts]
     free = random.sample(range(sum(counts) + 2), sum(counts))
@@ -125,7 +125,7 @@ SHAPES = st.builds(
     softcap=st.none() | st.sampled_from([0.5, 5.0, 50.0]),
     sinks=st.booleans(),
 )
-# Everything at once, for the tests of what must not matter.
+# All features at once, for the tests of invariance.
 RICH = Shape(
     dims=(80, 24),
     group=3,
@@ -144,7 +144,7 @@ def _compiled() -> None:
 
 
 def _near(found: Tensor, right: Tensor) -> None:
-    """Within a few ulps of sums of numbers of about 1."""
+    """Assert equality within a few ulps, for sums of elements of about 1."""
     assert found.dtype is torch.float32
     torch.testing.assert_close(found.double(), right, rtol=1e-6, atol=2e-6)
 
@@ -189,9 +189,9 @@ def test_every_size_of_a_tile(most: int) -> None:
     assert torch.equal(cut.result(), case.result())
 
 
-def test_rows_beside_and_longer_tables_change_no_bits() -> None:
+def test_other_rows_and_longer_tables_change_no_bits() -> None:
     case = make(RICH)
-    whole, tables, hidden = case.result(), case.rows.tables, case.seen.hidden
+    together, tables, hidden = case.result(), case.rows.tables, case.seen.hidden
     assert hidden is not None
     for row, at in enumerate(case.rows.order.tolist()):
         request = next(int(r) for r, start, count in case.rows.tiles.tolist() if start <= row < start + count)
@@ -208,22 +208,22 @@ def test_rows_beside_and_longer_tables_change_no_bits() -> None:
             ),
             **case.options,
         )
-        assert torch.equal(one[0], whole[at])
+        assert torch.equal(one[0], together[at])
 
 
-def test_heads_have_the_bits_of_one_alone(threads: Callable[[int], None]) -> None:
+def test_heads_have_the_same_bits_together_and_alone(threads: Callable[[int], None]) -> None:
     threads(1)
     for positions in (50, 36_000):  # few enough for all heads together, and more than that
         case = make(Shape(dims=(8, 24), kv_heads=8, group=16, prompts=((positions, 1),), window=None))
-        whole = case.result()
+        together = case.result()
         for head in (0, 5, 6, 7):
             own = slice(16 * head, 16 * head + 16)
             keys, values = (pool[:, head : head + 1].contiguous() for pool in (case.keys, case.values))
             alone = replace(case, queries=case.queries[:, own], keys=keys, values=values)
-            assert torch.equal(alone.result(), whole[:, own])
+            assert torch.equal(alone.result(), together[:, own])
 
 
-def test_where_the_blocks_lie_changes_no_bits() -> None:
+def test_the_order_of_blocks_changes_no_bits() -> None:
     case = make(RICH)
     order = torch.randperm(len(case.keys))
     places = torch.argsort(order)
@@ -238,7 +238,7 @@ def test_where_the_blocks_lie_changes_no_bits() -> None:
 
 @pytest.fixture
 def _shared(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Work of any size is shared out."""
+    """Use several threads for work of any size."""
     monkeypatch.setattr(call, "_SHARED_PRODUCTS", 0)
     before = torch.get_num_threads()
     yield
@@ -272,7 +272,7 @@ def test_callers_in_several_threads() -> None:
 
 @given(st.integers(1, 9), st.integers(1, 30), st.integers(1, 12))
 @settings(max_examples=100, deadline=None)
-def test_no_item_is_left_out_or_taken_twice(tile: int, rows: int, threads: int) -> None:
+def test_the_parts_cover_all_items_once(tile: int, rows: int, threads: int) -> None:
     from hotswap.kernels.paged_attention import kernel
 
     case = make(Shape(prompts=((60, rows), (5, 2)), tile=tile, kv_heads=3))
@@ -286,7 +286,7 @@ def test_no_item_is_left_out_or_taken_twice(tile: int, rows: int, threads: int) 
 
 
 def _spoiled(case: Case, pool: Tensor, unseen: bool) -> Tensor:
-    """A pool with NaN at each position of each request that no row sees, or that some row sees."""
+    """Return a pool with NaN at the positions that no row attends to (`unseen`), or that some row does."""
     pool, tokens = pool.clone(), pool.shape[2]
     sees = torch.zeros(len(pool), tokens, dtype=torch.bool)
     for request, start, count in case.rows.tiles.tolist():
@@ -300,17 +300,18 @@ def _spoiled(case: Case, pool: Tensor, unseen: bool) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_keys_that_nobody_sees_do_not_matter(dtype: torch.dtype, softcap: float | None) -> None:
+def test_keys_at_unattended_positions_do_not_matter(dtype: torch.dtype, softcap: float | None) -> None:
     case = make(replace(RICH, dtype=dtype, softcap=softcap, prompts=((70, 2), (33, 1), (50, 1))))
     spoiled = replace(case, keys=_spoiled(case, case.keys, unseen=True))
     assert spoiled.keys.isnan().sum() > 100
     assert torch.equal(spoiled.result(), case.result())
 
 
-def test_keys_that_one_row_sees_do_not_matter_to_its_neighbours() -> None:
+def test_keys_of_one_row_do_not_matter_to_other_rows() -> None:
     case = make(Shape(prompts=((40, 8),), tile=8, kv_heads=1))
     keys = case.keys.clone()
-    keys[int(case.rows.tables[0, 2]), 0, 38 - 32] = NAN  # position 38, which only the last two of eight see
+    # Only the last two of eight rows attend to position 38.
+    keys[int(case.rows.tables[0, 2]), 0, 38 - 32] = NAN
     found, right = replace(case, keys=keys).result(), case.result()
     at = case.rows.order.long()
     assert torch.equal(found[at[:6]], right[at[:6]])
@@ -320,7 +321,9 @@ def test_keys_that_one_row_sees_do_not_matter_to_its_neighbours() -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("position", [0, 15, 17, 39])
-def test_nan_shows(position: int, softcap: float | None, sinks: bool) -> None:
+def test_a_nan_in_keys_or_queries_makes_the_row_nan(
+    position: int, softcap: float | None, sinks: bool
+) -> None:
     case = make(Shape(prompts=((40, 1),), softcap=softcap, sinks=sinks))
     keys = case.keys.clone()
     keys[int(case.rows.tables[0, position // 16]), 1, position % 16, 63] = NAN
@@ -335,7 +338,7 @@ def test_nan_shows(position: int, softcap: float | None, sinks: bool) -> None:
 
 
 @pytest.mark.parametrize("what", ["values", "sinks"])
-def test_nan_elsewhere_shows(what: str) -> None:
+def test_a_nan_in_values_or_sinks_makes_the_row_nan(what: str) -> None:
     case = make(Shape(prompts=((40, 1),), sinks=True))
     if what == "values":
         values = case.values.clone()
@@ -354,7 +357,7 @@ def _nan_first(tensor: Tensor) -> Tensor:
 
 
 def _with_keys(first: float, others: float, sinks: bool) -> Tensor:
-    """A row whose scores are such numbers."""
+    """Return the result of a row with these scores."""
     case = make(Shape(prompts=((20, 1),), padding=0, sinks=sinks, dtype=torch.float32))
     keys = torch.full_like(case.keys, others)
     keys[int(case.rows.tables[0, 0]), :, 4] = first
@@ -390,17 +393,17 @@ def test_hidden_positions_of_either_dtype() -> None:
     assert torch.equal(other.result(), case.result())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_match_are_refused() -> None:
     case = make(Shape())
     with pytest.raises(ConfigError, match="float64"):
         replace(case, keys=case.keys.double(), values=case.values.double()).result()
-    with pytest.raises(ConfigError, match="fit no values"):
+    with pytest.raises(ConfigError, match="do not match values"):
         replace(case, values=case.values[:-1]).result()
     with pytest.raises(ConfigError, match="blocks of 16"):
         replace(
             case, keys=case.keys[:, :, :8].contiguous(), values=case.values[:, :, :8].contiguous()
         ).result()
-    with pytest.raises(ConfigError, match="more than 0"):
+    with pytest.raises(ConfigError, match="greater than 0"):
         replace(case, options={"scale": 0.0}).result()
     with pytest.raises(ConfigError, match="each of the 4 heads"):
         replace(case, options={"scale": 1.0, "sinks": torch.zeros(2)}).result()
@@ -408,12 +411,12 @@ def test_what_does_not_fit_is_refused() -> None:
         replace(case.rows, order=case.rows.order.long())
     with pytest.raises(ConfigError, match="three numbers"):
         replace(case.rows, tiles=case.rows.tiles[:, :2].contiguous())
-    with pytest.raises(ConfigError, match="hidden is of 1 rows"):
+    with pytest.raises(ConfigError, match="hidden has 1 rows"):
         replace(case.seen, hidden=torch.zeros(1, 48, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
-def test_rows_are_appended_where_they_belong_and_nowhere_else(dtype: torch.dtype) -> None:
+def test_append_writes_only_the_given_slots(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(6, 3, 16, 20, generator=generator).to(dtype)
     rows = torch.randn(7, 3, 20, generator=generator).to(dtype).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The instructions of a CPU that kernels use can be hidden from them, to test as on another CPU."""
+"""`--hide-avx512` hides AVX-512 from kernels, to test as on a CPU with AVX2 only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hotswap.kernels.processor import instructions
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What depends on the instructions of a CPU: how linear layers are computed, and the bits of what they give.
+# Tests that depend on the instructions of a CPU: the path and the bits of linear layers.
 FILES = (
     "tests/kernels/test_processor.py",
     "tests/kernels/test_low_rank.py",
@@ -26,9 +26,9 @@ FILES = (
 )
 
 
-def test_on_a_cpu_with_avx2_alone_bf16_is_computed_in_fp32(request: pytest.FixtureRequest) -> None:
+def test_a_cpu_with_avx2_only_computes_bf16_in_fp32(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--hide-avx512"):
-        pytest.skip("nothing is hidden")
+        pytest.skip("AVX-512 is not hidden")
     assert not any(name.startswith(("avx512", "amx")) for name in instructions())
     assert not packed_linear.supported(torch.float32)
     assert not multiplies_bf16()
@@ -38,9 +38,9 @@ def test_on_a_cpu_with_avx2_alone_bf16_is_computed_in_fp32(request: pytest.Fixtu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
-def test_a_cpu_with_avx2_alone_keeps_the_same_promises(file: str, request: pytest.FixtureRequest) -> None:
+def test_the_same_tests_pass_on_a_cpu_with_avx2_only(file: str, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--hide-avx512"):
-        pytest.skip("it is hidden already")
+        pytest.skip("AVX-512 is hidden already")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--hide-avx512"]
     run = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -1,4 +1,4 @@
-"""`segmented_lora`: its plan, its pool and its torch path; its kernels are run by `test_interpreted`."""
+"""`segmented_lora`: its plan, pool and torch path; `test_interpreted` runs its kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hotswap.kernels import tables
 from hotswap.kernels.segmented_lora import (
     PAGE_RANKS,
     Capacity,
-    PageBooks,
+    PageAllocator,
     RankPlace,
     RankPool,
     SegmentPlan,
@@ -34,7 +34,7 @@ from hotswap.kernels.segmented_lora import (
 from hotswap.kernels.segmented_lora.launch import expand_call, shrink_call
 from hotswap.kernels.segmented_lora.reference import Adapter, segmented_lora_reference
 from hotswap.kernels.segmented_lora.sweep import neighbours, sweep
-from hotswap.kernels.segmented_lora.tiles import rule_of_thumb
+from hotswap.kernels.segmented_lora.tiles import heuristic
 from hotswap.kernels.targets import TARGETS, Device
 
 TILES = st.builds(Tile, rows=st.sampled_from([16, 32, 64]), pages=st.sampled_from([1, 2, 4]))
@@ -70,7 +70,7 @@ def test_a_plan_names_each_row_with_its_own_pages_once(slots: list[int], tile: T
 
 
 @given(slots=MIXES, tile=TILES)
-def test_an_adapter_costs_its_own_rank(slots: list[int], tile: Tile) -> None:
+def test_the_work_of_an_adapter_depends_on_its_own_rank(slots: list[int], tile: Tile) -> None:
     plan = make_plan(slots, PLACES, tile=tile)
     items = _records(plan, plan.item_at, plan.capacity.items)
     computed = sum(count * num_pages for _, count, _, num_pages, _ in items)
@@ -94,12 +94,12 @@ def test_a_mix_that_exceeds_its_capacity_is_refused() -> None:
 
 
 @pytest.mark.parametrize("slot", [-2, 5])
-def test_a_slot_that_there_is_not_is_refused(slot: int) -> None:
+def test_a_slot_number_out_of_range_is_refused(slot: int) -> None:
     with pytest.raises(ConfigError, match="slot"):
         make_plan([0, slot], PLACES)
 
 
-def test_scales_reach_the_plan_as_they_are() -> None:
+def test_the_plan_has_the_bits_of_the_scales() -> None:
     plan = make_plan([1, 3, 4], PLACES)
     bits = plan.work[plan.tile_at : plan.row_at].view(-1, 5)[:, 4]
     assert sorted(bits.view(torch.float32).tolist()) == [-2.0, 0.25, 0.5]
@@ -109,24 +109,24 @@ def test_scales_reach_the_plan_as_they_are() -> None:
 
 
 @given(st.lists(st.one_of(st.integers(1, 70), st.none()), max_size=40))
-def test_pages_are_handed_out_once_and_come_back(asked: list[int | None]) -> None:
-    books, held = PageBooks(12), list[tuple[int, ...]]()
-    for rank in asked:
+def test_pages_are_allocated_once_until_freed(requests: list[int | None]) -> None:
+    allocator, held = PageAllocator(12), list[tuple[int, ...]]()
+    for rank in requests:
         if rank is None:
             if held:
-                books.give(held.pop(0))
+                allocator.free(held.pop(0))
             continue
-        free = books.num_free
-        pages = books.take(rank)
+        free = allocator.num_free
+        pages = allocator.allocate(rank)
         assert (pages is None) == (-(-rank // PAGE_RANKS) > free)
         if pages is not None:
             assert len(pages) == -(-rank // PAGE_RANKS)
             held.append(pages)
         taken = [page for pages in held for page in pages]
-        assert len(set(taken)) == len(taken) == 12 - books.num_free
+        assert len(set(taken)) == len(taken) == 12 - allocator.num_free
     for pages in held:
-        books.give(pages)
-    assert books.num_free == 12
+        allocator.free(pages)
+    assert allocator.num_free == 12
 
 
 def _pair(rank: int, width_in: int, width_out: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def _pair(rank: int, width_in: int, width_out: int, dtype: torch.dtype) -> tuple
     return down, up
 
 
-def test_what_an_adapter_before_left_in_a_page_is_gone() -> None:
+def test_put_overwrites_the_previous_adapter_of_a_page() -> None:
     pool, place = RankPool(4, 24, (40, 8), dtype=torch.float32), RankPlace((2, 0))
     pool.put(place, [_pair(32, 24, 40, torch.float32), _pair(30, 24, 8, torch.float32)])
     small = _pair(3, 24, 40, torch.float32)
@@ -145,7 +145,7 @@ def test_what_an_adapter_before_left_in_a_page_is_gone() -> None:
         for held, given_part in zip(pool.part(piece), parts, strict=True):
             assert torch.equal(held[ranks][: len(given_part)], given_part)
             assert not held[ranks][len(given_part) :].any()
-            assert held[:PAGE_RANKS].any(), "the other page is another's by now, and nobody's business"
+            assert held[:PAGE_RANKS].any(), "the other page is unchanged"
 
 
 @pytest.mark.parametrize("shapes", [((4, 23), (4, 40)), ((4, 24), (4, 41)), ((17, 24), (17, 40))])
@@ -159,7 +159,7 @@ def test_a_part_that_does_not_fit_is_refused(shapes: tuple[tuple[int, int], tupl
 
 
 @given(slots=st.lists(st.integers(-1, 4), max_size=40), tile=TILES, seed=st.integers(0, 99))
-def test_torch_does_what_float64_says(slots: list[int], tile: Tile, seed: int) -> None:
+def test_torch_matches_float64(slots: list[int], tile: Tile, seed: int) -> None:
     widths, width_in = (40, 24, 7), 52
     pool = RankPool(12, width_in, widths, dtype=torch.float32)
     for page in range(12):
@@ -201,7 +201,7 @@ def test_tensors_that_do_not_fit_are_refused(out: Tensor, x: Tensor) -> None:
         segmented_lora(out, x, pool, make_plan([0, 1, -1], PLACES))
 
 
-# ---------------------------------------------------------------------- how the work is cut
+# ---------------------------------------------------------------------- tiles
 
 
 @settings(max_examples=30)
@@ -223,12 +223,12 @@ def test_a_new_mix_compiles_nothing(mixes: list[list[int]]) -> None:
 
 
 @given(rows=st.integers(0, 5000), target=st.sampled_from([None, *sorted(TARGETS)]))
-def test_every_step_has_a_tile_that_was_built_ahead(rows: int, target: str | None) -> None:
+def test_every_step_has_a_tile_that_was_compiled_ahead(rows: int, target: str | None) -> None:
     device = Device("any", TARGETS.get(target or ""), 100)
     assert tile_for(rows, 4096, device) in tiles_of(4096, device)
 
 
-def test_what_was_measured_is_used_and_built_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_tile_is_used_and_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device, best = Device("H9", TARGETS["sm_90"], 132), Tile(rows=32, columns=64)
     record = sweep(4096, 64, Tile(), lambda tile: 1.0 if tile == best else 2.0 + (tile.rows != 32))
     tables.write(tmp_path / "table.json", "H9", "sm_90", {}, [record])
@@ -236,11 +236,11 @@ def test_what_was_measured_is_used_and_built_ahead(tmp_path: Path, monkeypatch: 
     assert tile_for(40, 5120, device) == best
     assert tile_for(9999, 4096, device) == best
     assert best in tiles_of(4096, device)
-    assert tile_for(40, 40_960, device) == rule_of_thumb(40, device), "that is another shape altogether"
+    assert tile_for(40, 40_960, device) == heuristic(40, device), "too far from the measured shape"
 
 
 @given(st.randoms(use_true_random=False))
-def test_a_sweep_never_ends_worse_than_it_began(random: Random) -> None:
+def test_a_sweep_is_never_slower_than_its_start(random: Random) -> None:
     cost: dict[Tile, float] = {}
 
     def measure(tile: Tile) -> float:
@@ -251,7 +251,7 @@ def test_a_sweep_never_ends_worse_than_it_began(random: Random) -> None:
     assert len(cost) <= 1 + 2 * len(list(neighbours(Tile())))
 
 
-def test_a_sweep_stops_when_there_is_no_time() -> None:
+def test_a_sweep_stops_without_time() -> None:
     tried: list[Tile] = []
 
     def measure(tile: Tile) -> float:

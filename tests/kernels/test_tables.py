@@ -1,4 +1,4 @@
-"""What a kernel's table answers: the nearest point that was measured, or nothing."""
+"""Tuning tables: a look-up returns the nearest measured point, or nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KIND = "bfloat16/g128"
 
 
 def table(*points: tuple[tuple[int, ...], int], kind: str = KIND, path: Path) -> Table:
-    """A table of one device, in which each point's choice says which point it is."""
+    """Return a table of one device; each choice identifies its point."""
     records = [
         Record(kind, shape, rows, {"block_m": rows, "block_n": shape[0]}, {"us": 1.5})
         for shape, rows in points
@@ -38,7 +38,7 @@ def load_json(path: Path) -> dict[str, object]:
     rows=st.integers(1, 5000),
     measured=st.lists(st.integers(1, 4096), min_size=1, max_size=6, unique=True),
 )
-def test_the_next_larger_number_of_rows_counts_and_beyond_all_the_largest(
+def test_the_next_larger_number_of_rows_is_used_else_the_largest(
     rows: int, measured: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("table") / "table.json"
@@ -49,7 +49,7 @@ def test_the_next_larger_number_of_rows_counts_and_beyond_all_the_largest(
     assert found["block_m"] == min((m for m in measured if m >= rows), default=max(measured))
 
 
-def test_a_shape_goes_by_itself_then_by_its_nearest_within_a_doubling(tmp_path: Path) -> None:
+def test_the_exact_shape_is_used_else_the_nearest_within_an_octave(tmp_path: Path) -> None:
     made = table(((4096, 4096), 16), ((6144, 4096), 16), path=tmp_path / "t.json")
 
     def block_n(*shape: int) -> object:
@@ -59,19 +59,19 @@ def test_a_shape_goes_by_itself_then_by_its_nearest_within_a_doubling(tmp_path: 
     assert block_n(6144, 4096) == 6144
     assert block_n(5900, 4096) == 6144
     assert block_n(3000, 4096) == 4096
-    assert block_n(12289, 4096) is None, "over a doubling away"
-    assert block_n(8192, 8192) is None, "one doubling in each of two sizes is two"
+    assert block_n(12289, 4096) is None, "more than an octave away"
+    assert block_n(8192, 8192) is None, "an octave in each of two sizes is two octaves"
     assert block_n(4096) is None
 
 
-def test_a_device_goes_by_itself_then_by_its_kind_and_no_other_dtype(tmp_path: Path) -> None:
+def test_the_exact_device_is_used_else_one_of_the_same_target(tmp_path: Path) -> None:
     made = table(((64, 64), 1), path=tmp_path / "t.json")
     assert made.find("GPU B", "sm_90", KIND, (64, 64), 1) is not None
     assert made.find("GPU B", "sm_80", KIND, (64, 64), 1) is None
     assert made.find("GPU A", "sm_90", "float16/g128", (64, 64), 1) is None
 
 
-def test_sweeping_one_device_leaves_the_others(tmp_path: Path) -> None:
+def test_a_sweep_of_one_device_keeps_the_others(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     table(((64, 64), 1), path=path)
     write(path, "GPU C", "sm_80", {}, [Record(KIND, (32, 32), 8, {"block_m": 8}, {"us": 2.0})])
@@ -80,13 +80,13 @@ def test_sweeping_one_device_leaves_the_others(tmp_path: Path) -> None:
     assert found == {("sm_80", (32, 32)), ("sm_90", (128, 128))}
 
 
-def test_without_a_file_nothing_is_known_and_another_schema_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_empty_table_and_another_schema_is_refused(tmp_path: Path) -> None:
     assert load(tmp_path / "none.json").find("GPU A", "sm_90", KIND, (64, 64), 1) is None
     with pytest.raises(ConfigError, match="schema 7"):
         Table({"schema": 7, "devices": {}})
 
 
-def test_a_newer_gpu_is_served_as_the_one_before_it_and_a_stranger_not_at_all() -> None:
+def test_a_newer_gpu_uses_the_next_older_target_and_an_unknown_gpu_none() -> None:
     assert {name: target_of(name) for name in TARGETS} == dict(TARGETS)
     assert target_of("sm_87") is TARGETS["sm_86"]
     assert target_of("sm_103") is TARGETS["sm_100"]
@@ -94,10 +94,10 @@ def test_a_newer_gpu_is_served_as_the_one_before_it_and_a_stranger_not_at_all() 
     assert target_of("gfx1100") is None
 
 
-def test_a_gpu_where_nothing_compiles_is_said_so_once_and_runs_no_kernels(
+def test_a_gpu_where_compilation_fails_logs_one_warning_and_runs_no_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CUDA wheels of PyTorch bring Triton to images without a C compiler."""
+    """PyTorch's CUDA wheels install Triton also in images without a C compiler."""
     tried: list[torch.device] = []
 
     def launch(device: torch.device) -> None:
@@ -105,7 +105,7 @@ def test_a_gpu_where_nothing_compiles_is_said_so_once_and_runs_no_kernels(
         if device.index == 90:
             raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    known = Device("a card of a test", TARGETS["sm_90"], 132)
+    known = Device("a test GPU", TARGETS["sm_90"], 132)
     monkeypatch.setattr(targets, "device_of", lambda device: known)
     monkeypatch.setattr(targets, "_has_triton", lambda: True)
     monkeypatch.setattr(targets, "import_module", lambda name: SimpleNamespace(launch=launch))
@@ -117,7 +117,7 @@ def test_a_gpu_where_nothing_compiles_is_said_so_once_and_runs_no_kernels(
     assert "C compiler" in record.getMessage()
 
 
-def test_a_cpu_runs_no_kernels_unless_they_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_runs_triton_kernels_only_with_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not runs_triton(cpu)

@@ -65,7 +65,7 @@ class Fp8Linear:
     @property
     def is_invariant(self) -> bool:
         """Whether a row's bits do not depend on how many others there are."""
-        return self.weight.codes.device.type == "cpu" and self.layer.weight.dtype in kernels()
+        return self.weight.qweight.device.type == "cpu" and self.layer.weight.dtype in kernels()
 
     @property
     def _is_wide(self) -> bool:
@@ -123,7 +123,7 @@ def attach(
             assert isinstance(layer, nn.Linear), "only these were named"
             if not isinstance(vars(layer).get("forward"), Fp8Linear):  # else it has another name too
                 weight = _weight_of(name, layer, coding, specs, views)
-                space = space or Workspace(weight.codes.device)
+                space = space or Workspace(weight.qweight.device)
                 made.append(Fp8Linear(layer, weight, space))
     except BaseException:
         detach(made)
@@ -158,4 +158,4 @@ def prepare(layers: Iterable[Fp8Linear], dtype: torch.dtype) -> None:
     """Build the kernels that layers will need, so that no request waits for a compiler. Blocking."""
     given: list[Any] = [(layer.weight, cast("Tensor | None", layer.layer.bias)) for layer in layers]
     if given:
-        warm_up(given, dtype, Workspace(given[0][0].codes.device))
+        warm_up(given, dtype, Workspace(given[0][0].qweight.device))

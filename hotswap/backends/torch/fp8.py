@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hotswap.kernels.fp8_gemm import decode_codes
+from hotswap.kernels.fp8_gemm import dequantize
 
 __all__ = ["CODE_DTYPE", "SCALE_DTYPE", "SCALE_SUFFIX", "SCHEMES", "Scheme", "decode", "encode", "row_blocks"]
 
@@ -108,7 +108,7 @@ def decode(codes: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     Returns:
         `[N, K]` float32.
     """
-    return decode_codes(codes, scales, scheme.group)
+    return dequantize(codes, scales, scheme.group)
 
 
 def _closest_scales(groups: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _off(quotients: Tensor, scales: Tensor, wanted: Tensor) -> Tensor:
     In float64, where no order of the terms makes another of two the less.
     """
     codes = quotients.to(CODE_DTYPE).view(-1, wanted.shape[-1])
-    found = decode_codes(codes, scales.view(-1, 1), None).view_as(wanted)
+    found = dequantize(codes, scales.view(-1, 1), None).view_as(wanted)
     return found.sub_(wanted).square_().sum(-1, dtype=torch.float64)
 
 

@@ -1,15 +1,15 @@
-"""`x @ weight.T` for weights of one byte: e4m3 codes and scales, decoded on the way into the multiplication.
+"""FP8 linear layers, `x @ weight.T`: e4m3 weights with scales, dequantized inside the matrix product.
 
-`pack` lays codes out for GPUs, `tiles` says how a product is cut, `launch` runs it, `dense` is the way of
-devices without the kernel, `reference` is what all are tested against.
+`pack` is the memory layout for GPUs, `tiles` chooses the tile, `launch` has the public API, `dense` is the
+path for devices without the kernel, and `reference` is the definition in float64 that the tests compare with.
 """
 
 from __future__ import annotations
 
-from hotswap.kernels.fp8_gemm.dense import decode_codes, decode_rows, dense_linear
+from hotswap.kernels.fp8_gemm.dense import dense_linear, dequantize, dequantize_rows
 from hotswap.kernels.fp8_gemm.launch import FUSED_DTYPES, fp8_linear, warm_up
 from hotswap.kernels.fp8_gemm.pack import Fp8Weight, pack, pack_into, packed_width, unpack
-from hotswap.kernels.fp8_gemm.reference import decoded, fp8_linear_reference
+from hotswap.kernels.fp8_gemm.reference import dequantized, fp8_linear_reference
 from hotswap.kernels.fp8_gemm.tiles import Tile, choose, heuristic
 from hotswap.kernels.fp8_gemm.workspace import Workspace
 
@@ -19,10 +19,10 @@ __all__ = [
     "Tile",
     "Workspace",
     "choose",
-    "decode_codes",
-    "decode_rows",
-    "decoded",
     "dense_linear",
+    "dequantize",
+    "dequantize_rows",
+    "dequantized",
     "fp8_linear",
     "fp8_linear_reference",
     "heuristic",

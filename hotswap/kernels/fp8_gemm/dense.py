@@ -1,7 +1,7 @@
-"""One-byte weights on any device: some rows are made whole, multiplied, and forgotten, then the next.
+"""FP8 linear layers on any device: dequantizes a block of rows, multiplies by it, then takes the next block.
 
-So what is whole at a time fits a cache, and nothing of a weight's size is ever taken. A code becomes a number
-by integer operations: a conversion from float8 takes PyTorch many times as long on a CPU.
+A block fits a cache, and no buffer of the size of the weight is allocated. e4m3 values are converted by
+integer operations: PyTorch's conversion from float8 is many times slower on a CPU.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from torch import Tensor
 from hotswap.kernels.fp8_gemm.pack import Fp8Weight
 from hotswap.kernels.fp8_gemm.workspace import Workspace
 
-__all__ = ["Decode", "Multiply", "decode_codes", "decode_rows", "dense_linear"]
+__all__ = ["Dequantize", "Multiply", "dense_linear", "dequantize", "dequantize_rows"]
 
 Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Decode: TypeAlias = Callable[[Fp8Weight, slice, torch.dtype, Workspace | None], Tensor]
+Dequantize: TypeAlias = Callable[[Fp8Weight, slice, torch.dtype, Workspace | None], Tensor]
 
-# What is whole at a time. On a CPU it stays in the caches, and each step on it takes longer than to begin it;
-# a GPU has to be kept busy.
+# Weights of a block. On a CPU a block fits the caches and is large enough to hide the cost of operator calls.
+# A GPU needs larger blocks to be busy.
 _BLOCK_WEIGHTS: Final = {"cpu": 1 << 19}
 _BLOCK_WEIGHTS_ELSEWHERE: Final = 1 << 25
-# A code whose bits are moved to the places of a half is so much too small.
+# The bits of an e4m3 value, shifted to the fields of a float16, are too small by this factor.
 _HALF_BIAS: Final = 2.0**8
 
 
-def decode_rows(
+def dequantize_rows(
     weight: Fp8Weight, rows: slice, dtype: torch.dtype, workspace: Workspace | None = None
 ) -> Tensor:
-    """Return some rows of a weight whole, `[rows, K]`, contiguous.
+    """Dequantize some rows of a weight, to `[rows, K]`, contiguous.
 
-    The product of code and scale is rounded to float32, then to what the weight was, then to `dtype`. What is
-    returned lies in the workspace, if there is one, and is valid until the next call.
+    The product of value and scale is rounded to float32, then to the weight's original dtype, then to
+    `dtype`. If a workspace is given, the result is part of it, and valid until the next call.
     """
-    codes, space = weight.codes[rows], workspace or Workspace(weight.codes.device)
-    bits = space.rows(len(codes), weight.width, torch.int16)
+    quantized, space = weight.qweight[rows], workspace or Workspace(weight.qweight.device)
+    bits = space.rows(len(quantized), weight.width, torch.int16)
     if weight.is_packed:
-        bits.copy_(_bits_of_words(codes)[:, : weight.width])
+        bits.copy_(_bits_of_words(quantized)[:, : weight.width])
     else:
-        _move_bits(codes, bits)
-    floats = space.rows(len(codes), weight.width, torch.float32)
+        _shift_bits(quantized, bits)
+    floats = space.rows(len(quantized), weight.width, torch.float32)
     values = _scaled(bits, weight.scales[rows], weight.group, floats)
     for wanted in (weight.dtype, dtype):
         if wanted is not values.dtype:
-            values = space.rows(len(codes), weight.width, wanted).copy_(values)
+            values = space.rows(len(quantized), weight.width, wanted).copy_(values)
     return values
 
 
@@ -58,70 +58,73 @@ def dense_linear(
     *,
     workspace: Workspace | None = None,
     multiply: Multiply = F.linear,
-    decode: Decode = decode_rows,
+    dequantize_block: Dequantize = dequantize_rows,
 ) -> Tensor:
-    """Return `x @ weight.T + bias`, as if the weights were whole: rounded to what they were, then as `x` is.
+    """Return `x @ weight.T + bias` with dequantized weights.
+
+    Weights are rounded to their original dtype, then to that of `x`.
 
     Args:
-        x: `[M, K]`, of a floating dtype.
-        weight: Packed or as stored.
+        x: `[M, K]`, of a floating-point dtype.
+        weight: Packed or plain.
         bias: `[N]`.
-        workspace: Where rows are made whole; memory of its own if it was not said.
-        multiply: What multiplies by some rows of the weight, in the way of `torch.nn.functional.linear`.
-        decode: What makes rows whole.
+        workspace: Memory for dequantized rows; allocated if not given.
+        multiply: Function for the product with a block, with the signature of `torch.nn.functional.linear`.
+        dequantize_block: Function that dequantizes a block of rows.
     """
     space = workspace or Workspace(x.device)
-    out = x.new_empty((len(x), len(weight.codes)))
+    out = x.new_empty((len(x), len(weight.qweight)))
     for rows in _blocks(weight):
-        whole = decode(weight, rows, x.dtype, space)
-        out[:, rows] = multiply(x, whole, None if bias is None else bias[rows])
+        dequantized = dequantize_block(weight, rows, x.dtype, space)
+        out[:, rows] = multiply(x, dequantized, None if bias is None else bias[rows])
     return out
 
 
-def decode_codes(codes: Tensor, scales: Tensor, group: int | None) -> Tensor:
-    """Return `code * scale`, rounded once, to float32; exact for every code but the two NaNs.
+def dequantize(quantized: Tensor, scales: Tensor, group: int | None) -> Tensor:
+    """Return `value * scale`, rounded once, to float32; the conversion is exact for all finite values.
 
     Args:
-        codes: `[N, K]` float8_e4m3fn.
+        quantized: `[N, K]` float8_e4m3fn.
         scales: `[N, groups]` float32.
-        group: The neighbours along K that share a scale; `None` for all of a row.
+        group: Number of adjacent values along K that share a scale; `None` for a whole row.
     """
-    bits = torch.empty(codes.shape, dtype=torch.int16, device=codes.device)
-    _move_bits(codes, bits)
-    return _scaled(bits, scales, group, torch.empty(codes.shape, dtype=torch.float32, device=codes.device))
+    bits = torch.empty(quantized.shape, dtype=torch.int16, device=quantized.device)
+    _shift_bits(quantized, bits)
+    return _scaled(
+        bits, scales, group, torch.empty(quantized.shape, dtype=torch.float32, device=quantized.device)
+    )
 
 
-def _move_bits(codes: Tensor, bits: Tensor) -> None:
-    """Fill `bits` with codes as halves, 2**8 too small, subnormals and zeros included.
+def _shift_bits(quantized: Tensor, bits: Tensor) -> None:
+    """Convert e4m3 to the bits of float16 values that are too small by 2**8, subnormals and zeros included.
 
-    Ten times as fast on a CPU as a conversion from float8, and right also where float32 subnormals are
-    flushed.
+    Ten times as fast on a CPU as a conversion from float8, and correct if float32 subnormals are flushed.
     """
-    bits.copy_(codes.view(torch.int8))
+    bits.copy_(quantized.view(torch.int8))
     bits.bitwise_left_shift_(7).bitwise_and_(-0x4001)
 
 
 def _bits_of_words(words: Tensor) -> Tensor:
-    """The same of packed codes, `[N, 4 * words]` int16."""
+    """Convert packed e4m3 to the same bits, `[N, 4 * words]` int16."""
     even = (words << 8 & -0x7FFF8000) | (words << 7 & 0x3F803F80)
     odd = (words & -0x7FFF8000) | (words >> 1 & 0x3F803F80)
     return torch.stack((even, odd), dim=-1).view(torch.int16).view(len(words), -1)
 
 
 def _scaled(bits: Tensor, scales: Tensor, group: int | None, values: Tensor) -> Tensor:
-    """Fill `values`, float32, with halves times the scale of their group, and return them."""
+    """Fill `values`, float32, with the float16 in `bits` times their scales, and return `values`."""
     values.copy_(bits.view(torch.float16))
     scales, width = scales * _HALF_BIAS, values.shape[1]
-    whole = 0 if group is None else width - width % group
-    if group is not None and whole:
-        values[:, :whole].view(len(values), -1, group).mul_(scales[:, : whole // group, None])
-    if whole < width:
-        values[:, whole:].mul_(scales[:, -1:])
+    grouped = 0 if group is None else width - width % group
+    if group is not None and grouped:
+        values[:, :grouped].view(len(values), -1, group).mul_(scales[:, : grouped // group, None])
+    if grouped < width:
+        values[:, grouped:].mul_(scales[:, -1:])
     return values
 
 
 def _blocks(weight: Fp8Weight) -> list[slice]:
-    num_rows = len(weight.codes)
-    block_weights = _BLOCK_WEIGHTS.get(weight.codes.device.type, _BLOCK_WEIGHTS_ELSEWHERE)
+    num_rows = len(weight.qweight)
+    block_weights = _BLOCK_WEIGHTS.get(weight.qweight.device.type, _BLOCK_WEIGHTS_ELSEWHERE)
     step = max(1, block_weights // max(1, weight.width))
     return [slice(start, start + step) for start in range(0, num_rows, step)]

@@ -1,11 +1,11 @@
-"""The kernels of one-byte weights: a product that decodes them in registers, and one that makes them whole.
+"""The Triton kernels of FP8 weights: a matrix product that converts them in registers, and a dequantization.
 
-Codes become numbers two at a time: both halves of a 32-bit register are shifted and masked at once, which
-needs no float8 type, no inline assembly, and less than half the instructions of doing it byte by byte. A
-shifted code is right but for its exponent's bias, which a multiplication by a power of two mends, subnormals
-and zeros included; an addition to the exponent, as is often done, would make numbers of zeros.
+e4m3 values are converted two at a time: both halves of a 32-bit register are shifted and masked at once,
+which needs no float8 type, no inline assembly, and less than half the instructions of a conversion byte by
+byte. A shifted value differs from the exact one by the exponent bias only; a multiplication by a power of two
+corrects it, also for subnormals and zeros. The usual addition to the exponent makes zeros nonzero.
 
-Scales are multiplied into the float32 sum of a group, not into weights, which 16 bits would round again.
+Scales are applied to the float32 sum of a group, not to the weights, which would be rounded to 16 bits.
 """
 
 # mypy: ignore-errors
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from hotswap.kernels.interpreter import INTERPRETED, dot, narrow, widen
 
-__all__ = ["decode_words", "dequantize_kernel", "fp8_gemm_kernel"]
+__all__ = ["convert_words", "dequantize_kernel", "fp8_gemm_kernel"]
 
 _SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000 as int32
 _BFLOATS = tl.constexpr(0x07F007F0)
@@ -27,8 +27,8 @@ _HALF_BIAS = tl.constexpr(2.0**8)
 
 
 @triton.jit
-def decode_words(words, DTYPE: tl.constexpr, REBIAS: tl.constexpr):
-    """`[R, C]` words as `[R, 4 * C]` numbers, exactly; without `REBIAS` 2**8 (fp16) or 2**120 too small."""
+def convert_words(words, DTYPE: tl.constexpr, REBIAS: tl.constexpr):
+    """Convert `[R, C]` words to `[R, 4 * C]` values; without `REBIAS` 2**8 (fp16) or 2**120 too small."""
     if DTYPE == tl.bfloat16:
         even = ((words << 8) & _SIGNS) | ((words << 4) & _BFLOATS)
         odd = (words & _SIGNS) | ((words >> 4) & _BFLOATS)
@@ -56,7 +56,7 @@ def _rebias(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def _times_bfloat_bias(values):
-    # The interpreter cannot multiply bf16.
+    # The interpreter multiplies bf16 incorrectly.
     if INTERPRETED:
         return narrow(widen(values) * _BFLOAT_BIAS, tl.bfloat16)
     else:
@@ -65,7 +65,7 @@ def _times_bfloat_bias(values):
 
 @triton.jit
 def _tile_of(program, num_m, num_n, GROUP_M: tl.constexpr):
-    """Which tile a program computes: a few tiles of rows at a time, whose weights so stay near."""
+    """Return the tile of a program: `GROUP_M` tiles of rows at a time share weights in the L2 cache."""
     first = program // (GROUP_M * num_n) * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
     place = program % (GROUP_M * num_n)
@@ -74,7 +74,7 @@ def _tile_of(program, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _accumulate(total, x, w, s_at, k, GROUP: tl.constexpr, WEIGHTS_LEFT: tl.constexpr):
-    """`total + x @ w.T`, or its transpose: with the scale of the step's group, if it has one."""
+    """Return `total + x @ w.T`, or its transpose, with the scale of the step's group if `GROUP` is not 0."""
     if GROUP > 0:
         scale = tl.load(s_at + k // GROUP)
         none = tl.zeros(total.shape, tl.float32)
@@ -128,10 +128,11 @@ def fp8_gemm_kernel(
 ):
     """`y[M, N] = x[M, K] @ W[N, K].T + b`, with W as rows of `w_row` words and float32 scales.
 
-    A scale is for `GROUP` codes along K, or for the row if that is 0. Grid: tiles, parts of K. With parts,
-    each leaves its float32 sums in `part_ptr`, and whoever comes last to a tile, by its counter, adds them in
-    order: the bits do not depend on who that is. It sets the counter to zero again, as it must be at first.
-    M is not specialised on, so a new batch size compiles nothing.
+    A scale applies to `GROUP` values along K, or to the row if that is 0. Grid: (tiles, parts of K). With
+    several parts, each program stores its float32 sums in `part_ptr`; the program that increments the tile's
+    counter last adds them in the order of K, so the bits do not depend on the order of the programs, and
+    resets the counter to zero, which it must be at the start. M is not specialised on, so a new batch size
+    compiles nothing.
     """
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -141,7 +142,7 @@ def fp8_gemm_kernel(
     rn = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
     rw = tl.arange(0, BLOCK_K // 4)
-    # Rows that are not there are read as the first one, and never written.
+    # Rows beyond M and N read row 0 instead; their results are never written.
     row_m = tl.where(rm < M, rm, 0).to(tl.int64)
     if EVEN_N:
         row_n = rn.to(tl.int64)
@@ -166,7 +167,7 @@ def fp8_gemm_kernel(
         else:
             words = tl.load(w_at + (k // 4 + rw)[None, :], mask=(k // 4 + rw)[None, :] < w_row, other=0)
             x = tl.load(x_at + k, mask=k + x_rk < K, other=0.0)
-        w = decode_words(words, DTYPE, REBIAS)
+        w = convert_words(words, DTYPE, REBIAS)
         total = _accumulate(total, x, w, s_at, k, GROUP, WEIGHTS_LEFT)
     if WEIGHTS_LEFT:
         total = tl.trans(total)
@@ -175,7 +176,7 @@ def fp8_gemm_kernel(
     if not REBIAS:
         total *= _HALF_BIAS
     if SPLIT:
-        # Sums lie tile by tile, so that they are moved 16 bytes at a time whatever N is.
+        # Sums are stored tile by tile, so that they are copied 16 bytes at a time for any N.
         is_row = (rm < M)[:, None]
         part_at = part_ptr + tile.to(tl.int64) * (BLOCK_M * BLOCK_N)
         part_at += tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -186,7 +187,7 @@ def fp8_gemm_kernel(
         if before == num_parts - 1:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for other in range(0, num_parts):
-                # Past the first level of caches, which may hold what was there before.
+                # Bypass the L1 cache, which may have stale data.
                 total += tl.load(part_at + other * plane, mask=is_row, other=0.0, cache_modifier=".cg")
             _write(y_ptr, total, b_ptr + row_n, rm, rn, M, N, y_row, HAS_BIAS)
             tl.store(count_ptr + tile, 0)
@@ -209,7 +210,7 @@ def dequantize_kernel(
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """`y[N, K]`, the weights whole: code times scale, rounded to `DTYPE`. Grid: blocks of K, of N."""
+    """Dequantize: `y[N, K]` = value times scale, rounded to `DTYPE`. Grid: (blocks of K, blocks of N)."""
     k = tl.program_id(0) * BLOCK_K
     rn = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rw = tl.arange(0, BLOCK_K // 4)
@@ -225,6 +226,6 @@ def dequantize_kernel(
         scale = tl.load(s_ptr + row_n * s_row + k // GROUP, mask=there, other=0.0)
     else:
         scale = tl.load(s_ptr + row_n * s_row, mask=there, other=0.0)
-    values = widen(decode_words(words, DTYPE, True)) * scale[:, None]
+    values = widen(convert_words(words, DTYPE, True)) * scale[:, None]
     y_at = y_ptr + row_n[:, None] * y_row + rk[None, :]
     tl.store(y_at, narrow(values, DTYPE), mask=there[:, None] & (rk < K)[None, :])

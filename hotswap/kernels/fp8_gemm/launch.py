@@ -1,4 +1,4 @@
-"""`fp8_linear`: checks, the choice of a way, and the launch."""
+"""`fp8_linear`: checks, the choice of the path and the tile, and the launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hotswap.errors import ConfigError
 from hotswap.kernels.calls import Call
-from hotswap.kernels.fp8_gemm.dense import Decode, Multiply, decode_rows, dense_linear
+from hotswap.kernels.fp8_gemm.dense import Dequantize, Multiply, dense_linear, dequantize_rows
 from hotswap.kernels.fp8_gemm.pack import Fp8Weight
 from hotswap.kernels.fp8_gemm.tiles import Tile, choose, rows_to_build
 from hotswap.kernels.fp8_gemm.workspace import Workspace
@@ -21,12 +21,12 @@ from hotswap.kernels.targets import TARGETS, Device, device_of, runs_triton
 
 __all__ = ["FUSED_DTYPES", "dequantize_call", "fp8_linear", "gemm_call", "warm_up"]
 
-# Imports triton, and so is imported when a kernel is first wanted.
+# Imports triton, so it is imported on first use.
 _KERNELS: Final = "hotswap.kernels.fp8_gemm.kernel"
 
-# Of inputs that weights are decoded for inside the multiplication.
+# Of inputs that weights are dequantized for inside the multiplication.
 FUSED_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
-# Weights with fewer rows or columns are not worth a tile.
+# Weights with fewer rows or columns than this use the dense path.
 _LEAST_WIDTH: Final = 16
 _ALIGNMENT_BYTES: Final = 16
 
@@ -43,42 +43,44 @@ def fp8_linear(
 ) -> Tensor:
     """Return `x @ weight.T + bias`, in the dtype of `x`; the same bits for the same input in every run.
 
-    On a GPU that Triton serves, packed weights are decoded inside the multiplication, as exact numbers, and
-    scales are multiplied into float32 sums. Elsewhere, for many rows and for other dtypes, rows of the weight
-    are made whole and multiplied, see `dense_linear`.
+    The fused path, on GPUs with Triton: packed weights are converted exactly inside the matrix product, and
+    scales are applied to float32 sums. The dense path, on other devices, for many rows and for other dtypes:
+    blocks of the weight are dequantized, then multiplied; see `dense_linear`.
 
     Args:
         x: `[..., K]`, float32, bfloat16 or float16.
         weight: `[N, K]`, on the same device.
         bias: `[N]`, of the dtype of `x`.
-        workspace: What products before it used, on this stream; one of its own if it was not said.
-        tile: How to compute it; what was measured or reckoned to be best if it was not said.
-        out: `[M, N]` for the result, where `x` has M rows; of the dtype of `x`, or float32 where it is fused.
-        multiply: What multiplies where weights are made whole.
+        workspace: Scratch memory, shared by products on this stream; allocated if not given.
+        tile: The tile and path; by default `tiles.choose` takes them from the table or the heuristic.
+        out: `[M, N]` for the result, with M rows in `x`; of the dtype of `x`, or float32 on the fused path.
+        multiply: Function for the products of the dense path.
 
     Raises:
-        ConfigError: an argument does not fit the others; its name is in the message.
+        ConfigError: an argument does not match the others; the message has its name.
     """
     width = weight.width
     if x.ndim == 0 or x.shape[-1] != width:
         raise ConfigError(f"x is {list(x.shape)}, its last dimension must be the weight's {width}.")
-    if bias is not None and (bias.shape != (len(weight.codes),) or bias.dtype is not x.dtype):
+    if bias is not None and (bias.shape != (len(weight.qweight),) or bias.dtype is not x.dtype):
         raise ConfigError(
-            f"bias is {bias.dtype} {list(bias.shape)}, it must be {x.dtype} [{len(weight.codes)}]."
+            f"bias is {bias.dtype} {list(bias.shape)}, it must be {x.dtype} [{len(weight.qweight)}]."
         )
     rows = x.reshape(-1, width)
     on = _device_of(x.device)
-    decode: Decode = decode_rows
+    dequantize_block: Dequantize = dequantize_rows
     if _has_kernel(rows, weight, on):
-        way = tile or choose(len(rows), weight.shape, _name(x.dtype), weight.group, on)
-        if way.path == "fused":
-            whole = _fused(rows, weight, bias, way.fitted(weight.group), on, workspace, out)
-            return whole.view(*x.shape[:-1], len(weight.codes))
-        decode = _decode_rows
-    whole = dense_linear(rows, weight, bias, workspace=workspace, multiply=multiply, decode=decode)
+        chosen = tile or choose(len(rows), weight.shape, _name(x.dtype), weight.group, on)
+        if chosen.path == "fused":
+            y = _fused(rows, weight, bias, chosen.fitted(weight.group), on, workspace, out)
+            return y.view(*x.shape[:-1], len(weight.qweight))
+        dequantize_block = _dequantize_rows_by_kernel
+    y = dense_linear(
+        rows, weight, bias, workspace=workspace, multiply=multiply, dequantize_block=dequantize_block
+    )
     if out is not None:
-        whole = out.copy_(whole)
-    return whole.view(*x.shape[:-1], len(weight.codes))
+        y = out.copy_(y)
+    return y.view(*x.shape[:-1], len(weight.qweight))
 
 
 def warm_up(
@@ -88,22 +90,22 @@ def warm_up(
     *,
     most_rows: int | None = None,
 ) -> None:
-    """Build what products in `dtype` need, so that none waits for a compiler. Blocking.
+    """Compile all kernels for products in `dtype`, so that no request waits for a compiler. Blocking.
 
-    Layers are weights with their biases; one of a shape is enough. Nothing to do where no kernel runs.
-    Products of more than `most_rows` are left out.
+    Layers are weights with their biases; one of each shape is enough. Does nothing on devices without the
+    kernel. Products of more than `most_rows` rows are not compiled for.
     """
     kinds = {(weight.shape, weight.group, bias is None): (weight, bias) for weight, bias in layers}
     for weight, bias in kinds.values():
-        if runs_triton(weight.codes.device):
-            on = _device_of(weight.codes.device)
+        if runs_triton(weight.qweight.device):
+            on = _device_of(weight.qweight.device)
             for rows in rows_to_build(weight.shape, _name(dtype), weight.group, on, most_rows):
-                x = torch.zeros(rows, weight.width, dtype=dtype, device=weight.codes.device)
+                x = torch.zeros(rows, weight.width, dtype=dtype, device=weight.qweight.device)
                 fp8_linear(x, weight, bias, workspace=workspace)
 
 
 def _has_kernel(rows: Tensor, weight: Fp8Weight, device: Device) -> bool:
-    """Whether a kernel may compute it."""
+    """Whether the Triton kernels can compute a product."""
     return (
         weight.is_packed
         and rows.dtype in FUSED_DTYPES
@@ -116,7 +118,7 @@ def _has_kernel(rows: Tensor, weight: Fp8Weight, device: Device) -> bool:
 def _device_of(device: torch.device) -> Device:
     if not runs_triton(device):
         return Device(device.type, None, 1)
-    if device.type == "cpu":  # Triton's interpreter, which is like any target
+    if device.type == "cpu":  # Triton's interpreter, which can run any target's tiles
         return Device("interpreter", TARGETS["sm_80"], 4)
     return device_of(device)
 
@@ -131,7 +133,7 @@ def _fused(
     out: Tensor | None,
 ) -> Tensor:
     x = _aligned(x)
-    y = x.new_empty(len(x), len(weight.codes)) if out is None else out
+    y = x.new_empty(len(x), len(weight.qweight)) if out is None else out
     gemm_call(x, weight, bias, y, tile, device, workspace or Workspace(x.device)).launch()
     return y
 
@@ -145,17 +147,17 @@ def gemm_call(
     device: Device,
     workspace: Workspace,
 ) -> Call:
-    """Return the launch of a fused product."""
-    (num_rows, width), num_columns = x.shape, len(weight.codes)
+    """Return the kernel launch of a fused product."""
+    (num_rows, width), num_columns = x.shape, len(weight.qweight)
     tiles = ceil(num_rows / tile.block_m) * ceil(num_columns / tile.block_n)
     parts = tile.parts_of(width)
     is_split = parts > 1
     target = device.target
-    assert target is not None, "whoever asks has looked"
+    assert target is not None, "callers check the target"
     sums = workspace.sums(parts * tiles * tile.block_m * tile.block_n) if is_split else y
     counters = workspace.counters(tiles) if is_split else y
-    tensors = (x, weight.codes, weight.scales, y if bias is None else bias, y, sums, counters)
-    strides = (x.stride(0), weight.codes.stride(0), weight.scales.stride(0), y.stride(0))
+    tensors = (x, weight.qweight, weight.scales, y if bias is None else bias, y, sums, counters)
+    strides = (x.stride(0), weight.qweight.stride(0), weight.scales.stride(0), y.stride(0))
     constants: dict[str, Any] = {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -176,36 +178,36 @@ def gemm_call(
     return Call(f"{_KERNELS}:fp8_gemm_kernel", (tiles, parts), arguments, constants)
 
 
-def _decode_rows(
+def _dequantize_rows_by_kernel(
     weight: Fp8Weight, rows: slice, dtype: torch.dtype, workspace: Workspace | None = None
 ) -> Tensor:
-    """`decode_rows` by a kernel; what the weight was is what it becomes, or PyTorch has to round it twice."""
+    """Do as `dequantize_rows`, by the kernel if `dtype` is the original one; else PyTorch rounds twice."""
     if weight.dtype is not dtype:
-        return decode_rows(weight, rows, dtype, workspace)
-    codes, scales = weight.codes[rows], weight.scales[rows]
-    whole = (workspace or Workspace(codes.device)).rows(len(codes), weight.width, dtype)
-    dequantize_call(codes, scales, whole, weight.group).launch()
-    return whole
+        return dequantize_rows(weight, rows, dtype, workspace)
+    qweight, scales = weight.qweight[rows], weight.scales[rows]
+    out = (workspace or Workspace(qweight.device)).rows(len(qweight), weight.width, dtype)
+    dequantize_call(qweight, scales, out, weight.group).launch()
+    return out
 
 
-def dequantize_call(codes: Tensor, scales: Tensor, whole: Tensor, group: int | None) -> Call:
-    """Return the launch that makes packed rows whole."""
-    num_rows, width = whole.shape
+def dequantize_call(qweight: Tensor, scales: Tensor, out: Tensor, group: int | None) -> Call:
+    """Return the kernel launch that dequantizes packed rows."""
+    num_rows, width = out.shape
     block = Tile(block_n=32, block_k=128).fitted(group)
     grid = (ceil(width / block.block_k), ceil(num_rows / block.block_n))
-    strides = (codes.stride(0), scales.stride(0), whole.stride(0))
+    strides = (qweight.stride(0), scales.stride(0), out.stride(0))
     constants: dict[str, Any] = {
         "BLOCK_N": block.block_n,
         "BLOCK_K": block.block_k,
         "GROUP": group or 0,
-        "DTYPE": _triton_dtype(whole.dtype),
+        "DTYPE": _triton_dtype(out.dtype),
     }
-    arguments = (codes, scales, whole, num_rows, width, *strides)
+    arguments = (qweight, scales, out, num_rows, width, *strides)
     return Call(f"{_KERNELS}:dequantize_kernel", grid, arguments, constants)
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Rows side by side from where a wide load may begin: another place would be another program."""
+    """Return contiguous rows, aligned to 16 bytes; another alignment would compile another program."""
     x = x.contiguous()
     return x if x.data_ptr() % _ALIGNMENT_BYTES == 0 else x.clone()
 

@@ -1,4 +1,4 @@
-"""Which tile is best at a point, found by measuring: offline, on the device that the table is for."""
+"""The offline search for the fastest tile of each product, on the device that the table is for."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hotswap.kernels.targets import Device, Target
 
 __all__ = ["Measure", "Point", "neighbours", "search", "sweep"]
 
-# A tile is taken for better if it is so by more than timings differ by themselves.
+# A tile is better if its time is below this share of the best so far; the margin is the noise of timings.
 _BETTER: Final = 0.985
 _MOST_STAGES: Final = 7
 _MOST_PARTS: Final = 16
-# Registers hold the sums of a tile, and the part of them that is not yet scaled.
+# Registers hold the sums of a tile and the unscaled sums of the current step.
 _LARGEST: Final = 128 * 128
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A product to be tuned: `rows` by `(N, K)`, in a dtype, with groups of the weight along K or `None`."""
+    """A product to tune: `rows` by a weight `(N, K)`, in a dtype, with groups along K, or `None`."""
 
     rows: int
     shape: tuple[int, int]
@@ -32,12 +32,12 @@ class Point:
     group: int | None = 128
 
 
-# Microseconds of a product in a way; infinite where it cannot be launched.
+# Returns the microseconds of a product with a tile; infinite if it cannot be launched.
 Measure = Callable[[Point, Tile], float]
 
 
 def neighbours(tile: Tile, point: Point, target: Target) -> Iterator[Tile]:
-    """The tiles that differ from one in a single choice, and that the target can hold."""
+    """Yield the tiles that differ in one setting and fit the target."""
     tall = (16, 32, 64, 128)
     others = [
         *(replace(tile, parts=parts) for parts in (tile.parts - 1, tile.parts + 1, 2 * tile.parts)),
@@ -53,16 +53,16 @@ def neighbours(tile: Tile, point: Point, target: Target) -> Iterator[Tile]:
 
 
 def search(point: Point, device: Device, measure: Measure, *, most_rounds: int = 2) -> tuple[Tile, float]:
-    """Return the best tile found from the heuristic's by one better choice after another, and its time.
+    """Return the best tile of a local search from the heuristic's tile, and its time in microseconds.
 
-    The dense path is measured too. A few dozen measurements; the result is a local best.
+    The dense path is measured too. Takes a few dozen measurements; the result is a local optimum.
 
     Raises:
         ConfigError: kernels do not run on the device.
     """
     target = device.target
     if target is None or not target.mma:
-        raise ConfigError(f"There is nothing to sweep on {device.name!r}, which runs no kernel of ours.")
+        raise ConfigError(f"There is nothing to sweep on {device.name!r}: the kernel does not run there.")
     known: dict[Tile, float] = {}
 
     def time(tile: Tile) -> float:
@@ -93,15 +93,15 @@ def sweep(
     about: Mapping[str, Any] | None = None,
     path: Path = TABLE,
 ) -> None:
-    """Search at every point, and write the table of a device.
+    """Search for the best tile of each point, and write the table of a device.
 
     Args:
-        points: What to tune.
-        device: That `measure` measures.
-        measure: Says how long a product takes.
-        others: What else was measured at a point, such as the microseconds of what it is compared with.
-        about: Versions, ceilings and the like.
-        path: The table's file.
+        points: The products to tune.
+        device: The device on which `measure` runs.
+        measure: Returns the time of a product.
+        others: Returns further values of a point, such as the microseconds of a baseline.
+        about: Further facts, such as versions and bandwidth ceilings.
+        path: The table file.
     """
     records: list[Record] = []
     for point in points:
@@ -110,7 +110,7 @@ def sweep(
         records.append(
             Record(kind_of(point.dtype, point.group), point.shape, point.rows, tile.choice, figures)
         )
-    assert device.target is not None, "the search would have refused"
+    assert device.target is not None, "the search raises without a target"
     write(path, device.name, device.target.name, {"num_units": device.num_units, **(about or {})}, records)
 
 

@@ -1,4 +1,4 @@
-"""How a product is cut: from what was measured on a device, or by arithmetic where nothing was."""
+"""The tile of a product: from the table measured on a device, or from a heuristic."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from hotswap.kernels.targets import Device, Target
 __all__ = ["ROWS", "TABLE", "Tile", "choose", "heuristic", "kind_of", "rows_to_build"]
 
 TABLE: Final = Path(__file__).with_name("table.json")
-# Where the heuristic changes its mind; a table has these numbers of rows.
+# Numbers of rows at which the heuristic changes; a table has these numbers.
 ROWS: Final = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
-# From so many rows on weights are made whole first, where there is no table. On an H200 that was faster from
-# 256 or 1,024 rows on, and never where K is 14,336 or more.
+# Rows from which the heuristic takes the dense path. On an H200 the dense path was faster from 256 or 1,024
+# rows on, and never for K of 14,336 or more.
 _DENSE_ROWS: Final = 512
 _LEAST_STEPS: Final = 4
 _MOST_PARTS: Final = 8
-# Programs for each unit of a device that keep enough bytes under way.
+# Programs per unit of a device that keep enough loads in progress.
 _BUSY: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One way to compute a product.
+    """A tile configuration of a product.
 
     Attributes:
-        block_m: Rows of x in a tile; powers of two, like the others.
+        block_m: Rows of x in a tile; a power of two, like the other sizes.
         block_n: Rows of the weight in a tile.
-        block_k: Columns of a step; divides the weight's group.
-        warps: Of a program.
-        stages: Steps whose loads are under way at once.
-        parts: Into how many runs K is cut.
-        weights_left: Whether the weights are the left operand, which wide tensor cores ask for.
-        path: `"dense"` makes the weights whole first; nothing else of the tile counts then.
+        block_k: Columns of a loop step; divides the group of the weight.
+        warps: Warps of a program.
+        stages: Pipeline stages: loop steps whose loads are in progress at once.
+        parts: Number of parts that K is split into (split-K).
+        weights_left: Whether the weights are the left operand, which is faster on wide tensor cores.
+        path: `"dense"` dequantizes the weights first and ignores the other settings.
     """
 
     block_m: int = 16
@@ -52,10 +52,10 @@ class Tile:
 
     @classmethod
     def of(cls, choice: Choice) -> Tile:
-        """Return the tile that a table's entry describes.
+        """Return the tile of a table entry.
 
         Raises:
-            ConfigError: it describes none.
+            ConfigError: the entry has other settings.
         """
         values = dict[str, Any](choice)
         try:
@@ -66,22 +66,22 @@ class Tile:
 
     @property
     def choice(self) -> Choice:
-        """What a table says of it."""
+        """The entry of this tile in a table."""
         return {
             name: int(value) if isinstance(value, bool) else value for name, value in asdict(self).items()
         }
 
     @property
     def shared_bytes(self) -> int:
-        """About what a program takes of shared memory: the words and the 16-bit inputs of all stages."""
+        """Estimated shared memory of a program: the words and the 16-bit inputs of all stages."""
         return self.stages * (self.block_n + 2 * self.block_m) * self.block_k
 
     def parts_of(self, width: int) -> int:
-        """Into how many runs a K of `width` is cut: each has a step at least."""
+        """Return the number of parts of a K of `width`; each has one step at least."""
         return min(self.parts, ceil(width / self.block_k))
 
     def fitted(self, group: int | None) -> Tile:
-        """The same for weights whose groups are narrower than a step."""
+        """Return the tile with `block_k` reduced to divide the group of the weight."""
         block_k = self.block_k
         while group is not None and group % block_k:
             block_k //= 2
@@ -92,20 +92,20 @@ DENSE: Final = Tile(path="dense")
 
 
 def kind_of(dtype: str, group: int | None) -> str:
-    """What a table calls products in a dtype with groups so wide."""
+    """Return the kind of a table's records for a dtype and a group size."""
     return f"{dtype}/{'channel' if group is None else f'g{group}'}"
 
 
 @lru_cache(maxsize=4096)
 def choose(rows: int, shape: tuple[int, int], dtype: str, group: int | None, device: Device) -> Tile:
-    """Return how to compute a product on a device: by its table, else by `heuristic`.
+    """Return the tile of a product on a device: from the table, else from `heuristic`.
 
     Args:
         rows: M.
         shape: `(N, K)`.
         dtype: `"bfloat16"` or `"float16"`.
-        group: Of the weight.
-        device: That it runs on; one without a target is served by the dense path.
+        group: Group size of the weight.
+        device: The device; one without a target takes the dense path.
     """
     target = device.target
     if target is None or not target.mma:
@@ -119,12 +119,12 @@ def choose(rows: int, shape: tuple[int, int], dtype: str, group: int | None, dev
 def rows_to_build(
     shape: tuple[int, int], dtype: str, group: int | None, device: Device, most_rows: int | None = None
 ) -> tuple[int, ...]:
-    """Return numbers of rows whose products are between them every program that `choose` can lead to.
+    """Return numbers of rows whose products together use every program that `choose` can select.
 
-    Every number up to `most_rows` is asked about, since a program does not depend on the tile alone: whether
-    K is cut changes wherever the number of tiles does. `None` is no limit.
+    Every number up to `most_rows` is tried, because a program depends on the tile and on whether K is split,
+    which changes with the number of tiles. `None` is no limit.
     """
-    # Whatever has more rows is computed alike.
+    # All larger numbers of rows use the same programs.
     last = max(_DENSE_ROWS, *(record.rows + 1 for _, record in load(TABLE).records()), 1)
     least: dict[Tile, int] = {}
     for rows in range(1, last + 1 if most_rows is None else min(last, most_rows) + 1):
@@ -135,10 +135,10 @@ def rows_to_build(
 
 
 def heuristic(rows: int, shape: tuple[int, int], target: Target, num_units: int) -> Tile:
-    """Return a tile that needs no measurement: tall enough for the rows, and parts until the device is busy.
+    """Return a tile without measurements: enough rows, and as many parts of K as keep the device busy.
 
-    A decode step waits for weights, so tiles are small and many; a part keeps a few steps at least, since
-    each costs a write and a read of its sums.
+    Decode steps are bound by reading weights, so tiles are small and many. A part has a few loop steps at
+    least, because each part costs a write and a read of its sums.
     """
     if rows >= _DENSE_ROWS or not target.mma:
         return DENSE
@@ -159,7 +159,7 @@ def _nvidia(rows: int, shape: tuple[int, int], target: Target, num_units: int) -
         return Tile(32, 128, 128, 4, 3) if is_wide else Tile(32, 64, 128, 4, 4)
     if rows <= 64:
         if target.wide_mma:
-            # Tensor memory is read back in rows of 128, or registers do not hold what is read.
+            # Tensor memory is read back in rows of 128; with fewer, registers spill.
             return Tile(64, 128 if target.wide_mma == "UTCHMMA" else 64, 128, 4, 3, weights_left=True)
         return Tile(64, 64, 128, 4, 3)
     if target.wide_mma:
@@ -168,7 +168,7 @@ def _nvidia(rows: int, shape: tuple[int, int], target: Target, num_units: int) -
 
 
 def _is_large(shape: tuple[int, int], num_units: int) -> bool:
-    """Whether tiles of 128 rows of the weight are enough of them."""
+    """Whether tiles of 128 weight rows are enough to keep the device busy."""
     return shape[0] >= 128 * 2 * num_units
 
 

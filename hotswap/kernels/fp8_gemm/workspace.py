@@ -1,4 +1,4 @@
-"""Memory that products use while they run and leave for the next."""
+"""Scratch memory of FP8 products, reused from one product to the next."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Workspace"]
 
 
 class Workspace:
-    """Memory for products that run one after the other: those of one stream, or of one thread, share one.
+    """Scratch memory for products that run one after another, on one stream or in one thread.
 
-    It grows to what the largest needs, and is kept: fresh pages cost a CPU more than what is written to them.
+    It grows to the largest size needed and is kept: new pages cost a CPU more than writing to them.
 
     Args:
-        device: Where it lies.
+        device: Device of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,19 +23,19 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes allocated."""
         return sum(part.nbytes for part in self._parts.values())
 
     def sums(self, count: int) -> Tensor:
-        """`count` float32 of any value, for a product's partial sums."""
+        """Return `count` uninitialized float32, for the partial sums of a product."""
         return self._part("sums", count, torch.float32)
 
     def counters(self, count: int) -> Tensor:
-        """`count` int32 of zero, which must be zero again when whoever uses them is done."""
+        """Return `count` int32 that are zero; the user sets them to zero again."""
         return self._part("counters", count, torch.int32)
 
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """`[num_rows, width]` of any value, for rows of a weight; one for each dtype."""
+        """Return `[num_rows, width]`, uninitialized, for rows of a weight; one buffer for each dtype."""
         return self._part("rows", num_rows * width, dtype)[: num_rows * width].view(num_rows, width)
 
     def _part(self, name: str, count: int, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,7 @@
-"""Small operations between the products of a decoder layer, each as one pass over memory, on a CPU.
+"""Fused RMSNorm and rotary embedding on a CPU, each in one pass over memory.
 
-PyTorch takes eight operators for an RMSNorm and fourteen for a rotary embedding; for a few rows what it costs
-to call them is most of their time. `call` is what callers call, `kernel` what numba compiles. Nothing here
-imports numba before a kernel is asked for.
+PyTorch takes eight operators for an RMSNorm and fourteen for a rotary embedding; for a few rows, calling them
+takes most of the time. `call` is the public API; `kernel` is compiled by numba, which the first use imports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`rms_norm` and `rotate`: small operations of a decoder layer on a CPU, rounded as PyTorch's are."""
+"""`rms_norm` and `rotate`: RMSNorm and rotary embedding on a CPU, rounded like PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotswap.errors import ConfigError
-from hotswap.kernels.team import float_bits, run_together
+from hotswap.kernels.threads import float_bits, run_threads
 
 if TYPE_CHECKING:
     from hotswap.kernels.fused.kernel import Compiled
@@ -19,69 +19,73 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Scaling", "compile_for", "rms_norm", "rotate"]
 
 DTYPES: Final[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16})
-"""That kernels are there for."""
+"""Supported dtypes."""
 
-_SHARED_NUMBERS: Final = 1 << 17  # of rows that are worth other threads' work, about 20 us of one
+_SHARED_NUMBERS: Final = (
+    1 << 17
+)  # in the rows, from which several threads are used: about 20 us of one thread
 
 _compiling = Lock()
 
 
 class Scaling(IntEnum):
-    """How what is normed is scaled by the weights; in float32 the first two are the same."""
+    """How an RMSNorm applies its weights; in float32 the first two are the same."""
 
     CAST_FIRST = 0
-    """Rounded to its dtype, then multiplied, as in Llama."""
+    """Round to the dtype, then multiply, as in Llama."""
     SCALE_FIRST = 1
-    """Multiplied in float32, then rounded, as in OLMo 2."""
+    """Multiply in float32, then round, as in OLMo 2."""
     ONE_PLUS = 2
-    """Multiplied by one plus the weights in float32, then rounded, as in Gemma."""
+    """Multiply by one plus the weights in float32, then round, as in Gemma."""
 
 
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile what this module runs for a dtype, once in a process, or find it on disk; in any thread.
+    """Compile the kernels for a dtype, or load them from the disk cache, once per process; in any thread.
 
     Raises:
-        ConfigError: a dtype that is not in `DTYPES`.
+        ConfigError: the dtype is not in `DTYPES`.
     """
     _kernels(dtype)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, *, epsilon: float, scaling: Scaling) -> Tensor:
-    """Return `hidden / sqrt(mean(hidden ** 2) + epsilon)` of each row, scaled by the weights.
+    """Return `hidden / sqrt(mean(hidden ** 2) + epsilon)` for each row, scaled by the weights.
 
-    A row has the same bits whatever others there are, and with any number of threads.
+    A row has the same bits for any other rows and any number of threads.
 
     Args:
         hidden: `[..., width]`, of one of `DTYPES`.
         weight: `[width]`, contiguous, of the same dtype.
-        epsilon: What is added to the mean.
+        epsilon: Added to the mean square.
         scaling: How the weights are applied.
 
     Returns:
-        As `hidden`, contiguous.
+        Shape and dtype of `hidden`, contiguous.
 
     Raises:
-        ConfigError: a dtype that is not in `DTYPES`, or weights that do not fit.
+        ConfigError: the dtype is not in `DTYPES`, or the weights do not match.
     """
     width = hidden.shape[-1]
     if weight.dtype is not hidden.dtype or weight.shape != (width,) or not weight.is_contiguous():
-        raise ConfigError(f"Weights {list(weight.shape)} of {weight.dtype} scale no {list(hidden.shape)}.")
+        raise ConfigError(
+            f"Weights {list(weight.shape)} of {weight.dtype} cannot scale {list(hidden.shape)}."
+        )
     kernel = _kernels(hidden.dtype).norm
     rows = hidden.contiguous()
     out = torch.empty_like(rows)
     numbers = rows.numel()
-    asked = (
+    arguments = (
         0, numbers // width, width, rows.data_ptr(), width, weight.data_ptr(), out.data_ptr(),
         float_bits(epsilon), scaling,
     )  # fmt: skip
-    run_together(kernel, asked, _parts(numbers))
+    run_threads(kernel, arguments, _parts(numbers))
     return out
 
 
 def rotate(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return queries and keys with rotary embeddings: `x * cosines + rotated(x) * sines`.
+    """Apply rotary embeddings to queries and keys: `x * cosines + rotate_half(x) * sines`.
 
-    `rotated(x)` is the second half of *x*, negated, and then the first. The bits are those of PyTorch.
+    `rotate_half(x)` is the negated second half of *x*, then the first half. The bits are those of PyTorch.
 
     Args:
         queries: `[1, heads, T, width]`, of one of `DTYPES`; the last dimension is contiguous.
@@ -90,7 +94,7 @@ def rotate(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tup
         sines: The same.
 
     Returns:
-        The same shapes, the heads of a row side by side in memory; `None` for tensors that are otherwise.
+        The same shapes, with the heads of a row contiguous; `None` for tensors of other shapes or layouts.
     """
     dtype, shape = queries.dtype, cosines.shape
     fits = (
@@ -113,15 +117,15 @@ def rotate(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tup
         return None
     _, rows, width = shape
     q_heads, k_heads = queries.shape[1], keys.shape[1]
-    turned_q = torch.empty((1, rows, q_heads, width), dtype=dtype, device="cpu")
-    turned_k = torch.empty((1, rows, k_heads, width), dtype=dtype, device="cpu")
-    asked = (
+    rotated_q = torch.empty((1, rows, q_heads, width), dtype=dtype, device="cpu")
+    rotated_k = torch.empty((1, rows, k_heads, width), dtype=dtype, device="cpu")
+    arguments = (
         0, rows, width, cosines.data_ptr(), sines.data_ptr(),
-        queries.data_ptr(), turned_q.data_ptr(), q_heads, queries.stride(2), queries.stride(1),
-        keys.data_ptr(), turned_k.data_ptr(), k_heads, keys.stride(2), keys.stride(1),
+        queries.data_ptr(), rotated_q.data_ptr(), q_heads, queries.stride(2), queries.stride(1),
+        keys.data_ptr(), rotated_k.data_ptr(), k_heads, keys.stride(2), keys.stride(1),
     )  # fmt: skip
-    run_together(_kernels(dtype).rotate, asked, _parts(turned_q.numel()))
-    return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
+    run_threads(_kernels(dtype).rotate, arguments, _parts(rotated_q.numel()))
+    return rotated_q.transpose(1, 2), rotated_k.transpose(1, 2)
 
 
 def _parts(numbers: int) -> int:
@@ -131,7 +135,7 @@ def _parts(numbers: int) -> int:
 @cache
 def _kernels(dtype: torch.dtype) -> Compiled:
     if dtype not in DTYPES:
-        raise ConfigError(f"There are no small operations of {dtype}; give float32 or bfloat16.")
+        raise ConfigError(f"There are no fused kernels for {dtype}; give float32 or bfloat16.")
     with _compiling:
         from hotswap.kernels.fused.kernel import build
 

@@ -1,8 +1,8 @@
 """RMSNorm and rotary embedding on a CPU, compiled by numba.
 
-Both are rounded where PyTorch's operators round: a bfloat16 result of each multiplication and addition, but
-for the mean of squares, which is summed in float32 by vectors of sixteen. What is asked comes as a list of
-integers in memory, and whoever works on it claims some rows at a time.
+Both round where PyTorch's operators round, to bfloat16 after each multiplication and addition; only the mean
+square is summed in float32, in 16 SIMD lanes. The arguments are an array of int64, which the threads share.
+Each thread takes some rows at a time from a shared counter.
 """
 
 # mypy: ignore-errors
@@ -15,31 +15,31 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from hotswap.kernels.compiling import compiled_for_c, part
-from hotswap.kernels.lanes import address, claim, sum_of_squares
-from hotswap.kernels.numbers import rounding
+from hotswap.kernels.compiling import compiled_for_c, specialized
+from hotswap.kernels.conversion import converters
+from hotswap.kernels.simd import fetch_add, pointer_to, sum_of_squares
 
 __all__ = ["CAST_FIRST", "ONE_PLUS", "SCALE_FIRST", "Compiled", "build"]
 
-CAST_FIRST, SCALE_FIRST, ONE_PLUS = range(3)  # ways to scale what is normed
+CAST_FIRST, SCALE_FIRST, ONE_PLUS = range(3)  # values of `call.Scaling`
 
-_GRAIN = 8  # rows that are claimed at a time
+_GRAIN = 8  # rows that a thread takes at a time
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 _ONE = np.float32(1.0)
 
-_integers = address(types.int64)
-_singles = address(types.float32)
+_integers = pointer_to(types.int64)
+_singles = pointer_to(types.float32)
 
 
 class Compiled(NamedTuple):
-    """What was compiled for a dtype: functions for C of the address of what is asked.
+    """The compiled kernels of a dtype: C functions that take the address of their int64 arguments.
 
     Attributes:
-        norm: Of the rows claimed so far, their number and width, the address of the rows, how far they lie
-            apart, the addresses of weights and results, the bits of epsilon as float32, and how to scale.
-        rotate: Of the rows claimed so far, their number and width, the addresses of cosines and sines, and
-            twice, for queries and keys: addresses of rows and results, the number of heads, and how far rows
-            and heads lie apart.
+        norm: Takes the number of rows taken so far, the number of rows, their width, address and stride, the
+            addresses of weights and results, the bits of epsilon as float32, and the scaling.
+        rotate: Takes the number of rows taken so far, the number of rows, their width, the addresses of
+            cosines and sines, and then for queries and for keys: the addresses of rows and results, the
+            number of heads, and the strides of rows and heads.
     """
 
     norm: Any
@@ -50,12 +50,12 @@ class Compiled(NamedTuple):
 def build(dtype: str) -> Compiled:
     """Return the kernels for float32 or bfloat16, compiled."""
     short = dtype == "bfloat16"
-    numbers = address(types.uint16 if short else types.float32)
+    numbers = pointer_to(types.uint16 if short else types.float32)
     size = 2 if short else 4
 
-    widened, rounded = rounding(dtype)
+    widened, rounded = converters(dtype)
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def norm_row(source, weight, target, row, width, epsilon, scaling):
         for at in range(width):
             row[at] = widened(source[at])
@@ -77,7 +77,7 @@ def build(dtype: str) -> Compiled:
         epsilon, scaling = np.int32(it[7]).view(np.float32), it[8]
         row = np.empty(width, np.float32)
         while True:
-            begin = claim(it, _GRAIN)
+            begin = fetch_add(it, _GRAIN)
             if begin >= num_rows:
                 return
             for number in range(begin, min(begin + _GRAIN, num_rows)):
@@ -92,21 +92,21 @@ def build(dtype: str) -> Compiled:
                     scaling,
                 )
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def rotate_row(source, cosines, sines, target, width):
         half = width // 2
         for at in range(half):
             left, right = widened(source[at]), widened(source[half + at])
-            turned = widened(rounded(-right * widened(sines[at])))
-            target[at] = rounded(widened(rounded(left * widened(cosines[at]))) + turned)
-            turned = widened(rounded(left * widened(sines[half + at])))
-            target[half + at] = rounded(widened(rounded(right * widened(cosines[half + at]))) + turned)
+            rotated = widened(rounded(-right * widened(sines[at])))
+            target[at] = rounded(widened(rounded(left * widened(cosines[at]))) + rotated)
+            rotated = widened(rounded(left * widened(sines[half + at])))
+            target[half + at] = rounded(widened(rounded(right * widened(cosines[half + at]))) + rotated)
 
     def rotate(at):
         it = _integers(at)
         num_rows, width, cosines, sines = it[1], it[2], it[3], it[4]
         while True:
-            begin = claim(it, _GRAIN)
+            begin = fetch_add(it, _GRAIN)
             if begin >= num_rows:
                 return
             for number in range(begin, min(begin + _GRAIN, num_rows)):

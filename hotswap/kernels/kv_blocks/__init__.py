@@ -1,7 +1,7 @@
-"""The KV blocks of a request, of all layers, gathered into one buffer or scattered from it by one launch.
+"""Copies KV blocks of all layers to one buffer (`gather`) or back (`scatter`), in one kernel launch.
 
-A block of 16 tokens is a few kilobytes in each layer and on each side: copied one by one, the calls would
-cost more than the bytes.
+A block of 16 tokens has a few kilobytes of keys and of values in each layer: with one copy for each, the
+launches would take longer than the transfer.
 """
 
 from __future__ import annotations

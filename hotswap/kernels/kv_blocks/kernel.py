@@ -1,4 +1,4 @@
-"""The kernel of `kv_blocks`: blocks of many tensors to rows of one buffer, or back."""
+"""The Triton kernel of `kv_blocks`: copies blocks of many tensors to rows of one buffer, or back."""
 
 # mypy: ignore-errors
 # pyright: basic, reportMissingImports=false
@@ -19,9 +19,9 @@ def move_kernel(
 ):
     """`staging[i, at : at + words] <-> pool[block[i]]`, for every pool of the table.
 
-    Grid: blocks times chunks of them, pools. A pool is (address, words of a block, where it stands in a row
-    of the staging buffer). Words are of four bytes if all of these are multiples of 16 bytes, and else of
-    one. A block of -1 is left alone.
+    Grid: (blocks * chunks of a block, pools). A pool is (address, words of a block, its offset in a row of
+    the staging buffer). Words have four bytes if all of these are multiples of 16 bytes, else one. A block of
+    -1 is skipped.
     """
     i = tl.program_id(0) // num_chunks
     chunk = tl.program_id(0) % num_chunks
@@ -33,7 +33,7 @@ def move_kernel(
     at = tl.load(entry + 2)
     row = i.to(tl.int64) * row_words
     if WIDE:
-        # Said of what is loaded or not specialised on, so that each thread moves 16 bytes at once.
+        # Alignment hints for values that Triton cannot infer, so that each thread copies 16 bytes at once.
         pool = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int32)), 16)
         words = tl.multiple_of(words, 4)
         at = tl.multiple_of(at, 4)

@@ -1,4 +1,4 @@
-"""`gather` and `scatter`: by one kernel through a table of addresses, or in torch where Triton is not."""
+"""`gather` and `scatter`: one Triton kernel that uses a table of addresses, or torch without Triton."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from hotswap.kernels.targets import runs_triton
 
 __all__ = ["BlockTable", "gather", "move_call", "scatter"]
 
-# Words that a program moves.
+# Words that a program copies.
 _CHUNK_WORDS = 4096
 _WARPS = 4
-# What the second axis of a grid takes.
+# Maximum size of the second grid axis.
 _MOST_POOLS = 65_535
 _WORD = 16
 
 
 class BlockTable:
-    """Where the blocks of a KV cache lie: one pool for each layer and side.
+    """The pools of a KV cache: one for the keys and one for the values of each layer.
 
-    A block's bytes of all pools, in the order given, are a row of the staging buffer. Pools may differ in
-    shape and dtype. They must stay where they are for as long as the table is used.
+    A row of the staging buffer has the bytes of one block from all pools, in their order. Pools may differ
+    in shape and dtype. Their addresses must not change while the table is used.
 
     Args:
-        pools: Each `[num_blocks, ...]` and contiguous, all on one device and of as many blocks.
+        pools: Each `[num_blocks, ...]`, contiguous; all on one device and with the same number of blocks.
 
     Raises:
-        ConfigError: pools that differ in what must be alike, or none.
+        ConfigError: there are no pools or too many, or device, number of blocks or layout is wrong.
 
     Attributes:
-        block_bytes: Of one block, all pools: the length of a row.
-        num_blocks: Of each pool.
+        block_bytes: Bytes of one block in all pools: the length of a row.
+        num_blocks: Number of blocks in each pool.
     """
 
     def __init__(self, pools: Sequence[Tensor]) -> None:
@@ -58,7 +58,7 @@ class BlockTable:
         )
 
     def parts(self, staging: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Every pool as bytes, `[num_blocks, bytes]`, and its columns of rows `[blocks, block_bytes]`."""
+        """Return each pool as bytes, `[num_blocks, bytes]`, with its columns of the staging buffer."""
         ends = list(accumulate(self._sizes, initial=0))
         return [
             (pool, staging[:, first:last])
@@ -66,11 +66,11 @@ class BlockTable:
         ]
 
     def word_bytes(self, staging: Tensor) -> int:
-        """Bytes of the words that are moved: four, so that threads move 16 bytes, or one."""
+        """Return the word size in bytes: 4 if everything is aligned to 16 bytes, else 1."""
         return 4 if self._is_wide and staging.data_ptr() % _WORD == 0 else 1
 
     def entries(self, word_bytes: int) -> Tensor:
-        """int64 `[pools, 3]` on the device: address, words of a block, its first word in a row."""
+        """Return int64 `[pools, 3]` on the device: address, words of a block, its first word in a row."""
         if word_bytes not in self._tables:
             starts = accumulate(self._sizes, initial=0)
             records = [
@@ -82,7 +82,7 @@ class BlockTable:
 
     @property
     def largest_bytes(self) -> int:
-        """Of a block, in the pool where it has most."""
+        """Bytes of a block in the pool with the largest blocks."""
         return max(self._sizes)
 
     def __repr__(self) -> str:
@@ -92,22 +92,22 @@ class BlockTable:
 
 
 def gather(table: BlockTable, blocks: Sequence[int], staging: Tensor) -> None:
-    """Copy blocks, all pools of each, to rows of `staging`; in the order of the device's stream.
+    """Copy blocks from all pools to rows of `staging`, on the device's current stream.
 
     Args:
-        table: Where they lie.
-        blocks: Which; -1 leaves its row as it is.
-        staging: uint8, `block_bytes` for each, contiguous; on the same device, or pinned host memory, to
-            which a GPU writes by itself: read it once the stream has come so far.
+        table: The pools.
+        blocks: Block numbers; -1 leaves the row unchanged.
+        staging: uint8, `block_bytes` for each block, contiguous; on the same device, or pinned host memory,
+            which may be read once the stream has finished the launch.
 
     Raises:
-        ConfigError: a block that there is not, or staging that does not fit.
+        ConfigError: a block number is out of range, or `staging` does not match.
     """
     _move(table, blocks, staging, to_staging=True)
 
 
 def scatter(table: BlockTable, blocks: Sequence[int], staging: Tensor) -> None:
-    """Fill blocks from rows of `staging`, as `gather` wrote them; no block twice. Otherwise as there."""
+    """Copy rows of `staging` to blocks: the inverse of `gather`. Each block may be given once only."""
     _move(table, blocks, staging, to_staging=False)
 
 
@@ -123,7 +123,7 @@ def _move(table: BlockTable, blocks: Sequence[int], staging: Tensor, *, to_stagi
 
 
 def move_call(table: BlockTable, blocks: Sequence[int], rows: Tensor, to_staging: bool) -> Call:
-    """Return the launch."""
+    """Return the kernel launch of a gather or scatter."""
     word_bytes = table.word_bytes(rows)
     words = rows.view(torch.int32) if word_bytes == 4 else rows
     entries = table.entries(word_bytes)
@@ -164,8 +164,10 @@ def _check(table: BlockTable, blocks: Sequence[int], staging: Tensor) -> None:
         )
     if staging.device != table.device and not staging.is_pinned():
         raise ConfigError(
-            f"The staging buffer lies on {staging.device}, not pinned, and the blocks on {table.device}; "
+            f"The staging buffer is on {staging.device}, not pinned, and the blocks on {table.device}; "
             "pin it, or stage on the device."
         )
     if blocks and (min(blocks) < -1 or max(blocks) >= table.num_blocks):
-        raise ConfigError(f"Of blocks {min(blocks)} to {max(blocks)} there are {table.num_blocks}.")
+        raise ConfigError(
+            f"Blocks {min(blocks)} to {max(blocks)} were given; there are {table.num_blocks}, from 0 on."
+        )

@@ -1,4 +1,4 @@
-"""What `kv_blocks` moves, said as plainly as can be: block after block, tensor after tensor."""
+"""Reference implementation of `kv_blocks`: plain copies, block by block and pool by pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["gather_reference", "scatter_reference"]
 
 
 def gather_reference(pools: Sequence[Tensor], blocks: Sequence[int], staging: Tensor) -> Tensor:
-    """Return `staging`, uint8 `[blocks, bytes]`, with the blocks' bytes of every pool, side by side."""
+    """Return `staging`, uint8 `[blocks, bytes]`, with the bytes of each block from all pools in a row."""
     rows = staging.clone()
     for row, block in zip(rows, blocks, strict=True):
         if block >= 0:
@@ -20,7 +20,7 @@ def gather_reference(pools: Sequence[Tensor], blocks: Sequence[int], staging: Te
 
 
 def scatter_reference(pools: Sequence[Tensor], blocks: Sequence[int], staging: Tensor) -> list[Tensor]:
-    """Return the pools with the blocks filled from rows of `staging`; the inverse of the other."""
+    """Return the pools with blocks filled from the rows of `staging`; the inverse of `gather_reference`."""
     filled = [pool.clone() for pool in pools]
     for row, block in zip(staging, blocks, strict=True):
         at = 0

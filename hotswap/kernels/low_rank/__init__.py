@@ -1,7 +1,7 @@
-"""Low-rank adapters of single rows on a CPU: each row by the ranks of its own adapter, and no others.
+"""LoRA on a CPU, row by row: each row is multiplied by the ranks of its own adapter only.
 
-`call` is what callers call, `kernel` and `vectors` what numba compiles. Nothing here imports numba before a
-kernel is asked for. On a GPU it is `segmented_lora`.
+`call` is the public API; `kernel` and `vectors` are compiled by numba, which the first use imports. The GPU
+kernel is `segmented_lora`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Low-rank adapters of single rows on a CPU, compiled by numba.
+"""LoRA of single rows on a CPU, compiled by numba.
 
-A row is multiplied by eight ranks of its adapter at a time, and then these are added to all outputs, eight at
-a time: either way ranks are read from start to end, and what is waited for is memory. Of rows that share an
-adapter, as those of a prompt, four go together, to the same bits. Whoever works on it claims a few at a time.
+A row is multiplied by eight ranks of its adapter at a time, and then eight ranks at a time are added to all
+outputs: both steps read the ranks sequentially and are bound by memory bandwidth. Four rows with the same
+adapter, as in a prompt, are computed together, with the same bits. Each thread takes a few spans at a time
+from a shared counter.
 """
 
 # mypy: ignore-errors
@@ -15,37 +16,37 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, types
 
-from hotswap.kernels.compiling import compiled_for_c, part
-from hotswap.kernels.lanes import LANES, address, claim, dots
+from hotswap.kernels.compiling import compiled_for_c, specialized
+from hotswap.kernels.conversion import converters
 from hotswap.kernels.low_rank.sizes import ALIGNMENT, TOGETHER
 from hotswap.kernels.low_rank.vectors import expand
-from hotswap.kernels.numbers import rounding
+from hotswap.kernels.simd import LANES, dots, fetch_add, pointer_to
 
 __all__ = ["build"]
 
-_FEW = 4  # ranks that rows together go through at once: sums of all stay in registers
+_FEW = 4  # ranks at a time for several rows: all sums stay in registers
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 
-_integers = address(types.int64)
-_ints = address(types.int32)
-_singles = address(types.float32)
+_integers = pointer_to(types.int64)
+_ints = pointer_to(types.int32)
+_singles = pointer_to(types.float32)
 
 
-class Asked(NamedTuple):
-    """What is asked, in the order in which it lies in memory, as int64.
+class Arguments(NamedTuple):
+    """The arguments, in the order of their int64 in memory.
 
     Attributes:
-        claimed: How many spans have been, 0 at first.
-        grain: How many are claimed at a time, at most `TOGETHER`.
-        spans: Address of the spans, three int32 each: a row, its first rank and the one after its last.
-        num_spans: How many there are.
+        claimed: Number of spans taken so far; starts at 0.
+        grain: Number of spans that a thread takes at a time, at most `TOGETHER`.
+        spans: Address of the spans, three int32 each: a row, its first rank and the end of its ranks.
+        num_spans: Number of spans.
         rows: Address of the rows.
-        row_stride: How many numbers they lie apart.
-        width_in: Numbers of each.
+        row_stride: Stride of the rows, in elements.
+        width_in: Elements of a row.
         out: Address of the results.
-        width_out: Numbers of each, and how far they lie apart.
-        down: Address of the ranks `[ranks, width_in]`.
-        up: That of the ranks `[ranks, width_out]`.
+        width_out: Elements of a result row, and the stride of result rows.
+        down: Address of the A matrices, `[ranks, width_in]`.
+        up: Address of the B matrices, `[ranks, width_out]`.
     """
 
     claimed: int
@@ -64,12 +65,12 @@ class Asked(NamedTuple):
 @njit(**_OPTIONS)
 def _read(at):
     it = _integers(at)
-    return Asked(it[0], it[1], it[2], it[3], it[4], it[5], it[6], it[7], it[8], it[9], it[10])
+    return Arguments(it[0], it[1], it[2], it[3], it[4], it[5], it[6], it[7], it[8], it[9], it[10])
 
 
 @njit(**_OPTIONS)
-def _whole(width):
-    """With room for vectors of sixteen."""
+def _padded(width):
+    """Round up to a multiple of 16 elements."""
     return (width + LANES - 1) // LANES * LANES
 
 
@@ -83,7 +84,7 @@ def _most_ranks(it):
 
 @njit(**_OPTIONS)
 def _num_together(it, number, end):
-    """How many spans from a number on go together: several only if all have the same ranks."""
+    """Return how many spans from `number` on are computed together: several if all have the same ranks."""
     spans = _ints(it.spans)
     if number + TOGETHER > end:
         return 1
@@ -97,29 +98,29 @@ def _num_together(it, number, end):
 def build(dtype: str) -> Any:
     """Return the kernel for float32, bfloat16 or float16, compiled.
 
-    A function for C, of the address of what is `Asked`, of which it computes as many spans as it can claim.
+    A C function that takes the address of `Arguments` and computes spans until none is left.
     """
     half = dtype == "float16"
-    numbers = address(types.float32 if dtype == "float32" else types.uint16)
+    numbers = pointer_to(types.float32 if dtype == "float32" else types.uint16)
     size = 4 if dtype == "float32" else 2
-    widened, rounded = rounding(dtype)
+    widened, rounded = converters(dtype)
     down_of_one, up_of_one = dots(1, ALIGNMENT, half=half), expand(1, ALIGNMENT, half=half)
     down_of_some, up_of_some = dots(TOGETHER, _FEW, half=half), expand(TOGETHER, _FEW, half=half)
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def take_row(source, row, width):
         for at in range(width):
             row[at] = widened(source[at])
         row[width:] = 0.0  # `dots` reads whole vectors
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def add_row(target, change, width):
         for at in range(width):
             target[at] = rounded(widened(target[at]) + widened(rounded(change[at])))
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def multiply(it, count, first, last, rows, inner, sums):
-        """Rows by ranks `first` to `last` down and up, to sums, which are float32."""
+        """Multiply rows by A and B of the ranks `first` to `last`, into float32 sums."""
         num_ranks = last - first
         at, between = _singles(rows.ctypes.data), rows.shape[1]
         at_once = ALIGNMENT if count == 1 else _FEW
@@ -146,11 +147,11 @@ def build(dtype: str) -> Any:
     def add(at):
         it = _read(at)
         spans = _ints(it.spans)
-        rows = np.empty((it.grain, _whole(it.width_in)), np.float32)
+        rows = np.empty((it.grain, _padded(it.width_in)), np.float32)
         inner = np.empty((it.grain, _most_ranks(it)), np.float32)
-        sums = np.empty((it.grain, _whole(it.width_out)), np.float32)
+        sums = np.empty((it.grain, _padded(it.width_out)), np.float32)
         while True:
-            number = claim(_integers(at), it.grain)
+            number = fetch_add(_integers(at), it.grain)
             if number >= it.num_spans:
                 return
             end = min(number + it.grain, it.num_spans)

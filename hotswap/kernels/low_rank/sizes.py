@@ -1,4 +1,4 @@
-"""Sizes that the callers of the low-rank kernel and the kernel itself agree on."""
+"""Constants shared by the LoRA kernel for CPUs and its callers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 __all__ = ["ALIGNMENT", "TOGETHER"]
 
 ALIGNMENT: Final = 8
-"""Ranks that are multiplied together; a row's number of ranks is a multiple of it."""
+"""Ranks that are multiplied together; the number of ranks of a row is a multiple of it."""
 
 TOGETHER: Final = 4
-"""Rows of one adapter that are multiplied together, if they follow each other."""
+"""Consecutive rows of one adapter that are multiplied together."""

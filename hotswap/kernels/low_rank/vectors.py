@@ -1,7 +1,7 @@
-"""How a few rows go up from ranks to outputs, written in vectors of sixteen for numba's compiler.
+"""SIMD code for `low_rank`: the expand step, from ranks to outputs.
 
-Some ranks at a time are added to all outputs, rank by rank: each is read from start to end, as memory gives
-it fastest, and an output has the same bits however many rows and ranks are computed together.
+A few ranks at a time are added to all outputs, in order: each rank is read sequentially, which gives the
+highest memory bandwidth, and an output has the same bits for any number of rows and ranks per call.
 """
 
 # mypy: ignore-errors
@@ -13,49 +13,49 @@ from collections.abc import Callable
 from numba import types
 from numba.extending import intrinsic
 
-from hotswap.kernels.lanes import Code
+from hotswap.kernels.simd import VectorBuilder
 
 __all__ = ["expand"]
 
 
 def expand(num_rows: int, num_ranks: int, *, half: bool) -> Callable[..., None]:
-    """Return what adds weighed ranks up: `out[row] += sum(weights[row, rank] * ranks[rank])`.
+    """Return an intrinsic for the expand step: `out[row] += sum(weights[row, rank] * ranks[rank])`.
 
-    Its arguments are pointers to float32 weights, ranks (float32, or 16 bits: float16 if `half`, else
-    bfloat16), and float32 sums; the width; and how far apart rows of weights, ranks, and rows of sums lie.
-    Rows of sums have room for a multiple of sixteen.
+    Its arguments: pointers to weights (float32), ranks (float32, or 16 bits: float16 if `half`, else
+    bfloat16) and sums (float32); the width; and the strides of weight rows, ranks and sum rows. Rows of sums
+    are padded to a multiple of 16 elements.
     """
 
     @intrinsic
     def add(typing, weights, ranks, out, width, weight_stride, rank_stride, out_stride):
         signature = types.void(weights, ranks, out, *[types.int64] * 4)
         return signature, lambda context, builder, signature, arguments: _expand(
-            context, Code(builder, half), num_rows, num_ranks, *arguments
+            context, VectorBuilder(builder, half), num_rows, num_ranks, *arguments
         )
 
     return add
 
 
 def _expand(
-    context, code, num_rows, num_ranks, weights, ranks, out, width, weight_stride, rank_stride, out_stride
+    context, vec, num_rows, num_ranks, weights, ranks, out, width, weight_stride, rank_stride, out_stride
 ):
     factors = [
         [
-            code.spread(weights, code.sum(code.times(weight_stride, row), code.number(rank)))
+            vec.spread(weights, vec.sum(vec.times(weight_stride, row), vec.number(rank)))
             for row in range(num_rows)
         ]
         for rank in range(num_ranks)
     ]
 
     def step(at, sums, masked):
-        places = [code.sum(code.times(out_stride, row), at) for row in range(num_rows)]
-        totals = [code.load(out, place) for place in places]
+        places = [vec.sum(vec.times(out_stride, row), at) for row in range(num_rows)]
+        totals = [vec.load(out, place) for place in places]
         for rank in range(num_ranks):
-            some = code.load(ranks, code.sum(code.times(rank_stride, rank), at), masked)
-            totals = [code.fma(factors[rank][row], some, totals[row]) for row in range(num_rows)]
+            some = vec.load(ranks, vec.sum(vec.times(rank_stride, rank), at), masked)
+            totals = [vec.fma(factors[rank][row], some, totals[row]) for row in range(num_rows)]
         for place, total in zip(places, totals, strict=True):
-            code.store(total, out, place)
+            vec.store(total, out, place)
         return sums
 
-    code.over_chunks(width, 0, step)
+    vec.over_chunks(width, 0, step)
     return context.get_dummy_value()

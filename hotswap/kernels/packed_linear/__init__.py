@@ -1,7 +1,6 @@
-"""Linear layers on a CPU, from weights packed in panels, with the same bits for any number of rows.
+"""Linear layers on a CPU from weights packed in panels; results have the same bits for any number of rows.
 
-`call` is what callers call, `kernel` and `tiles` what numba compiles. Nothing here imports numba before a
-kernel is asked for.
+`call` is the public API; `kernel` and `tiles` are compiled by numba, which the first use imports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`linear` and `linear_packed`: linear layers on a CPU, from weights as they lie or packed by `pack`."""
+"""`linear` and `linear_packed`: linear layers on a CPU, from plain weights or weights packed by `pack`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 
 from hotswap.errors import ConfigError
 from hotswap.kernels.processor import instructions
-from hotswap.kernels.team import run_together
+from hotswap.kernels.threads import run_threads
 
 __all__ = ["PANEL", "compile_for", "linear", "linear_packed", "pack", "packed_bytes", "supported"]
 
 PANEL: Final = 32
-"""Outputs whose weights lie together."""
+"""Number of outputs in a panel."""
 
-_LEAST_ROWS: Final = 4  # of a tile
-_SHARED_BYTES: Final = 1 << 20  # of weights that are worth other threads' work, about 50 us of one
+_LEAST_ROWS: Final = 4  # of the smallest tile
+_SHARED_BYTES: Final = 1 << 20  # of weights from which several threads are used, about 50 us of one thread
 
 _compiling = Lock()
 
 
 @cache
 def supported(dtype: torch.dtype) -> bool:
-    """Whether this CPU has the instructions that make the kernel worth its while.
+    """Whether this CPU has the instructions with which the kernel is faster than oneDNN.
 
-    Vectors of sixteen float32, and for bfloat16 their products, but no matrix unit, which would be faster.
+    AVX-512, and for bfloat16 also AVX512-BF16 but not AMX, with which oneDNN is faster.
     """
     known = instructions()
     if "avx512_f" not in known or not _compiles_for_this():
@@ -40,32 +40,32 @@ def supported(dtype: torch.dtype) -> bool:
 
 
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile what this module runs for a dtype, once in a process: about a second, in any thread.
+    """Compile the kernel for a dtype, once per process: about a second, in any thread.
 
     Raises:
-        ConfigError: a dtype that is not supported here.
+        ConfigError: the dtype is not supported on this CPU.
     """
     _kernel(dtype)
 
 
 def packed_bytes(outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """What a packed weight takes."""
+    """Return the size of a packed weight in bytes."""
     return -(-outputs // PANEL) * PANEL * _depth(inputs, dtype) * 4
 
 
 def pack(weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a weight in panels, for `linear_packed`.
+    """Pack a weight into panels, for `linear_packed`.
 
     Args:
         weight: `[outputs, inputs]`, of any strides and a supported dtype.
-        out: Where to: `[packed_bytes]`, uint8, contiguous, from a word on. What lies in huge pages is read up
-            to a fifth faster.
+        out: Memory for the result: `[packed_bytes]`, uint8, contiguous, aligned to 4 bytes. Huge pages make
+            reading up to a fifth faster.
 
     Returns:
-        `[panels, depth, PANEL]` in float32, whose bits are words of the weight's: one number or two.
+        `[panels, depth, PANEL]` float32 whose bits are the words of the weight: one float32 or two bfloat16.
 
     Raises:
-        ConfigError: a dtype that is not supported here, or another `out`.
+        ConfigError: the dtype is not supported on this CPU, or `out` has the wrong size or layout.
     """
     outputs, inputs = weight.shape
     depth, size_bytes = _depth(inputs, weight.dtype), packed_bytes(outputs, inputs, weight.dtype)
@@ -74,23 +74,23 @@ def pack(weight: Tensor, out: Tensor | None = None) -> Tensor:
     fits = out.shape == (size_bytes,) and out.dtype is torch.uint8 and out.is_contiguous() and out.is_cpu
     if not fits or out.storage_offset() % 4:
         raise ConfigError(
-            f"Give {size_bytes} contiguous uint8 on the CPU that begin at a word, not {list(out.shape)} of "
+            f"Give {size_bytes} contiguous uint8 on the CPU, aligned to 4 bytes, not {list(out.shape)} of "
             f"{out.dtype}."
         )
     packed = out.view(torch.float32).view(-(-outputs // PANEL), depth, PANEL)
-    asked = (
+    arguments = (
         0, packed.data_ptr(), weight.data_ptr(), 0, 0, 0, depth, inputs, outputs, 0, 0, *weight.stride(),
         1, 0,
     )  # fmt: skip
-    run_together(_kernel(weight.dtype), asked, 1)
+    run_threads(_kernel(weight.dtype), arguments, 1)
     return packed
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `hidden @ weight.T + bias`, and pack the weight for it in every call.
+    """Return `hidden @ weight.T + bias`; the weight is packed again in each call.
 
-    A result is summed in float32 from the first input to the last. It has the same bits whatever other rows
-    there are, from a packed weight as from one that is not, and with any number of threads.
+    A result is summed in float32 in the order of the inputs. It has the same bits for any number of rows,
+    with a packed or a plain weight, and with any number of threads.
 
     Args:
         hidden: `[..., inputs]`, of a supported dtype.
@@ -101,12 +101,12 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         `[..., outputs]`.
 
     Raises:
-        ConfigError: a dtype that is not supported here, or tensors that do not fit.
+        ConfigError: the dtype is not supported on this CPU, or the shapes do not match.
     """
     outputs, inputs = weight.shape
     if weight.dtype is not hidden.dtype or hidden.shape[-1] != inputs:
         raise ConfigError(
-            f"A weight {[outputs, inputs]} of {weight.dtype} multiplies no {list(hidden.shape)} of "
+            f"A weight {[outputs, inputs]} of {weight.dtype} cannot multiply {list(hidden.shape)} of "
             f"{hidden.dtype}."
         )
     return _multiply(hidden, (0, weight.data_ptr()), weight.stride(), outputs, bias)
@@ -115,16 +115,16 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def linear_packed(
     hidden: Tensor, packed: Tensor, shape: tuple[int, int] | torch.Size, bias: Tensor | None = None
 ) -> Tensor:
-    """Return what `linear` does, from what `pack` made of a weight of a shape, `(outputs, inputs)`.
+    """Return the result of `linear` from a weight packed by `pack`; `shape` is `(outputs, inputs)`.
 
     Raises:
-        ConfigError: a dtype that is not supported here, or tensors that do not fit.
+        ConfigError: the dtype is not supported on this CPU, or the shapes do not match.
     """
     (panels, depth, _), (outputs, inputs) = packed.shape, shape
     fits = -(-outputs // PANEL) == panels and _depth(inputs, hidden.dtype) == depth
     if not fits or hidden.shape[-1] != inputs:
         raise ConfigError(
-            f"A weight {[outputs, inputs]}, packed as {list(packed.shape)}, multiplies no "
+            f"A weight {[outputs, inputs]}, packed as {list(packed.shape)}, cannot multiply "
             f"{list(hidden.shape)} of {hidden.dtype}."
         )
     return _multiply(hidden, (packed.data_ptr(), 0), (0, 0), outputs, bias)
@@ -144,16 +144,16 @@ def _multiply(
     num_rows = max(count, _LEAST_ROWS)
     out = torch.empty(shape if num_rows == count else (num_rows, outputs), dtype=dtype, device="cpu")
     parts = torch.get_num_threads() if 4 * depth * outputs >= _SHARED_BYTES else 1
-    asked = (
+    arguments = (
         rows.data_ptr(), *weights, 0 if bias is None else bias.data_ptr(), out.data_ptr(), num_rows, depth,
         inputs, outputs, depth, outputs, *strides, -(-outputs // PANEL // (4 * parts)), 0,
     )  # fmt: skip
-    run_together(kernel, asked, parts)
+    run_threads(kernel, arguments, parts)
     return out if num_rows == count else out[:count].view(shape)
 
 
 def _rows(hidden: Tensor, count: int, inputs: int) -> Tensor:
-    """The rows in one piece, whole words each, and enough of them for a tile."""
+    """Return contiguous rows of whole words, padded to the rows of the smallest tile."""
     missing, odd = max(0, _LEAST_ROWS - count), inputs * hidden.itemsize % 4 != 0
     if missing or odd:
         return torch.nn.functional.pad(hidden.reshape(-1, inputs), (0, int(odd), 0, missing))
@@ -162,7 +162,7 @@ def _rows(hidden: Tensor, count: int, inputs: int) -> Tensor:
 
 
 def _depth(inputs: int, dtype: torch.dtype) -> int:
-    """Words of an output's weights."""
+    """Return the number of words in the weights of one output."""
     return -(-inputs * dtype.itemsize // 4)
 
 
@@ -177,7 +177,7 @@ def _kernel(dtype: torch.dtype) -> Any:
 
 
 def _compiles_for_this() -> bool:
-    """Whether numba's compiler uses what this CPU has, as it does if nobody told it otherwise."""
+    """Whether numba compiles for the features of this CPU, which is its default."""
     try:
         from numba.core import config
     except ImportError:

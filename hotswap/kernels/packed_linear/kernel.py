@@ -1,8 +1,8 @@
-"""Linear layers on a CPU: rows by panels of packed weights, compiled by numba.
+"""Linear layers on a CPU: rows times panels of packed weights, compiled by numba.
 
-Whoever works on a product claims a few panels at a time, until none is left, so any number of threads may. A
-weight that is not packed yet is packed panel by panel into a scratch area as it is needed: that costs time,
-and gives the same bits. What is asked comes as a list of integers in memory, which threads share.
+Each thread takes a few panels at a time from a shared counter, so any number of threads may run. A plain
+weight is packed panel by panel into a scratch buffer when the panel is used: this costs time and gives the
+same bits. The arguments are an array of int64, which the threads share.
 """
 
 # mypy: ignore-errors
@@ -15,43 +15,43 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, types
 
-from hotswap.kernels.compiling import compiled_for_c, part
-from hotswap.kernels.lanes import address, claim
+from hotswap.kernels.compiling import compiled_for_c, specialized
 from hotswap.kernels.packed_linear.tiles import PANEL, interleave, tile, transpose
+from hotswap.kernels.simd import fetch_add, pointer_to
 
 __all__ = ["build"]
 
 _MOST, _LEAST = 8, 4  # rows of a tile
 _LANES = 16
 _WORD_BYTES = 4
-_AHEAD = 16  # lines of a weight between what is copied and what is fetched
-_CLAIMED = 14  # where a product says so
+_AHEAD = 16  # prefetch distance, in lines of the weight
+_CLAIMED = 14  # index of `Product.claimed`
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 
-_integers = address(types.int64)
-_words = address(types.uint32)
-_floats = address(types.float32)
+_integers = pointer_to(types.int64)
+_words = pointer_to(types.uint32)
+_floats = pointer_to(types.float32)
 
 
 class Product(NamedTuple):
-    """What is asked, in the order in which it lies in memory, as int64.
+    """The arguments of a product, in the order of their int64 in memory.
 
     Attributes:
-        rows: Address of the rows, of at least four; 0 if the weight is to be packed, and nothing else.
-        packed: That of the panels, or 0 if they are to be made of the weight.
-        weight: That of the weight `[outputs, inputs]`.
-        bias: That of the biases, or 0.
-        out: That of the results.
-        num_rows: How many there are.
-        depth: Words of a row and of an output's weights.
-        inputs: Numbers of an output's weights.
-        outputs: How many there are.
-        row_stride: How many words rows lie apart.
-        out_stride: How many numbers rows of results lie apart.
-        weight_row: How many numbers an output's weights lie from the next one's.
-        weight_column: How many numbers neighbouring weights of an output lie apart.
-        grain: How many panels are claimed at a time.
-        claimed: How many panels have been, 0 at first.
+        rows: Address of the rows, at least four; 0 to pack the weight only.
+        packed: Address of the panels; 0 to pack them from the weight.
+        weight: Address of the weight `[outputs, inputs]`.
+        bias: Address of the biases, or 0.
+        out: Address of the results.
+        num_rows: Number of rows.
+        depth: Words of a row, and of the weights of one output.
+        inputs: Number of inputs.
+        outputs: Number of outputs.
+        row_stride: Stride of the rows, in words.
+        out_stride: Stride of the result rows, in elements.
+        weight_row: Stride of the weight along outputs, in elements.
+        weight_column: Stride of the weight along inputs, in elements.
+        grain: Number of panels that a thread takes at a time.
+        claimed: Number of panels taken so far; starts at 0.
     """
 
     rows: int
@@ -82,21 +82,21 @@ def _read(at):
 
 @cache
 def build(dtype: str) -> Any:
-    """Return what multiplies by and packs weights of float32 or bfloat16, compiled.
+    """Return the compiled kernel for float32 or bfloat16, which multiplies by weights and packs them.
 
-    A function for C, of the address of a `Product`, of which it computes as many panels as it can claim.
+    A C function that takes the address of a `Product` and computes panels until none is left.
     """
     pairs = dtype == "bfloat16"
-    numbers = address(types.uint16 if pairs else types.float32)
-    elements = address(types.uint16 if pairs else types.uint32)
+    numbers = pointer_to(types.uint16 if pairs else types.float32)
+    elements = pointer_to(types.uint16 if pairs else types.uint32)
     per_word, size = (2, 2) if pairs else (1, 4)
     tall = tile(_MOST, pairs=pairs, fetches=True)
     low = tile(_LEAST, pairs=pairs, fetches=False)
     copy_line = interleave(pairs=pairs)
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def multiply_panel(it, panel, bias, out, out_stride):
-        """All rows by a panel, to 32 columns of results. The last rows may be computed twice."""
+        """Multiply all rows by one panel, into 32 result columns. The last rows may be computed twice."""
         row = 0
         while row < it.num_rows:
             left = it.num_rows - row
@@ -111,30 +111,30 @@ def build(dtype: str) -> Any:
                 low(at, _floats(panel), numbers(bias), to, it.depth, it.row_stride, out_stride)
                 row += _LEAST
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def copy_numbers(source, source_stride, target, target_stride, num_rows, count):
         for row in range(num_rows):
             for column in range(count):
                 number = numbers(source)[row * source_stride + column]
                 numbers(target)[row * target_stride + column] = number
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def copy_lines(it, first, to):
-        """A full panel of a weight whose outputs lie side by side; returns how many inputs were copied."""
-        whole = it.inputs // per_word * per_word
+        """Copy a full panel of a weight with contiguous outputs; returns the number of inputs copied."""
+        copied = it.inputs // per_word * per_word
         line = it.weight_column * size
         last = it.weight + (it.inputs - 1) * line + first * size
-        for column in range(0, whole, per_word):
+        for column in range(0, copied, per_word):
             source = it.weight + column * line + first * size
             later = min(source + _AHEAD * line, last)
             lower = min(source + line, last)
             target = to + column // per_word * PANEL * _WORD_BYTES
             copy_line(elements(source), elements(lower), elements(later), elements(target))
-        return whole
+        return copied
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def copy_rows(it, first, outputs, begin, to):
-        """What is left of the weights of some outputs, from a column on, number by number."""
+        """Copy the weights of some outputs from a column on, element by element."""
         weight, target = elements(it.weight), elements(to)
         for output in outputs:
             for column in range(begin, it.inputs):
@@ -142,7 +142,7 @@ def build(dtype: str) -> Any:
                 place = (column // per_word * PANEL + output) * per_word + column % per_word
                 target[place] = weight[at]
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def pack_panel(it, panel, to):
         first = panel * PANEL
         count = min(PANEL, it.outputs - first)
@@ -169,10 +169,10 @@ def build(dtype: str) -> Any:
         panel_bytes = it.depth * PANEL * _WORD_BYTES
         num_panels = (it.outputs + PANEL - 1) // PANEL
         made = np.empty(0 if it.packed else it.depth * PANEL, np.uint32)
-        edge = np.zeros(PANEL, np.uint32)  # biases: all zero, or those of a panel that is not full
+        edge = np.zeros(PANEL, np.uint32)  # biases of an incomplete panel, padded with zeros
         narrow = np.empty(it.num_rows * PANEL if it.outputs % PANEL else 0, np.uint32)
         while True:
-            begin = claim(_integers(at + _CLAIMED * 8), it.grain)
+            begin = fetch_add(_integers(at + _CLAIMED * 8), it.grain)
             if begin >= num_panels:
                 return
             for panel in range(begin, min(begin + it.grain, num_panels)):

@@ -1,7 +1,7 @@
-"""Paged attention on a CPU: rows of a step over the blocks of their requests, with the same bits in any step.
+"""Paged attention on a CPU, over the KV blocks of requests; a row has the same bits in any batch.
 
-`call` is what callers call, `kernel`, `slots` and `vectors` what numba compiles, `reference` the truth that
-they are tested against. Nothing here imports numba before a kernel is asked for.
+`call` is the public API; `kernel`, `slots` and `vectors` are compiled by numba, which the first use imports;
+`reference` is the definition in float64 that the tests compare with.
 """
 
 from __future__ import annotations

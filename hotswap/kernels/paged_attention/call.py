@@ -1,4 +1,4 @@
-"""`attend`: attention of the rows of a step over pools of KV blocks, on a CPU; `append` fills them."""
+"""`attend`: attention over pools of KV blocks on a CPU. `append`: writes keys and values to the pools."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ import torch
 from torch import Tensor
 
 from hotswap.errors import ConfigError
-from hotswap.kernels.team import float_bits, run_together
+from hotswap.kernels.threads import float_bits, run_threads
 
 __all__ = ["DTYPES", "Rows", "Seen", "append", "attend", "compile_for"]
 
 DTYPES: Final[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""Of the keys and values that `attend` takes."""
+"""Supported dtypes of keys and values."""
 
-_BLOCK_TOKENS: Final = 16  # a block holds a multiple of these
-_SHARED_PRODUCTS: Final = 4_000_000  # multiplications that are worth waking other threads for, about 0.2 ms
+_BLOCK_TOKENS: Final = 16  # the tokens of a block are a multiple of this
+_SHARED_PRODUCTS: Final = 4_000_000  # multiplications from which several threads are used, about 0.2 ms
 
 _compiling = Lock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Which rows of a step attend to what; all int32, contiguous and on the CPU.
+    """The query rows of a step and their block tables; all int32, contiguous and on the CPU.
 
     Attributes:
-        tables: `[n, width]`: the blocks of each request, padded with 0.
+        tables: `[n, width]`: the block table of each request, padded with 0.
         tiles: `[k, 3]`: (request, first row, number of rows) of rows of one request that are computed
             together, at least one. Each of the *m* rows is in at most one tile.
-        order: `[m]`: where among the step's rows each of these lies; its query is read there, and its result
-            written there.
+        order: `[m]`: the index of each row in the batch, for its query and its result.
 
     Raises:
-        ConfigError: a tensor of another dtype, shape or layout. The numbers themselves are not looked at.
+        ConfigError: a tensor has another dtype, shape or layout. The values are not checked.
     """
 
     tables: Tensor
@@ -54,16 +53,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """Which positions each of *m* rows attends to: those of `firsts <= position < lasts` that are not hidden.
+    """The positions that each of *m* rows attends to: `firsts <= position < lasts`, except hidden ones.
 
     Attributes:
         firsts: `[m]`, int32, at least 0.
-        lasts: `[m]`, int32, more than `firsts`, and within the request's blocks and the width of `hidden`.
-        hidden: `[m, width]`, bool or uint8: not 0 at positions that a row does not attend to, or `None`. The
-            column is the position in its request.
+        lasts: `[m]`, int32, greater than `firsts`, within the request's blocks and the width of `hidden`.
+        hidden: `[m, width]`, bool or uint8, or `None`: nonzero at positions that a row does not attend to. A
+            column is a position in the request.
 
     Raises:
-        ConfigError: a tensor of another dtype, shape or layout. The numbers themselves are not looked at.
+        ConfigError: a tensor has another dtype, shape or layout. The values are not checked.
     """
 
     firsts: Tensor
@@ -77,21 +76,21 @@ class Seen:
             _check("hidden", self.hidden, torch.bool if self.hidden.dtype is torch.bool else torch.uint8, 2)
         for name, tensor in (("lasts", self.lasts), ("hidden", self.hidden)):
             if tensor is not None and len(tensor) != len(self.firsts):
-                raise ConfigError(f"{name} is of {len(tensor)} rows and firsts of {len(self.firsts)}.")
+                raise ConfigError(f"{name} has {len(tensor)} rows and firsts has {len(self.firsts)}.")
 
 
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile what `attend` and `append` run for a dtype, once in a process: some seconds, in any thread.
+    """Compile `attend` and `append` for a dtype, once per process: some seconds, in any thread.
 
     Raises:
-        ConfigError: a dtype that is not in `DTYPES`.
+        ConfigError: the dtype is not in `DTYPES`.
     """
     _kernel(dtype)
     _appender(dtype.itemsize)
 
 
 def append(rows: Tensor, pool: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-    """Copy row *i* of each head to slot `offsets[i]` of block `blocks[i]`, which are not looked at.
+    """Copy row *i* of each head to slot `offsets[i]` of block `blocks[i]`; the numbers are not checked.
 
     Args:
         rows: `[heads, T, dim]`, of any strides and one of `DTYPES`.
@@ -119,36 +118,36 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return `softmax(scale * query @ keys) @ values` of each row over what it sees, in float32.
+    """Return `softmax(scale * query @ keys) @ values` for each row over its positions, in float32.
 
-    A row's result has the same bits in whatever tile it is, whatever else is in the step, and with any number
-    of threads. It is NaN where a score that it sees is NaN, and where it sees nothing but scores of minus
-    infinity. Keys that it does not see may be anything; values that it does not see must be finite throughout
-    the blocks of its tile, as they are multiplied by 0. Compiles its kernel in the first call for a dtype.
+    A row's result has the same bits for any tiling, any other rows, and any number of threads. It is NaN if
+    one of its scores is NaN, or if all of them are minus infinity. Keys at other positions may have any
+    value; values at other positions in the blocks of the tile must be finite, because they are multiplied by
+    0. The first call for a dtype compiles the kernel.
 
     Args:
-        queries: `[T, heads, key_dim]`, of any dtype and strides; computed with in float32.
+        queries: `[T, heads, key_dim]`, of any dtype and strides; converted to float32.
         keys: `[blocks, kv_heads, block_tokens, key_dim]`, contiguous, of one of `DTYPES`; a block is a
             multiple of 16 tokens.
         values: `[blocks, kv_heads, block_tokens, value_dim]`, likewise, of the same dtype.
-        rows: Of *m* rows, at most T.
-        seen: Of the same *m* rows.
-        scale: Of scores; more than 0.
-        softcap: Scores become `softcap * tanh(score / softcap)`; more than 0.
-        sinks: `[heads]`: logits that join each row's softmax, and whose weights are dropped.
+        rows: *m* rows, at most T.
+        seen: The positions of the same *m* rows.
+        scale: Factor of the scores, greater than 0.
+        softcap: Scores become `softcap * tanh(score / softcap)`; greater than 0.
+        sinks: `[heads]`: attention sinks, extra logits of each row's softmax without a value.
 
     Returns:
-        `[T, heads, value_dim]`, zero in the rows that are in no tile.
+        `[T, heads, value_dim]`, zero in rows that are in no tile.
 
     Raises:
-        ConfigError: pools or sinks that do not fit, a dtype not in `DTYPES`, a scale or cap not more than 0.
+        ConfigError: pools or sinks do not match, the dtype is not supported, or scale or cap is not positive.
     """
     kernel, order, tables, hidden = _kernel(keys.dtype), rows.order, rows.tables, seen.hidden
     (count, heads, key_dim), (_, kv_heads, tokens, value_dim) = queries.shape, values.shape
     (num_rows,), (num_tiles, _), (_, table_width) = order.shape, rows.tiles.shape, tables.shape
     _check_pools(keys, values, heads, key_dim)
     if not (scale > 0 and (softcap is None or softcap > 0) and seen.firsts.shape == (num_rows,)):
-        raise ConfigError("The scale and the cap are more than 0, and what is seen is of as many rows.")
+        raise ConfigError("Give a scale and a cap greater than 0, and as many rows in `seen` as in `rows`.")
     if sinks is not None and sinks.shape != (heads,):
         raise ConfigError(f"Give a sink for each of the {heads} heads, not {list(sinks.shape)}.")
     queries = queries.float()
@@ -157,7 +156,7 @@ def attend(
     out = torch.zeros((count, heads, value_dim), dtype=torch.float32, device="cpu")
     products = num_rows * heads * table_width * tokens * (key_dim + value_dim)
     parts = torch.get_num_threads() if products >= _SHARED_PRODUCTS else 1
-    asked = (
+    arguments = (
         0, parts, queries.data_ptr(), out.data_ptr(), tables.data_ptr(), rows.tiles.data_ptr(),
         seen.firsts.data_ptr(), seen.lasts.data_ptr(), order.data_ptr(),
         0 if hidden is None else hidden.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
@@ -165,14 +164,14 @@ def attend(
         0 if hidden is None else hidden.shape[1], kv_heads, heads // kv_heads, float_bits(scale),
         float_bits(softcap or 0.0), keys.data_ptr(), values.data_ptr(), key_dim, value_dim, tokens,
     )  # fmt: skip
-    run_together(kernel, asked, parts)
+    run_threads(kernel, arguments, parts)
     return out
 
 
 @cache
 def _kernel(dtype: torch.dtype) -> Any:
     if dtype not in DTYPES:
-        raise ConfigError(f"No attention over keys and values of {dtype}; give float32, bfloat16 or float16.")
+        raise ConfigError(f"There is no attention kernel for {dtype}; give float32, bfloat16 or float16.")
     with _compiling:
         from hotswap.kernels.paged_attention.kernel import build
 
@@ -190,10 +189,13 @@ def _appender(item_bytes: int) -> Callable[..., None]:
 def _check_pools(keys: Tensor, values: Tensor, heads: int, key_dim: int) -> None:
     num_blocks, kv_heads, tokens, _ = values.shape
     if keys.dtype is not values.dtype or keys.shape != (num_blocks, kv_heads, tokens, key_dim):
-        raise ConfigError(f"Keys {list(keys.shape)} of {keys.dtype} fit no values {list(values.shape)}.")
+        raise ConfigError(
+            f"Keys {list(keys.shape)} of {keys.dtype} do not match values {list(values.shape)}."
+        )
     if tokens % _BLOCK_TOKENS or heads % kv_heads or not (keys.is_contiguous() and values.is_contiguous()):
         raise ConfigError(
-            "Pools are contiguous, in blocks of 16 tokens, with heads that divide the queries'."
+            "Give contiguous pools with blocks of 16 tokens, or a multiple, and KV heads that divide the "
+            "query heads."
         )
 
 

@@ -1,11 +1,11 @@
-"""Paged attention on a CPU: rows of queries over the blocks of their requests, compiled by numba.
+"""Paged attention on a CPU, over the KV blocks of requests, compiled by numba.
 
-An *item* is the rows of a tile and the query heads that share a KV head, or, of a single row, those of
-several KV heads: their keys lie side by side in a block, and memory gives what is read from start to end
-twice as fast as every eighth page. Queries are copied to a scratch area, their scores are computed block by
-block, turned into weights, and the values are added up block by block. Where heads are computed one by one, a
-block that is needed later is fetched meanwhile. What is asked comes as a list of integers in memory, and
-whoever works on it claims one part of the items after the other.
+An *item* is the rows of a tile with the query heads of one KV head. For a single row it has the query heads
+of several KV heads: their keys are adjacent in a block, and sequential reads are twice as fast as reading
+every eighth page. Queries are copied to a scratch buffer, scores are computed block by block and turned into
+weights, and values are added block by block. If heads are computed one by one, later blocks are prefetched.
+The arguments are an array of int64, which the threads share. Each thread takes one part of the items after
+another from a shared counter.
 """
 
 # mypy: ignore-errors
@@ -19,29 +19,29 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, types
 
-from hotswap.kernels.compiling import compiled_for_c, part
-from hotswap.kernels.lanes import LANES, address, claim, dots, prefetch
+from hotswap.kernels.compiling import compiled_for_c, specialized
 from hotswap.kernels.paged_attention.vectors import exponentials, greatest, weigh
+from hotswap.kernels.simd import LANES, dots, fetch_add, pointer_to, prefetch
 
 __all__ = ["build"]
 
-_KEYS = 8  # that are multiplied together
-_CHUNKS = 4  # of values that are weighed together
-_MOST_SCORES = 1 << 22  # of heads that are computed together
-_AHEAD = 2  # blocks between the one that is used and the one that is fetched
+_KEYS = 8  # keys that are multiplied together
+_CHUNKS = 4  # chunks of a value that are added together
+_MOST_SCORES = 1 << 22  # scores of the heads that are computed together
+_AHEAD = 2  # prefetch distance, in blocks
 _LINE_BYTES = 64
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
 _HIDDEN = np.float32(-np.inf)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
-_floats = address(types.float32)
-_bytes = address(types.uint8)
-_ints = address(types.int32)
-_integers = address(types.int64)
+_floats = pointer_to(types.float32)
+_bytes = pointer_to(types.uint8)
+_ints = pointer_to(types.int32)
+_integers = pointer_to(types.int64)
 
 
 class _Step(NamedTuple):
-    """What is asked; the first nine are addresses, and 0 stands for no hidden positions or sinks."""
+    """The arguments of a step. The first nine are addresses; `hidden` and `sinks` may be 0, for none."""
 
     queries: int
     out: int
@@ -64,7 +64,7 @@ class _Step(NamedTuple):
 
 
 class _Pool(NamedTuple):
-    """Keys or values: an address, the elements of one, those with padding, and the size of a block."""
+    """A pool of keys or values: address, elements of a vector, the same padded, and the size of a block."""
 
     at: int
     width: int
@@ -74,11 +74,11 @@ class _Pool(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """Rows from `start` on for some KV heads; `table` is the address of the first of its blocks' numbers.
+    """Rows from `start` on for some KV heads; `table` is the address of the first entry of its block table.
 
     Attributes:
-        each: Lines of each head: its queries of each row.
-        lines: Those of all heads, one head after the other.
+        each: Lines (row, query head) of each KV head.
+        lines: Lines of all KV heads, head by head.
     """
 
     head: int
@@ -92,7 +92,7 @@ class _Item(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Addresses of float32: for each line its scores, which lie `stride` apart, its query, sums and total."""
+    """Addresses of float32 scratch: for each line its scores, `stride` apart, its query, sums and total."""
 
     scores: int
     rows: int
@@ -103,7 +103,7 @@ class _Scratch(NamedTuple):
 
 @njit(**_OPTIONS)
 def _extent(step, tile):
-    """The positions that the rows of a tile attend to: the first, and the one after the last."""
+    """Return the range of positions that the rows of a tile attend to: first, end."""
     start, count = _ints(step.tiles)[3 * tile + 1], _ints(step.tiles)[3 * tile + 2]
     low, high = np.int64(1) << 30, np.int64(0)
     for row in range(start, start + count):
@@ -113,9 +113,9 @@ def _extent(step, tile):
 
 @njit(**_OPTIONS)
 def _start(step, part, parts):
-    """Where a part begins, if all have about equal work: at a KV head of a tile, by number.
+    """Return the first (tile, KV head) of a part, as one number; all parts have about equal work.
 
-    For the part after the last it is how many there are.
+    For the part after the last, return the total number.
     """
     total = np.int64(0)
     for tile in range(step.num_tiles):
@@ -134,7 +134,7 @@ def _start(step, part, parts):
 
 @njit(**_OPTIONS)
 def _item(step, number, end, block_tokens):
-    """What is computed together from a number on: of one row several heads, whose keys lie side by side."""
+    """Return the item that begins at a (tile, KV head) number: of a single row it has several heads."""
     tile, head = number // step.kv_heads, number % step.kv_heads
     low, high = _extent(step, tile)
     first_block = low // block_tokens
@@ -159,7 +159,7 @@ def _item(step, number, end, block_tokens):
 
 @njit(**_OPTIONS)
 def _most(step, keys, values, begin, end):
-    """How many floats of scratch the largest item of some needs."""
+    """Return the floats of scratch memory that the largest item of a part needs."""
     most, number = np.int64(0), begin
     while number < end:
         item = _item(step, number, end, keys.block_tokens)
@@ -170,16 +170,16 @@ def _most(step, keys, values, begin, end):
 
 @njit(**_OPTIONS)
 def _block(step, pool, item, place):
-    """Where the keys or values of a block and a head of an item lie, by number."""
+    """Return the address of the keys or values of a (block, head) of an item."""
     block, head = np.int64(_ints(item.table)[place // item.heads]), item.head + place % item.heads
     return pool.at + (block * step.kv_heads + head) * pool.head_bytes
 
 
 @njit(**_OPTIONS)
 def _later(step, keys, values, item, following, place):
-    """Where what is read at a place lies: an item's keys, its values, and then the keys of the following.
+    """Return the address to prefetch at a place: an item's keys, its values, then the next item's keys.
 
-    0 where heads are computed together: what lies side by side, the processor fetches by itself, and sooner.
+    0 if heads are computed together: the processor prefetches sequential reads by itself, and sooner.
     """
     if item.heads > 1:
         return np.int64(0)
@@ -193,7 +193,7 @@ def _later(step, keys, values, item, following, place):
 
 @njit(**_OPTIONS)
 def _row(step, item, line):
-    """Which row a line is of, of those in order, and which of its heads it is."""
+    """Return the row of a line, an index of `order`, and its query head."""
     within = line % item.each
     head = (item.head + line // item.each) * step.group + within % step.group
     return item.start + within // step.group, head
@@ -201,7 +201,7 @@ def _row(step, item, line):
 
 @njit(**_OPTIONS)
 def _begin(step, keys, values, item, scratch):
-    """Copy queries, filled up with zeros, and clear the sums."""
+    """Copy queries, padded with zeros, and clear the sums."""
     for line in range(item.lines):
         row, head = _row(step, item, line)
         row = np.int64(_ints(step.order)[row])
@@ -218,7 +218,7 @@ def _begin(step, keys, values, item, scratch):
 
 @njit(**_OPTIONS)
 def _hide(scores, first, last, end, mask):
-    """Hide the scores before `first`, from `last` on, and those that a mask, if it is no 0, hides."""
+    """Set scores to minus infinity before `first`, from `last` on, and where `mask` (0: none) is nonzero."""
     for at in range(first):
         scores[at] = _HIDDEN
     for at in range(last, end):
@@ -231,9 +231,9 @@ def _hide(scores, first, last, end, mask):
 
 @njit(**_OPTIONS)
 def _softmax(step, item, scratch, end):
-    """Turn scores, up to a multiple of sixteen, into weights, whose sums are the totals.
+    """Turn scores into unnormalized weights, up to a multiple of 16, and store their sums in `totals`.
 
-    The sums are taken in sixteen lanes, by position. Scores that are hidden may be NaN before.
+    Sums have 16 lanes, by position. Scores at hidden positions may be NaN.
     """
     for line in range(item.lines):
         row, head = _row(step, item, line)
@@ -271,11 +271,11 @@ def _finish(step, values, item, scratch):
 
 
 def _scoring(dtype: str) -> Callable[..., None]:
-    """Return what multiplies lines by the keys of a block."""
+    """Return the function that multiplies lines by the keys of a block."""
     half, element, size = dtype == "float16", _element(dtype), _size(dtype)
     few, one = dots(2, _KEYS, half=half), dots(1, 2 * _KEYS, half=half)
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def score(lines, rows, pool, block, out, stride, later):
         width, padded = pool.width, pool.padded
         for key in range(0, pool.block_tokens, 2 * _KEYS):
@@ -297,12 +297,12 @@ def _scoring(dtype: str) -> Callable[..., None]:
 
 
 def _gathering(dtype: str) -> Callable[..., None]:
-    """Return what adds the weighed values of a block to the sums of lines."""
+    """Return the function that adds the weighted values of a block to the sums of lines."""
     half, element, size = dtype == "float16", _element(dtype), _size(dtype)
     few, one, rest = weigh(2, _CHUNKS, half=half), weigh(1, _CHUNKS, half=half), weigh(1, 1, half=half)
-    whole = _CHUNKS * LANES
+    at_once = _CHUNKS * LANES
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def gather(lines, weights, stride, pool, block, sums, later):
         width, padded = pool.width, pool.padded
         for key in range(0, pool.block_tokens, LANES):
@@ -310,16 +310,16 @@ def _gathering(dtype: str) -> Callable[..., None]:
                 for at in range(0, LANES * width * size, _LINE_BYTES):
                     prefetch(_bytes(later + key * width * size), at)
             values, chunk = block + key * width * size, 0
-            while chunk + whole <= width:
+            while chunk + at_once <= width:
                 value, line = element(values + chunk * size), 0
                 while line + 2 <= lines:
                     weight, place = weights + 4 * (line * stride + key), sums + 4 * (line * padded + chunk)
-                    few(_floats(weight), value, _floats(place), LANES, stride, width, padded, whole)
+                    few(_floats(weight), value, _floats(place), LANES, stride, width, padded, at_once)
                     line += 2
                 if line < lines:
                     weight, place = weights + 4 * (line * stride + key), sums + 4 * (line * padded + chunk)
-                    one(_floats(weight), value, _floats(place), LANES, stride, width, padded, whole)
-                chunk += whole
+                    one(_floats(weight), value, _floats(place), LANES, stride, width, padded, at_once)
+                chunk += at_once
             while chunk < width:
                 value = element(values + chunk * size)
                 for line in range(lines):
@@ -331,7 +331,7 @@ def _gathering(dtype: str) -> Callable[..., None]:
 
 
 def _element(dtype: str) -> Callable[..., Any]:
-    return address(types.float32 if dtype == "float32" else types.uint16)
+    return pointer_to(types.float32 if dtype == "float32" else types.uint16)
 
 
 def _size(dtype: str) -> int:
@@ -339,10 +339,10 @@ def _size(dtype: str) -> int:
 
 
 def _attending(dtype: str) -> Callable[..., None]:
-    """Return what computes an item, and fetches for the following one."""
+    """Return the function that computes an item and prefetches for the next one."""
     score, gather = _scoring(dtype), _gathering(dtype)
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def attend_item(step, keys, values, item, following, scratch):
         _begin(step, keys, values, item, scratch)
         count = item.num_blocks * item.heads
@@ -366,7 +366,7 @@ def _attending(dtype: str) -> Callable[..., None]:
 
 @njit(**_OPTIONS)
 def _divided(area, keys, values, item):
-    """The scratch area for an item."""
+    """Divide the scratch buffer for an item."""
     lines, stride = item.lines, item.num_blocks * keys.block_tokens
     at = (area.ctypes.data + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
     rows = at + 4 * lines * stride
@@ -378,9 +378,9 @@ def _divided(area, keys, values, item):
 def build(dtype: str) -> Any:
     """Return the kernel for keys and values of "float32", "bfloat16" or "float16", compiled.
 
-    A function for C of the address of: how many parts of the items are claimed and how many there are, the
-    numbers of `_Step`, of which the last two are the bits of float32, the addresses of keys and values, their
-    widths, and the tokens of a block.
+    A C function that takes the address of its arguments: the number of parts taken so far, the number of
+    parts, the fields of `_Step` (the last two are the bits of float32), the addresses of keys and values,
+    their widths, and the tokens of a block.
     """
     attend_item, size = _attending(dtype), _size(dtype)
 
@@ -395,7 +395,7 @@ def build(dtype: str) -> Any:
         key_pool = _Pool(keys, key_dim, key_pad, block_tokens * key_dim * size, block_tokens)
         value_pool = _Pool(values, value_dim, value_pad, block_tokens * value_dim * size, block_tokens)
         while True:
-            part = claim(it, 1)
+            part = fetch_add(it, 1)
             if part >= it[1]:
                 return
             begin, end = _start(step, part, it[1]), _start(step, part + 1, it[1])
@@ -408,8 +408,8 @@ def build(dtype: str) -> Any:
                 item = following
                 number += item.heads
                 following = _item(step, min(number, end - 1), end, block_tokens)
-                scratch = _divided(area, key_pool, value_pool, item)  # here, so that the area stays
+                scratch = _divided(area, key_pool, value_pool, item)  # here, so that the buffer stays alive
                 attend_item(step, key_pool, value_pool, item, following, scratch)
 
-    options = {name: value for name, value in _OPTIONS.items() if name != "nogil"}  # C has no such lock
+    options = {name: value for name, value in _OPTIONS.items() if name != "nogil"}  # C functions have no GIL
     return compiled_for_c(attend, f"paged-attention-{dtype}", **options)

@@ -1,4 +1,4 @@
-"""What `attend` computes, said as plainly as can be: row after row, in float64."""
+"""Reference implementation of `attend`: row by row, in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attend_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return what `attend` does, of the same arguments, as float64 `[T, heads, value_dim]`."""
+    """Return the result of `attend` for the same arguments, as float64 `[T, heads, value_dim]`."""
     out = torch.zeros(queries.shape[0], queries.shape[1], values.shape[3], dtype=torch.float64)
     group = queries.shape[1] // keys.shape[1]
     untyped: Any = rows.tiles

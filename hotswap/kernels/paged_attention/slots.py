@@ -1,4 +1,4 @@
-"""Keys and values of a step's rows, copied to their places in the blocks; compiled by numba."""
+"""The kernel of `append`: copies keys or values of new tokens to their slots in KV blocks, by numba."""
 
 # mypy: ignore-errors
 # pyright: basic
@@ -10,21 +10,21 @@ from functools import cache
 from numba import types
 
 from hotswap.kernels.compiling import compiled
-from hotswap.kernels.lanes import address
+from hotswap.kernels.simd import pointer_to
 
 __all__ = ["build"]
 
-_places = address(types.int64)
+_places = pointer_to(types.int64)
 
 
 @cache
 def build(item_bytes: int) -> Callable[..., None]:
-    """Return what copies `[heads, T, dim]` to `[blocks, heads, block_tokens, dim]`, compiled, by item size.
+    """Return the compiled copy of `[heads, T, dim]` to `[blocks, heads, block_tokens, dim]`, by item size.
 
-    Its arguments are the address of the rows and how far apart heads and rows lie, the address of the pool
-    and its sizes, those of the blocks and slots (int64), and the number of rows.
+    Its arguments: the address of the rows and the strides of heads and rows, the address and the sizes of the
+    pool, the addresses of block and slot numbers (int64), and the number of rows.
     """
-    elements = address({2: types.uint16, 4: types.uint32}[item_bytes])
+    elements = pointer_to({2: types.uint16, 4: types.uint32}[item_bytes])
 
     def append(rows, head_stride, row_stride, pool, kv_heads, block_tokens, dim, blocks, offsets, num_rows):
         source, target, block_of, slot_of = elements(rows), elements(pool), _places(blocks), _places(offsets)

@@ -1,8 +1,8 @@
-"""Low-rank adapters of single requests, in a batch that mixes them: two launches for a whole projection.
+"""LoRA for batches in which each row may have another adapter: two kernel launches per projection.
 
-`plan` says on the host which rows go through which ranks, `tiles` how the work is cut, `pool` holds the ranks
-in pages, `launch` runs the kernels (or the same plan in torch, on a CPU), `reference` is the truth they are
-tested against.
+`plan` is built on the host and assigns rows to ranks, `tiles` chooses the tile, `pool` is the paged memory of
+ranks, `launch` runs the Triton kernels (or the same plan in torch), and `reference` is the definition in
+float64 that the tests compare with.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hotswap.kernels.segmented_lora.plan import (
     make_plan,
     plan_rows,
 )
-from hotswap.kernels.segmented_lora.pool import PageBooks, RankPool
+from hotswap.kernels.segmented_lora.pool import PageAllocator, RankPool
 from hotswap.kernels.segmented_lora.tiles import Tile, tile_for, tiles_of
 
 __all__ = [
     "PAGE_RANKS",
     "Capacity",
-    "PageBooks",
+    "PageAllocator",
     "RankPlace",
     "RankPool",
     "SegmentPlan",

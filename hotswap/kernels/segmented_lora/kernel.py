@@ -1,12 +1,11 @@
-"""The two kernels of `segmented_lora`: activations down to ranks, and ranks up to what is added.
+"""The two Triton kernels of `segmented_lora`: shrink (input to ranks) and expand (ranks to output).
 
-A program of the first takes one *item*, a tile of rows of one adapter and a few pages of its ranks, over a
-part of the input's width; a program of the second takes one tile and a block of output columns. Parts of the
-width are added up in order by whoever reads them, so sums have the same bits in every run, and nothing has to
-be cleared or counted. Whatever depends on the mix of adapters is read from the plan, one int32 tensor, or
-passed as a number that is not specialised on: a new mix compiles nothing. What of these is a multiple of a
-block or a page is passed in blocks or pages, since Triton loads in wide words only what it knows to be
-aligned.
+A program of the first computes one *item*, a tile of rows of one adapter and a few pages of its ranks, over a
+part of the input's width; a program of the second computes one tile and a block of output columns. The second
+kernel sums the parts in order, so results have the same bits in every run, without atomics and without
+clearing buffers. Values that depend on the mix of adapters are read from the plan, one int32 tensor, or are
+arguments that are not specialised on: a new mix compiles nothing. Offsets that are multiples of a block or a
+page are passed in blocks or pages, because Triton uses wide loads only if it knows the alignment.
 """
 
 # mypy: ignore-errors
@@ -19,7 +18,7 @@ from hotswap.kernels.interpreter import dot, narrow, widen
 
 @triton.jit
 def _places(pages_ptr, ranks, wanted):
-    """Rows of the pools where an adapter's ranks lie, whose pages begin there."""
+    """Return the pool rows of an adapter's ranks; `pages_ptr` points to its page numbers."""
     page = tl.load(pages_ptr + ranks // 16, mask=wanted, other=0)
     return page.to(tl.int64) * 16 + ranks % 16
 
@@ -57,8 +56,8 @@ def shrink_kernel(
 ):
     """`h[part, slice, position, rank] = sum over the part's k of x[row of position, k] * A[slice, rank, k]`.
 
-    Grid: items, parts of the width, slices. An item is (first position, rows, where its pages stand in the
-    plan, pages, first rank); one of no rows only fills the grid.
+    Grid: (items, parts of the width, slices). An item is (first position, rows, offset of its pages in the
+    plan, pages, first rank); an item without rows is padding.
     """
     item = plan_ptr + item_at + tl.program_id(0) * 5
     num_rows = tl.load(item + 1)
@@ -80,7 +79,7 @@ def shrink_kernel(
     x_at = x_ptr + row.to(tl.int64)[:, None] * x_row
     a_at = a_ptr + piece * a_slice + rank[None, :] * a_row
     total = tl.zeros((BLOCK_M, PAGES * 16), tl.float32)
-    start = part * part_steps * BLOCK_K  # said so that a multiple of BLOCK_K is known to be one
+    start = part * part_steps * BLOCK_K  # written so that Triton knows it is a multiple of BLOCK_K
     stop = tl.minimum(start + part_steps * BLOCK_K, width_in)
     for k in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
@@ -123,9 +122,9 @@ def expand_kernel(
 ):
     """`y[row of position, n] += scale * sum over ranks of h[slice of n, position, rank] * B[rank, n]`.
 
-    Grid: column blocks, tiles. A tile is (first position, rows, where its pages stand in the plan, pages,
-    bits of the scale); a column block is (slice, column of B, column of y, columns). Columns of y count from
-    `shift` on.
+    Grid: (column blocks, tiles). A tile is (first position, rows, offset of its pages in the plan, pages,
+    bits of the scale); a column block is (slice, column of B, column of y, columns). `shift` is subtracted
+    from the columns of y.
     """
     tile = plan_ptr + tile_at + tl.program_id(1) * 5
     num_rows = tl.load(tile + 1)
@@ -154,7 +153,7 @@ def expand_kernel(
         rank = _places(plan_ptr + page_at + p, rr, in_ranks)
         wanted = in_rows[:, None] & in_ranks[None, :]
         h = _sum_of_parts(h_at + (p * 16 + rr)[None, :], h_part_pages * 16, num_parts, wanted)
-        # The pool is as wide as whole blocks: no column of it need be masked.
+        # The pool is padded to whole blocks: no column needs a mask.
         b = tl.load(
             b_ptr + rank[:, None] * b_row + (b_column + rn)[None, :], mask=in_ranks[:, None], other=0.0
         )

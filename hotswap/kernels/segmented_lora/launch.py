@@ -1,4 +1,4 @@
-"""`segmented_lora`: low-rank updates of a batch that mixes adapters, on a GPU or in torch."""
+"""`segmented_lora`: LoRA updates of a batch with several adapters, in Triton or in torch."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _KERNELS = "hotswap.kernels.segmented_lora.kernel"
 
 
 def segmented_lora(out: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> Tensor:
-    """Add to `out`, in place, what the adapters of a plan make of `x`; two launches, whatever the mix.
+    """Add the LoRA updates of a batch to `out` in place; two launches for any mix of adapters.
 
-    Row *i* of an adapter gets `scale * x[i] @ A.T @ B` for every slice. Rows that the plan does not name are
-    neither read nor written. Sums are in fp32 and in a fixed order: the same call gives the same bits. What
-    is between A and B is rounded to the pool's dtype, as a pair of linear layers rounds it.
+    Row *i* gets `scale * x[i] @ A.T @ B` of its adapter for each slice. Rows that are not in the plan are
+    neither read nor written. Sums are in fp32 and in a fixed order: the same call gives the same bits. The
+    result of A is rounded to the pool's dtype, as between two linear layers.
 
     Args:
-        out: `[rows, sum of the slices' widths]`, of any floating dtype; columns are neighbours.
-        x: `[rows, width_in]` of the pool's dtype; columns are neighbours.
+        out: `[rows, sum of the slices' widths]`, of any floating dtype; columns are contiguous.
+        x: `[rows, width_in]` of the pool's dtype; columns are contiguous.
         pool: A and B of every adapter.
-        plan: Which rows have which.
+        plan: The adapter of each row.
 
     Returns:
         `out`.
 
     Raises:
-        ConfigError: a tensor that does not fit the pool.
+        ConfigError: a tensor does not match the pool.
 
     Source: Chen et al., Punica, arXiv:2310.18547, section 4; Sheng et al., S-LoRA, arXiv:2311.03285,
     section 5.
@@ -44,11 +44,11 @@ def segmented_lora(out: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) ->
 
 
 def shrink(x: Tensor, pool: RankPool, plan: SegmentPlan) -> Tensor:
-    """Return what every slice's A makes of the planned rows, for `expand`; one launch.
+    """Multiply the planned rows by A of each slice, for `expand`; one launch.
 
     Returns:
-        fp32 `[parts, slices, positions, ranks]`, to be added up over the parts. What lies beyond an adapter's
-        own pages, or beyond the planned positions, is not defined.
+        fp32 `[parts, slices, positions, ranks]`, to be summed over the parts. Elements beyond an adapter's
+        own pages or beyond the planned positions are undefined.
     """
     _check("x", x, pool.width_in, pool)
     if x.dtype is not pool.dtype:
@@ -67,14 +67,14 @@ def shrink(x: Tensor, pool: RankPool, plan: SegmentPlan) -> Tensor:
 
 
 def expand(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, *, piece: int | None = None) -> None:
-    """Add what B makes of `shrink`'s result to `out`, in place; one launch.
+    """Multiply the result of `shrink` by B and add it to `out` in place; one launch.
 
     Args:
-        out: `[rows, columns]`, those of all slices or of one.
-        h: From `shrink`, of the same pool and plan.
+        out: `[rows, columns]`, the columns of all slices or of one.
+        h: Result of `shrink` with the same pool and plan.
         pool: A and B of every adapter.
-        plan: Which rows have which.
-        piece: Which slice alone; all if `None`.
+        plan: The adapter of each row.
+        piece: A single slice; `None` for all.
     """
     first, last = _pieces(pool, piece)
     _check("out", out, pool.start_of(last) - pool.start_of(first), pool)
@@ -87,7 +87,7 @@ def expand(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, *, piece: 
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels compute it there; where Triton reaches no tensor cores, PyTorch multiplies better."""
+    """Whether Triton is used on a device; without tensor cores in Triton, PyTorch is faster."""
     target = device_of(device).target
     return runs_triton(device) and (target is None or bool(target.mma))
 
@@ -97,12 +97,12 @@ def _num_parts(pool: RankPool, plan: SegmentPlan) -> int:
 
 
 def shrink_call(h: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> Call:
-    """Return the launch of `shrink`."""
+    """Return the kernel launch of `shrink`."""
     tile = plan.tile
-    depth = tile.depth * 2 // max(2, x.itemsize)  # as many bytes
+    depth = tile.depth * 2 // max(2, x.itemsize)  # the same number of bytes for all dtypes
     grid = (plan.capacity.items, h.shape[0], pool.num_slices)
     tensors = (x, pool.a, h, plan.work)
-    numbers = (plan.item_at, plan.row_at, pool.width_in, (tile.part or _whole(pool, tile)) // depth)
+    numbers = (plan.item_at, plan.row_at, pool.width_in, (tile.part or _full_width(pool, tile)) // depth)
     strides = (x.stride(0), pool.a.stride(0), pool.a.stride(1), *_strides(h))
     constants = {
         "BLOCK_M": tile.rows,
@@ -117,7 +117,7 @@ def shrink_call(h: Tensor, x: Tensor, pool: RankPool, plan: SegmentPlan) -> Call
 
 
 def expand_call(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, piece: int | None = None) -> Call:
-    """Return the launch of `expand`."""
+    """Return the kernel launch of `expand`."""
     tile = plan.tile
     first, last = _pieces(pool, piece)
     blocks = pool.blocks_of(tile.columns, first, last)
@@ -137,12 +137,12 @@ def expand_call(out: Tensor, h: Tensor, pool: RankPool, plan: SegmentPlan, piece
 
 
 def _strides(h: Tensor) -> tuple[int, int, int]:
-    """From part to part and slice to slice in pages, which all are made of, and from position to position."""
+    """Return the strides of parts and slices in pages, and of positions in elements."""
     return h.stride(0) // PAGE_RANKS, h.stride(1) // PAGE_RANKS, h.stride(2)
 
 
-def _whole(pool: RankPool, tile: Tile) -> int:
-    """The width of the input, as one part."""
+def _full_width(pool: RankPool, tile: Tile) -> int:
+    """Return the width of the input, rounded up to whole steps."""
     return -(-pool.width_in // tile.depth) * tile.depth
 
 
@@ -182,7 +182,7 @@ def _check(name: str, tensor: Tensor, columns: int, pool: RankPool) -> None:
     if tensor.ndim != 2 or tensor.shape[1] != columns or (columns > 1 and tensor.stride(1) != 1):
         raise ConfigError(
             f"{name} is {tuple(tensor.shape)} with strides {tensor.stride()}; it must be [rows, {columns}], "
-            "columns side by side."
+            "with contiguous columns."
         )
     if tensor.device != pool.device:
-        raise ConfigError(f"{name} lies on {tensor.device} and the pool on {pool.device}; move one of them.")
+        raise ConfigError(f"{name} is on {tensor.device} and the pool on {pool.device}; move one of them.")

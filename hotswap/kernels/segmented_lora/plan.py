@@ -1,11 +1,11 @@
-"""Which rows of a step go through which ranks: made on the host, and sent to the device in one small copy.
+"""The plan of a step: which rows use which ranks. Built on the host and sent to the device in one small copy.
 
-Rows are sorted by adapter and cut into tiles, each of one adapter; a tile's ranks are cut into items of a few
-pages. So an adapter costs its own rank, not that of the largest beside it, and a row without one costs
-nothing. That is the segmented gather of Chen et al., Punica, arXiv:2310.18547, section 4, over ranks that are
-paged one by one as in Sheng et al., S-LoRA, arXiv:2311.03285, section 5.
+Rows are sorted by adapter and split into tiles of one adapter each; a tile's ranks are split into items of a
+few pages. So the cost of an adapter depends on its own rank, not on the largest rank of the batch, and rows
+without adapter cost nothing. This is the segmented gather of Chen et al., Punica, arXiv:2310.18547,
+section 4, over paged ranks as in Sheng et al., S-LoRA, arXiv:2311.03285, section 5.
 
-Nobody waits for the device: the numbers go there from pinned memory, behind what it is doing.
+The copy is asynchronous, from pinned memory: the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hotswap.kernels.segmented_lora.tiles import Tile
 __all__ = ["PAGE_RANKS", "Capacity", "RankPlace", "Segment", "SegmentPlan", "make_plan", "plan_rows"]
 
 PAGE_RANKS = 16
-_FIELDS = 5  # of an item, and of a tile
+_FIELDS = 5  # int32 of an item or a tile
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where an adapter lies in the pools of all layers.
+    """The location of an adapter in the pools of all layers.
 
     Attributes:
-        pages: Of `PAGE_RANKS` ranks each, in order; they need not be neighbours.
-        scale: The factor of what is added.
+        pages: Page numbers, in order, `PAGE_RANKS` ranks each; not necessarily adjacent.
+        scale: The factor of the update.
     """
 
     pages: tuple[int, ...]
@@ -41,7 +41,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The sorted positions `first` to `last`, all of one adapter."""
+    """A range of sorted positions, `first` to `last`, with one adapter."""
 
     first: int
     last: int
@@ -50,13 +50,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a plan has room for, so that plans of one capacity look alike to a captured graph.
+    """The sizes of a plan. Plans of equal capacity can be used with one captured CUDA graph.
 
     Attributes:
-        rows: With an adapter.
-        tiles: Of them.
-        items: Of those tiles.
-        pages: Of all adapters that are used.
+        rows: Rows with an adapter.
+        tiles: Tiles of these rows.
+        items: Items of these tiles.
+        pages: Pages of all adapters in use.
     """
 
     rows: int
@@ -66,23 +66,23 @@ class Capacity:
 
     @classmethod
     def of(cls, rows: int, adapters: int, pages: int, tile: Tile) -> Capacity:
-        """What is enough for any mix of so many rows and adapters of at most `pages` pages each."""
+        """Return a capacity for any mix of `rows` rows and `adapters` adapters of up to `pages` pages."""
         tiles = min(rows, -(-rows // tile.rows) + adapters)
         return cls(rows, tiles, tiles * -(-pages // tile.pages), adapters * pages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentPlan:
-    """The work of one step, the same for every projection that gets its rows.
+    """The work of one step, shared by all projections with the same rows.
 
     Attributes:
-        work: int32, on the device: items, tiles, rows, then pages. Of two plans of one `capacity` the later
-            one's may be copied into the earlier one's, and a graph captured with that replayed.
-        capacity: What there is of each, what only fills included.
-        tile: How it was cut.
-        width: Ranks of the widest adapter, whole pages.
-        segments: The same on the host; the rows of each are `rows` from `first` to `last`.
-        rows: On the host, by sorted position.
+        work: int32, on the device: items, tiles, rows, then pages. To replay a captured graph with another
+            plan of the same `capacity`, copy its `work` into that of the captured plan.
+        capacity: The sizes, with padding.
+        tile: The tile configuration.
+        width: Ranks of the widest adapter, in whole pages.
+        segments: The segments on the host; the rows of each are `rows[first:last]`.
+        rows: Row numbers on the host, by sorted position.
     """
 
     work: Tensor
@@ -94,17 +94,17 @@ class SegmentPlan:
 
     @property
     def item_at(self) -> int:
-        """Where the items begin in `work`."""
+        """Offset of the items in `work`."""
         return 0
 
     @property
     def tile_at(self) -> int:
-        """Where the tiles begin."""
+        """Offset of the tiles in `work`."""
         return self.capacity.items * _FIELDS
 
     @property
     def row_at(self) -> int:
-        """Where the rows begin."""
+        """Offset of the rows in `work`."""
         return self.tile_at + self.capacity.tiles * _FIELDS
 
 
@@ -117,18 +117,18 @@ def make_plan(
     capacity: Capacity | None = None,
     width: int = 0,
 ) -> SegmentPlan:
-    """Plan a step of which row *i* has the adapter in slot `slots[i]`, or none if that is -1 or empty.
+    """Plan a step in which row *i* has the adapter in slot `slots[i]`, or none if that is -1 or empty.
 
     Args:
-        slots: One for each row.
-        places: By slot; `None` for an empty one.
-        tile: How to cut the work; the default for few rows if not given.
+        slots: A slot number for each row.
+        places: Adapter locations by slot; `None` for an empty slot.
+        tile: The tile configuration; the default suits few rows.
         device: Where the kernels run.
-        capacity: What the plan is filled up to; just what is needed if not given.
-        width: Ranks to provide for at least, for graphs that serve other mixes too.
+        capacity: Sizes to pad the plan to; by default no padding.
+        width: Minimum number of ranks, for graphs that are replayed with other mixes.
 
     Raises:
-        ConfigError: a slot that there is not, or a capacity that is too small.
+        ConfigError: a slot number is out of range, or the capacity is too small.
     """
     rows_of: dict[RankPlace, list[int]] = {}
     for row, slot in enumerate(slots):
@@ -150,7 +150,7 @@ def plan_rows(
     capacity: Capacity | None = None,
     width: int = 0,
 ) -> SegmentPlan:
-    """Plan a step by the rows of each adapter, no row twice; otherwise as `make_plan`."""
+    """Plan a step from the rows of each adapter, each row once at most; otherwise like `make_plan`."""
     cut = tile or Tile()
     rows: list[int] = []
     pages: list[int] = []
@@ -207,7 +207,7 @@ def _room(need: Capacity, capacity: Capacity | None) -> Capacity:
 
 
 def _moved(record: tuple[int, int, int, int, int], pages_at: int) -> tuple[int, int, int, int, int]:
-    """The third number says where pages stand: so far among the pages, now in all of the work."""
+    """Change the page offset, the third field, from the start of the pages to the start of `work`."""
     return (record[0], record[1], record[2] + pages_at, record[3], record[4])
 
 
@@ -216,11 +216,11 @@ def _filled(records: list[tuple[int, int, int, int, int]], count: int) -> list[i
 
 
 def _bits(scale: float) -> int:
-    """The bits of a fp32 number, read as a whole one."""
+    """Return the bits of a float32 as an integer."""
     return int(struct.unpack("<i", struct.pack("<f", scale))[0])
 
 
 def _sent(numbers: list[int], device: torch.device) -> Tensor:
-    """The numbers on the device, in the order of its stream; the host does not wait for them."""
+    """Copy the numbers to the device on its current stream, asynchronously."""
     work = torch.tensor(numbers, dtype=torch.int32)
     return work.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else work.to(device)

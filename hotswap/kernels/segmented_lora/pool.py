@@ -1,4 +1,4 @@
-"""The memory of adapters: ranks in pages, so that one comes or goes without moving another."""
+"""Paged memory of adapters: an adapter is loaded or removed without moving others."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from hotswap.errors import ConfigError
 from hotswap.kernels.segmented_lora.plan import PAGE_RANKS, RankPlace
 
-__all__ = ["MOST_COLUMNS", "PageBooks", "RankPool", "pages_for"]
+__all__ = ["MOST_COLUMNS", "PageAllocator", "RankPool", "pages_for"]
 
-# Columns of B that one program may read: each slice is laid out as a multiple of it.
+# Columns of B that one program may read: each slice is padded to a multiple of it.
 MOST_COLUMNS = 128
-# Elements of a row of A: 16 bytes and more for every dtype, so that rows are read in whole words.
+# A row of A is padded to a multiple of these elements, at least 16 bytes for every dtype, for wide loads.
 _ROW_ELEMENTS = 16
 
 
 def pages_for(rank: int) -> int:
-    """How many pages hold `rank` ranks."""
+    """Return the number of pages for `rank` ranks."""
     return -(-rank // PAGE_RANKS)
 
 
@@ -27,54 +27,54 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class PageBooks:
-    """Which pages are free. The pages of an adapter are the same in the pools of all layers."""
+class PageAllocator:
+    """Allocates pages of ranks. The pages of an adapter are the same in the pools of all layers."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages))[::-1]
-        self._taken: set[int] = set()
+        self._allocated: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody has."""
+        """Number of free pages."""
         return len(self._free)
 
-    def take(self, rank: int) -> tuple[int, ...] | None:
-        """Hand out pages for `rank` ranks, not always neighbours; `None` if there are too few."""
+    def allocate(self, rank: int) -> tuple[int, ...] | None:
+        """Allocate pages for `rank` ranks, not necessarily adjacent; `None` if too few are free."""
         count = pages_for(rank)
         if count > len(self._free):
             return None
         pages = tuple(self._free.pop() for _ in range(count))
-        self._taken.update(pages)
+        self._allocated.update(pages)
         return pages
 
-    def give(self, pages: Iterable[int]) -> None:
-        """Take pages back that were handed out."""
+    def free(self, pages: Iterable[int]) -> None:
+        """Free allocated pages."""
         for page in pages:
-            self._taken.remove(page)
+            self._allocated.remove(page)
             self._free.append(page)
 
     def __repr__(self) -> str:
-        return f"<PageBooks [{self.num_pages} pages: {len(self._taken)} taken, {len(self._free)} free]>"
+        return f"<PageAllocator [{self.num_pages} pages, {len(self._free)} free]>"
 
 
 class RankPool:
-    """The ranks of all adapters for one projection, or for several that have the same input, *slices* of one.
+    """The ranks of all adapters for one projection, or for several with the same input, its *slices*.
 
-    Ranks that a page has and its adapter has not are zero. So no program need know where in a page an adapter
-    ends: what it computes there is zero.
+    Ranks of a page beyond the rank of its adapter are zero, so kernels need not know where an adapter ends:
+    these ranks add zero.
 
     Args:
-        num_pages: How many pages of ranks there are.
-        width_in: Columns of the input.
-        widths: Columns of each slice's output, side by side.
-        dtype: That of A and B, and of the input: bf16, fp16 or fp32.
-        device: Where they lie.
+        num_pages: Number of pages.
+        width_in: Width of the input.
+        widths: Output width of each slice; slices are adjacent in the output.
+        dtype: Dtype of A, B and the input: bf16, fp16 or fp32.
+        device: Device of the pool.
 
     Attributes:
-        a: `[slices, num_pages * 16, width_in]`, filled up to whole words; rank by rank.
-        b: `[num_pages * 16, columns]`, each slice filled up to whole blocks; transposed.
+        a: A matrices, `[slices, num_pages * 16, width_in]`, with padded rows.
+        b: B matrices, transposed, `[num_pages * 16, columns]`, with each slice padded to whole blocks.
     """
 
     def __init__(
@@ -105,33 +105,33 @@ class RankPool:
 
     @property
     def num_slices(self) -> int:
-        """How many projections share the input."""
+        """Number of slices."""
         return len(self.widths)
 
     @property
     def num_pages(self) -> int:
-        """Pages of ranks."""
+        """Number of pages."""
         return self.b.shape[0] // PAGE_RANKS
 
     def start_of(self, piece: int) -> int:
-        """The first column of a slice in an output that has all of them."""
+        """Return the first column of a slice in an output with all slices."""
         return self._starts[piece]
 
     def part(self, piece: int) -> tuple[Tensor, Tensor]:
-        """Views of one slice: A `[ranks, in]` and B `[ranks, out]`."""
+        """Return views of one slice: A `[ranks, in]` and B `[ranks, out]`."""
         at = self._laid[piece]
         return self.a[piece, :, : self.width_in], self.b[:, at : at + self.widths[piece]]
 
     def put(self, place: RankPlace, parts: Sequence[tuple[Tensor, Tensor] | None]) -> None:
-        """Write an adapter to its pages, also over what was there.
+        """Write an adapter to its pages, and overwrite their content.
 
         Args:
-            place: Pages that were taken for it.
-            parts: For each slice A `[rank, in]` and B transposed, `[rank, out]`; `None` if it changes nothing
-                there. Ranks may differ from slice to slice.
+            place: The pages allocated for it.
+            parts: For each slice A `[rank, in]` and B transposed, `[rank, out]`; `None` if the adapter does
+                not change the slice. Ranks may differ between slices.
 
         Raises:
-            ConfigError: a part that is not of these widths, or has more ranks than its pages.
+            ConfigError: a part has another width, or more ranks than the pages.
         """
         room = len(place.pages) * PAGE_RANKS
         ranks = torch.tensor(
@@ -152,10 +152,12 @@ class RankPool:
                 pool.index_copy_(0, ranks, content.to(self.device))
 
     def blocks(self, columns: int) -> Tensor:
-        """int32 `[blocks, 4]`, of each block of columns: slice, column of B, column of the output, width."""
+        """Return int32 `[blocks, 4]`, per block of columns: slice, column of B, output column, width."""
         if columns not in self._blocks:
             if columns > MOST_COLUMNS or MOST_COLUMNS % columns:
-                raise ConfigError(f"Blocks of {columns} columns were asked for; {MOST_COLUMNS} are divided.")
+                raise ConfigError(
+                    f"Blocks of {columns} columns were requested; give a divisor of {MOST_COLUMNS}."
+                )
             records = [
                 (piece, self._laid[piece] + at, self._starts[piece] + at, min(columns, width - at))
                 for piece, width in enumerate(self.widths)
@@ -165,13 +167,13 @@ class RankPool:
         return self._blocks[columns]
 
     def blocks_of(self, columns: int, first: int, last: int) -> range:
-        """Which of `blocks` are those of the slices `first` to `last`."""
+        """Return the indices of `blocks` that belong to the slices `first` to `last`."""
         counts = [-(-width // columns) for width in self.widths]
         return range(sum(counts[:first]), sum(counts[:last]))
 
     @property
     def is_aligned(self) -> bool:
-        """Whether every slice begins at a multiple of 16 columns and has as many."""
+        """Whether the width of every slice, and so its first column, is a multiple of 16."""
         return all(width % 16 == 0 for width in self.widths)
 
     def __repr__(self) -> str:

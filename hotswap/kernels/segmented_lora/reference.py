@@ -1,4 +1,4 @@
-"""What `segmented_lora` computes, said as plainly as can be: row after row, in float64."""
+"""Reference implementation of `segmented_lora`: row by row, in float64."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Adapter", "segmented_lora_reference"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter of one projection.
+    """The weights of an adapter for one projection.
 
     Attributes:
-        down: One `[rank, in]` for each slice, or `None` for a slice that it does not change.
-        up: Likewise `[rank, out]`.
-        scale: The factor of what is added.
+        down: A of each slice, `[rank, in]`, or `None` for a slice that the adapter does not change.
+        up: B of each slice, transposed, `[rank, out]`, or `None`.
+        scale: The factor of the update.
     """
 
     down: Sequence[Tensor | None]
@@ -28,17 +28,17 @@ class Adapter:
 def segmented_lora_reference(
     out: Tensor, x: Tensor, adapters: Sequence[Adapter | None], slots: Sequence[int], widths: Sequence[int]
 ) -> Tensor:
-    """Return `out` in float64 with every row's update added.
+    """Return `out` in float64 with the update of each row added.
 
-    Row *i* gets, for each slice, `scale * x[i] @ down.T @ up` of adapter `slots[i]`, and nothing if that is
-    -1 or an empty slot.
+    Row *i* gets `scale * x[i] @ down.T @ up` of adapter `slots[i]` for each slice, or nothing if the slot is
+    -1 or empty.
 
     Args:
         out: `[rows, sum(widths)]`; not changed.
         x: `[rows, in]`.
         adapters: By slot.
         slots: `[rows]`.
-        widths: Of the slices, side by side in `out`.
+        widths: Widths of the slices, which are adjacent in `out`.
     """
     right = out.double().clone()
     for index, slot in enumerate(slots):

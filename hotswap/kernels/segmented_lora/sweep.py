@@ -1,4 +1,4 @@
-"""Looks for the best way to cut a step, by trying; offline, with the clock of whoever runs it."""
+"""The offline search for the fastest tile; the caller measures the times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHOICES: dict[str, tuple[int, ...]] = {
     "depth": (64, 128, 256),
     "warps": (2, 4, 8),
 }
-# A choice must be better by so much, so that noise does not move it.
+# A tile is better if its time is below this share of the best so far; the margin is the noise of timings.
 _GAIN = 0.985
 _MOST_ROUNDS = 2
 
@@ -33,14 +33,14 @@ def sweep(
     *,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Record:
-    """Return the best tile that a walk along one setting after the other finds, with what it took.
+    """Return the best tile of a local search that changes one setting at a time, with its time.
 
     Args:
-        width_in: Columns of the input.
-        rows: With an adapter.
-        start: Where the walk begins, so that the result is no worse.
-        measure: Microseconds of a step cut so; infinite if it cannot be run.
-        has_time: Asked before each measurement but the first.
+        width_in: Width of the input.
+        rows: Rows with an adapter.
+        start: The first tile; the result is no slower.
+        measure: Returns the microseconds of a step with a tile; infinite if it cannot be launched.
+        has_time: Called before each measurement except the first; `False` ends the search.
     """
     seen = {start: measure(start)}
     best, rounds, moved = start, 0, True
@@ -58,7 +58,7 @@ def sweep(
 
 
 def neighbours(tile: Tile) -> Iterator[Tile]:
-    """Every tile that differs in one setting and can be run."""
+    """Yield the valid tiles that differ in one setting."""
     for name, choices in _CHOICES.items():
         for choice in choices:
             other = replace(tile, **{name: choice})

@@ -1,7 +1,8 @@
-"""How the work of `segmented_lora` is cut: by a table of what was measured, or a rule of thumb.
+"""The tile of `segmented_lora`: from a table of measurements, or from a heuristic.
 
-One choice serves a whole step, since all projections share its plan. It goes by the number of rows that have
-an adapter alone, so there are as many kernels as the table has entries, and a new mix of adapters needs none.
+A step has one tile, because all projections share its plan. The tile depends on the number of rows with an
+adapter only, so there are as many compiled kernels as tiles in the table, and a new mix of adapters compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ import torch
 from hotswap.kernels import tables
 from hotswap.kernels.targets import Device, device_of
 
-__all__ = ["KIND", "TABLE", "Tile", "rule_of_thumb", "tile_for", "tiles_of"]
+__all__ = ["KIND", "TABLE", "Tile", "heuristic", "tile_for", "tiles_of"]
 
 TABLE: Final = Path(__file__).with_name("table.json")
 KIND: Final = "16 bits"
-# Rows of adapters up to which most tiles are one request's decode, and bytes of adapters all that counts.
+# Rows with adapters up to which a step is mostly decodes, which are bound by reading adapters.
 _MOST_DECODES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the work is cut.
+    """A tile configuration.
 
     Attributes:
-        rows: Of a tile, a power of two from 16 on.
-        pages: Of ranks that one program takes at once: 1, 2 or 4.
-        depth: Columns of the input that one program takes at once; half as many of fp32.
-        columns: Of the output that one program computes: 32, 64 or 128.
-        part: Columns of the input that one program takes in all, a multiple of `depth`; 0 for all of them.
-        warps: Of each program.
-        stages: Loads of the input and of A that are under way beside the products.
+        rows: Rows of a tile, a power of two from 16 on.
+        pages: Pages of ranks per program and step: 1, 2 or 4.
+        depth: Input columns per loop step; half as many for fp32.
+        columns: Output columns per program: 32, 64 or 128.
+        part: Input columns per program, a multiple of `depth`; 0 for all.
+        warps: Warps of a program.
+        stages: Pipeline stages of the loads of the input and of A.
     """
 
     rows: int = 16
@@ -47,29 +48,29 @@ class Tile:
 
     @property
     def choice(self) -> tables.Choice:
-        """As tables have it."""
+        """The entry of this tile in a table."""
         return cast("tables.Choice", asdict(self))
 
 
 def tile_for(rows: int, width_in: int, device: torch.device | Device) -> Tile:
-    """Return how to cut a step of which so many rows have adapters.
+    """Return the tile of a step in which `rows` rows have an adapter.
 
     Args:
-        rows: With an adapter.
+        rows: Rows with an adapter.
         width_in: Columns of the projections' input, such as the model's hidden size.
         device: Where the kernels run.
     """
     on = device if isinstance(device, Device) else device_of(device)
     target = on.target.name if on.target else ""
     found = tables.load(TABLE).find(on.name, target, KIND, (width_in,), rows)
-    return rule_of_thumb(rows, on) if found is None else _tile(found)
+    return heuristic(rows, on) if found is None else _tile(found)
 
 
-def rule_of_thumb(rows: int, device: Device) -> Tile:
-    """Return how to cut a step on a device that the table knows nothing of.
+def heuristic(rows: int, device: Device) -> Tile:
+    """Return the tile of a step on a device that is not in the table.
 
-    Decodes read every adapter once and compute little: small tiles, and many parts, so that many loads are
-    under way. Prefills compute: larger tiles, and no parts, which the second kernel would have to add up.
+    Decodes are bound by reading adapters: small tiles and many parts keep many loads in progress. Prefills
+    are bound by computing: larger tiles, and one part, which saves the sums over parts.
     """
     stages = 2 if device.target and device.target.is_amd else 4
     if rows <= _MOST_DECODES:
@@ -78,7 +79,7 @@ def rule_of_thumb(rows: int, device: Device) -> Tile:
 
 
 def tiles_of(width_in: int, device: torch.device | Device) -> tuple[Tile, ...]:
-    """Return every tile that steps may have there, for whoever builds kernels ahead."""
+    """Return all tiles that `tile_for` can choose on a device, to compile their kernels ahead of time."""
     on = device if isinstance(device, Device) else device_of(device)
     points = {_MOST_DECODES, _MOST_DECODES + 1}
     points |= {record.rows for _, record in tables.load(TABLE).records()}

@@ -31,7 +31,7 @@ from hotswap.backends.torch.linear import LEAST_ROWS, kernels, product
 from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.weights import Views, tensor_at
 from hotswap.errors import ConfigError, ShardCorrupt
-from hotswap.kernels.fp8_gemm import Fp8Weight, decode_rows, pack
+from hotswap.kernels.fp8_gemm import Fp8Weight, dequantize_rows, pack
 from hotswap.kernels.targets import TARGETS, Device
 from hotswap.policies import LeastLoadedRouter
 from tests.backends.torch.adapters.files import write
@@ -84,7 +84,7 @@ def coded(layer: nn.Linear, scheme: str, dtype: torch.dtype) -> tuple[nn.Sequent
     coding = Coding(frozenset({"0.weight"}), SCHEMES[scheme], layer.weight.dtype, dtype)
     specs = {spec.name: spec for spec in manifest.tensors}
     (made,) = attach(module, coding, specs, Views(flat))
-    return module, decode_rows(made.weight, slice(None), dtype)
+    return module, dequantize_rows(made.weight, slice(None), dtype)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["as stored", "widened"])
@@ -205,8 +205,8 @@ def test_some_weights_stay_codes_and_the_others_become_whole_within_one_buffer(
         width, group = spec.shape[1], SCHEMES[scheme].group
         weight = Fp8Weight(found[spec.name], found[f"{spec.name}.scale"], width, group, torch.bfloat16)
         assert weight.is_packed is packs
-        assert torch.equal(decode_rows(weight, slice(None), torch.bfloat16), right)
-        assert torch.equal(pack(weight).codes, weight.codes) or not packs
+        assert torch.equal(dequantize_rows(weight, slice(None), torch.bfloat16), right)
+        assert torch.equal(pack(weight).qweight, weight.qweight) or not packs
 
 
 def test_a_weight_with_a_name_that_is_no_linear_layers_is_made_whole() -> None:

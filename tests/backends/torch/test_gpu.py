@@ -24,7 +24,7 @@ from tests.backends.torch.adapters.test_exact import MIXES, serve_mixed
 from tests.backends.torch.clients import fulfil, make_wishes
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import CONFIGS, VOCABULARY, generate, make_model
-from tests.kernels.interpreted.check_fp8_engine import kept_and_whole
+from tests.kernels.interpreted.check_fp8_engine import kept_and_dequantized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,5 +151,5 @@ async def _served_from(host: PinnedStore | SharedStore, folder: Path, expected: 
 
 @pytest.mark.parametrize("scheme", ["fp8-e4m3", "fp8-e4m3-channel"])
 async def test_tokens_of_codes_are_those_of_weights_made_whole(scheme: str, tmp_path: Path) -> None:
-    kept, whole = await kept_and_whole(scheme, tmp_path, "cuda")
+    kept, whole = await kept_and_dequantized(scheme, tmp_path, "cuda")
     assert kept == whole

@@ -1,4 +1,4 @@
-"""Programs built for GPUs that are not here, and the facts that their machine code tells."""
+"""Compiles Triton programs for GPUs that are not present, and reads facts from their machine code."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _AMD_LINE = re.compile(r"^\s+([a-z]+_[a-z0-9_]+)\s", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What must hold of a program; `None` asks nothing.
+    """The limits of a program; `None` is no limit.
 
     Attributes:
-        registers: At most so many of a lane.
-        mma: Whether it multiplies by tensor cores, with the instruction that its target has for it.
-        copies: Whether 16 bytes at a time go to shared memory while it computes (NVIDIA).
-        wide: Whether it reads and writes 16 bytes at a time.
-        per_weight: At most so many instructions of its main loop for each weight, on NVIDIA.
-        spilled: At most so many bytes and instructions of local memory, none of them in the main loop.
+        registers: Maximum registers per lane.
+        mma: Whether it must use the tensor-core instruction of its target.
+        copies: Whether it must copy 16 bytes at a time to shared memory asynchronously (NVIDIA).
+        wide: Whether it must load and store 16 bytes at a time.
+        per_weight: Maximum instructions of the main loop per weight, on NVIDIA.
+        spilled: Maximum bytes and instructions of local memory, none of them in the main loop.
 
-    What was measured to be the fastest on a device needs no limit to its instructions and local memory: they
-    only stand in for a measurement.
+    A tile that was measured to be the fastest on a device needs no limits of instructions and local memory,
+    which only replace a measurement.
     """
 
     registers: int = 255
@@ -54,16 +54,16 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One way in which a kernel is launched.
+    """A specialization of a kernel, as it is launched.
 
     Attributes:
-        name: For people.
-        kernel: What `triton.jit` made.
-        arguments: The types of its run-time arguments, in Triton's words: `*bf16`, `i32`.
-        constants: The others.
-        aligned: Arguments that are multiples of 16 where it is launched.
-        weights: Those that a lane of the program decodes in a step of its main loop.
-        limits: What must hold.
+        name: Label in messages.
+        kernel: The `triton.jit` function.
+        arguments: Triton types of the run-time arguments: `*bf16`, `i32`.
+        constants: The `constexpr` arguments.
+        aligned: Arguments that are multiples of 16 in every launch.
+        weights: Weights per lane in a step of the main loop.
+        limits: The limits of the program.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Program:
 
 
 def build(program: Program, target: Target) -> Facts:
-    """Compile a program for a target; whatever Triton raises passes."""
+    """Compile a program for a target; errors of Triton are raised to the caller."""
     names = list(program.kernel.arg_names)
     source = ASTSource(
         fn=program.kernel,
@@ -101,14 +101,14 @@ def _gpu(target: Target) -> GPUTarget:
 
 @dataclass
 class Facts:
-    """What machine code tells.
+    """Facts about the machine code of a program.
 
     Attributes:
-        shared_bytes: What a program takes of shared memory.
-        registers: Of a lane.
-        spilled: What did not fit registers, or lies in memory of a lane's own; in bytes or instructions.
-        spilled_in_loop: Instructions of that kind in loops that multiply matrices; of AMD all of them.
-        operations: How often each instruction is there.
+        shared_bytes: Shared memory of the program.
+        registers: Registers per lane.
+        spilled: Local memory: spilled registers and stack, in bytes or instructions.
+        spilled_in_loop: Local-memory instructions in loops with matrix products; on AMD all of them.
+        operations: Number of each instruction.
     """
 
     shared_bytes: int
@@ -123,25 +123,25 @@ class Facts:
 
     @property
     def is_readable(self) -> bool:
-        """Whether there are instructions to be looked at: of the oldest targets there are not."""
+        """Whether the instructions could be disassembled; for the oldest targets they cannot."""
         return bool(self.operations)
 
     def count(self, word: str) -> int:
-        """How many instructions have a word in their name."""
+        """Count the instructions whose name contains a word."""
         return sum(count for name, count in self.operations.items() if word in name)
 
 
 class NvidiaFacts(Facts):
-    """Of a cubin, by the tools that come with Triton."""
+    """Facts about a cubin, from the tools that come with Triton."""
 
     def __init__(self, shared_bytes: int, cubin: bytes) -> None:
         super().__init__(shared_bytes)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-            resources = _RESOURCES.search(_said("cuobjdump", "-res-usage", file.name))
-            self.assembly = _said("cuobjdump", "-sass", file.name, may_fail=True)
-        assert resources is not None, "the tool's words have changed"
+            resources = _RESOURCES.search(_output_of("cuobjdump", "-res-usage", file.name))
+            self.assembly = _output_of("cuobjdump", "-sass", file.name, may_fail=True)
+        assert resources is not None, "the output format of cuobjdump has changed"
         self.registers, stack, local = (int(number) for number in resources.groups())
         self.operations = Counter(_operation(text) for _, text in self.instructions)
         self.spilled = stack + local + sum(self.operations[name] for name in _LOCAL)
@@ -157,7 +157,7 @@ class NvidiaFacts(Facts):
         return [(int(address, 16), text) for address, text in _INSTRUCTION.findall(self.assembly)]
 
     def _loops(self) -> Iterator[list[str]]:
-        """The instructions of each loop that multiplies matrices."""
+        """Yield the instructions of each loop with matrix products."""
         for address, text in self.instructions:
             jump = _JUMP.search(text)
             if jump and (first := int(jump[1], 16)) < address:
@@ -167,22 +167,22 @@ class NvidiaFacts(Facts):
 
 
 class AmdFacts(Facts):
-    """Of assembly."""
+    """Facts about AMD assembly."""
 
     def __init__(self, shared_bytes: int, assembly: str) -> None:
         super().__init__(shared_bytes)
         self.registers = _number(assembly, "vgpr_count")
         self.spilled = _number(assembly, "vgpr_spill_count") + _number(assembly, "private_segment_fixed_size")
-        self.spilled_in_loop = self.spilled  # where it is was not looked for
+        self.spilled_in_loop = self.spilled  # the position is not analyzed
         self.operations = Counter(_AMD_LINE.findall(assembly))
-        # Scalar loads, of arguments, have as wide names.
+        # Scalar loads of arguments have similar names.
         vectors = [name for name in self.operations if name.startswith(("global_", "buffer_", "flat_"))]
         wide = [name for name in vectors if "dwordx4" in name or "b128" in name]
         self.num_wide_loads = sum(self.operations[name] for name in wide if "load" in name)
         self.num_wide_stores = sum(self.operations[name] for name in wide if "store" in name)
 
 
-def _said(tool: str, *arguments: str, may_fail: bool = False) -> str:
+def _output_of(tool: str, *arguments: str, may_fail: bool = False) -> str:
     command = [str(_TOOLS / tool), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=not may_fail).stdout
 
@@ -193,5 +193,5 @@ def _operation(text: str) -> str:
 
 def _number(assembly: str, name: str) -> int:
     found = re.search(rf"\.{name}:\s*(\d+)", assembly)
-    assert found is not None, f"the assembly says nothing of {name}"
+    assert found is not None, f"the assembly has no {name}"
     return int(found[1])

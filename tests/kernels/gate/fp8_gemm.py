@@ -1,4 +1,4 @@
-"""The programs of `fp8_gemm`: every tile that the heuristic or a table can choose, as it is launched."""
+"""The programs of `fp8_gemm`: all tiles that the heuristic or a table can choose, as they are launched."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hotswap.kernels.tables import load
 from hotswap.kernels.targets import Target
 from tests.kernels.gate.build import Limits, Program
 
-# Weights from a miniature's to those of the largest layers, on devices with few and with many units.
+# Weight shapes from tiny models to the largest layers, and devices with few and with many units.
 SHAPES = [(n, k) for n in (64, 1280, 4096, 8192, 28672, 57344) for k in (64, 1024, 4096, 28672)]
 UNITS = (20, 60, 132, 304)
-# Addresses that ptxas puts aside before the loop and takes back after it, so that more programs share a unit.
+# ptxas spills addresses before the loop and reloads them after it, so that more programs fit on a unit.
 _MOST_SPILLED = 55
 _DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16}
 
 
 def programs(target: Target) -> Iterable[Program]:
-    """What a model of fp8 weights runs on a target.
+    """Return the programs of a model with FP8 weights on a target.
 
-    Of each tile four programs, in which every two of these come together in every way: groups or channels,
-    whole or in parts, even sizes without a bias or ragged ones with it. fp16 is the same with less to do.
+    There are four programs for each tile, which cover all pairs of: groups or channels, split K or not, even
+    sizes without a bias or ragged sizes with a bias. fp16 differs by a simpler conversion only.
     """
     for tile in sorted(tiles(target), key=repr):
         yield fused(tile, target, "bf16", 128, split=True)
@@ -39,20 +39,20 @@ def programs(target: Target) -> Iterable[Program]:
 
 
 def tiles(target: Target) -> set[Tile]:
-    """Every tile that may be chosen, but for the number of parts, which is no part of a program."""
+    """Return all tiles that can be chosen; the number of parts does not change the program."""
     return by_rule(target) | measured(target)
 
 
 @cache
 def by_rule(target: Target) -> set[Tile]:
-    """Those of the heuristic."""
+    """Return the tiles of the heuristic."""
     chosen = (heuristic(rows, shape, target, units) for rows in ROWS for shape in SHAPES for units in UNITS)
     return {replace(tile, parts=1) for tile in chosen if tile.path == "fused"}
 
 
 @cache
 def measured(target: Target) -> set[Tile]:
-    """Those of a table, which are the fastest that were found on a device."""
+    """Return the tiles of the table, the fastest ones measured on a device."""
     chosen = (Tile.of(record.choice) for name, record in load(TABLE).records() if name == target.name)
     return {replace(tile, parts=1) for tile in chosen if tile.path == "fused"}
 
@@ -60,7 +60,7 @@ def measured(target: Target) -> set[Tile]:
 def fused(
     tile: Tile, target: Target, dtype: str, group: int | None, *, split: bool, ragged: bool = False
 ) -> Program:
-    """A product in one launch; a ragged one has a bias, and sizes that are no multiples of the tile's."""
+    """Return a fused product; a ragged one has a bias, and sizes that are not multiples of the tile."""
     constants: dict[str, Any] = {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -100,11 +100,11 @@ def fused(
 
 
 def _budget(tile: Tile, *, channel: bool, ragged: bool) -> float | None:
-    """Instructions for a weight, a tenth more than were counted; `None` where they are not.
+    """Return the allowed instructions per weight, 10% above the measured count; `None` for no limit.
 
-    Decoding takes about four. The rest grows with the rows that are multiplied by it, but where one
-    instruction of tensor cores takes many. There loops of ragged products that are scaled at the end are
-    unrolled, so that their length tells nothing.
+    The conversion takes about four. The rest grows with the rows per tile, except with warp-group
+    instructions, which take many rows. There, loops of ragged products with one scale per row are unrolled,
+    so their length has no meaning.
     """
     if tile.weights_left:
         return None if channel and ragged else 6.9
@@ -112,7 +112,7 @@ def _budget(tile: Tile, *, channel: bool, ragged: bool) -> float | None:
 
 
 def dequantize(dtype: str) -> Program:
-    """Weights made whole."""
+    """Return the dequantization of weights."""
     return Program(
         name=f"dequantize {dtype}",
         kernel=dequantize_kernel,

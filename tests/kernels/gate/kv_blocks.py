@@ -14,7 +14,7 @@ from tests.kernels.launches import program_of
 
 
 def programs(target: Target) -> Iterable[Program]:
-    """What a move of KV blocks runs on a target."""
+    """Return the programs of KV block copies on a target."""
     for size in (4096, 4095):
         table = BlockTable([torch.zeros(4, size, dtype=torch.uint8)] * 3)
         rows = torch.zeros(2, table.block_bytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What is asked of every program, and what one breaks."""
+"""Checks a compiled program against its limits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tests.kernels.gate.build import Facts, Program, build
 
 __all__ = ["broken"]
 
-# Whose code the tools that come with Triton no longer know.
+# Targets whose code the tools that come with Triton cannot disassemble.
 _UNREADABLE = frozenset({"sm_70"})
 
 
 def broken(program: Program, target: Target) -> list[str]:
-    """Build a program for a target, and say which of its limits it breaks."""
+    """Compile a program for a target and return a message for each limit that it exceeds."""
     return list(_broken(build(program, target), program, target))
 
 
@@ -30,11 +30,11 @@ def _broken(facts: Facts, program: Program, target: Target) -> Iterator[str]:
         yield f"spills in its main loop: {facts.spilled_in_loop} instructions of local memory"
     if not facts.is_readable:
         if target.name not in _UNREADABLE:
-            yield "has no instructions that can be read: the gate looks at nothing"
+            yield "has no instructions that can be disassembled: the gate checks nothing"
         return
     mma = target.wide_mma if limits.wide_mma else target.mma
     if limits.mma and not facts.count(mma):
-        yield f"has no {mma}, but {sorted(name for name in facts.operations if 'MMA' in name.upper())}"
+        yield f"has no {mma}, only {sorted(name for name in facts.operations if 'MMA' in name.upper())}"
     if limits.copies and not target.is_amd and not facts.num_copies:
         yield "copies nothing to shared memory 16 bytes at a time"
     if limits.copies and target.is_amd and not facts.num_wide_loads:

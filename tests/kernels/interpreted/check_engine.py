@@ -1,4 +1,4 @@
-"""What an engine has on a GPU, here with the kernels interpreted: adapters in pages, and blocks that move."""
+"""The GPU parts of an engine with interpreted kernels: paged adapters, and copies of KV blocks."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_adapters_give_the_logits_that_torch_gives(tmp_path: Path, monkeypatch: 
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in (5, 18, 1)]
     launched: list[bool] = []
 
-    def note(device: torch.device) -> bool:
+    def record(device: torch.device) -> bool:
         launched.append(runs_triton(device))
         return launched[-1]
 
-    monkeypatch.setattr(launch, "runs_triton", note)
+    monkeypatch.setattr(launch, "runs_triton", record)
     found = _logits(model, prompts, places)
     assert launched
-    assert all(launched), "the kernels were left out"
+    assert all(launched), "the kernels were not used"
     monkeypatch.setattr(launch, "runs_triton", lambda device: False)
     right = _logits(model, prompts, places)
     pool.close()
@@ -70,7 +70,7 @@ def _logits(model: Any, prompts: list[list[int]], places: list[RankPages | None]
     return forward.result().clone()
 
 
-def test_blocks_that_are_moved_by_the_kernel_are_those_that_are_copied() -> None:
+def test_the_kernel_moves_the_same_blocks_as_plain_copies() -> None:
     layers = (LayerShape(kv_heads=2, key_dim=16, value_dim=16, dtype=torch.bfloat16),) * 3
     cache, other = KVCache(7, 8, CPU, layers), KVCache(7, 8, CPU, layers)
     blocks = [3, 1, 6]

@@ -1,6 +1,6 @@
-"""An engine whose products are the interpreted kernel's: packed at its load, decoded in every step.
+"""An engine with the interpreted FP8 kernel: weights are packed by `load` and dequantized in each step.
 
-Run by `test_interpreted`, in whose process a CPU is a device that runs kernels.
+Run by `test_interpreted`, with Triton's interpreter on the CPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ M = ModelId("m")
 
 
 @pytest.mark.parametrize("scheme", ["fp8-e4m3", "fp8-e4m3-channel"])
-async def test_tokens_are_those_of_weights_made_whole(scheme: str, tmp_path: Path) -> None:
-    kept, whole = await kept_and_whole(scheme, tmp_path)
-    assert kept == whole
+async def test_tokens_are_those_of_dequantized_weights(scheme: str, tmp_path: Path) -> None:
+    kept, dequantized = await kept_and_dequantized(scheme, tmp_path)
+    assert kept == dequantized
 
 
-async def kept_and_whole(scheme: str, tmp_path: Path, device: str = "cpu") -> list[list[int]]:
-    """The tokens of an engine that keeps codes where kernels run, and of one that does not."""
+async def kept_and_dequantized(scheme: str, tmp_path: Path, device: str = "cpu") -> list[list[int]]:
+    """Return the tokens of an engine that keeps FP8 weights, and of one that dequantizes them."""
     config = transformers.LlamaConfig(**{**COMMON, "num_hidden_layers": 1, "vocab_size": 128})
     make_model(config, dtype=torch.float16, sharpness=8.0).save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path, model_id=M, quantize=scheme)

@@ -1,4 +1,4 @@
-"""The kernels of `fp8_gemm` under Triton's interpreter, held to float64; run by `test_interpreted`."""
+"""The kernels of `fp8_gemm` in Triton's interpreter, against float64; run by `test_interpreted`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hotswap.kernels.fp8_gemm import (
     Fp8Weight,
     Tile,
     Workspace,
-    decode_rows,
-    decoded,
+    dequantize_rows,
+    dequantized,
     fp8_linear,
     fp8_linear_reference,
     pack,
 )
-from hotswap.kernels.fp8_gemm.kernel import decode_words
-from tests.kernels.fp8_weights import BOUNDS, WHOLE_BOUNDS, error, every_code, input_of, weight_of
+from hotswap.kernels.fp8_gemm.kernel import convert_words
+from tests.kernels.fp8_weights import BOUNDS, DEQUANTIZED_BOUNDS, error, every_value, input_of, weight_of
 
 TRITON: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 DTYPES = list(TRITON)
@@ -32,27 +32,27 @@ SMALL = Tile(16, 32, 64)
 
 
 def run(x: Tensor, weight: Fp8Weight, tile: Tile, bias: Tensor | None = None, **more: Any) -> Tensor:
-    """The product into memory that holds no numbers, so that nothing passes that was not computed."""
+    """Return the product in memory that was filled with NaN, so that missing results are noticed."""
     dtype: torch.dtype = more.pop("dtype", x.dtype)
-    out = torch.full((len(x), len(weight.codes)), torch.nan, dtype=dtype)
+    out = torch.full((len(x), len(weight.qweight)), torch.nan, dtype=dtype)
     return fp8_linear(x, pack(weight), bias, tile=tile, out=out, **more)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def decode_kernel(words_ptr: Any, out_ptr: Any, DTYPE: tl.constexpr, REBIAS: tl.constexpr) -> None:
+def convert_kernel(words_ptr: Any, out_ptr: Any, DTYPE: tl.constexpr, REBIAS: tl.constexpr) -> None:
     rows = tl.arange(0, 4)
     words = tl.load(words_ptr + rows[:, None] * 16 + tl.arange(0, 16)[None, :])
     places = out_ptr + rows[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(places, decode_words(words, DTYPE, REBIAS))
+    tl.store(places, convert_words(words, DTYPE, REBIAS))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rebias", [True, False])
-def test_every_finite_code_decodes_exactly(dtype: torch.dtype, rebias: bool) -> None:
+def test_every_finite_value_is_converted_exactly(dtype: torch.dtype, rebias: bool) -> None:
     out = torch.full((4, 64), torch.nan, dtype=dtype)
-    decode_kernel[(1,)](pack(every_code()).codes, out, DTYPE=TRITON[dtype], REBIAS=rebias)
+    convert_kernel[(1,)](pack(every_value()).qweight, out, DTYPE=TRITON[dtype], REBIAS=rebias)
     factor = 1.0 if rebias else 2.0 ** (120 if dtype is torch.bfloat16 else 8)
-    wanted = decoded(every_code())
+    wanted = dequantized(every_value())
     assert torch.equal(out.double() * factor, wanted)
     assert torch.equal(out.signbit(), wanted.signbit())
 
@@ -60,9 +60,9 @@ def test_every_finite_code_decodes_exactly(dtype: torch.dtype, rebias: bool) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zeros_stay_zeros_however_large_the_input_is(dtype: torch.dtype) -> None:
     weight = weight_of(32, 128, 64, dtype)
-    codes = weight.codes.view(torch.uint8)
-    codes[::2] = 0
-    codes[2::4] = 0x80
+    values = weight.qweight.view(torch.uint8)
+    values[::2] = 0
+    values[2::4] = 0x80
     out = run(input_of(3, 128, dtype) * 1000, weight, SMALL, dtype=torch.float32)
     assert (out[:, ::2] == 0).all()
 
@@ -87,7 +87,7 @@ def test_the_error_is_that_of_rounding_the_result(dtype: torch.dtype, weights_le
     dtype=st.sampled_from(DTYPES),
     with_bias=st.booleans(),
 )
-def test_products_of_any_size_are_those_of_float64_and_have_the_same_bits_again(
+def test_products_of_any_size_match_float64_and_repeat_bit_for_bit(
     rows: int,
     columns: int,
     width: int,
@@ -106,22 +106,22 @@ def test_products_of_any_size_are_those_of_float64_and_have_the_same_bits_again(
     assert error(found, right) <= 3e-6, "a few numbers may cancel out"
     assert torch.equal(run(x, weight, tile, bias, workspace=space), found.to(dtype)), "rounded once"
     assert torch.equal(run(x, weight, tile, bias, workspace=space, dtype=torch.float32), found)
-    assert not space.counters(0).any(), "whoever comes next finds them at zero"
+    assert not space.counters(0).any(), "counters are zero again for the next product"
 
 
-def test_a_workspace_serves_products_of_many_sizes_in_turn() -> None:
+def test_a_workspace_is_reused_by_products_of_many_sizes() -> None:
     space = Workspace(torch.device("cpu"))
     for rows, columns, parts in ((3, 96, 3), (33, 40, 2), (1, 96, 4), (3, 96, 3)):
         weight, x = weight_of(columns, 256, 64, torch.float16), input_of(rows, 256, torch.float16)
         tiles = triton.cdiv(rows, 16) * triton.cdiv(columns, 32)
-        space.sums(tiles * parts * 16 * 32).fill_(torch.nan)  # what was left there counts for nothing
+        space.sums(tiles * parts * 16 * 32).fill_(torch.nan)  # earlier content must not matter
         found = run(x, weight, Tile(16, 32, 64, parts=parts), workspace=space)
         assert error(found, fp8_linear_reference(x, weight)) <= BOUNDS[torch.float16]
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("weights_left", [False, True])
-def test_nothing_beside_the_result_is_written(parts: int, weights_left: bool) -> None:
+def test_nothing_outside_the_result_is_written(parts: int, weights_left: bool) -> None:
     weight, x = weight_of(40, 192, 64, torch.float16), input_of(5, 192, torch.float16)
     around = torch.full((9, 56), 7.0, dtype=torch.float16)
     out = around[2:7, 8:48]
@@ -134,17 +134,17 @@ def test_nothing_beside_the_result_is_written(parts: int, weights_left: bool) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [64, 128, None])
-def test_weights_are_made_whole_to_the_bit(dtype: torch.dtype, group: int | None) -> None:
+def test_the_dequantization_kernel_is_exact(dtype: torch.dtype, group: int | None) -> None:
     weight = weight_of(40, 300, group, dtype)
     identity = torch.eye(300, dtype=dtype)
-    whole = fp8_linear(identity, pack(weight), tile=Tile(path="dense"))
-    assert torch.equal(whole.T, decode_rows(weight, slice(None), dtype))
+    found = fp8_linear(identity, pack(weight), tile=Tile(path="dense"))
+    assert torch.equal(found.T, dequantize_rows(weight, slice(None), dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 17, 40, 65, 600])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("scale_bits", "bounds"), [(4, BOUNDS), (24, WHOLE_BOUNDS)])
-def test_the_way_that_is_chosen_is_right_whatever_it_is(
+@pytest.mark.parametrize(("scale_bits", "bounds"), [(4, BOUNDS), (24, DEQUANTIZED_BOUNDS)])
+def test_the_chosen_path_is_correct_for_any_number_of_rows(
     scale_bits: int, bounds: Mapping[torch.dtype, float], dtype: torch.dtype, rows: int
 ) -> None:
     weight, x = weight_of(96, 256, 128, dtype, scale_bits=scale_bits), input_of(rows, 256, dtype)
@@ -153,7 +153,7 @@ def test_the_way_that_is_chosen_is_right_whatever_it_is(
     assert error(found[0], fp8_linear_reference(x, weight)) <= bounds[dtype]
 
 
-def test_what_lies_anywhere_is_multiplied_as_what_lies_well() -> None:
+def test_unaligned_inputs_give_the_same_bits() -> None:
     weight, x = weight_of(32, 128, 64, torch.float16), input_of(4, 130, torch.float16)
     odd = x[:, 1:129]
     assert torch.equal(run(odd, weight, SMALL), run(odd.clone(), weight, SMALL))

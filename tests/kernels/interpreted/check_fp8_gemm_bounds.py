@@ -1,6 +1,6 @@
-"""`fp8_gemm` reads nothing that it was not given: its tensors end where memory does, and this process lives.
+"""`fp8_gemm` accesses no memory beyond its tensors, which end at inaccessible pages.
 
-Run by `test_interpreted`, since a fault ends the process.
+Run by `test_interpreted`, because an access out of range crashes the process.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.kernels.interpreted.guard import guarded
         (5, 40, 130, Tile(path="dense")),
     ],
 )
-def test_nothing_out_of_range_is_touched(
+def test_no_access_is_out_of_range(
     rows: int, columns: int, width: int, tile: Tile, group: int | None
 ) -> None:
     weight = weight_of(columns, width, group, torch.float16)
     packed = pack(weight)
-    held = Fp8Weight(guarded(packed.codes), guarded(packed.scales), width, group, torch.float16)
+    held = Fp8Weight(guarded(packed.qweight), guarded(packed.scales), width, group, torch.float16)
     x, bias = (guarded(input_of(n, k, torch.float16)) for n, k in ((rows, width), (1, columns)))
     out = guarded(torch.full((rows, columns), torch.nan, dtype=torch.float16))
     fp8_linear(x, held, bias[0], tile=tile, out=out)

@@ -1,4 +1,4 @@
-"""The kernel of `kv_blocks` in Triton's interpreter, against block after block; run by `test_interpreted`."""
+"""The kernel of `kv_blocks` in Triton's interpreter, against plain copies; run by `test_interpreted`."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_blocks_go_to_the_buffer_and_back(dtype: torch.dtype, cache: str, choice
     assert all(same(*pair) for pair in zip(targets, filled, strict=True))
 
 
-def test_a_buffer_that_begins_anywhere_is_filled_byte_by_byte() -> None:
-    pools = make_pools("alike", torch.bfloat16)
+def test_an_unaligned_buffer_is_filled_byte_by_byte() -> None:
+    pools = make_pools("equal", torch.bfloat16)
     table = BlockTable(pools)
-    whole = torch.zeros(3 + 2 * table.block_bytes, dtype=torch.uint8)
-    assert table.word_bytes(whole) == 4
-    assert table.word_bytes(whole[3:]) == 1
-    gather(table, (2, 5), whole[3:])
-    assert same(whole[3:].view(2, -1), gather_reference(pools, (2, 5), whole[3:].view(2, -1)))
-    assert not whole[:3].any()
+    buffer = torch.zeros(3 + 2 * table.block_bytes, dtype=torch.uint8)
+    assert table.word_bytes(buffer) == 4
+    assert table.word_bytes(buffer[3:]) == 1
+    gather(table, (2, 5), buffer[3:])
+    assert same(buffer[3:].view(2, -1), gather_reference(pools, (2, 5), buffer[3:].view(2, -1)))
+    assert not buffer[:3].any()
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -1,6 +1,6 @@
 """The kernels of `segmented_lora` in Triton's interpreter, against float64; run by `test_interpreted`.
 
-What is not initialised is NaN here, and so is every page that no adapter has.
+Uninitialized memory is NaN here, and so are the pages without an adapter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hotswap.kernels.segmented_lora import (
     PAGE_RANKS,
     Capacity,
-    PageBooks,
+    PageAllocator,
     RankPlace,
     RankPool,
     SegmentPlan,
@@ -44,20 +44,20 @@ TILES = {
     "prefill": Tile(rows=32, pages=2, depth=64, columns=128, part=64),
 }
 MIXES: dict[str, tuple[int, ...]] = {
-    "nobody": (),
-    "none has any": (-1, -1, -1),
+    "no rows": (),
+    "no adapters": (-1, -1, -1),
     "one": (0,),
     "one of three": (-1, -1, 3),
     "many rows": (6,) * 37,
     "all": (*range(7), -1, *range(6, -1, -1)),
-    "at the edge": (5,) * 16 + (-1,) * 5 + (1,) * 17 + (5, 7),
+    "at tile edges": (5,) * 16 + (-1,) * 5 + (1,) * 17 + (5, 7),
     "random": tuple(Random(3).choices([-1, *range(8)], k=41)),
 }
 
 
 @pytest.fixture(autouse=True)
-def _nan_where_nothing_was_written() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # fills what `torch.empty` gives
+def _nan_in_uninitialized_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # fills the memory of `torch.empty`
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -74,10 +74,10 @@ class Loaded:
 
 
 def load(dtype: torch.dtype, width_in: int, widths: Sequence[int], seed: int = 1) -> Loaded:
-    """Adapters of all ranks, loaded twice so that pages are scattered, and an empty slot."""
+    """Adapters of all ranks, loaded twice so that their pages are not adjacent, and an empty slot."""
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
     num_pages = 4 + sum(-(-rank // PAGE_RANKS) for rank in RANKS)
-    books = PageBooks(num_pages)
+    allocator = PageAllocator(num_pages)
     pool = RankPool(num_pages, width_in, widths, dtype=dtype)
     places: list[RankPlace | None] = [None] * (len(RANKS) + 1)
     adapters: list[Adapter | None] = [None] * (len(RANKS) + 1)
@@ -85,8 +85,8 @@ def load(dtype: torch.dtype, width_in: int, widths: Sequence[int], seed: int = 1
         for slot in random.sample(range(len(RANKS)), len(RANKS)):
             former = places[slot]
             if former is not None:
-                books.give(former.pages)
-            pages = books.take(RANKS[slot])
+                allocator.free(former.pages)
+            pages = allocator.allocate(RANKS[slot])
             assert pages is not None
             parts = [_part(generator, dtype, RANKS[slot], width_in, width) for width in widths]
             if slot == 2:
@@ -110,7 +110,7 @@ def _part(
 
 
 def rows(loaded: Loaded, count: int, seed: int = 2) -> tuple[Tensor, Tensor]:
-    """Inputs, and outputs in fp32 as they are before."""
+    """Inputs, and initial outputs in fp32."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, loaded.pool.width_in, generator=generator).to(loaded.pool.dtype)
     return x, torch.randn(count, sum(loaded.widths), generator=generator)
@@ -133,7 +133,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "projection", "tile", "mix"), CASES, ids=lambda value: str(value))
-def test_every_row_gets_what_float64_says(dtype: torch.dtype, projection: str, tile: str, mix: str) -> None:
+def test_every_row_gets_its_update(dtype: torch.dtype, projection: str, tile: str, mix: str) -> None:
     loaded, slots = load(dtype, *PROJECTIONS[projection]), MIXES[mix]
     x, before = rows(loaded, len(slots))
     adapted = has_adapter(loaded, slots)
@@ -179,12 +179,12 @@ def test_a_slice_alone_gets_the_same_bits_as_among_the_others() -> None:
     assert torch.equal(torch.cat(parts, 1), together)
 
 
-def test_plans_of_one_capacity_serve_one_graph() -> None:
-    """A later step's numbers, copied over an earlier one's, do what the later plan does."""
+def test_plans_of_equal_capacity_are_interchangeable() -> None:
+    """The `work` of another plan, copied into a static plan, gives the result of the other plan."""
     loaded, tile = load(torch.float16, 128, (64, 64)), TILES["decode"]
     capacity = Capacity.of(48, 8, 4, tile)
     static = _plan(loaded, MIXES["all"], tile, capacity)
-    for mix in ("random", "one", "nobody", "many rows"):
+    for mix in ("random", "one", "no rows", "many rows"):
         slots = (*MIXES[mix], *[-1] * (48 - len(MIXES[mix])))
         x, before = rows(loaded, 48)
         expected = segmented_lora(before.clone(), x, loaded.pool, make_plan(slots, loaded.places, tile=tile))
@@ -199,7 +199,7 @@ def _plan(loaded: Loaded, slots: Sequence[int], tile: Tile, capacity: Capacity) 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_nothing_outside_the_tensors_is_read_or_written(projection: str, tile: str) -> None:
-    """The process dies otherwise: behind each tensor lies a page that nobody may touch."""
+    """Each tensor is followed by an inaccessible page, so an access beyond it crashes the process."""
     loaded, slots = load(torch.float16, *PROJECTIONS[projection]), (*MIXES["random"], 6)
     x, before = rows(loaded, len(slots))
     pool = loaded.pool

@@ -1,4 +1,4 @@
-"""The kernel that is launched to try whether others can be, interpreted; run by `test_interpreted`."""
+"""The trial kernel of `targets.runs_triton`, interpreted; run by `test_interpreted`."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import torch
 from hotswap.kernels.trial import launch
 
 
-def test_what_is_launched_to_try_does_what_it_should() -> None:
+def test_the_trial_kernel_can_be_launched() -> None:
     launch(torch.device("cpu"))

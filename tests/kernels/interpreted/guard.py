@@ -1,4 +1,4 @@
-"""Tensors that end where memory does: who reads past one, or writes, dies of it."""
+"""Tensors followed by an inaccessible page: an access beyond the end crashes the process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
-_NOBODY = 0  # PROT_NONE
+_PROT_NONE = 0
 
 
 def guarded(tensor: Tensor) -> Tensor:
-    """Return a copy whose last byte is followed by a page that nobody may touch."""
+    """Return a copy whose last byte is followed by an inaccessible page."""
     size = tensor.numel() * tensor.element_size()
-    whole = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    pages = mmap.mmap(-1, whole + mmap.PAGESIZE)
-    window = (ctypes.c_char * size).from_buffer(pages, whole - size)
-    if _libc.mprotect(ctypes.c_void_p(ctypes.addressof(window) + size), mmap.PAGESIZE, _NOBODY):
+    mapped = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, mapped + mmap.PAGESIZE)
+    window = (ctypes.c_char * size).from_buffer(pages, mapped - size)
+    if _libc.mprotect(ctypes.c_void_p(ctypes.addressof(window) + size), mmap.PAGESIZE, _PROT_NONE):
         raise OSError(ctypes.get_errno(), "mprotect")
-    # The tensor holds the window, and the window the pages.
+    # The tensor keeps the window alive, and the window the pages.
     return torch.frombuffer(window, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)

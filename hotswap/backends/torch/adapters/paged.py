@@ -15,7 +15,7 @@ from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.kernels.segmented_lora import (
     PAGE_RANKS,
-    PageBooks,
+    PageAllocator,
     RankPlace,
     RankPool,
     expand,
@@ -83,14 +83,14 @@ class PagedPool(AdapterPool[RankPages]):
         self, targets: Mapping[str, Target], *, num_ranks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(targets, num_ranks=num_ranks, dtype=dtype, device=device)
-        self._books = PageBooks(self.num_ranks // PAGE_RANKS)
+        self._page_allocator = PageAllocator(self.num_ranks // PAGE_RANKS)
         self._width_in = max((target.width_in for target in targets.values()), default=1)
         self._group_of = dict(_groups(targets))
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._layers: list[PagedLayer] = []
 
     def take(self, rank: int) -> RankPages | None:
-        pages = self._books.take(rank)
+        pages = self._page_allocator.allocate(rank)
         return None if pages is None else RankPages(pages, self.next_serial(), self._width_in)
 
     def _write(self, place: RankPages, weights: AdapterWeights) -> None:
@@ -103,7 +103,7 @@ class PagedPool(AdapterPool[RankPages]):
     def _add(self, names: tuple[str, ...]) -> None:
         members = [self.targets[name] for name in names]
         pool = RankPool(
-            self._books.num_pages,
+            self._page_allocator.num_pages,
             members[0].width_in,
             [target.width_out for target in members],
             dtype=self.dtype,
@@ -126,7 +126,7 @@ class PagedPool(AdapterPool[RankPages]):
             segmented_lora(out, x, pool, make_plan([0], [RankPlace((0,))], tile=tile, device=self.device))
 
     def _forget(self, place: RankPages) -> None:
-        self._books.give(place.pages)
+        self._page_allocator.free(place.pages)
         for group in self._groups.values():
             group.drop(place)
 

@@ -1,4 +1,4 @@
-"""Numbers of 16 bits, which numba does not know: its kernels read and write them as bits, through float32."""
+"""Conversions between float32 and 16-bit floats, which numba lacks; kernels store them as uint16."""
 
 # mypy: ignore-errors
 # pyright: basic, reportCallIssue=false
@@ -13,9 +13,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hotswap.kernels.compiling import part
+from hotswap.kernels.compiling import specialized
 
-__all__ = ["rounding"]
+__all__ = ["converters"]
 
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy", "inline": "always"}
 _BIAS, _SIXTEEN, _LAST = np.uint32(0x7FFF), np.uint32(16), np.uint32(1)
@@ -39,14 +39,14 @@ def _of_half(typing, bits):
 
 
 @cache
-def rounding(dtype: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return what makes float32 of a number of "float32", "bfloat16" or "float16", and what rounds one to it.
+def converters(dtype: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return two functions that convert a dtype to float32 and back: "float32", "bfloat16" or "float16".
 
-    Numbers of 16 bits are uint16. They are rounded to the nearest, ties to even, and a NaN stays one.
+    16-bit floats are uint16. The second function rounds to nearest, ties to even; NaN stays NaN.
     """
     single, half = dtype == "float32", dtype == "float16"
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def widened(number):
         if single:
             return number
@@ -54,7 +54,7 @@ def rounding(dtype: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
             return _of_half(number)
         return np.uint32(np.uint32(number) << _SIXTEEN).view(np.float32)
 
-    @part(dtype, **_OPTIONS)
+    @specialized(dtype, **_OPTIONS)
     def rounded(number):
         if single:
             return number

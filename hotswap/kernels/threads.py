@@ -1,7 +1,7 @@
-"""Several threads at one kernel: on PyTorch's own OpenMP workers, or on threads kept for it.
+"""Runs a CPU kernel in several threads: PyTorch's OpenMP workers, or a thread pool without OpenMP.
 
-After a product of PyTorch's its workers wait for the next one by turning in circles. Other threads would
-compete with them for the processors, so kernels are better computed by the workers themselves.
+OpenMP workers spin for a while after each parallel region of PyTorch. Other threads would compete with them
+for the processors, so kernels run on the workers themselves.
 """
 
 from __future__ import annotations
@@ -18,44 +18,46 @@ from typing import Any
 
 import torch
 
-__all__ = ["float_bits", "run_together"]
+__all__ = ["float_bits", "run_threads"]
 
 
-def run_together(kernel: Any, asked: Iterable[int], parts: int) -> None:
-    """Run a kernel that claims its work in several threads, this one among them, until none is left.
+def run_threads(kernel: Any, arguments: Iterable[int], parts: int) -> None:
+    """Run a kernel in several threads, including the calling one, and wait for all of them.
+
+    The kernel distributes its work by an atomic counter among its arguments.
 
     Args:
-        kernel: What `compiled_for_c` made.
-        asked: What is asked; the kernel gets the address of the first, and threads share it.
-        parts: How many threads there are to be.
+        kernel: A result of `compiled_for_c`.
+        arguments: int64 arguments; all threads get the address of the first and share them.
+        parts: Number of threads.
 
     Raises:
-        MemoryError: a thread has not come to the end of the kernel. Memory that it does not find is all that
-            kernels can fail for; numba has written what it was to stderr.
+        MemoryError: a thread did not reach the end of the kernel. Running out of memory is the only error
+            that kernels can raise; numba has printed it to stderr.
     """
-    memory = array("q", (0, *asked))  # how many threads have begun and not ended, then what is asked
+    memory = array("q", (0, *arguments))  # the number of unfinished calls, then the arguments
     where, _ = memory.buffer_info()
     if parts <= 1:
         kernel.ctypes(where)
-    elif (begin := _begin_team()) is not None:
+    elif (begin := _openmp_parallel()) is not None:
         begin(kernel.address, where, parts, 0)
     else:
         _run_in_threads(kernel.ctypes, where, parts)
     if memory[0]:
         raise MemoryError(
-            "A kernel found no memory for what it works with; free some, or serve smaller batches."
+            "A kernel could not allocate its scratch memory; free some, or serve smaller batches."
         )
 
 
 @cache
 def float_bits(number: float) -> int:
-    """The bits of a number as float32, as a signed integer: what is asked of a kernel is integers alone."""
+    """Return the bits of a float32 as a signed integer: kernels take integer arguments only."""
     return int(struct.unpack("i", struct.pack("f", number))[0])
 
 
 @cache
-def _begin_team() -> Callable[[int, int, int, int], None] | None:
-    """How OpenMP begins a parallel region, in the library that PyTorch uses; `None` if that is unknown."""
+def _openmp_parallel() -> Callable[[int, int, int, int], None] | None:
+    """Return `GOMP_parallel` of the OpenMP library that PyTorch uses; `None` if there is none."""
     if "OpenMP" not in torch.__config__.parallel_info():
         return None
     for path in _libraries():
@@ -68,7 +70,7 @@ def _begin_team() -> Callable[[int, int, int, int], None] | None:
 
 
 def _libraries() -> list[str]:
-    """The OpenMP library that PyTorch has loaded; none where others are loaded too and it is not clear."""
+    """Return the OpenMP library of PyTorch as a list of one path; empty if it cannot be identified."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
@@ -77,7 +79,7 @@ def _libraries() -> list[str]:
 
 
 def _of_torch(loaded: Iterable[str]) -> list[str]:
-    """Which of the files that are loaded is PyTorch's OpenMP; other packages bring theirs along."""
+    """Select PyTorch's OpenMP library among the loaded files; other packages load their own."""
     names = ("libgomp", "libiomp", "libomp")
     found = [path for path in loaded if Path(path).name.startswith(names)]
     home = Path(torch.__file__).parent
@@ -89,7 +91,7 @@ def _run_in_threads(kernel: Callable[[int], None], argument: int, parts: int) ->
     futures = [_helpers(parts - 1).submit(kernel, argument) for _ in range(1, parts)]
     try:
         kernel(argument)
-    finally:  # none may still be at work when the tensors go
+    finally:  # no thread may run on after the tensors are freed
         for future in futures:
             future.cancel()
         failed = [future.exception() for future in futures if not future.cancelled()]
@@ -103,4 +105,4 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="hotswap-kernel")
 
 
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # a child has none of the threads
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # the threads do not exist in a forked child

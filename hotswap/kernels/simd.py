@@ -1,8 +1,8 @@
-"""LLVM's vectors of sixteen, for kernels of CPUs that numba compiles.
+"""SIMD helpers for CPU kernels compiled by numba: LLVM vectors of 16 lanes.
 
-A compiler that is left to find vectors in loops orders sums as it likes, and differently for one row than for
-four. Where a kernel is written in these the order is given, and a result has the same bits however much is
-computed together. Where a processor's own vectors are shorter, LLVM takes several of them for one of these.
+An auto-vectorizing compiler chooses the order of sums by itself, and may choose another one for one row than
+for four. These helpers fix the order, so a result has the same bits for any batch size. On processors with
+shorter vectors LLVM splits each vector into several.
 """
 
 # mypy: ignore-errors
@@ -17,14 +17,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "Code", "address", "claim", "dots", "prefetch", "sum_of_squares"]
+__all__ = ["LANES", "VectorBuilder", "dots", "fetch_add", "pointer_to", "prefetch", "sum_of_squares"]
 
 LANES = 16
 
 _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 _F32 = ir.FloatType()
 _VECTOR, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-# Of exp(r) - 1 - r over r squared, the highest power first (Cephes, expf), as float32.
+# Coefficients of (exp(r) - 1 - r) / r**2 in float32, highest power first (Cephes, expf).
 _EXP = (
     0.00019875691214110702,
     0.0013981999363750219,
@@ -35,8 +35,8 @@ _EXP = (
 )
 
 
-def address(element: types.Type) -> Callable[..., Any]:
-    """Return what makes a pointer to elements of an address."""
+def pointer_to(element: types.Type) -> Callable[..., Any]:
+    """Return an intrinsic that converts an integer address to a pointer to elements."""
 
     @intrinsic
     def pointer(typing, at):
@@ -50,18 +50,18 @@ def address(element: types.Type) -> Callable[..., Any]:
 
 @intrinsic
 def prefetch(typing, pointer, offset):
-    """Have the cache line of an element fetched."""
+    """Prefetch the cache line of `pointer[offset]`."""
 
     def generate(context, builder, signature, arguments):
-        Code(builder, half=False).fetch(*arguments)
+        VectorBuilder(builder, half=False).fetch(*arguments)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64), generate
 
 
 @intrinsic
-def claim(typing, counter, count):
-    """Add to an int64 that threads share, and return what it was."""
+def fetch_add(typing, counter, count):
+    """Add atomically to an int64 that threads share, and return its previous value."""
 
     def generate(context, builder, signature, arguments):
         counter, count = arguments
@@ -72,67 +72,67 @@ def claim(typing, counter, count):
 
 @intrinsic
 def sum_of_squares(typing, numbers, count):
-    """The sum of the squares of so many float32: those of the lanes, which are added in pairs of halves."""
+    """Return the sum of the squares of `count` float32: one sum per lane, then a tree over the lanes."""
 
     def generate(context, builder, signature, arguments):
         numbers, count = arguments
-        code = Code(builder, half=False)
+        vec = VectorBuilder(builder, half=False)
 
         def step(at, sums, masked):
-            some = code.load(numbers, at, masked)
-            return [code.fma(some, some, sums[0])]
+            some = vec.load(numbers, at, masked)
+            return [vec.fma(some, some, sums[0])]
 
-        return code.first(code.fold(code.over_chunks(count, 1, step)))
+        return vec.first(vec.fold(vec.over_chunks(count, 1, step)))
 
     return types.float32(numbers, types.int64), generate
 
 
 def dots(num_rows: int, num_keys: int, *, half: bool) -> Callable[..., None]:
-    """Return what multiplies rows by keys: `out[row, key] = sum(rows[row] * keys[key])`.
+    """Return an intrinsic for dot products of rows and keys: `out[row, key] = sum(rows[row] * keys[key])`.
 
-    Its arguments are pointers to float32 rows, keys (float32, or 16 bits: float16 if `half`, else bfloat16),
-    and float32 results; the width; and how far apart rows, keys, and rows of results lie. Rows have room for
-    a multiple of sixteen, with zeros at the end.
+    Its arguments: pointers to rows (float32), keys (float32, or 16 bits: float16 if `half`, else bfloat16)
+    and results (float32); the width; and the strides of rows, keys and result rows in elements. Rows are
+    padded with zeros to a multiple of 16 elements.
     """
 
     @intrinsic
     def multiply(typing, rows, keys, out, width, row_stride, key_stride, out_stride):
         signature = types.void(rows, keys, out, *[types.int64] * 4)
         return signature, lambda context, builder, signature, arguments: _dots(
-            context, Code(builder, half), num_rows, num_keys, *arguments
+            context, VectorBuilder(builder, half), num_rows, num_keys, *arguments
         )
 
     return multiply
 
 
-def _dots(context, code, num_rows, num_keys, rows, keys, out, width, row_stride, key_stride, out_stride):
+def _dots(context, vec, num_rows, num_keys, rows, keys, out, width, row_stride, key_stride, out_stride):
     products = [(row, key) for row in range(num_rows) for key in range(num_keys)]
 
     def step(at, sums, masked):
-        left = [code.load(rows, code.sum(code.times(row_stride, row), at)) for row in range(num_rows)]
-        places = [code.sum(code.times(key_stride, key), at) for key in range(num_keys)]
-        right = [code.load(keys, place, masked) for place in places]
-        return [code.fma(left[row], right[key], sums[i]) for i, (row, key) in enumerate(products)]
+        left = [vec.load(rows, vec.sum(vec.times(row_stride, row), at)) for row in range(num_rows)]
+        places = [vec.sum(vec.times(key_stride, key), at) for key in range(num_keys)]
+        right = [vec.load(keys, place, masked) for place in places]
+        return [vec.fma(left[row], right[key], sums[i]) for i, (row, key) in enumerate(products)]
 
-    sums = code.over_chunks(width, len(products), step)
+    sums = vec.over_chunks(width, len(products), step)
     for row in range(num_rows):
-        folded = code.fold(sums[row * num_keys : (row + 1) * num_keys])
-        code.store(folded, out, code.times(out_stride, row))
+        folded = vec.fold(sums[row * num_keys : (row + 1) * num_keys])
+        vec.store(folded, out, vec.times(out_stride, row))
     return context.get_dummy_value()
 
 
-class Code:
-    """LLVM's instructions for vectors of sixteen."""
+class VectorBuilder:
+    """Emits LLVM instructions for vectors of 16 float32 lanes."""
 
     def __init__(self, builder: ir.IRBuilder, half: bool) -> None:
         self._builder, self._half = builder, half
 
     def number(self, value):
-        """An integer."""
+        """Return an int64 constant."""
         return ir.Constant(ir.IntType(64), value)
 
     def constant(self, value):
-        """A float32 in every lane."""
+        """Return a vector with a float32 constant in every lane."""
         return ir.Constant(_VECTOR, [value] * LANES)
 
     def times(self, value, factor):
@@ -145,7 +145,7 @@ class Code:
         return self._builder.add(left, right)
 
     def loop(self, end, stride, initial, step):
-        """Do a step, which makes new sums of sums, for 0, `stride` ... below a positive end."""
+        """Emit a loop: `sums = step(at, sums)` for `at` in `range(0, end, stride)`, with `end > 0`."""
         builder = self._builder
         before = builder.block
         body, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
@@ -166,21 +166,21 @@ class Code:
         return made
 
     def over_chunks(self, width, count, step):
-        """Do a step for all chunks of sixteen, and for what is left at the end with a mask; from zeros on."""
+        """Emit `step` for each chunk of 16 elements, and with a mask for the rest; sums start at zero."""
         builder = self._builder
-        whole = builder.and_(width, self.number(-LANES))
+        full = builder.and_(width, self.number(-LANES))
         sums = [self.constant(0.0)] * count
-        sums = self._perhaps(
-            builder.icmp_signed(">", whole, self.number(0)),
+        sums = self._if(
+            builder.icmp_signed(">", full, self.number(0)),
             sums,
-            lambda: self.loop(whole, LANES, sums, lambda at, now: step(at, now, None)),
+            lambda: self.loop(full, LANES, sums, lambda at, now: step(at, now, None)),
         )
-        rest = builder.sub(width, whole)
+        rest = builder.sub(width, full)
         some = builder.icmp_signed(">", rest, self.number(0))
-        return self._perhaps(some, sums, lambda: step(whole, sums, rest))
+        return self._if(some, sums, lambda: step(full, sums, rest))
 
-    def _perhaps(self, condition, otherwise, make):
-        """What is made, if a condition holds."""
+    def _if(self, condition, otherwise, make):
+        """Emit `make` under a condition; its vectors, or else `otherwise`."""
         builder = self._builder
         before = builder.block
         with builder.if_then(condition):
@@ -195,7 +195,7 @@ class Code:
         return chosen
 
     def load(self, pointer, offset, count=None):
-        """Sixteen elements in float32; with a count the others are zero, and not looked at."""
+        """Load 16 elements as float32; with `count`, later lanes are zero and not read from memory."""
         builder = self._builder
         element = pointer.type.pointee
         vector = ir.VectorType(element, LANES)
@@ -221,7 +221,7 @@ class Code:
         return builder.call(function, [at, ir.Constant(_I32, size), mask, none])
 
     def fetch(self, pointer, offset):
-        """Have the cache line of an element fetched."""
+        """Emit a prefetch of the cache line of `pointer[offset]`."""
         builder, bytes_type = self._builder, _I8.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [bytes_type, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -229,7 +229,7 @@ class Code:
         builder.call(function, [line, *(ir.Constant(_I32, number) for number in (0, 3, 1))])
 
     def spread(self, pointer, offset):
-        """A float32 in every lane."""
+        """Load one float32 into every lane."""
         return self._spread(self._builder.load(self._builder.gep(pointer, [offset])), _VECTOR)
 
     def _spread(self, value, vector):
@@ -240,25 +240,25 @@ class Code:
         )
 
     def in_all(self, value):
-        """A float32 in every lane."""
+        """Return a vector with one float32 value in every lane."""
         return self._spread(value, _VECTOR)
 
     def first(self, vector):
-        """The first lane."""
+        """Return the first lane."""
         return self._builder.extract_element(vector, ir.Constant(_I32, 0))
 
     def call(self, name, *vectors):
-        """One of LLVM's functions of vectors."""
+        """Call an LLVM vector intrinsic by name."""
         kind = ir.FunctionType(_VECTOR, [_VECTOR] * len(vectors))
         function = cgutils.get_or_insert_function(self._builder.module, kind, f"llvm.{name}.v{LANES}f32")
         return self._builder.call(function, vectors)
 
     def fma(self, left, right, total):
-        """`left * right + total`, rounded once."""
+        """Return `left * right + total`, rounded once."""
         return self.call("fma", left, right, total)
 
     def exp(self, x):
-        """`e ** x` for x <= 0, and 0 below -87; as in Cephes, to about an ulp. NaN stays NaN."""
+        """Return `e ** x` for x <= 0, and 0 for x < -87; as in Cephes, to about one ulp. NaN stays NaN."""
         builder, constant = self._builder, self.constant
         bounded = self.call("maxnum", x, constant(-87.0))
         n = self.call("floor", self.fma(bounded, constant(1.4426950216293335), constant(0.5)))
@@ -279,10 +279,10 @@ class Code:
         self._builder.store(vector, self._builder.bitcast(at, vector.type.as_pointer()), align=4)
 
     def fold(self, vectors, add=None):
-        """The sums of the lanes of each vector, `[len(vectors)]`, which is a power of two of at most sixteen.
+        """Reduce each vector over its lanes: a vector of `len(vectors)` sums, a power of two, at most 16.
 
-        Halves are added, then quarters, eighths and single lanes: of two vectors at once while there are two,
-        which share a vector from then on.
+        Halves are added first, then quarters, eighths and single lanes. Each step packs the halves of two
+        vectors into one, while there are two.
         """
         add = add or self._builder.fadd
         half, where = LANES // 2, [[number] * LANES for number in range(len(vectors))]
@@ -302,7 +302,7 @@ class Code:
         return self._builder.shuffle_vector(vectors[0], vectors[0], ir.Constant(lanes, order))
 
     def _add_halves(self, left, right, half, add):
-        """Of each group of `2 * half` lanes of both, the first half and the second, added."""
+        """Add the first and the second half of each group of `2 * half` lanes, of both vectors."""
         builder = self._builder
         parts = []
         for offset in (0, half):
@@ -315,7 +315,7 @@ class Code:
 
 
 def _joined(left, right, half):
-    """Whose sums lie in which lane after two vectors were folded into one."""
+    """Return which vector each lane belongs to after two vectors were folded into one."""
     lanes = []
     for group in range(0, LANES, 2 * half):
         lanes += [*left[group : group + half], *right[group : group + half]]
