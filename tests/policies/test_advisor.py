@@ -53,7 +53,7 @@ def variants(count: int, *, rate: float = 0.05) -> list[SharedModel]:
 # ------------------------------------------------------------------ memory
 
 
-def test_each_way_needs_what_it_holds_at_once() -> None:
+def test_each_method_needs_the_memory_that_it_uses_at_once() -> None:
     models = [shared("a", weight=30, kv_bytes=0), shared("b", weight=20, kv_bytes=0), shared("c", kv_bytes=0)]
     report = ADVISOR.advise(models)
     needed = {w.method: (w.device_bytes // GB, w.host_bytes // GB, w.num_instances) for w in report.methods}

@@ -150,7 +150,7 @@ def test_the_longest_wait_is_served_first() -> None:
 
 
 @given(fleet_views(), st.sampled_from([0.0, 20.0, inf]))
-def test_only_idle_instances_are_touched(view: FleetView, keep_alive_s: float) -> None:
+def test_only_idle_instances_change(view: FleetView, keep_alive_s: float) -> None:
     for action in KeepAliveSwap(keep_alive_s=keep_alive_s).plan(view):
         assert isinstance(action, Swap | Unload)
         assert (

@@ -62,7 +62,7 @@ def test_a_line_never_expects_less_than_nothing(points: list[tuple[float, float]
     assert line.at(1e9) >= line.at(0) >= 0
 
 
-def test_the_way_that_is_over_soonest_is_taken() -> None:
+def test_the_fastest_method_is_chosen() -> None:
     slow_link, fast_link = MoveCosts(byte_s=1e-6), MoveCosts(byte_s=1e-12)
     assert slow_link.choose(MOVE).method == "tokens"
     assert fast_link.choose(MOVE).method == "kv"

@@ -100,7 +100,7 @@ def test_an_instance_takes_part_in_one_move_at_a_time() -> None:
     assert moves(RULE.plan(spare)) == [("r1", "e2")]  # no pair without a request to move
 
 
-def test_a_queue_that_cannot_be_seated_makes_a_source() -> None:
+def test_a_queue_without_room_makes_a_source() -> None:
     blocked = loaded("e0", 6, free=40, waiting=1, next_blocks=45)
     view = fleet_of([blocked, roomy("e1")], [running("q", "e0", 700, begun=False), running("r", "e0")])
     assert moves(RULE.plan(view)) == [("r", "e1")]
@@ -164,7 +164,7 @@ def test_a_request_that_does_not_fit_gives_way_to_one_that_does() -> None:
     assert moves(ARTIFACT.plan(replace(view, running=tuple(beyond)))) == []
 
 
-def test_requests_with_blocks_go_in_the_way_that_is_asked_for() -> None:
+def test_requests_with_blocks_move_by_the_given_method() -> None:
     view = fleet_of([crowded("e0"), roomy("e1")], [running("r", "e0")])
     assert [move.method for move in RULE.plan(view) if isinstance(move, Migrate)] == [None]
     by_blocks = replace(RULE, method="kv")

@@ -306,7 +306,7 @@ def crossed(*held: tuple[str, str], tokens: int = 20) -> FleetView:
     return replace(view, store=near(*held))
 
 
-def test_a_busy_instance_with_the_model_near_is_freed_by_way_of_an_idle_one() -> None:
+def test_a_busy_instance_with_the_model_near_is_freed_through_an_idle_one() -> None:
     """b is loaded on e1 in 0.4 s, r0 moves there in 0.3 s, and a is loaded in 0.4 s: 1.1 s, not 2 s."""
     plan = RULE.plan(crossed(("a", "n0"), ("b", "n1")))
     assert swaps(plan) == [("e1", "b"), ("e0", "a")]
@@ -344,7 +344,7 @@ def test_places_for_moving_requests_are_not_given_to_waiting_ones() -> None:
     assert swaps(StartupTimePlacement(costs=COSTS, victims="evict").plan(view)) == []
 
 
-def test_a_way_round_that_is_longer_is_not_taken() -> None:
+def test_a_longer_alternative_is_not_chosen() -> None:
     """With b on the disk of n1 it takes 2.7 s, with 200 tokens 2.9 s, with a on the disk of n0 2.7 s."""
     assert swaps(RULE.plan(crossed(("a", "n0")))) == [("e1", "a")]
     assert swaps(RULE.plan(crossed(("a", "n0"), ("b", "n1"), tokens=200))) == [("e1", "a")]

@@ -125,7 +125,7 @@ async def test_a_client_that_leaves_frees_its_blocks() -> None:
 
 
 @virtual_time
-async def test_a_client_that_leaves_while_waiting_gives_up_its_seat() -> None:
+async def test_a_client_that_leaves_while_waiting_leaves_the_queue() -> None:
     async with sim_fleet("a", scheduler=Idle()) as fleet:
         with anyio.move_on_after(1):
             await fleet.generate("a", PROMPT)

@@ -209,7 +209,7 @@ def test_ids_of_hosts_stay_one_object_while_loads_change() -> None:
     assert kept.host_ids(MODELS[0]) == before - {IDS[0]}
 
 
-def test_who_leaves_is_no_longer_counted() -> None:
+def test_a_request_that_leaves_is_no_longer_counted() -> None:
     kept = Kept(
         InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0], num_requests=2) for key in IDS
     )

@@ -32,7 +32,7 @@ class Clock:
         return self.now_s
 
 
-def seated(prompt: int, output: int = 50, *, at_s: float = 0.0, priority: int = 0) -> Counted:
+def counted(prompt: int, output: int = 50, *, at_s: float = 0.0, priority: int = 0) -> Counted:
     request = Request(
         id=RequestId(f"r{at_s:g}"),
         model=ModelId("m"),
@@ -77,14 +77,18 @@ def filled(batcher: Batcher, sequences: Iterable[Counted]) -> None:
 def test_sequences_wait_by_priority_and_then_by_arrival(batching: Batching, priorities: list[int]) -> None:
     batcher = batcher_of(100, batching=batching)
     for at_s, priority in enumerate(priorities):
-        batcher.add(seated(10, at_s=at_s, priority=priority))
+        batcher.add(counted(10, at_s=at_s, priority=priority))
     order = [(-sequence.request.priority, sequence.request.arrived_s) for sequence in batcher.waiting]
     assert order == sorted(order)
 
 
 def test_a_sequence_that_arrives_with_blocks_runs_in_the_next_step_though_others_wait_for_memory() -> None:
     batcher = batcher_of(20, watermark=0.1)
-    running, head, arriving = seated(10 * BLOCK), seated(15 * BLOCK, at_s=1), seated(5 * BLOCK - 1, at_s=2)
+    running, head, arriving = (
+        counted(10 * BLOCK),
+        counted(15 * BLOCK, at_s=1),
+        counted(5 * BLOCK - 1, at_s=2),
+    )
     filled(batcher, [running])
     batcher.add(head)
     batcher.hold(5)  # what a sink reserved
@@ -102,7 +106,7 @@ def test_a_sequence_that_arrives_with_blocks_runs_in_the_next_step_though_others
 def test_a_sequence_that_arrives_with_blocks_leaves_as_many_free_as_an_admission() -> None:
     for batching, spare in (("mixed", 3), ("prefill_first", 2)):
         batcher = batcher_of(20, batching=batching, watermark=0.1)  # type: ignore[arg-type]
-        filled(batcher, [seated(10, at_s=at_s) for at_s in range(3)])
+        filled(batcher, [counted(10, at_s=at_s) for at_s in range(3)])
         assert batcher.num_spare_blocks == spare
 
 
@@ -131,7 +135,7 @@ def test_the_last_to_arrive_is_preempted_first_where_whole_prompts_go_first(
     lengths: list[tuple[int, int]], order: list[int]
 ) -> None:
     sequences = [
-        seated(prompt, output, at_s=at_s) for (prompt, output), at_s in zip(lengths, order, strict=False)
+        counted(prompt, output, at_s=at_s) for (prompt, output), at_s in zip(lengths, order, strict=False)
     ]
     for before, gone in to_their_end(batcher_of(14), sequences):
         stay = [s.request.arrived_s for s in sequences if s in before - gone and not s.closed]
@@ -144,7 +148,7 @@ def test_the_last_to_arrive_is_preempted_first_where_whole_prompts_go_first(
 def test_the_load_counts_the_tokens_and_blocks_of_the_queue(
     batching: Batching, lengths: list[tuple[int, int]]
 ) -> None:
-    sequences = [seated(prompt, output, at_s=at_s) for at_s, (prompt, output) in enumerate(lengths)]
+    sequences = [counted(prompt, output, at_s=at_s) for at_s, (prompt, output) in enumerate(lengths)]
     batcher = batcher_of(14, batching=batching)
     for _ in to_their_end(batcher, sequences):
         pending = [s.num_pending for s in batcher if s.num_pending > 1]
@@ -162,7 +166,7 @@ def test_a_recovery_takes_until_the_lost_tokens_are_computed_again() -> None:
     batcher, clock, told = batcher_of(6), Clock(), list[tuple[RequestId, float]]()
     batcher.clock = clock
     batcher.on_recovered = lambda request, seconds: told.append((request, seconds))
-    first, second = seated(3 * BLOCK - 1, 20, at_s=1), seated(3 * BLOCK - 1, 40, at_s=2)
+    first, second = counted(3 * BLOCK - 1, 20, at_s=1), counted(3 * BLOCK - 1, 40, at_s=2)
     filled(batcher, [first, second])
     while second in batcher.running:
         clock.now_s += 1
@@ -182,7 +186,7 @@ def test_a_recovery_of_a_sequence_that_ends_before_takes_until_its_end() -> None
     batcher, clock, told = batcher_of(6), Clock(), list[float]()
     batcher.clock = clock
     batcher.on_recovered = lambda _, seconds: told.append(seconds)
-    first, second = seated(3 * BLOCK - 1, at_s=1), seated(3 * BLOCK - 1, at_s=2)
+    first, second = counted(3 * BLOCK - 1, at_s=1), counted(3 * BLOCK - 1, at_s=2)
     filled(batcher, [first, second])
     while second in batcher.running:
         batcher.commit(batcher.plan())
@@ -194,7 +198,7 @@ def test_a_recovery_of_a_sequence_that_ends_before_takes_until_its_end() -> None
 
 @given(lengths)
 def test_only_preempted_sequences_recover(lengths: list[tuple[int, int]]) -> None:
-    sequences = [seated(prompt, output, at_s=at_s) for at_s, (prompt, output) in enumerate(lengths)]
+    sequences = [counted(prompt, output, at_s=at_s) for at_s, (prompt, output) in enumerate(lengths)]
     batcher, clock, told = batcher_of(14), Clock(), set[RequestId]()
     batcher.clock = clock
     batcher.on_recovered = lambda request, _: told.add(request)
@@ -210,7 +214,7 @@ def test_only_preempted_sequences_recover(lengths: list[tuple[int, int]]) -> Non
 def test_a_prompt_of_nearly_all_blocks_does_not_wait_for_a_watermark() -> None:
     """No other sequence runs that could free more."""
     batcher = batcher_of(10, watermark=0.5)
-    large, next_one = seated(9 * BLOCK), seated(BLOCK, at_s=1.0)
+    large, next_one = counted(9 * BLOCK), counted(BLOCK, at_s=1.0)
     batcher.add(large)
     batcher.add(next_one)
     assert batcher.plan().chunks == {large: 9 * BLOCK}
@@ -230,7 +234,7 @@ def test_every_sequence_joins_once_and_leaves_once_if_others_go_on(
     joined: list[object] = []
     for lengths in [*coming, *[[]] * 60]:
         for tokens in lengths:
-            batcher.add(seated(5, tokens))
+            batcher.add(counted(5, tokens))
         step = batcher.plan()
         decodes: set[object] = {sequence for sequence in step.chunks if sequence.num_pending == 1}
         if decodes:

@@ -61,7 +61,7 @@ def test_lost_engines_cost_time_and_no_request() -> None:
     assert calm != hurt
 
 
-def test_who_cannot_be_served_is_part_of_the_outcome() -> None:
+def test_requests_that_cannot_be_served_are_part_of_the_outcome() -> None:
     too_long = TraceRequest(arrive_s=0, model="a", prompt_tokens=5000, output_tokens=5)
     fine = TraceRequest(arrive_s=1, model="a", prompt_tokens=50, output_tokens=5)
     outcome = played(Trace((too_long, fine)), Cluster(num_engines=1, max_context_tokens=2000))

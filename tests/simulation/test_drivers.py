@@ -21,7 +21,7 @@ from hotswap.abc import Router, Scheduler
 from hotswap.backends.sim import DeviceProfile, SimStore
 from hotswap.backends.sim.batcher import Batcher, Batching
 from hotswap.backends.sim.load import Reporting
-from hotswap.backends.sim.sequence import Sequence as Seated
+from hotswap.backends.sim.sequence import Sequence as SimSequence
 from hotswap.backends.sim.sequence import Step
 from hotswap.errors import ConfigError
 from hotswap.offline.virtual_time import virtual_time
@@ -48,7 +48,7 @@ from hotswap.simulation.events.decode_run import DecodeRun, num_alike, num_missi
 from hotswap.simulation.events.engine import Counted
 from hotswap.simulation.trace import power_law_lengths
 
-# Of seconds: sums of steps and the formula of a stretch of them round differently.
+# Of seconds: sums of steps and the formula of a decode run round differently.
 TOLERANCE = 1e-6
 
 
@@ -171,7 +171,7 @@ def test_staged_moves() -> None:
     assert sum(move.outcome == "done" for move in outcome.migrations) > 3
 
 
-def test_moves_whose_way_is_learned_and_a_loss_among_them() -> None:
+def test_moves_whose_method_is_learned_and_a_loss_among_them() -> None:
     cluster = Cluster(
         num_engines=4, profile="a10-llama-7b", min_replicas=4, losses=((12.0, "e1"), (20.0, "e2"))
     )
@@ -262,7 +262,7 @@ def test_another_driver_is_refused() -> None:
         simulate(mixed(0), Cluster(), router=AffinityRouter(), scheduler=SWAP, driver="steps")  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------- stretches
+# ---------------------------------------------------------------------- decode runs
 
 
 class Silent:
@@ -273,7 +273,7 @@ class Silent:
         return
 
 
-def seated(prompt_tokens: int, output_tokens: int) -> Counted:
+def counted(prompt_tokens: int, output_tokens: int) -> Counted:
     request = Request(
         id=RequestId("r"),
         model=ModelId("m"),
@@ -289,7 +289,7 @@ def decoding(lengths: Sequence[tuple[int, int]], num_blocks: int) -> tuple[Batch
         num_blocks=num_blocks, block_tokens=16, max_requests=64, token_budget=100_000, turnover=True
     )
     for prompt_tokens, output_tokens in lengths:
-        batcher.add(seated(prompt_tokens, output_tokens))
+        batcher.add(counted(prompt_tokens, output_tokens))
     first = batcher.plan()
     if len(first.chunks) < len(lengths):
         return None
@@ -301,7 +301,7 @@ def decoding(lengths: Sequence[tuple[int, int]], num_blocks: int) -> tuple[Batch
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(2, 90)), min_size=1, max_size=6), st.integers(20, 45)
 )
-def test_a_stretch_is_as_long_as_steps_are_alike_and_ends_when_they_do(
+def test_a_decode_run_lasts_while_its_steps_are_equal(
     lengths: list[tuple[int, int]], num_blocks: int
 ) -> None:
     ready = decoding(lengths, num_blocks)
@@ -311,9 +311,9 @@ def test_a_stretch_is_as_long_as_steps_are_alike_and_ends_when_they_do(
     profile = DeviceProfile(join_s=0.003, leave_s=0.001)
     left = min(s.limit - s.position for s in step.chunks if isinstance(s, Counted))
     steps = num_alike(step, batcher, left)
-    stretch = DecodeRun.of(step, steps, 10.0, profile)
+    decode_run = DecodeRun.of(step, steps, 10.0, profile)
     seconds: list[float] = []
-    members: list[Seated] = list(step.chunks)
+    members: list[SimSequence] = list(step.chunks)
     for number in range(steps):  # each of them, planned and committed by itself
         assert list(step.chunks) == members, "another batch"
         seconds.append(step.seconds(profile))
@@ -322,10 +322,10 @@ def test_a_stretch_is_as_long_as_steps_are_alike_and_ends_when_they_do(
             assert len(batcher) == len(members), "a request ended before the last step"
             step = batcher.plan()
     ends = list(accumulate(seconds, initial=10.0))
-    assert [stretch.end_s(count) for count in range(1, steps + 1)] == pytest.approx(ends[1:])
+    assert [decode_run.end_s(count) for count in range(1, steps + 1)] == pytest.approx(ends[1:])
     for count, end_s in enumerate(ends[1:-1], start=1):
-        assert stretch.num_ended(end_s - 1e-9) == count - 1
-        assert stretch.num_ended(end_s + 1e-9) == count
+        assert decode_run.num_ended(end_s - 1e-9) == count - 1
+        assert decode_run.num_ended(end_s + 1e-9) == count
     if steps < left:  # it ended for lack of blocks: not all requests can go on
         assert num_missing(members, 1, 16) > batcher.num_free_blocks
 
@@ -364,7 +364,7 @@ def test_a_step_of_whole_prompts_has_no_decode_and_leaves_blocks_free() -> None:
         batching="prefill_first",
         watermark=0.1,
     )
-    running, *waiting = [seated(length, 50) for length in (160, 400, 200, 800)]
+    running, *waiting = [counted(length, 50) for length in (160, 400, 200, 800)]
     batcher.add(running)
     batcher.commit(batcher.plan())
     for sequence in waiting:

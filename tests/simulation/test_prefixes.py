@@ -30,7 +30,7 @@ from tests.simulation.test_drivers import Silent, assert_same
 FLOORS = RestoreMinReplicas()
 
 
-def seated(*prompt: int, output_tokens: int = 4, adapter: str | None = None) -> Counted:
+def counted(*prompt: int, output_tokens: int = 4, adapter: str | None = None) -> Counted:
     request = Request(
         id=RequestId("r"),
         model=ModelId("m"),
@@ -67,22 +67,22 @@ def run(pool: Batcher, *sequences: Counted) -> list[int]:
 def test_a_shared_prefix_is_computed_once() -> None:
     for prefill_first in (False, True):
         pool = batcher(prefill_first=prefill_first)
-        assert run(pool, seated(*range(100)))[0] == 100
-        assert run(pool, seated(*range(100)))[0] == 4  # six whole blocks were there
-        assert run(pool, seated(*range(96)))[0] == 16  # the last token is computed in any case
-        assert run(pool, seated(*range(50), *range(50)))[0] == 52  # three blocks are the same
-        assert run(pool, seated(*range(1, 100)))[0] == 99
-        assert run(pool, seated(*range(100), adapter="x"))[0] == 100  # other weights, other keys
+        assert run(pool, counted(*range(100)))[0] == 100
+        assert run(pool, counted(*range(100)))[0] == 4  # six whole blocks were there
+        assert run(pool, counted(*range(96)))[0] == 16  # the last token is computed in any case
+        assert run(pool, counted(*range(50), *range(50)))[0] == 52  # three blocks are the same
+        assert run(pool, counted(*range(1, 100)))[0] == 99
+        assert run(pool, counted(*range(100), adapter="x"))[0] == 100  # other weights, other keys
         assert pool.num_reused_tokens == 96 + 80 + 48
         assert pool.num_free_blocks == pool.num_blocks
 
 
 def test_two_at_the_same_time_share_blocks_and_need_fewer() -> None:
     pool = batcher(16)
-    first = seated(*range(160), output_tokens=8)
+    first = counted(*range(160), output_tokens=8)
     pool.add(first)
     pool.commit(pool.plan())
-    pool.add(seated(*range(160), *range(999, 1030), output_tokens=8))
+    pool.add(counted(*range(160), *range(999, 1030), output_tokens=8))
     assert pool.num_next_blocks == 2  # of twelve, of which ten are lent
     step = pool.plan()
     assert step.num_tokens == 1 + 31
@@ -95,25 +95,25 @@ def test_two_at_the_same_time_share_blocks_and_need_fewer() -> None:
 def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_start() -> None:
     pool = batcher(10)
     old, new = range(64), range(500, 564)
-    run(pool, seated(*old))
-    run(pool, seated(*new))
-    run(pool, seated(*range(900, 930), output_tokens=20))  # takes the two free blocks, and two of the old
-    assert run(pool, seated(*new, 1))[0] == 1
-    assert run(pool, seated(*old, 1))[0] == 65 - 32
+    run(pool, counted(*old))
+    run(pool, counted(*new))
+    run(pool, counted(*range(900, 930), output_tokens=20))  # takes the two free blocks, and two of the old
+    assert run(pool, counted(*new, 1))[0] == 1
+    assert run(pool, counted(*old, 1))[0] == 65 - 32
 
 
 def test_a_preempted_request_finds_its_prompt_cached() -> None:
     pool = batcher(11)
-    run(pool, seated(*range(80), output_tokens=30), seated(*range(200, 280), output_tokens=30))
+    run(pool, counted(*range(80), output_tokens=30), counted(*range(200, 280), output_tokens=30))
     assert pool.num_reused_tokens >= 64
     assert pool.num_free_blocks == 11
 
 
 def test_no_prefix_is_found_after_an_unload() -> None:
     pool = batcher()
-    run(pool, seated(*range(100)))
+    run(pool, counted(*range(100)))
     pool.clear(RuntimeError("unloaded"))
-    assert run(pool, seated(*range(100)))[0] == 100
+    assert run(pool, counted(*range(100)))[0] == 100
 
 
 asked = st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(1, 40), st.booleans())
@@ -132,7 +132,7 @@ def test_all_blocks_are_released_whatever_is_shared_preempted_or_left(
     pool = batcher(num_blocks, budget=budget, prefill_first=prefill_first)
     left: list[Counted] = []
     for family, prompt_tokens, output_tokens, leaves in requests:
-        sequence = seated(*range(family * 1000, family * 1000 + prompt_tokens), output_tokens=output_tokens)
+        sequence = counted(*range(family * 1000, family * 1000 + prompt_tokens), output_tokens=output_tokens)
         pool.add(sequence)
         if leaves:
             left.append(sequence)
@@ -158,7 +158,7 @@ def balanced(pool: Batcher) -> None:
 def test_blocks_have_the_same_name_if_all_tokens_up_to_their_end_are_the_same(
     left: list[int], right: list[int]
 ) -> None:
-    one, two = (block_names(seated(*prompt).request, 4) for prompt in (left, right))
+    one, two = (block_names(counted(*prompt).request, 4) for prompt in (left, right))
     assert (len(one), len(two)) == (len(left) // 4, len(right) // 4)
     for number, (a, b) in enumerate(zip(one, two, strict=False), start=1):
         assert (a == b) == (left[: 4 * number] == right[: 4 * number])
