@@ -1,7 +1,8 @@
 """Serve many language models on few engines: models are swapped in seconds, streams go on.
 
 This package exports what a program that embeds a `Fleet` needs. The interfaces of engines, stores, policies
-and channels are in `hotswap.abc`. All errors are in `hotswap.errors`, and their base class is here, too.
+and channels are in `hotswap.abc`. All errors are in `hotswap.errors`; their base class, and those of a
+request that asks for something wrong, are here, too.
 Backends and policies are imported by their own paths (`hotswap.backends.torch`, `hotswap.policies`), so that
 importing hotswap stays cheap.
 """
@@ -17,9 +18,18 @@ from hotswap.action import (
     SwapOutcome,
     SwapRecord,
 )
-from hotswap.errors import HotswapError
+from hotswap.errors import HotswapError, InvalidRequest, PromptTooLong
 from hotswap.model import Adapter, Model
-from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
+from hotswap.request import (
+    AdapterId,
+    FinishReason,
+    ModelId,
+    PromptLogprobs,
+    Request,
+    RequestId,
+    Token,
+    TokenLogprob,
+)
 from hotswap.runtime import (
     Adapters,
     Completion,
@@ -30,7 +40,9 @@ from hotswap.runtime import (
     Models,
     RollStreams,
     SwapLimits,
+    Usage,
 )
+from hotswap.sampling import Sampling
 from hotswap.store_view import Residency, StoreView, TierView
 from hotswap.view import (
     AdapterView,
@@ -59,6 +71,7 @@ __all__ = [
     "InstanceId",
     "InstanceState",
     "InstanceView",
+    "InvalidRequest",
     "MigrationLimits",
     "MigrationMethod",
     "MigrationOutcome",
@@ -68,6 +81,8 @@ __all__ = [
     "ModelView",
     "Models",
     "PhaseRecord",
+    "PromptLogprobs",
+    "PromptTooLong",
     "Request",
     "RequestId",
     "Residency",
@@ -80,5 +95,7 @@ __all__ = [
     "SwapRecord",
     "TierView",
     "Token",
+    "TokenLogprob",
+    "Usage",
     "WaitingView",
 ]

@@ -45,8 +45,18 @@ from hotswap.migration import (
     SupportsMigration,
 )
 from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
-from hotswap.request import AdapterId, FinishReason, ModelId, Request, RequestId, Sampling, Token
+from hotswap.request import (
+    AdapterId,
+    FinishReason,
+    ModelId,
+    PromptLogprobs,
+    Request,
+    RequestId,
+    Token,
+    TokenLogprob,
+)
 from hotswap.router import Router
+from hotswap.sampling import Sampling
 from hotswap.scheduler import Scheduler
 from hotswap.store import (
     SupportsImport,
@@ -113,6 +123,7 @@ __all__ = [
     "Mover",
     "PinAdapters",
     "Prefetch",
+    "PromptLogprobs",
     "Rank",
     "Request",
     "RequestId",
@@ -139,6 +150,7 @@ __all__ = [
     "TextStream",
     "TierView",
     "Token",
+    "TokenLogprob",
     "TokenQueue",
     "TokenStream",
     "Tokenizer",

@@ -8,7 +8,7 @@ from collections import deque
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from hotswap.request import Token
+from hotswap.request import PromptLogprobs, Token
 
 __all__ = ["TokenQueue", "TokenStream"]
 
@@ -23,9 +23,11 @@ class TokenStream(ABC):
     Attributes:
         num_reused_tokens: How many of the request's tokens were in the engine's prefix cache; 0 until the
             first token arrives, and from engines without this count.
+        prompt_logprobs: Those of the prompt, if they were asked for; complete when the first token arrives.
     """
 
     num_reused_tokens: int = 0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     def __aiter__(self) -> TokenStream:
         return self

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 __all__ = ["TextStream", "Tokenizer"]
@@ -14,12 +15,16 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of `text`, start tokens included where the model wants them."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Return the token ids of `text`; called in worker threads, several at a time.
+
+        With `add_special_tokens` those that the model wants around it are added (a start token, mostly), but
+        for start tokens that the text begins with.
+        """
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, special tokens left out, incomplete characters as U+FFFD."""
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `tokens`, special ones left out by default, incomplete characters as U+FFFD."""
         ...
 
 
@@ -39,37 +44,53 @@ class TextStream:
         prompt: Sequence[int] = (),
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._characters = _Characters(tokenizer, prompt)
+        self._characters = _Characters(
+            partial(tokenizer.decode, skip_special_tokens=skip_special_tokens), prompt
+        )
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._held = ""
         self._num_tokens = 0
-        self.stopped = False
+        self.matched_stop: str | None = None
 
-    def push(self, token: int, *, last: bool = False) -> str:
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.matched_stop is not None
+
+    def push(self, token: int, *, last: bool = False, is_end: bool = False) -> str:
         """Add the next token and return the text that is now final; `last` releases all held text.
 
-        Once a stop string is complete, `stopped` is true; the stop string and all text after it are dropped.
-        One that is complete within the first `min_tokens` tokens is ordinary text.
+        Once a stop string is complete, `matched_stop` names it; all text after it is dropped, and so is the
+        stop string itself unless `include_stop`. One that is complete within the first `min_tokens` tokens is
+        ordinary text. A token that `is_end` has ended the generation; its own text is dropped likewise.
         """
         if self.stopped:
             return ""
         self._num_tokens += 1
-        self._held += self._characters.push(token, last=last)
+        if is_end and not self._include_stop:
+            self._held += self._characters.flush()
+        else:
+            self._held += self._characters.push(token, last=last or is_end)
         end = self._find_stop()
-        self.stopped = end is not None
         if end is None:
-            end = len(self._held) if last else len(self._held) - self._possible_stop()
+            end = len(self._held) if last or is_end else len(self._held) - self._possible_stop()
         text, self._held = self._held[:end], self._held[end:]
         return text
 
     def _find_stop(self) -> int | None:
-        """The start of the stop string that ends first; of those that end together the longest."""
+        """Where the text ends: at the stop string that ends first, of those that end together the longest."""
         if self._num_tokens <= self._min_tokens:
             return None
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if not found:
+            return None
+        end, start, self.matched_stop = min(found)
+        return end if self._include_stop else start
 
     def _possible_stop(self) -> int:
         """Length of the longest suffix of the held text that is a proper prefix of a stop string."""
@@ -92,8 +113,8 @@ class _Characters:
     U+FFFD, also of characters that were complete before; those stay as they were released.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._decode = tokenizer.decode
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
+        self._decode = decode
         tail = self._context_of(prompt)
         split = self._last_whole(tail)
         self._context, self._pending = tail[:split], tail[split:]
@@ -113,6 +134,12 @@ class _Characters:
             self._become_context(text)
         elif len(self._pending) > _MOST_GARBAGE:
             self._shorten()
+        return new
+
+    def flush(self) -> str:
+        """Return what was held back of the tokens so far."""
+        text = self._text()
+        new, self._shown = text[_common(self._shown, text) :], text
         return new
 
     def _text(self) -> str:

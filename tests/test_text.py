@@ -14,11 +14,14 @@ from tests.text_tokenizers import (
     BYTE_LEVEL_SIZE,
     NUM_SPECIAL,
     PIECES_SIZE,
+    SPECIAL,
+    START,
     byte_level,
     byte_tokens,
     metaspace,
     one_byte_each,
     sentencepiece,
+    with_start_token,
     word_token,
 )
 
@@ -168,3 +171,43 @@ def test_garbage_is_not_held_back_for_ever() -> None:
     text = TextStream(tokenizer)
     released = [text.push(lead) for _ in range(200)]
     assert len("".join(released)) >= 199
+
+
+@given(tokens=anything_byte_level.filter(bool), include=st.booleans())
+def test_an_end_token_gives_what_was_held_back_and_none_of_its_own_text(
+    tokens: list[int], include: bool
+) -> None:
+    tokenizer = byte_level()
+    text = TextStream(tokenizer, include_stop=include)
+    pushed = [text.push(token, is_end=n == len(tokens)) for n, token in enumerate(tokens, 1)]
+    shown = tokens if include else tokens[:-1]
+    assert "".join(pushed) == whole(tokenizer, [], shown)
+
+
+def test_a_stop_string_is_kept_where_asked() -> None:
+    tokenizer = byte_level()
+    tokens = one_byte_each("one two three")
+    for include, expected in ((False, "one "), (True, "one two")):
+        text = TextStream(tokenizer, stop=("two",), include_stop=include)
+        assert "".join(text.push(token) for token in tokens) == expected
+        assert text.matched_stop == "two"
+
+
+def test_special_tokens_have_text_where_asked() -> None:
+    tokenizer = byte_level()
+    special, after = tokenizer.encode(SPECIAL)[0], one_byte_each("ab")
+    for skip, expected in ((True, "ab"), (False, f"{SPECIAL}ab")):
+        text = TextStream(tokenizer, skip_special_tokens=skip)
+        assert "".join(text.push(token) for token in (special, *after)) == expected
+
+
+@given(st.text(max_size=12))
+def test_start_tokens_come_once(text: str) -> None:
+    tokenizer = with_start_token()
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    start = tokenizer.encode("")
+    assert len(start) == 1
+    assert tokenizer.encode(text) == [*start, *plain]
+    assert tokenizer.encode(START + text) == [*start, *plain]
+    assert tokenizer.encode(START + START + text) == [*start, *start, *plain]
+    assert tokenizer.encode(START + text, add_special_tokens=False) == [*start, *plain]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hotswap.backends.tokenizer import HfTokenizer
 
@@ -14,6 +14,7 @@ CORPUS = (
     "naïve café déjà vu, 😀😀 👩‍👩‍👧 𝄞",
 )
 SPECIAL = "<|end|>"
+START = "<|start|>"
 NUM_SPECIAL = 3
 BYTE_LEVEL_SIZE = 320
 
@@ -37,6 +38,17 @@ def _byte_level_bpe() -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
+
+
+@cache
+def with_start_token() -> HfTokenizer:
+    """A byte-level tokenizer that puts a start token before each text, as Llama 3's does."""
+    tokenizer = Tokenizer.from_str(_byte_level_bpe().to_str())
+    tokenizer.add_special_tokens([AddedToken(START, special=True, normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, tokenizer.token_to_id(START))]
+    )
+    return HfTokenizer(tokenizer)
 
 
 def one_byte_each(text: str) -> list[int]:

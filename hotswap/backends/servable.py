@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hotswap.errors import InvalidRequest, PromptTooLong
 from hotswap.request import ModelId, Request
+from hotswap.sampling import Sampling
 
 __all__ = ["check_servable", "most_tokens"]
 
@@ -16,6 +19,7 @@ def check_servable(
     vocabulary: int,
     kv_tokens: int,
     no_grammar: str = "",
+    unsupported: Collection[str] = (),
 ) -> None:
     """Refuse a request that could not be served to its end, before it takes any resource.
 
@@ -26,6 +30,7 @@ def check_servable(
         vocabulary: Its token ids are less than this.
         kv_tokens: Tokens that all KV blocks hold.
         no_grammar: Why requests cannot be held to a grammar; empty where they can.
+        unsupported: Fields of `Sampling` that the engine does not know; none may differ from its default.
 
     Raises:
         InvalidRequest: it has all its tokens already, or some that the model does not know, or a grammar.
@@ -35,6 +40,10 @@ def check_servable(
         raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
     if request.sampling.has_grammar and no_grammar:
         raise InvalidRequest(f"Request {request.id!r} is to be held to a grammar, but {no_grammar}.")
+    default = Sampling()
+    for name in unsupported:
+        if getattr(request.sampling, name) != getattr(default, name):
+            raise InvalidRequest(f"Request {request.id!r} asks for {name}, which this engine has not.")
     tokens = request.tokens
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise InvalidRequest(

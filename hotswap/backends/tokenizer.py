@@ -20,8 +20,9 @@ __all__ = ["HfTokenizer"]
 class HfTokenizer:
     """The tokenizer of a checkpoint, as its `tokenizer.json` describes it.
 
-    Encoding adds the special tokens that the file's post-processor adds (a start token, mostly); decoding
-    leaves special tokens out. Threads may share it.
+    Encoding adds the special tokens that the file's post-processor adds (a start token, mostly), but not a
+    second time where the text begins with them, as chat templates' texts do. Threads may share it; encoding
+    lets other threads run.
     """
 
     def __init__(self, tokenizer: _Tokenizer) -> None:
@@ -58,9 +59,17 @@ class HfTokenizer:
             raise ShardMissing(f"There is no tokenizer at {str(file)!r} ({exc.strerror}).") from exc
         return cls.parse(text, name=str(file))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with the special tokens that the model wants around it."""
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`, with special tokens around it unless told otherwise."""
+        # `encode` would hold Python's lock, and keep the offsets of every token.
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        ids = encoding.ids
+        if not add_special_tokens:
+            return ids
+        added = 0
+        while added < len(ids) and encoding.special_tokens_mask[added]:
+            added += 1
+        return ids[added:] if added and ids[:added] == ids[added : 2 * added] else ids
 
     @property
     def text(self) -> str:
@@ -71,6 +80,6 @@ class HfTokenizer:
         """Return how the vocabulary writes a token; `None` if it has none of that id."""
         return self._tokenizer.id_to_token(token)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens` without special tokens; incomplete characters become U+FFFD."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `tokens`; incomplete characters are U+FFFD."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import anyio
 
 from hotswap.errors import ConfigError
-from hotswap.request import ModelId, Request, RequestId, Sampling
+from hotswap.request import ModelId, Request, RequestId
+from hotswap.sampling import Sampling
 
 __all__ = [
     "Arrival",

@@ -18,7 +18,8 @@ from hotswap.engine import Engine
 from hotswap.errors import ConfigError, InstanceError
 from hotswap.model import ModelCard
 from hotswap.profiling.fit import Measurements, StepSample
-from hotswap.request import Request, RequestId, Sampling
+from hotswap.request import Request, RequestId
+from hotswap.sampling import Sampling
 from hotswap.store import WeightStore
 from hotswap.view import InstanceState
 

@@ -2,7 +2,8 @@
 
 from hotswap.runtime.active import Hop
 from hotswap.runtime.adapters import Adapters
-from hotswap.runtime.fleet import Completion, Fleet
+from hotswap.runtime.completion import Completion, Usage
+from hotswap.runtime.fleet import Fleet
 from hotswap.runtime.flow import FleetStream
 from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
@@ -19,4 +20,5 @@ __all__ = [
     "Models",
     "RollStreams",
     "SwapLimits",
+    "Usage",
 ]

@@ -7,10 +7,10 @@ from copy import copy
 
 import anyio
 
+from hotswap.checks import check_counts
 from hotswap.errors import ConfigError, QueueFull
 from hotswap.request import ModelId, Request
 from hotswap.router import Router
-from hotswap.runtime.checks import check_counts
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.queue import Answered, Ticket
 from hotswap.runtime.state import Change, FleetState

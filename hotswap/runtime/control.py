@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import anyio
 
 from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
+from hotswap.checks import check_seconds
 from hotswap.errors import ConfigError, HotswapError
 from hotswap.request import ModelId
 from hotswap.runtime.adapters import Adapters
-from hotswap.runtime.checks import check_seconds
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.metrics import LastView
 from hotswap.runtime.moves import Moves

@@ -5,23 +5,24 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from random import Random
 from typing import TYPE_CHECKING, Self
 
 import anyio
 from anyio import AsyncContextManagerMixin
 
 from hotswap.action import MigrationRecord, SwapRecord
+from hotswap.checks import check_positive_seconds
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
-from hotswap.request import ModelId, Request, RequestId, Sampling
+from hotswap.request import ModelId, Request, RequestId
 from hotswap.router import Router
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Admission
-from hotswap.runtime.checks import check_positive_seconds
 from hotswap.runtime.control import Control
 from hotswap.runtime.flow import Flow
 from hotswap.runtime.lifetime import Lifetime
@@ -33,6 +34,8 @@ from hotswap.runtime.operations import Operations
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swaps import Swaps
+from hotswap.runtime.texts import Texts
+from hotswap.sampling import AS_MANY_AS_FIT, Sampling
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 from hotswap.telemetry import Telemetry
@@ -78,6 +81,7 @@ class Core(AsyncContextManagerMixin):
         on_migration: Callable[[MigrationRecord], None] | None = None,
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
+        random: Random | None = None,
     ) -> None:
         check_positive_seconds(ConfigError, interval_s=interval_s)
         self.telemetry = telemetry = Telemetry(tracer_provider, meter_provider)
@@ -102,7 +106,8 @@ class Core(AsyncContextManagerMixin):
             telemetry=telemetry,
             on_record=on_migration,
         )
-        self.models = Models(state, self.swaps, self.adapters, self.lifetime)
+        self.texts = Texts()
+        self.models = Models(state, self.texts, self.swaps, self.adapters, self.lifetime)
         self.operations = Operations(
             state, self.admission, self.swaps, self.moves, self.adapters, self.caches
         )
@@ -117,6 +122,7 @@ class Core(AsyncContextManagerMixin):
             telemetry=telemetry,
         )
         self._name = uuid.uuid4().hex[:8]
+        self._random = random or Random()
         for engine in engines:
             state.add(engine)
         self.models.register(models)
@@ -174,19 +180,21 @@ class Core(AsyncContextManagerMixin):
     ) -> NewRequest:
         """Check a request that has just come, and give it its id, which sorts as requests came.
 
+        It gets a seed if it needs one and has none, which it keeps for its whole life.
+
         Raises:
             UnknownModel, UnknownAdapter: the fleet has none of that name.
             InvalidRequest, PromptTooLong, ModelTooLarge: it could never be served.
         """
         model = self.state.aliases.get(model, model)
-        self.state.card(model)
+        card = self.state.card(model)
         named = None if adapter is None else self.adapters.named(model, adapter)
         arrival = self.state.next_arrival()
         request = Request(
             id=RequestId(f"{self._name}-{arrival:07d}"),
             model=model,
             prompt=prompt,
-            sampling=sampling,
+            sampling=self._settled(sampling, most_tokens=card.max_context_tokens - len(prompt)),
             adapter=None if named is None else named.version,
             priority=priority,
             arrived_s=anyio.current_time(),
@@ -195,3 +203,11 @@ class Core(AsyncContextManagerMixin):
         if named is not None:
             self.state.demand.ask(named)
         return NewRequest(request, named, arrival)
+
+    def _settled(self, sampling: Sampling, *, most_tokens: int) -> Sampling:
+        """Return what is asked for with nothing left open."""
+        if sampling.max_tokens == AS_MANY_AS_FIT and most_tokens > 0:
+            sampling = replace(sampling, max_tokens=max(most_tokens, sampling.min_tokens))
+        if sampling.seed is None and sampling.is_random:
+            sampling = replace(sampling, seed=self._random.getrandbits(63))
+        return sampling

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Self
 
 import anyio
 from anyio import AsyncContextManagerMixin
 
 from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
+from hotswap.checks import check_names, check_priority, check_seconds
 from hotswap.engine import Engine
 from hotswap.errors import HotswapError, InvalidRequest
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
-from hotswap.request import FinishReason, ModelId, Sampling, Token
+from hotswap.request import ModelId
 from hotswap.router import Router
 from hotswap.runtime.adapters import Adapters
-from hotswap.runtime.checks import check_priority, check_seconds
+from hotswap.runtime.completion import Completion
 from hotswap.runtime.core import Core
 from hotswap.runtime.flow import ClientRequest, FleetStream
 from hotswap.runtime.models import Models
@@ -26,6 +27,7 @@ from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.operations import RollStreams
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.views import LiveView
+from hotswap.sampling import Sampling, to_sampling
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 from hotswap.view import FleetView, InstanceId
@@ -33,16 +35,7 @@ from hotswap.view import FleetView, InstanceId
 if TYPE_CHECKING:
     from opentelemetry import metrics, trace
 
-__all__ = ["Completion", "Fleet"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """A whole generation: its text (empty without a tokenizer), its tokens, and why it ended."""
-
-    text: str
-    tokens: tuple[Token, ...]
-    finish_reason: FinishReason
+__all__ = ["Fleet"]
 
 
 class Fleet(AsyncContextManagerMixin):
@@ -72,6 +65,7 @@ class Fleet(AsyncContextManagerMixin):
         on_migration: called with every `MigrationRecord`, synchronously.
         tracer_provider: for spans; OpenTelemetry's global one by default.
         meter_provider: for metrics; likewise.
+        random: draws the seeds of requests that name none; by default each is another in every process.
     """
 
     def __init__(
@@ -93,6 +87,7 @@ class Fleet(AsyncContextManagerMixin):
         on_migration: Callable[[MigrationRecord], None] | None = None,
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
+        random: Random | None = None,
     ) -> None:
         self._core = Core(
             engines=engines,
@@ -111,6 +106,7 @@ class Fleet(AsyncContextManagerMixin):
             on_migration=on_migration,
             tracer_provider=tracer_provider,
             meter_provider=meter_provider,
+            random=random,
         )
 
     @asynccontextmanager
@@ -130,17 +126,20 @@ class Fleet(AsyncContextManagerMixin):
         adapter: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        add_special_tokens: bool = True,
     ) -> AsyncGenerator[FleetStream]:
         """Ask a model to continue `prompt` and lend its stream; leaving the block ends the request.
 
-        A text prompt needs a tokenizer beside the model's weights; token ids work always. A higher
-        `priority` leaves the queue earlier, ahead of at most 64 earlier requests for each level. After
-        `deadline_s` seconds the stream ends by `DeadlineExceeded`.
+        A text prompt needs a tokenizer beside the model's weights; token ids work always. Texts get the
+        special tokens that the model wants around them (a start token, mostly) unless they begin with them,
+        or `add_special_tokens` is false. A higher `priority` leaves the queue earlier, ahead of at most 64
+        earlier requests for each level. After `deadline_s` seconds the stream ends by `DeadlineExceeded`.
 
         Raises:
             UnknownModel: the model is not registered.
             UnknownAdapter: the model has no such adapter.
-            InvalidRequest: the prompt is empty, or text without a tokenizer, or an argument is out of range.
+            InvalidRequest: the prompt is empty, or text without a tokenizer, or an argument has a wrong type
+                or is out of range.
             PromptTooLong: the prompt leaves no room in the model's context.
             ModelTooLarge: no engine could ever hold the model.
             QueueFull: it would have to wait and too many do; it says when to come back.
@@ -151,15 +150,17 @@ class Fleet(AsyncContextManagerMixin):
         core.lifetime.check_open()
         check_priority(InvalidRequest, priority)
         check_seconds(InvalidRequest, deadline_s=deadline_s)
-        name = ModelId(model)
-        tokens = await core.models.encode(name, prompt)
-        new = core.new_request(name, tokens, sampling or Sampling(), adapter=adapter, priority=priority)
+        check_names(model=model, adapter=adapter)
+        name, sampling = ModelId(model), to_sampling(sampling)
+        tokens = await core.texts.encode(name, prompt, sampling, add_special_tokens=add_special_tokens)
+        sampling = await core.texts.resolve(name, sampling)
+        new = core.new_request(name, tokens, sampling, adapter=adapter, priority=priority)
         request = ClientRequest(
             new.request,
             adapter=new.adapter,
             arrival=new.arrival,
             telemetry=core.telemetry,
-            text=core.models.text_stream(new.request),
+            texts=core.texts,
             deadline_s=deadline_s,
         )
         try:
@@ -186,15 +187,19 @@ class Fleet(AsyncContextManagerMixin):
         adapter: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        add_special_tokens: bool = True,
     ) -> Completion:
         """Return the whole generation at once; arguments and errors are those of `stream`."""
         async with self.stream(
-            model, prompt, sampling, adapter=adapter, priority=priority, deadline_s=deadline_s
+            model,
+            prompt,
+            sampling,
+            adapter=adapter,
+            priority=priority,
+            deadline_s=deadline_s,
+            add_special_tokens=add_special_tokens,
         ) as stream:
-            tokens = await stream.collect()
-        reason = tokens[-1].finish_reason
-        assert reason is not None
-        return Completion(text="".join(t.text for t in tokens), tokens=tuple(tokens), finish_reason=reason)
+            return await stream.complete()
 
     # -- by hand
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 
 from hotswap import telemetry as tm
 from hotswap.errors import DeadlineExceeded, FleetClosed, InstanceError
 from hotswap.model import Adapter
-from hotswap.request import Request, Token
+from hotswap.request import FinishReason, PromptLogprobs, Request, Token
 from hotswap.runtime.active import ActiveRequest, Hop
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.admission import Admission
+from hotswap.runtime.completion import Completion, Usage
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Next, Requeue, departure
 from hotswap.runtime.queue import Ticket
 from hotswap.runtime.state import FleetState
+from hotswap.runtime.texts import Texts
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.telemetry import Telemetry
-from hotswap.text import TextStream
 
 __all__ = ["ClientRequest", "FleetStream", "Flow"]
 
@@ -39,7 +40,7 @@ class ClientRequest(ActiveRequest):
         adapter: Adapter | None,
         arrival: int,
         telemetry: Telemetry,
-        text: TextStream | None,
+        texts: Texts,
         deadline_s: float | None,
     ) -> None:
         super().__init__(request, adapter, arrival, telemetry.start(tm.SPAN_REQUEST, _attributes(request)))
@@ -48,10 +49,15 @@ class ClientRequest(ActiveRequest):
         self.ended = anyio.Event()
         self.deadline_at_s = float("inf") if deadline_s is None else request.arrived_s + deadline_s
         self._given: list[int] = []
-        self._text = text
+        self.num_reused_tokens = 0
+        self.matched_stop: str | int | None = None
+        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        self.queue_s: float | None = None
+        self.ttft_s: float | None = None
+        self._texts = texts
+        self._text = texts.stream(request)
         self._telemetry = telemetry
         self._hop_scope: anyio.CancelScope | None = None
-        self._first_token_s: float | None = None
         self._error: BaseException | None = None
 
     @property
@@ -70,6 +76,8 @@ class ClientRequest(ActiveRequest):
     def hop(self, instance: Instance) -> Generator[anyio.CancelScope]:
         """Bracket a stay on an instance, which `interrupt` ends."""
         self.begin_hop(instance)
+        if self.queue_s is None:
+            self.queue_s = anyio.current_time() - self.request.arrived_s
         with anyio.CancelScope() as self._hop_scope:
             yield self._hop_scope
 
@@ -89,16 +97,28 @@ class ClientRequest(ActiveRequest):
                 f"{len(self._given)} was due; the engine breaks its contract."
             )
         self._given.append(token.id)
-        if self._first_token_s is None:
-            self._first_token_s = anyio.current_time()
+        if self.ttft_s is None:
+            self.ttft_s = anyio.current_time() - self.request.arrived_s
         text, finish = "", token.finish_reason
+        if finish == "stop":
+            self.matched_stop = token.id
         if self._text is not None:
-            text = self._text.push(token.id, last=finish is not None)
-            finish = "stop" if self._text.stopped else finish
-        self.tokens.put(Token(id=token.id, index=token.index, text=text, finish_reason=finish))
+            text = self._text.push(token.id, last=finish is not None, is_end=finish == "stop")
+            if self._text.matched_stop is not None:
+                self.matched_stop, finish = self._text.matched_stop, "stop"
+        top = self._texts.with_text(self.request.model, token.top_logprobs)
+        self.tokens.put(replace(token, text=text, finish_reason=finish, top_logprobs=top))
         if finish is not None:
             self.finish_reason = finish
             self.tokens.close()
+
+    def note_first_token(self, stream: TokenStream) -> None:
+        """Keep what an engine tells of the prompt, before the request's first token."""
+        self.num_reused_tokens = min(stream.num_reused_tokens, len(self.request.prompt))
+        self.prompt_logprobs = tuple(
+            replace(entry, top_logprobs=self._texts.with_text(self.request.model, entry.top_logprobs))
+            for entry in stream.prompt_logprobs
+        )
 
     def fail(self, error: BaseException) -> None:
         """Give the client its error, unless it has all that it asked for."""
@@ -127,13 +147,14 @@ class ClientRequest(ActiveRequest):
             log.exception("The end of request %r was not recorded.", self.request.id)
 
     def _measure(self) -> None:
-        if self._first_token_s is None:
+        if self.ttft_s is None:
             return
         attributes = {tm.MODEL: self.request.model}
-        self._telemetry.ttft.record(self._first_token_s - self.request.arrived_s, attributes)
+        self._telemetry.ttft.record(self.ttft_s, attributes)
         gaps = len(self._given) - 1
         if gaps > 0:
-            self._telemetry.tpot.record((anyio.current_time() - self._first_token_s) / gaps, attributes)
+            took_s = anyio.current_time() - self.request.arrived_s - self.ttft_s
+            self._telemetry.tpot.record(took_s / gaps, attributes)
 
     def __repr__(self) -> str:
         where = self.instance.id if self.instance is not None else "waiting"
@@ -146,6 +167,8 @@ class ClientRequest(ActiveRequest):
 class FleetStream(TokenStream):
     """A client's end of a request: iterate it for tokens with text, across however many instances.
 
+    What it tells of the request is complete with the last token.
+
     Raises while iterating: a `RequestError` when the request cannot be served, an `InstanceError` when
     engines failed it repeatedly, `FleetClosed` when the fleet ended first.
     """
@@ -154,12 +177,66 @@ class FleetStream(TokenStream):
         self._request = request
 
     async def __anext__(self) -> Token:
-        return await self._request.tokens.__anext__()
+        token = await self._request.tokens.__anext__()
+        self.num_reused_tokens = self._request.num_reused_tokens
+        self.prompt_logprobs = self._request.prompt_logprobs
+        return token
+
+    async def complete(self) -> Completion:
+        """Read the stream to its end; tokens and text of the completion are those read by this call."""
+        tokens = await self.collect()
+        assert self.finish_reason is not None, "a stream that ends without an error has a reason"
+        return Completion(
+            text="".join(token.text for token in tokens),
+            tokens=tuple(tokens),
+            finish_reason=self.finish_reason,
+            matched_stop=self.matched_stop,
+            usage=self.usage,
+            seed=self.seed,
+            prompt_logprobs=self.prompt_logprobs,
+            hops=self.hops,
+            queue_s=self.queue_s or 0.0,
+            ttft_s=self.ttft_s or 0.0,
+        )
 
     @property
     def request(self) -> Request:
         """The request as it was made; its `adapter` is the version that it got."""
         return self._request.request
+
+    @property
+    def usage(self) -> Usage:
+        """How many tokens the request has had computed for it so far."""
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            generated_tokens=self._request.num_generated,
+            reused_tokens=self._request.num_reused_tokens,
+        )
+
+    @property
+    def seed(self) -> int | None:
+        """What chance depends on: asking again with it draws the same; `None` of a greedy request."""
+        return self.request.sampling.seed
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the generation ended; `None` before that, and after an error."""
+        return self._request.finish_reason
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """The stop string, or the end token, that ended the generation; `None` if none did."""
+        return self._request.matched_stop
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds from the request's arrival until it first ran; `None` before that."""
+        return self._request.queue_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the request's arrival to its first token; `None` before that."""
+        return self._request.ttft_s
 
     @property
     def num_hops(self) -> int:
@@ -252,6 +329,8 @@ class Flow:
                 async for token in tokens:
                     if token.index == request.hops[-1].first_index and tokens.num_reused_tokens:
                         span.set_attribute(tm.REUSED_TOKENS, tokens.num_reused_tokens)
+                    if token.index == 0:
+                        request.note_first_token(tokens)
                     instance.end_first_token(self.telemetry)
                     request.deliver(token)
                     self.state.note_token(request)

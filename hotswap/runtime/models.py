@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import anyio
-from anyio import to_thread
 
+from hotswap.checks import check_seconds
 from hotswap.engine import SupportsPreload
-from hotswap.errors import ConfigError, InvalidRequest, ModelTooLarge, PromptTooLong, UnknownModel
+from hotswap.errors import ConfigError, ModelTooLarge, PromptTooLong, UnknownModel
 from hotswap.model import Model, ModelCard
 from hotswap.request import ModelId, Request
 from hotswap.runtime.adapters import Adapters
-from hotswap.runtime.checks import check_seconds
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
+from hotswap.runtime.texts import Texts
 from hotswap.store import SupportsImport, SupportsTokenizer
-from hotswap.text import TextStream, Tokenizer
 
 __all__ = ["Models"]
 
@@ -32,14 +31,17 @@ class Models:
 
     Args:
         state: Of the fleet.
+        texts: Gets each model's tokenizer.
         swaps: Unloads a model that is removed.
         adapters: Those of a model are removed with it.
         lifetime: Of the fleet, which bounds both verbs.
     """
 
-    def __init__(self, state: FleetState, swaps: Swaps, adapters: Adapters, lifetime: Lifetime) -> None:
-        self._state, self._swaps, self._adapters, self._lifetime = state, swaps, adapters, lifetime
-        self._tokenizers: dict[ModelId, Tokenizer] = {}
+    def __init__(
+        self, state: FleetState, texts: Texts, swaps: Swaps, adapters: Adapters, lifetime: Lifetime
+    ) -> None:
+        self._state, self._texts, self._lifetime = state, texts, lifetime
+        self._swaps, self._adapters = swaps, adapters
         self._adding: set[ModelId] = set()
 
     def __len__(self) -> int:
@@ -122,7 +124,7 @@ class Models:
             state.add_model(registered, card)
             raise
         self._adapters.forget(name)
-        self._tokenizers.pop(name, None)
+        self._texts.forget(name)
         state.remove_model(name)
 
     async def _read(self, model: Model) -> ModelCard:
@@ -133,7 +135,7 @@ class Models:
         if isinstance(store, SupportsTokenizer):
             tokenizer = await store.tokenizer(name)
             if tokenizer is not None:
-                self._tokenizers[name] = tokenizer
+                self._texts.use(name, tokenizer)
         return card
 
     # ------------------------------------------------------------------ removal
@@ -159,37 +161,6 @@ class Models:
                 await found.engine.drop_preload()
 
     # ------------------------------------------------------------------ requests
-
-    async def encode(self, model: ModelId, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Return a prompt as token ids.
-
-        Raises:
-            InvalidRequest: it is text, and the model has no tokenizer, or it is neither text nor numbers.
-        """
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        tokenizer = self._tokenizers.get(model)
-        if tokenizer is None:
-            raise InvalidRequest(f"Model {model!r} has no tokenizer; give the prompt as token ids.")
-        return tuple(await to_thread.run_sync(tokenizer.encode, prompt))
-
-    def text_stream(self, request: Request) -> TextStream | None:
-        """Return what turns the request's tokens into text, `None` without a tokenizer.
-
-        Raises:
-            InvalidRequest: it has stop strings, and the model has no tokenizer.
-        """
-        sampling = request.sampling
-        tokenizer = self._tokenizers.get(request.model)
-        if tokenizer is not None:
-            return TextStream(
-                tokenizer, prompt=request.prompt, stop=sampling.stop, min_tokens=sampling.min_tokens
-            )
-        if sampling.stop:
-            raise InvalidRequest(
-                f"Model {request.model!r} has no tokenizer to match stop strings with; use stop_token_ids."
-            )
-        return None
 
     def check_servable(self, request: Request) -> None:
         """Refuse at once what could never be served.

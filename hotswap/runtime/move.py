@@ -20,12 +20,12 @@ import anyio
 
 from hotswap import telemetry as tm
 from hotswap.action import MigrationMethod
+from hotswap.checks import check_counts, check_positive_seconds
 from hotswap.errors import ConfigError, MigrationAborted, RequestEvicted
 from hotswap.migration import KVSink, KVSource, SupportsMigration
 from hotswap.request import Request, RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.adapter_cache import AdapterCaches
-from hotswap.runtime.checks import check_counts, check_positive_seconds
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
 from hotswap.telemetry import Telemetry

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import anyio
 
 from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
+from hotswap.checks import check_seconds
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
 from hotswap.request import ModelId, RequestId
@@ -16,7 +17,6 @@ from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Admission
-from hotswap.runtime.checks import check_seconds
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.moves import Moves
 from hotswap.runtime.state import Change, FleetState

@@ -20,11 +20,11 @@ from opentelemetry.trace import Span, format_trace_id
 
 from hotswap import telemetry as tm
 from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
+from hotswap.checks import check_positive_seconds
 from hotswap.engine import Engine, SupportsPreload
 from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, SwapFailed
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.request import ModelId
-from hotswap.runtime.checks import check_positive_seconds
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
 from hotswap.store import (

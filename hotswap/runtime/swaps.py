@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 
 from hotswap.action import SwapRecord
+from hotswap.checks import check_counts
 from hotswap.errors import ConfigError, InstanceLost, LoadsExhausted, SwapFailed
 from hotswap.request import ModelId
 from hotswap.runtime.admission import Admission
-from hotswap.runtime.checks import check_counts
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import Change, FleetState
 from hotswap.runtime.swap import SwapJob, SwapLimits

@@ -20,10 +20,11 @@ from hotswap.backends.sim import SimEngine
 from hotswap.errors import HotswapError
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
-from hotswap.request import RequestId, Sampling
+from hotswap.request import RequestId
 from hotswap.router import Router
 from hotswap.runtime import Fleet
 from hotswap.runtime.move import MigrationLimits
+from hotswap.sampling import Sampling
 from hotswap.scheduler import Scheduler
 from hotswap.simulation.cluster import Cluster
 from hotswap.simulation.events import EventEngine, EventFleet, SimulatedRequest

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hotswap.request import AdapterId, ModelId, Request, RequestId, Sampling
+from hotswap.request import AdapterId, ModelId, Request, RequestId
+from hotswap.sampling import Sampling
 from hotswap.view import (
     AdapterView,
     FleetView,

@@ -25,6 +25,7 @@ NAMES = {
         "InstanceId",
         "InstanceState",
         "InstanceView",
+        "InvalidRequest",
         "MigrationLimits",
         "MigrationMethod",
         "MigrationOutcome",
@@ -34,6 +35,8 @@ NAMES = {
         "ModelView",
         "Models",
         "PhaseRecord",
+        "PromptLogprobs",
+        "PromptTooLong",
         "Request",
         "RequestId",
         "Residency",
@@ -46,6 +49,8 @@ NAMES = {
         "SwapRecord",
         "TierView",
         "Token",
+        "TokenLogprob",
+        "Usage",
         "WaitingView",
     ],
     "hotswap.abc": [
@@ -84,6 +89,7 @@ NAMES = {
         "Mover",
         "PinAdapters",
         "Prefetch",
+        "PromptLogprobs",
         "Rank",
         "Request",
         "RequestId",
@@ -110,6 +116,7 @@ NAMES = {
         "TextStream",
         "TierView",
         "Token",
+        "TokenLogprob",
         "TokenQueue",
         "TokenStream",
         "Tokenizer",
@@ -242,8 +249,9 @@ def test_public_names_are_pinned_and_sorted(public: str) -> None:
 def test_every_error_is_public_and_has_one_home() -> None:
     classes = [value for value in vars(errors).values() if inspect.isclass(value)]
     assert sorted(cls.__name__ for cls in classes if cls.__module__ == errors.__name__) == errors.__all__
-    # What every caller of a fleet catches is at hand beside the fleet, too.
-    assert set(errors.__all__) & {*hotswap.__all__, *abc.__all__} == {"HotswapError"}
+    # What every caller of a fleet catches is beside the fleet, too.
+    caught = {"HotswapError", "InvalidRequest", "PromptTooLong"}
+    assert set(errors.__all__) & {*hotswap.__all__, *abc.__all__} == caught
 
 
 def test_interfaces_and_errors_come_with_the_package() -> None:

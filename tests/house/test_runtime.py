@@ -14,8 +14,9 @@ import pytest
 from tests.house.tree import PACKAGE, name
 
 MAX_FLEET_LINES = 400
-# Fewer lines than before the state of a fleet had one owner.
-MAX_LINES = 7_676
+# 7,676 when the state of a fleet got one owner; 200 more for what requests may ask for and are told.
+# Raise it for what is added, never for how.
+MAX_LINES = 7_880
 MAX_CALLBACKS = 15
 
 RUNTIME, SIMULATION = PACKAGE / "runtime", PACKAGE / "simulation"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from anyio import to_thread
 
 from hotswap import Fleet, FleetStream, ModelId, Sampling, Token
-from hotswap.abc import Tokenizer, WrapperStore
+from hotswap.abc import Tokenizer, WeightStore, WrapperStore
+from hotswap.errors import InvalidRequest
 from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import Idle, expected, idle, sim_fleet, store_of
 
@@ -20,16 +24,20 @@ LETTERS = "abcdé€𝄞 ".encode()
 class Bytes:
     """One token is one byte, so that a character may take up to four tokens."""
 
-    def encode(self, text: str) -> Sequence[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         return [LETTERS.index(byte) + 1 for byte in text.encode()]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(LETTERS[token % len(LETTERS)] for token in tokens).decode(errors="replace")
 
 
 class WithTokenizer(WrapperStore):
+    def __init__(self, store: WeightStore, tokenizer: Tokenizer | None = None) -> None:
+        super().__init__(store)
+        self._tokenizer = tokenizer or Bytes()
+
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
-        return Bytes()
+        return self._tokenizer
 
 
 @asynccontextmanager
@@ -81,16 +89,110 @@ async def test_a_stop_string_that_lies_across_a_swap_ends_the_text_before_it(aft
             assert all(token.finish_reason is None for token in tokens[:-1])
 
 
-async def test_a_text_prompt_is_encoded_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[str] = []
-    run_sync = to_thread.run_sync
+class Noting(Bytes):
+    """Notes the threads that encode."""
 
-    async def recording(function, *args):  # type: ignore[no-untyped-def]
-        encoded.append(function.__name__)
-        return await run_sync(function, *args)
+    def __init__(self) -> None:
+        self.threads: list[int] = []
 
-    monkeypatch.setattr(to_thread, "run_sync", recording)
-    async with sim_fleet("a", store=WithTokenizer(store_of("a"))) as fleet:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        self.threads.append(threading.get_ident())
+        return super().encode(text)
+
+
+async def test_texts_are_encoded_off_the_loop_though_callers_hold_every_thread() -> None:
+    tokenizer = Noting()
+    async with (
+        sim_fleet("a", store=WithTokenizer(store_of("a"), tokenizer)) as fleet,
+        AsyncExitStack() as held,
+    ):
+        limiter = to_thread.current_default_thread_limiter()
+        for borrower in range(int(limiter.total_tokens)):
+            limiter.acquire_on_behalf_of_nowait(borrower)
+            held.callback(limiter.release_on_behalf_of, borrower)
         done = await fleet.generate("a", "abcd", Sampling(max_tokens=3, ignore_eos=True))
     assert len(done.tokens) == 3
-    assert encoded == ["encode"]
+    assert tokenizer.threads
+    assert threading.get_ident() not in tokenizer.threads
+
+
+async def test_an_end_token_has_no_text_unless_it_is_asked_for() -> None:
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"))) as fleet:
+        free = await fleet.generate("a", PROMPT, Sampling(max_tokens=8, ignore_eos=True))
+        end = free.tokens[3].id
+        stop = Sampling(max_tokens=8, ignore_eos=True, stop_token_ids=(end,))
+        cut = await fleet.generate("a", PROMPT, stop)
+        kept = await fleet.generate("a", PROMPT, replace(stop, include_stop=True))
+    first = next(at for at, token in enumerate(free.tokens) if token.id == end)
+    letters = Bytes()
+    ids = [token.id for token in free.tokens]
+    assert cut.text == letters.decode(ids[:first])
+    assert kept.text == letters.decode(ids[: first + 1])
+    assert cut.matched_stop == kept.matched_stop == end
+    assert cut.finish_reason == "stop"
+    assert [token.id for token in cut.tokens] == ids[: first + 1]
+
+
+async def test_a_completion_tells_what_it_was() -> None:
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"))) as fleet:
+        whole = await fleet.generate("a", PROMPT, Sampling(max_tokens=8, ignore_eos=True))
+        letter = whole.text[3]
+        done = await fleet.generate("a", PROMPT, Sampling(max_tokens=8, ignore_eos=True, stop=letter))
+        async with fleet.stream("a", PROMPT, Sampling(max_tokens=8, ignore_eos=True)) as stream:
+            assert (stream.finish_reason, stream.ttft_s) == (None, None)
+            same = await stream.complete()
+            assert stream.usage == same.usage
+    assert done.matched_stop == letter
+    assert done.text == whole.text[: whole.text.index(letter)]
+    assert whole.usage.prompt_tokens == 3
+    assert whole.usage.generated_tokens == 8
+    assert whole.usage.total_tokens == 11
+    assert whole.matched_stop is None
+    assert whole.seed is None
+    assert [hop.instance for hop in whole.hops] == ["e0"]
+    assert 0 < whole.queue_s < whole.ttft_s  # the model had to be loaded first
+    assert same.tokens == whole.tokens
+
+
+async def test_an_unseeded_request_draws_its_seed_once_and_tells_it() -> None:
+    sampling = Sampling(max_tokens=8, ignore_eos=True, temperature=1.0)
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"))) as fleet:
+        some = [await fleet.generate("a", PROMPT, sampling) for _ in range(4)]
+        again = await fleet.generate("a", PROMPT, replace(sampling, seed=some[0].seed))
+    assert len({done.seed for done in some}) == len({done.text for done in some}) == 4
+    assert again.tokens == some[0].tokens
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[[0, 1]], [0.5], None, ["a"], {"input_ids": [1]}, "a\ud800b", b"ab", [True], [-1], [2**40], [], "", 5],
+    ids=repr,
+)
+async def test_a_prompt_that_is_neither_text_nor_tokens_is_refused(prompt: Any) -> None:
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"))) as fleet:
+        with pytest.raises(InvalidRequest, match="prompt"):
+            await fleet.generate("a", prompt)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"model": 5}, {"model": ["a"]}, {"adapter": 3}, {"sampling": {"n": 1}}], ids=repr
+)
+async def test_an_argument_of_another_type_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    async with sim_fleet("a") as fleet:
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            await fleet.generate(**{"model": "a", "prompt": PROMPT} | wrong)
+
+
+async def test_only_the_end_of_a_long_prompt_is_kept_where_asked() -> None:
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"))) as fleet:
+        sampling = Sampling(max_tokens=1, truncate_prompt_tokens=2)
+        for prompt, kept in (("abcd", (3, 4)), ((7, 8, 9), (8, 9)), ((9,), (9,))):
+            async with fleet.stream("a", prompt, sampling) as stream:
+                assert stream.request.prompt == kept
+
+
+async def test_as_many_tokens_as_fit_can_be_asked_for() -> None:
+    async with sim_fleet("a", store=store_of("a", context=64)) as fleet:
+        done = await fleet.generate("a", PROMPT, Sampling(max_tokens=None, ignore_eos=True))
+    assert done.usage.total_tokens == 64
+    assert done.finish_reason == "length"

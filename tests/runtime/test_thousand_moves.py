@@ -39,10 +39,10 @@ METHODS: tuple[MigrationMethod, ...] = ("kv", "kv", "tokens")
 class Letters:
     """One token is one of five letters, so that stop strings of a few letters do occur."""
 
-    def encode(self, text: str) -> Sequence[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         return ["abcde".index(letter) for letter in text]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join("abcde"[token % 5] for token in tokens)
 
 

@@ -34,7 +34,7 @@ class SimGeneration:
         )
         self._salt = int.from_bytes(digest.digest(), "little")
         if sampling.temperature > 0:
-            self._salt = _mixed(self._salt, sampling.seed + 1)
+            self._salt = _mixed(self._salt, (sampling.seed or 0) + 1)
         self._request = request
         self._vocabulary = vocabulary
         self._max_context_tokens = model.max_context_tokens

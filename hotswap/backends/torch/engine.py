@@ -60,6 +60,18 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
     InstanceState.DRAINING,
 )
 
+_UNSUPPORTED = (
+    "bad_words",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "forced_end_tokens",
+    "grammar",
+    "logprobs",
+    "min_p",
+    "prompt_logprobs",
+    "suppress_tokens",
+)
+
 
 class _Models:
     """The models of an engine.
@@ -529,6 +541,7 @@ class TorchEngine(Engine):
             vocabulary=model.vocabulary,
             kv_tokens=self._models.num_blocks * self._kv.block_tokens,
             no_grammar="the torch engine has none; ask a VllmEngine",
+            unsupported=_UNSUPPORTED,
         )
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open(request)

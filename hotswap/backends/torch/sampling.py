@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hotswap.request import Sampling
+from hotswap.sampling import Sampling
 
 __all__ = ["Sampler", "choose"]
 
@@ -58,7 +58,9 @@ class Sampler:
             _top_k(logits.div_(self._sampling.temperature), self._sampling.top_k), self._sampling.top_p
         )
         # The largest of logits plus Gumbel noise is a draw from the softmax (Maddison et al., 2014).
-        return int((scaled + _gumbel(len(scaled), self._sampling.seed, index).to(scaled.device)).argmax())
+        return int(
+            (scaled + _gumbel(len(scaled), self._sampling.seed or 0, index).to(scaled.device)).argmax()
+        )
 
     def _forbids_stop(self, index: int) -> bool:
         return bool(self._stop_ids) and index < self._sampling.min_tokens

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TypeVar, cast
+from dataclasses import fields as fields_of
+from typing import Any, TypeVar, cast
 
-from hotswap.backends.stores.fields import LARGEST, Fields, parse_object
+from hotswap.backends.stores.fields import Fields, parse_object
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.errors import HotswapError, InstanceLost, InvalidRequest, MigrationAborted, StoreError
 from hotswap.migration import KVLayout
-from hotswap.request import AdapterId, ModelId, Request, RequestId, Sampling
+from hotswap.request import AdapterId, ModelId, Request, RequestId
+from hotswap.sampling import Sampling
 
 __all__ = [
     "Message",
@@ -37,7 +39,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-_VERSION = 2
+_VERSION = 3
 _TOKEN_BYTES = 8
 
 
@@ -180,31 +182,11 @@ def request_of(message: Message, tokens: tuple[int, ...]) -> Request:
 
 
 def _sampling(fields: Fields) -> Sampling:
-    return Sampling(
-        max_tokens=_one(fields, "max_tokens", int),
-        min_tokens=_one(fields, "min_tokens", int),
-        temperature=_number(fields, "temperature"),
-        top_k=_one(fields, "top_k", int),
-        top_p=_number(fields, "top_p"),
-        repetition_penalty=_number(fields, "repetition_penalty"),
-        presence_penalty=_number(fields, "presence_penalty"),
-        frequency_penalty=_number(fields, "frequency_penalty"),
-        logit_bias=tuple(_bias(fields, pair) for pair in _list(fields, "logit_bias")),
-        seed=_one(fields, "seed", int),
-        stop=tuple(_items(fields, "stop", str)),
-        stop_token_ids=tuple(_items(fields, "stop_token_ids", int)),
-        ignore_eos=_one(fields, "ignore_eos", bool),
-        json_schema=_one(fields, "json_schema", str),
-        regex=_one(fields, "regex", str),
-    )
-
-
-def _bias(fields: Fields, pair: object) -> tuple[int, float]:
-    match pair:
-        case [int(token), int() | float() as bias] if abs(bias) < LARGEST:
-            return token, float(bias)
-        case _:
-            raise fields.wrong(f"{pair!r} is no token with a bias")
+    """Decode sampling parameters; `Sampling` itself checks each."""
+    names = {field.name for field in fields_of(Sampling)}
+    if fields.raw.keys() != names:
+        raise fields.wrong(f"it has the parameters {sorted(fields.raw)}, not {sorted(names)}")
+    return Sampling(**{name: cast("Any", fields.get(name)) for name in names})
 
 
 def layout_fields(layout: KVLayout) -> dict[str, object]:
@@ -246,22 +228,8 @@ def _one(fields: Fields, name: str, kind: type[_T]) -> _T:
     return value
 
 
-def _items(fields: Fields, name: str, kind: type[_T]) -> Iterator[_T]:
-    for value in _list(fields, name):
-        if type(value) is not kind:
-            raise fields.wrong(f"{value!r} in the field {name!r} is no {kind.__name__}")
-        yield value
-
-
 def _list(fields: Fields, name: str) -> list[object]:
     value = fields.get(name)
     if not isinstance(value, list):
         raise fields.wrong(f"the field {name!r} is {value!r}, which is no list")
     return cast("list[object]", value)
-
-
-def _number(fields: Fields, name: str) -> float:
-    value = fields.get(name)
-    if type(value) is int and abs(value) < LARGEST:
-        return float(value)
-    return _one(fields, name, float)

@@ -46,6 +46,18 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
     InstanceState.DRAINING,
 )
 
+_UNSUPPORTED = (
+    "bad_words",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "forced_end_tokens",
+    "grammar",
+    "logprobs",
+    "min_p",
+    "prompt_logprobs",
+    "suppress_tokens",
+)
+
 
 class VllmEngine(Engine):
     """An instance that serves through vLLM: production kernels, batching and parallelism, one core at a time.
@@ -356,6 +368,7 @@ class VllmEngine(Engine):
             vocabulary=core.vocabulary,
             kv_tokens=core.num_blocks * core.block_tokens,
             no_grammar=_no_grammar(core, request),
+            unsupported=_UNSUPPORTED,
         )
         adapter = self._adapters.use(request.adapter)
         stream = self._streams.open(request)

@@ -18,7 +18,8 @@ from hotswap.backends.vllm.inside.resume import RESUMED
 from hotswap.backends.vllm.names import named
 from hotswap.errors import InstanceError, InvalidRequest
 from hotswap.model import ModelCard
-from hotswap.request import Request, RequestId, Sampling, Token
+from hotswap.request import Request, RequestId, Token
+from hotswap.sampling import Sampling
 from hotswap.stream import TokenQueue
 
 __all__ = ["Stream", "Streams", "sampling_params"]

@@ -24,7 +24,8 @@ from hotswap.backends.vllm.migration import (
 from hotswap.backends.vllm.streams import Stream, sampling_params
 from hotswap.errors import HotswapError, InstanceLost, MigrationAborted
 from hotswap.model import ModelCard
-from hotswap.request import Request, RequestId, Sampling
+from hotswap.request import Request, RequestId
+from hotswap.sampling import Sampling
 from hotswap.view import InstanceId
 
 __all__ = ["try_core"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hotswap.request import ModelId, Sampling
+from hotswap.request import ModelId
 from hotswap.runtime.core import Core
+from hotswap.sampling import Sampling
 from hotswap.simulation.events.request import RequestListener, SimulatedRequest
 
 __all__ = ["EventFleet"]

@@ -12,7 +12,8 @@ import anyio
 from hotswap.engine import Engine, SupportsAdapters
 from hotswap.errors import InstanceLost, RequestEvicted
 from hotswap.model import Adapter, Model, ModelCard
-from hotswap.request import ModelId, Request, RequestId, Sampling, Token
+from hotswap.request import ModelId, Request, RequestId, Token
+from hotswap.sampling import Sampling
 from hotswap.store import WeightStore
 from hotswap.testing.conformance.suite import Suite, until
 from hotswap.view import InstanceState

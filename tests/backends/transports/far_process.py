@@ -20,9 +20,6 @@ from tests.backends.torch.zoo import make_model
 def request_from(message: bytes) -> Request:
     fields: dict[str, Any] = json.loads(message)
     sampling: dict[str, Any] = fields.pop("sampling")
-    for name in ("stop", "stop_token_ids"):
-        sampling[name] = tuple(sampling[name])
-    sampling["logit_bias"] = tuple(map(tuple, sampling["logit_bias"]))
     for name in ("prompt", "generated"):
         fields[name] = tuple(fields[name])
     return Request(**fields, sampling=Sampling(**sampling))

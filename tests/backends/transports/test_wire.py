@@ -17,7 +17,9 @@ from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.errors import InstanceLost, MigrationAborted, UnknownAdapter
 from tests.backends.transports.recording import LAYOUT
 
-TOKENS = st.lists(st.integers(0, 2**40), max_size=50).map(tuple)
+IDS = st.integers(0, 2**31 - 1)
+TOKENS = st.lists(IDS, max_size=50).map(tuple)
+VALID_TEXT = st.text(st.characters(codec="utf-8"))
 SAMPLINGS = st.builds(
     Sampling,
     max_tokens=st.integers(3, 10**6),
@@ -25,17 +27,31 @@ SAMPLINGS = st.builds(
     temperature=st.floats(0, 100) | st.just(1),
     top_k=st.integers(0, 100),
     top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
     repetition_penalty=st.floats(0.1, 10),
     presence_penalty=st.floats(-2, 2) | st.just(1),
     frequency_penalty=st.floats(-2, 2),
-    logit_bias=st.lists(st.tuples(st.integers(0, 2**40), st.floats(-100, 100)), max_size=3).map(tuple),
-    seed=st.integers(-(2**64), 2**64),
+    logit_bias=st.dictionaries(IDS, st.floats(-100, 100), max_size=3),
+    suppress_tokens=TOKENS,
+    begin_suppress_tokens=TOKENS,
+    forced_end_tokens=TOKENS,
+    bad_words=st.lists(st.text(min_size=1), max_size=3),
+    bad_words_ids=st.lists(TOKENS.filter(bool), max_size=3),
+    seed=st.none() | st.integers(-(2**63), 2**64 - 1),
     stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
     stop_token_ids=TOKENS,
     ignore_eos=st.booleans(),
+    include_stop=st.booleans(),
+    skip_special_tokens=st.booleans(),
+    truncate_prompt_tokens=st.none() | st.integers(1, 100),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    logprobs_of=st.sampled_from(["raw", "sampled"]),
 )
-GRAMMARS = st.builds(Sampling, regex=st.text()) | st.builds(
-    Sampling, json_schema=st.dictionaries(st.text(), st.integers()).map(json.dumps)
+GRAMMARS = (
+    st.builds(Sampling, regex=VALID_TEXT)
+    | st.builds(Sampling, grammar=VALID_TEXT)
+    | st.builds(Sampling, json_schema=st.dictionaries(VALID_TEXT, st.integers()))
 )
 REQUESTS = st.builds(
     Request,

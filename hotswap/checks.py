@@ -1,0 +1,135 @@
+"""Checks of values that callers give.
+
+Each error names its argument, shows a bounded part of the value, and says what fits.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Iterable, Mapping
+from typing import SupportsFloat, SupportsIndex, TypeGuard
+
+from hotswap.errors import HotswapError, InvalidRequest
+
+__all__ = [
+    "check_counts",
+    "check_names",
+    "check_positive_seconds",
+    "check_priority",
+    "check_seconds",
+    "shown",
+    "to_float",
+    "to_int",
+    "to_token_ids",
+]
+
+# More than any vocabulary has; ids of prompts are also compared with the model's own.
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def check_seconds(error: type[HotswapError], **seconds: object) -> None:
+    """Raise an error that names the argument unless each is `None`, or a number of seconds from 0 on."""
+    for name, value in seconds.items():
+        if value is not None and not (_is_number(value) and value >= 0):
+            raise error(f"{name} is {shown(value)}; give seconds from 0 on, or None for no limit.")
+
+
+def check_positive_seconds(error: type[HotswapError], **seconds: object) -> None:
+    """Raise an error that names the argument unless each is a number of seconds over 0."""
+    for name, value in seconds.items():
+        if not (_is_number(value) and value > 0):
+            raise error(f"{name} is {shown(value)}; give seconds over 0 (inf is no limit).")
+
+
+def check_counts(error: type[HotswapError], least: int, **counts: object) -> None:
+    """Raise an error that names the argument unless each is a whole number from `least` on."""
+    for name, value in counts.items():
+        if not (isinstance(value, int) and _is_number(value) and value >= least):
+            raise error(f"{name} is {shown(value)}; give a whole number from {least} on.")
+
+
+def check_priority(error: type[HotswapError], priority: object) -> None:
+    """Raise an error unless a priority is a whole number between -1,000 and 1,000."""
+    if not (isinstance(priority, int) and _is_number(priority) and -1000 <= priority <= 1000):
+        raise error(f"priority is {shown(priority)}; give a whole number between -1000 and 1000.")
+
+
+def check_names(**names: object) -> None:
+    """Raise `InvalidRequest` unless each is a string, or `None`."""
+    for name, value in names.items():
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequest(f"{name} is {shown(value)}; give its name, a string.")
+
+
+def to_int(name: str, value: object, least: int, most: int) -> int:
+    """Return a whole number between `least` and `most`; integers of NumPy and the like are converted.
+
+    Raises:
+        InvalidRequest: it is no whole number (a float or a bool is none), or out of range.
+    """
+    if type(value) is int or (not isinstance(value, bool) and isinstance(value, SupportsIndex)):
+        number = _index(value)
+        if number is not None and least <= number <= most:
+            return number
+    raise InvalidRequest(f"{name} is {shown(value)}; give a whole number from {least} to {most}.")
+
+
+def to_float(name: str, value: object, least: float, most: float, *, above: bool = False) -> float:
+    """Return a number between `least` and `most` as a float; with `above`, `least` itself is out of range.
+
+    Raises:
+        InvalidRequest: it is no number, not finite, or out of range.
+    """
+    if type(value) is float or (
+        not isinstance(value, bool | str | bytes) and isinstance(value, SupportsFloat | SupportsIndex)
+    ):
+        try:
+            number = float(value)
+        except (OverflowError, TypeError, ValueError):  # an int of too many digits, an array of several
+            number = math.nan
+        if least <= number <= most and not (above and number == least):
+            return number
+    begin = f"over {least:g}" if above else f"from {least:g}"
+    raise InvalidRequest(f"{name} is {shown(value)}; give a finite number {begin} to {most:g}.")
+
+
+def to_token_ids(name: str, value: object, *, most: int | None = None) -> tuple[int, ...]:
+    """Return token ids, given as a flat sequence of whole numbers (a NumPy array or a tensor is one).
+
+    Raises:
+        InvalidRequest: it is none, or longer than `most`.
+    """
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} is {shown(value)}; give a flat list of token ids.")
+    ids = tuple(value)
+    if most is not None and len(ids) > most:
+        raise InvalidRequest(f"{name} has {len(ids):,} entries; give at most {most:,}.")
+    if all(type(id) is int for id in ids) and (not ids or 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID):
+        return ids  # checked in C: prompts are long
+    return tuple(to_int(f"{name}[{at}]", id, 0, MAX_TOKEN_ID) for at, id in enumerate(ids))
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: at most about 80 characters, whatever it is."""
+    if isinstance(value, str | bytes | bytearray) and len(value) > 80:
+        return f"{value[:80]!r}... ({len(value):,} long)"
+    try:
+        text = repr(value)
+    except Exception:  # an int of too many digits, or a fault of the value's own
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _index(value: SupportsIndex) -> int | None:
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError):  # a tensor or an array of several numbers, or of floats
+        return None
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max or value == math.inf

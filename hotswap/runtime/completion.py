@@ -1,0 +1,60 @@
+"""What a whole generation gives, and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotswap.request import FinishReason, PromptLogprobs, Token
+from hotswap.runtime.active import Hop
+
+__all__ = ["Completion", "Usage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """How many tokens a request had.
+
+    Attributes:
+        prompt_tokens: Those of its prompt, start tokens included.
+        generated_tokens: Those generated, the end token included.
+        reused_tokens: How many of the prompt's an engine had computed before, for another request.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+    reused_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the prompt and of the generation."""
+        return self.prompt_tokens + self.generated_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole generation.
+
+    Attributes:
+        text: Its text; empty without a tokenizer.
+        tokens: Its tokens, each with its own part of the text.
+        finish_reason: `"stop"` for an end token or a stop string, `"length"` for `max_tokens` or the end of
+            the context.
+        matched_stop: The stop string, or the end token, that ended it; `None` if none did.
+        usage: How many tokens it had.
+        seed: What chance depended on: asking again with it draws the same; `None` of a greedy request.
+        prompt_logprobs: Log-probabilities of the prompt's tokens, if they were asked for.
+        hops: Where it ran, in order, and from which token on.
+        queue_s: Seconds from its arrival until it first ran.
+        ttft_s: Seconds from its arrival to its first token.
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+    seed: int | None
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+    hops: tuple[Hop, ...]
+    queue_s: float
+    ttft_s: float
