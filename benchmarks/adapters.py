@@ -32,8 +32,8 @@ from benchmarks.models import llama_in_engine
 from benchmarks.table import show
 from hotswap import Adapter, AdapterId, InstanceId, ModelId
 from hotswap.backends.notifier import StatusNotifier
-from hotswap.backends.torch.adapters.holder import AdapterHolder
-from hotswap.backends.torch.adapters.places import Place
+from hotswap.backends.torch.adapters.manager import AdapterManager
+from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.adapters.targets import targets
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache
@@ -88,7 +88,9 @@ def _measure_model(model: Any, kinds: Sequence[str], repeats: int) -> dict[str, 
 
 
 async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], repeats: int) -> dict[str, Any]:
-    holder = AdapterHolder(InstanceId("e0"), CPU, most=64, size_bytes=1 << 30, notifier=StatusNotifier())
+    holder = AdapterManager(
+        InstanceId("e0"), CPU, max_adapters=64, size_bytes=1 << 30, notifier=StatusNotifier()
+    )
     holder.serve(ModelId("m"), targets(model, frozenset()))
     first_s = [await _timed(lambda a=adapter: holder.load(a)) for adapter in adapters]  # type: ignore[misc]
     drop_s, files_s, again_s = [], [], []
@@ -99,7 +101,7 @@ async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], re
         files_s.append(await _timed(lambda a=adapter: holder.load(a)))  # type: ignore[misc]
         await holder.drop(AdapterId(adapter.id))
         again_s.append(await _timed(lambda a=adapter: holder.load(a)))  # type: ignore[misc]
-    places: list[Place] = []
+    places: list[AdapterSlot] = []
     for adapter in adapters:
         held = holder.use(AdapterId(adapter.id))
         assert held is not None
@@ -121,7 +123,7 @@ async def _measure(model: Any, adapters: list[Adapter], kinds: Sequence[str], re
     }
 
 
-def _steps(model: Any, places: list[Place], repeats: int, budget: int) -> dict[str, list[float]]:
+def _steps(model: Any, places: list[AdapterSlot], repeats: int, budget: int) -> dict[str, list[float]]:
     """Seconds of steps by number of adapters."""
     blocks_each = (CONTEXT + BUDGET) // BLOCK_TOKENS + 1
     cache = KVCache(NUM_REQUESTS * blocks_each, BLOCK_TOKENS, CPU)
@@ -138,7 +140,7 @@ def _steps(model: Any, places: list[Place], repeats: int, budget: int) -> dict[s
     return seconds
 
 
-def _pieces(places: list[Place], blocks_each: int, budget: int) -> list[Piece]:
+def _pieces(places: list[AdapterSlot], blocks_each: int, budget: int) -> list[Piece]:
     pieces: list[Piece] = []
     for n in range(NUM_REQUESTS):
         place = places[n % len(places)] if places else None
@@ -149,7 +151,7 @@ def _pieces(places: list[Place], blocks_each: int, budget: int) -> list[Piece]:
     return pieces
 
 
-async def _cycles(holder: AdapterHolder, adapters: list[Adapter]) -> dict[str, Any]:
+async def _cycles(holder: AdapterManager, adapters: list[Adapter]) -> dict[str, Any]:
     """Resident memory before and after adapters took turns a thousand times."""
     process = psutil.Process()
     sizes: list[int] = []

@@ -41,8 +41,8 @@ from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
-from hotswap.backends.torch.examine import Verdict, examine
-from hotswap.backends.torch.miniature import CONTEXT, enliven, shrink
+from hotswap.backends.torch.compatibility import Verdict, check_config
+from hotswap.backends.torch.miniature import CONTEXT, randomize, shrink
 from hotswap.errors import HotswapError, UnsupportedModel
 
 __all__ = ["PAGE", "SLICE", "VARIANTS", "Outcome", "Row", "Variant", "cover", "main", "render"]
@@ -168,7 +168,7 @@ def cover(variant: Variant) -> Row:
     if config is None:
         return Row(variant.name, Outcome.UNKNOWN, "its default config contradicts itself")
     try:
-        verdict = examine(json.dumps(config.to_dict(), default=str))
+        verdict = check_config(json.dumps(config.to_dict(), default=str))
     except UnsupportedModel as exc:
         return Row(variant.name, Outcome.REFUSED, _short(exc))
     module = _miniature(config)
@@ -206,7 +206,7 @@ def _miniature(config: Any) -> Any:
         with contextlib.suppress(Exception):
             made = configs[config.model_type].from_dict(small)
             module = models.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
-            enliven(module)
+            randomize(module)
             _generate(module, [5, 6, 7], 2)
             return module
     return None

@@ -20,7 +20,7 @@ import torch
 from benchmarks.command import parser_of, save
 from benchmarks.measure import Summary, machine, ratios, timed_rounds, versions
 from benchmarks.table import show
-from hotswap.backends.torch.linear import product
+from hotswap.backends.torch.linear import invariant_linear
 from hotswap.kernels.fp8_gemm import Fp8Weight, Workspace, dequantize_rows, fp8_linear
 
 ROWS = (1, 4, 16, 128, 512)
@@ -56,9 +56,9 @@ def _measure(shape: tuple[int, int], group: int | None, repeats: int) -> dict[st
         x = torch.randn(num_rows, shape[1]).bfloat16()
         seconds = timed_rounds(
             {
-                "bfloat16": lambda x=x: product(x, dequantized),  # type: ignore[misc]
+                "bfloat16": lambda x=x: invariant_linear(x, dequantized),  # type: ignore[misc]
                 "fp8": lambda x=x: fp8_linear(  # type: ignore[misc]
-                    x, weight, workspace=space, multiply=product
+                    x, weight, workspace=space, multiply=invariant_linear
                 ),
             },
             repeats,

@@ -295,11 +295,11 @@ def _clear(arguments: argparse.Namespace) -> int:
 
 def _models_check(arguments: argparse.Namespace) -> int:
     config = _config_of(arguments.source)
-    from hotswap.backends.torch.examine import Verdict, examine
+    from hotswap.backends.torch.compatibility import Verdict, check_config
 
     served, why = "refused", ""
     try:
-        served = str(examine(config))
+        served = str(check_config(config))
     except UnsupportedModel as exc:
         why = str(exc)
     descriptions = {

@@ -94,7 +94,7 @@ async def _read(store: WeightStore, model: ModelId, run: TimedRun, *, existing: 
 
 
 def _take(size_bytes: int) -> Tensor:
-    return FlatBuffers(torch.device("cpu"), 0).take(size_bytes)
+    return FlatBuffers(torch.device("cpu"), 0).allocate(size_bytes)
 
 
 async def _copy(store: WeightStore, model: ModelId, run: TimedRun) -> None:

@@ -21,7 +21,7 @@ FILES = (
     "tests/kernels/test_processor.py",
     "tests/kernels/test_low_rank.py",
     "tests/backends/torch/test_linear.py",
-    "tests/backends/torch/test_products.py",
+    "tests/backends/torch/test_batch_invariant.py",
     "tests/backends/torch/test_invariance.py",
 )
 
@@ -32,7 +32,7 @@ def test_a_cpu_with_avx2_only_computes_bf16_in_fp32(request: pytest.FixtureReque
     assert not any(name.startswith(("avx512", "amx")) for name in instructions())
     assert not packed_linear.supported(torch.float32)
     assert not multiplies_bf16()
-    assert linear.kernels() == {torch.float32, torch.bfloat16}
+    assert linear.supported_dtypes() == {torch.float32, torch.bfloat16}
     assert not linear._has_kernel(torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""An engine in this process, over PyTorch and transformers: any causal language model, exactly.
+"""An in-process engine on PyTorch and transformers, for any causal language model, with exact outputs.
 
 Tested with torch 2.13 and transformers 5.23.
 """

@@ -1,11 +1,11 @@
-"""What a request becomes inside the engine."""
+"""Converts a `Request` into the `Sequence` that the batcher schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from hotswap.backends.servable import most_tokens
-from hotswap.backends.torch.adapters.places import Place
+from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.prefix import root_key
@@ -19,14 +19,23 @@ def to_sequence(
     request: Request,
     ticket: int,
     model: LoadedModel,
-    adapter: Place | None,
+    adapter: AdapterSlot | None,
     *,
     epoch: int,
     keys_of: Callable[[Request, bytes], tuple[bytes, ...]] | None = None,
 ) -> Sequence:
-    """Return the request as the batcher sees it, to be computed by the weights of load `epoch`.
+    """Return the sequence of a request.
 
-    It goes on after what it has generated. `keys_of` knows the keys of its first blocks, if anyone does.
+    Generation continues after the tokens that the request has generated elsewhere.
+
+    Args:
+        request: The request.
+        ticket: Its number in order of arrival.
+        model: The model that is served.
+        adapter: The slot of its adapter; `None` without one.
+        epoch: The number of the load whose weights compute it.
+        keys_of: Returns the prefix keys of its first blocks, as far as they were computed already, given the
+            request and its root key; `None` if there are none.
     """
     eos = frozenset[int]() if request.sampling.ignore_eos else model.eos_token_ids
     stop_ids = eos | frozenset(request.sampling.stop_token_ids)

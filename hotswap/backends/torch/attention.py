@@ -1,11 +1,11 @@
 """Attention over paged keys and values, called by every layer of an unmodified transformers model.
 
-A step is one row of tokens `[1, T]`, those of a request side by side. Layers reach
-`paged_attention` through transformers' attention interface; which step they belong to is known by a context
-variable, so that any number of engines can step on threads of their own.
+A step is one row of tokens `[1, T]`; the tokens of a request are contiguous. Layers call `paged_attention`
+through transformers' attention interface. A context variable holds the current step, so that several
+engines can run steps on their own threads.
 
-On a CPU a kernel of hotswap's own reads the blocks where they lie, and gives a row the same bits whatever
-shares its batch and however its prompt was cut (`hotswap.kernels.paged_attention`). On other devices the
+On a CPU a kernel of hotswap reads the KV blocks in place. The bits of a row depend neither on the rest of the
+batch nor on how its prompt was cut into chunks (`hotswap.kernels.paged_attention`). On other devices the
 blocks of a segment are gathered, and PyTorch multiplies them.
 """
 
@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hotswap.backends.torch.adapters.plan import Adaptation
-from hotswap.backends.torch.kv import KVCache, lines_of
+from hotswap.backends.torch.kv import KVCache, head_block_indices
 from hotswap.errors import UnsupportedModel
 from hotswap.kernels.paged_attention import DTYPES, Rows, Seen, attend
 
@@ -44,8 +44,8 @@ IMPLEMENTATION = "hotswap_paged"
 # Scores of one tile of queries, in elements: 16 MiB of fp32.
 _TILE_SCORES = 4 << 20
 
-# Arguments that models pass along and that change nothing here.
-_HARMLESS = frozenset(
+# Arguments that models pass and that have no effect here.
+_IGNORED_ARGUMENTS = frozenset(
     {
         "cache_position",
         "dropout",
@@ -65,10 +65,10 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class MaskPattern:
-    """Which keys a query may see, as a function of absolute positions, for the layers that share it.
+    """The attention mask of one kind of layers, as a function of absolute positions.
 
-    transformers would build a mask of the row as if it were one sequence. It is asked for the *function*
-    instead, so that windows and chunks are the model's own and need no reading of configs.
+    transformers would build the mask of a row as if the row were one sequence. hotswap takes transformers'
+    mask *function* instead, so that windows and chunks are the model's own and no config is parsed for them.
     """
 
     def __init__(self, function: MaskFunction) -> None:
@@ -77,7 +77,7 @@ class MaskPattern:
         self._seen: Seen | None = None
 
     def hidden(self, segment: Segment, first: int, last: int, num_keys: int) -> Tensor:
-        """Return `[n, 1, last - first, 1, num_keys]`: what these queries of each request may not see."""
+        """Return `[n, 1, last - first, 1, num_keys]` bools: the keys that are masked for these queries."""
         hidden = self._hidden.get((segment.start, first, num_keys))
         if hidden is None:
             hidden = ~self.visible(segment.positions[:, first:last], num_keys)[:, None, :, None]
@@ -85,13 +85,13 @@ class MaskPattern:
         return hidden
 
     def seen(self, paged: Paged) -> Seen:
-        """Return what each row of a step may see; the pattern is one step's."""
+        """Return the key range and the mask of each row of a step. Cached: a pattern is used in one step."""
         if self._seen is None:
             self._seen = _seen(self, paged)
         return self._seen
 
     def visible(self, positions: Tensor, num_keys: int) -> Tensor:
-        """Return `[..., num_keys]` bools for queries at `[...]` positions."""
+        """Return `[..., num_keys]` bools: the keys that queries at `[...]` positions attend to."""
         queries = positions[..., None]
         keys = torch.arange(num_keys, device=queries.device)
         zero = torch.zeros((), dtype=torch.long, device=queries.device)
@@ -99,7 +99,7 @@ class MaskPattern:
 
 
 def _seen(pattern: MaskPattern, paged: Paged) -> Seen:
-    """Ask a pattern about each part of a step. Most let a query see all from one key to another."""
+    """Evaluate a pattern for each part of a step; most patterns are one contiguous key range per query."""
     firsts, lasts, hidden = list[Tensor](), list[Tensor](), list[Tensor]()
     all_in_one = True
     for positions in paged.parts:
@@ -111,23 +111,23 @@ def _seen(pattern: MaskPattern, paged: Paged) -> Seen:
         firsts.append(first)
         lasts.append(last)
         hidden.append(~visible)
-    mask = None if all_in_one else _beneath(hidden)
+    mask = None if all_in_one else _stack_padded(hidden)
     return Seen(torch.cat(firsts).int(), torch.cat(lasts).int(), mask)
 
 
-def _beneath(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices one beneath the other, filled up on the right."""
+def _stack_padded(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate matrices along the rows, padded on the right to the widest."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paged:
-    """The rows of a step as the kernel for CPUs takes them.
+    """The rows of a step in the form that the CPU kernel takes.
 
     Attributes:
-        rows: Where the blocks of each row's request lie.
-        parts: The positions of all rows, in their order, in parts that are asked about together.
+        rows: The block tables of the rows' requests.
+        parts: The positions of all rows, in order, in parts for which the mask is evaluated at once.
     """
 
     rows: Rows
@@ -136,12 +136,12 @@ class Paged:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Requests with the same number of query rows, which lie one after the other.
+    """Requests with the same number of query rows, contiguous in the step.
 
     Attributes:
         start: The first row of the segment.
-        tables: The blocks of each request.
-        num_blocks: What each is padded to with block 0.
+        tables: The block table of each request.
+        num_blocks: The length to which each table is padded with block 0.
         positions: `[n, m]`, the absolute position of each query.
         ends: The greatest position plus one among the first *i* + 1 queries, on the host.
     """
@@ -151,47 +151,47 @@ class Segment:
     num_blocks: int
     positions: Tensor
     ends: tuple[int, ...]
-    _lines: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _block_indices: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
-    def lines(self, heads: int) -> Tensor:
-        """`[n * heads * num_blocks]`: where each head's blocks lie in pools of so many heads."""
-        lines = self._lines.get(heads)
-        if lines is None:
+    def block_indices(self, heads: int) -> Tensor:
+        """Return `[n * heads * num_blocks]`: the index of each head's blocks in pools with `heads` heads."""
+        indices = self._block_indices.get(heads)
+        if indices is None:
             padded = [[*table, *[0] * (self.num_blocks - len(table))] for table in self.tables]
             table = torch.tensor(padded, device=self.positions.device)
-            lines = self._lines[heads] = lines_of(table, heads)
-        return lines
+            indices = self._block_indices[heads] = head_block_indices(table, heads)
+        return indices
 
     @property
     def num_requests(self) -> int:
-        """*n*."""
+        """*n*, the requests of the segment."""
         return self.positions.shape[0]
 
     @property
     def num_queries(self) -> int:
-        """*m*, of each request."""
+        """*m*, the queries of each request."""
         return self.positions.shape[1]
 
     @property
     def num_rows(self) -> int:
-        """Rows of the step that the segment takes."""
+        """The number of rows of the step in this segment."""
         return self.positions.numel()
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """Everything the layers of one forward pass need to know of the batch.
+    """The metadata of one forward pass that its attention and adapter layers read.
 
     Attributes:
-        cache: Where keys and values are appended and read.
-        blocks: `[T]`, the block that each row's key and value go to; 0 for padding.
+        cache: The KV cache, to which keys and values are appended.
+        blocks: `[T]`, the block to which each row's key and value are written; 0 for padding.
         offsets: `[T]`, the slot within that block.
-        paged: The rows that attend, on a CPU; the others only pad.
-        segments: The same on other devices, one after the other.
-        order: `[rows of the segments]`, where the rows are that the segments' follow in this order; `None` if
-            they are in this order.
-        adapters: Which rows have adapters; `None` if none has.
-        layers: Which layers have called, in order.
+        paged: On a CPU, the rows that attend; the other rows are padding.
+        segments: On other devices, the same as contiguous segments.
+        order: `[rows of the segments]`, the index in the step of each row of the segments; `None` if the
+            segments have the step's order.
+        adapters: The plan of the rows that have adapters; `None` if there are none.
+        layers: The layers that have called attention, in order.
     """
 
     cache: KVCache
@@ -209,7 +209,7 @@ _STEP: ContextVar[Step | None] = ContextVar("hotswap_step", default=None)
 
 @contextmanager
 def running(step: Step) -> Generator[None]:
-    """Make `step` the one that layers called on this thread belong to."""
+    """Make `step` the current step of this thread within the block."""
     token = _STEP.set(step)
     try:
         yield
@@ -218,13 +218,13 @@ def running(step: Step) -> Generator[None]:
 
 
 def current() -> Step | None:
-    """Return the step that runs on this thread; `None` outside one, as in a model's own eager pass."""
+    """Return the current step of this thread; `None` outside of steps, as in a model's own eager pass."""
     return _STEP.get()
 
 
 def register() -> None:
-    """Make the implementation known to transformers; again changes nothing."""
-    attention: Any = AttentionInterface  # untyped there
+    """Register the implementation with transformers. Idempotent."""
+    attention: Any = AttentionInterface  # untyped in transformers
     masks: Any = AttentionMaskInterface
     attention.register(IMPLEMENTATION, paged_attention)
     masks.register(IMPLEMENTATION, _mask_pattern)
@@ -245,36 +245,39 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Append the step's keys and values to the cache and attend to all that it holds for each request.
+    """Append the step's keys and values to the cache, and attend to all cached tokens of each request.
 
     Args:
-        module: The layer; its `layer_idx` names it.
+        module: The layer, identified by its `layer_idx`.
         query: `[1, heads, T, key_dim]`.
         key: `[1, kv_heads, T, key_dim]`.
         value: `[1, kv_heads, T, value_dim]`.
         attention_mask: The pattern that transformers' mask builder returned.
         scaling: The factor of the scores; `key_dim ** -0.5` if `None`.
-        softcap: Scores are `softcap * tanh(scores / softcap)`.
-        s_aux: `[heads]`, the logit of an attention sink.
-        others: Must be of the kinds known to change nothing.
+        softcap: Scores are `softcap * tanh(scores / softcap)`; `None` leaves them as they are.
+        s_aux: `[heads]`, the logit of an attention sink; `None` without sinks.
+        others: Arguments without effect here; any other argument that is not `None` is refused.
 
     Returns:
-        `[1, T, heads, value_dim]`, zero in rows that only pad, and no weights.
+        `[1, T, heads, value_dim]`, zero in padding rows, and `None` in place of attention weights.
+
+    Raises:
+        UnsupportedModel: the layer builds its own mask or passes an argument that is not supported.
     """
     step = _STEP.get()
     if step is None:
         raise RuntimeError(f"{IMPLEMENTATION!r} attention is for engine steps only.")
     if not isinstance(attention_mask, MaskPattern):
         raise UnsupportedModel(
-            f"{type(module).__name__} builds its attention mask itself, which cannot be followed when "
+            f"{type(module).__name__} builds its attention mask itself, which is not possible when "
             "requests share a row; serve the model with another engine."
         )
-    if unknown := {name for name, given in others.items() if given is not None} - _HARMLESS:
+    if unknown := {name for name, given in others.items() if given is not None} - _IGNORED_ARGUMENTS:
         raise UnsupportedModel(
             f"{type(module).__name__} passes {sorted(unknown)} to attention, which would be ignored; "
             "serve the model with another engine."
         )
-    layer = int(getattr(module, "layer_idx"))  # noqa: B009 - nn.Module knows only tensors and modules
+    layer = int(getattr(module, "layer_idx"))  # noqa: B009 - nn.Module has types for tensors and modules only
     step.layers.append(layer)
     step.cache.write(layer, key, value, step.blocks, step.offsets)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -301,14 +304,14 @@ def paged_attention(
 
 
 def _gathered(step: Step, layer: int, heads: _Heads, query: Tensor, pattern: MaskPattern) -> Tensor:
-    """`[1, T, heads, value_dim]` by way of gathering what the blocks of each segment hold."""
+    """Return `[1, T, heads, value_dim]`, with the blocks of each segment gathered first."""
     num_rows, value_dim = query.shape[2], step.cache.layers[layer].value_dim
     if step.order is not None:
         query = query.index_select(2, step.order)
     out = query.new_zeros(num_rows, query.shape[1], value_dim)
     for segment in step.segments:
         rows = slice(segment.start, segment.start + segment.num_rows)
-        keys, values = step.cache.gather(layer, segment.lines(heads.kv_heads), segment.num_requests)
+        keys, values = step.cache.gather(layer, segment.block_indices(heads.kv_heads), segment.num_requests)
         queries = query[0, :, rows].transpose(0, 1)
         out[rows] = heads.attend(queries, keys, values, segment, pattern, step.cache.block_tokens)
     if step.order is not None:
@@ -318,7 +321,7 @@ def _gathered(step: Step, layer: int, heads: _Heads, query: Tensor, pattern: Mas
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """The arithmetic of one layer's heads; query heads that share a key head are folded into its rows."""
+    """Attention of one layer in PyTorch; query heads that share a key head are folded into its rows."""
 
     num_heads: int
     kv_heads: int
@@ -339,7 +342,7 @@ class _Heads:
         pattern: MaskPattern,
         block_tokens: int,
     ) -> Tensor:
-        """`[num_rows, heads, value_dim]` of a segment, in tiles that bound the memory of the scores."""
+        """Return `[num_rows, heads, value_dim]` of a segment; tiles bound the memory of the scores."""
         n, m = segment.num_requests, segment.num_queries
         tile = max(16, _TILE_SCORES // (n * self.num_heads * keys.shape[2]))
         tiles: list[Tensor] = []
@@ -353,7 +356,7 @@ class _Heads:
         return out.transpose(1, 2).reshape(n * m, self.num_heads, -1)
 
     def _tile(self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
-        """`[n, kv_heads, m, group, value_dim]` of queries `[n, kv_heads, m, group, key_dim]`."""
+        """Return `[n, kv_heads, m, group, value_dim]` for queries `[n, kv_heads, m, group, key_dim]`."""
         n, kv_heads, m, group, dim = queries.shape
         rows = queries.reshape(n, kv_heads, m * group, dim)
         scores = torch.matmul(rows, keys.transpose(-1, -2)).float().mul_(self.scale)
@@ -367,7 +370,7 @@ class _Heads:
     def _softmax(self, scores: Tensor) -> Tensor:
         if self.sinks is None:
             return torch.softmax(scores, -1)
-        # The sink is one more key, whose weight is dropped.
+        # The sink is an additional key, whose weight is dropped.
         sinks = self.sinks.float().view(1, self.kv_heads, 1, self.group, 1)
         column = sinks.expand(*scores.shape[:-1], 1)
         return torch.softmax(torch.cat([column, scores], -1), -1)[..., 1:]

@@ -1,10 +1,10 @@
 """Continuous batching: which tokens of which requests the next step computes.
 
-Every step carries all requests that decode, then prefill chunks until `token_budget` rows are full (Dynamic
-SplitFuse: Holmes et al., DeepSpeed-FastGen, arXiv:2401.08671, section 3), so that long prompts neither stall
-decodes nor leave a step half empty. Who comes first, everywhere, is a matter of *rank*: arrival, and
-priority worth so many places. When KV blocks run out the request of the last rank is preempted: it gives its
-blocks back, waits, and is computed again, but for what is still there.
+A step contains every request that decodes, then prefill chunks up to `token_budget` rows (Dynamic SplitFuse:
+Holmes et al., DeepSpeed-FastGen, arXiv:2401.08671, section 3), so that long prompts neither delay decodes nor
+leave a step half empty. All decisions follow the *rank* of requests: the order of arrival, in which one level
+of priority counts as a fixed number of arrivals. When no KV block is free, the request with the last rank is
+preempted: its blocks are released, it waits, and it is recomputed except for blocks that are still cached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from hotswap.backends.torch.adapters.places import Place
+from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.blocks import BlockPool, Copy
 from hotswap.backends.torch.forward import Piece
 from hotswap.backends.torch.kv import blocks_for
@@ -27,23 +27,23 @@ __all__ = ["Batcher", "Chunk", "Plan", "Sequence"]
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request inside an engine.
+    """The state of one request inside an engine.
 
     Attributes:
         ticket: Its number in order of arrival.
-        tokens: Prompt and generation.
-        num_prompt: How many of `tokens` are the prompt.
-        max_tokens: The length of `tokens` at which it ends.
-        stop_ids: End tokens.
-        min_tokens: No end token counts before the generation is this long.
+        tokens: Prompt and generated tokens.
+        num_prompt: The length of the prompt, in tokens.
+        max_tokens: The length of `tokens` at which the request ends.
+        stop_ids: Token ids that end it.
+        min_tokens: The number of generated tokens before which `stop_ids` do not end it.
         sampler: Chooses its tokens.
-        adapter: Where its adapter lies.
-        priority: Lets it go ahead of requests that arrived before it.
-        root: Stands for the weights that compute it, adapter included: `prefix.root_key`.
-        blocks: The KV blocks it holds; only ever added to while it runs.
+        adapter: The slot of its adapter; `None` without one.
+        priority: Its priority; a higher one moves it ahead of requests that arrived before it.
+        root: The prefix key of the weights that compute it, adapter included: `prefix.root_key`.
+        blocks: Its block table. Only appended to while the request runs.
         num_computed: How many of `tokens` have their keys and values in `blocks`.
-        num_reused: How many of them it found computed when it was first admitted; `None` before that.
-        keys: Those of its full blocks, as far as they were needed.
+        num_reused: How many were found in the prefix cache at the first admission; `None` before that.
+        keys: The prefix keys of its full blocks, as far as they were computed.
     """
 
     ticket: int
@@ -53,7 +53,7 @@ class Sequence:
     sampler: Sampler
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
-    adapter: Place | None = None
+    adapter: AdapterSlot | None = None
     priority: int = 0
     root: bytes = b""
     blocks: list[int] = field(default_factory=list[int])
@@ -63,19 +63,19 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens yet to be computed; 1 while it decodes."""
+        """Tokens that are not computed yet; 1 while the request decodes."""
         return len(self.tokens) - self.num_computed
 
     @property
     def index(self) -> int:
-        """The position in the generation of the token that comes next."""
+        """The position of the next token among the generated ones, from 0."""
         return len(self.tokens) - self.num_prompt
 
     def append(self, token: int) -> FinishReason | None:
-        """Add the next token and return why it is the last, if it is."""
+        """Append a sampled token; return the finish reason if it is the last one, else `None`."""
         may_stop = self.index >= self.min_tokens
         self.tokens.append(token)
-        self.sampler.saw(token)
+        self.sampler.add_token(token)
         if may_stop and token in self.stop_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.max_tokens else None
@@ -83,14 +83,14 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """The next `num_tokens` tokens of a request, to be computed in this step."""
+    """The next `num_tokens` tokens of a request, computed in one step."""
 
     sequence: Sequence
     num_tokens: int
 
     @property
     def is_last(self) -> bool:
-        """Whether the request samples a token after this step."""
+        """Whether a token is sampled after this chunk."""
         return self.num_tokens == self.sequence.num_pending
 
     @property
@@ -99,7 +99,7 @@ class Chunk:
         return self.sequence.num_computed + self.num_tokens
 
     def piece(self) -> Piece:
-        """What the model is told of it; nothing of it changes when the request goes on."""
+        """Return the model input of the chunk; later changes of the sequence do not affect it."""
         start, end = self.sequence.num_computed, self.end
         sequence = self.sequence
         return Piece(sequence.tokens[start:end], start, sequence.blocks, self.is_last, sequence.adapter)
@@ -107,12 +107,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One step.
+    """The work of one step.
 
     Attributes:
-        chunks: What it computes.
-        copies: What is copied before that, one after the other.
-        fresh: The other blocks that were handed out for it, to be cleared after the copies.
+        chunks: The tokens to compute.
+        copies: Block copies to make first, in order.
+        fresh: Other newly allocated blocks, to be cleared after the copies.
     """
 
     chunks: list[Chunk]
@@ -121,31 +121,32 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the step."""
+        """The number of rows of the step."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 class Batcher:
-    """The queue of an engine, and the blocks of those that run.
+    """The queue of an engine and the block tables of its running requests; forms the batches.
 
-    `running` and `waiting` are in order of rank. A priority of *p* goes ahead of requests with none that came
-    at most *p* times `priority_places` before, and no request is overtaken by more arrivals than that. The
-    first in rank is never preempted and never waits for another's blocks for longer than that one runs, so
-    everything admitted ends; admitting one that needs more blocks than there are would break that, and is up
-    to the caller.
+    `running` and `waiting` are in order of rank. A request of priority *p* goes ahead of requests of priority
+    0 that arrived at most *p* times `priority_places` requests before it, and no request is overtaken by more
+    arrivals than that. The first in rank is never preempted and waits for blocks only until other requests
+    end, so every admitted request ends. The caller must not add a request that needs more blocks than the
+    pool has.
 
-    With `num_batches`, as many are under way at once, and each takes its share of the decodes and of the
-    token budget: the stages of a pipeline are then equally long, and none waits for another. Requests that
-    wait for a token under way have nothing pending and are in no other batch.
+    With `num_batches` > 1 as many batches are in flight at once. Each gets its share of the decodes and of
+    the token budget, so that the stages of a pipeline take equally long. A request that waits for a token of
+    a batch in flight has no pending token, and so is in no other batch.
 
     Args:
-        blocks: The books, of which this is the one writer.
-        block_tokens: Tokens of a block.
-        token_budget: Most tokens of a step, at least `max_requests`; may be changed between two steps.
-        max_requests: Most requests that run at once.
-        num_batches: Steps under way at once; they are computed in the order in which they were scheduled.
-        prefix_reuse: Whether requests share the blocks of what they have in common, with those gone too.
-        priority_places: How many places one level of priority is worth.
+        blocks: The KV block pool; only this batcher changes it.
+        block_tokens: Tokens per KV block.
+        token_budget: The maximum number of tokens of a step, at least `max_requests`; may be changed between
+            two steps.
+        max_requests: The maximum number of running requests.
+        num_batches: Batches in flight at once; computed in the order in which they were scheduled.
+        prefix_reuse: Whether requests share blocks of common prefixes, also with ended requests.
+        priority_places: How many arrivals one level of priority counts as.
     """
 
     def __init__(
@@ -173,18 +174,18 @@ class Batcher:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens to be computed before those that wait, or are prefilled, get their next one."""
+        """Tokens to compute before every waiting or prefilling request gets its next token."""
         sequences = (*self.running, *self.waiting)
         return sum(sequence.num_pending for sequence in sequences if sequence.num_pending > 1)
 
     @property
     def num_next_blocks(self) -> int:
-        """KV blocks that the first of those that wait needs, shared or not; 0 if none waits."""
+        """KV blocks that the first waiting request needs, shared ones included; 0 if none waits."""
         return blocks_for(len(self.waiting[0].tokens), self.block_tokens) if self.waiting else 0
 
     @property
     def preempted(self) -> tuple[int, ...]:
-        """Tickets of those that wait again after they had run."""
+        """Tickets of the requests that wait after a preemption."""
         return tuple(sequence.ticket for sequence in self.waiting if sequence.num_reused is not None)
 
     def add(self, sequence: Sequence) -> None:
@@ -193,7 +194,7 @@ class Batcher:
         insort(self.waiting, sequence, key=self._rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a request wherever it is; its blocks are free. Unknown ones are ignored."""
+        """Remove a request in any state and release its blocks; unknown ones are ignored."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
@@ -204,18 +205,18 @@ class Batcher:
             self.waiting.remove(sequence)
 
     def park(self, sequence: Sequence) -> None:
-        """Take a request that runs out of the steps; it keeps its blocks and its place."""
+        """Exclude a running request from steps; it keeps its blocks and counts to `max_requests`."""
         self.running.remove(sequence)
         self.parked.append(sequence)
 
     def unpark(self, sequence: Sequence) -> None:
-        """Let a parked request run again; unknown ones are ignored."""
+        """Include a parked request in steps again; unknown ones are ignored."""
         if sequence in self.parked:
             self.parked.remove(sequence)
             insort(self.running, sequence, key=self._rank)
 
     def schedule(self) -> Plan:
-        """Return what the next step computes; tell `advance` once that is sure to come before the next."""
+        """Return the plan of the next step. Call `advance` with its chunks before the next `schedule`."""
         self._fresh.clear()
         self._copies.clear()
         self._admit_urgent()
@@ -224,7 +225,7 @@ class Batcher:
         return Plan(chunks, tuple(self._copies.values()), tuple(sorted(self._fresh - self._copies.keys())))
 
     def advance(self, chunks: Items[Chunk]) -> None:
-        """Note that the chunks of a step come first: whoever is next may use the blocks that they fill."""
+        """Count the chunks of a step as computed: later steps may reuse the blocks that they fill."""
         for chunk in chunks:
             sequence, first = chunk.sequence, chunk.sequence.num_computed // self.block_tokens
             sequence.num_computed = chunk.end
@@ -237,7 +238,7 @@ class Batcher:
         share = -(-len(self.running) // self.num_batches)
         chunks: list[Chunk] = []
         at = 0
-        # Those that run become fewer, from their end, for the sake of those before.
+        # `_grow` may preempt requests from the end of `running` meanwhile.
         while at < len(self.running) and len(chunks) < share:
             sequence = self.running[at]
             if sequence.num_pending == 1 and self._grow(sequence):
@@ -260,41 +261,47 @@ class Batcher:
         return sequence.ticket - sequence.priority * self._priority_places, sequence.ticket
 
     def _admit_urgent(self) -> None:
-        """Admit those that rank before some that run, if need be in the place of such of lower priority."""
+        """Admit requests that rank before a running one; preempt running ones of lower priority for them."""
         while self.waiting and self.running and self._rank(self.waiting[0]) < self._rank(self.running[-1]):
             if self._admit() is None and (not self._make_room(self.waiting[0]) or self._admit() is None):
                 return
 
     def _admit(self) -> Sequence | None:
-        if not self.waiting or self._num_seated >= self.max_requests or not self._seat(self.waiting[0]):
+        if (
+            not self.waiting
+            or self._num_admitted >= self.max_requests
+            or not self._allocate_prompt(self.waiting[0])
+        ):
             return None
         sequence = self.waiting.pop(0)
         insort(self.running, sequence, key=self._rank)
         return sequence
 
     @property
-    def _num_seated(self) -> int:
+    def _num_admitted(self) -> int:
         return len(self.running) + len(self.parked)
 
-    def _seat(self, sequence: Sequence) -> bool:
-        """Give a request blocks for all its tokens, some filled already; false if there are too few."""
+    def _allocate_prompt(self, sequence: Sequence) -> bool:
+        """Allocate blocks for all tokens of a request, cached ones first; false if too few are free."""
         pool, prefix = self.blocks, self._find_prefix(sequence)
         num_new = blocks_for(len(sequence.tokens), self.block_tokens) - len(prefix.blocks)
-        # A spare block for each that runs: without it a newcomer would be preempted as soon as it came.
-        room = pool.num_free - sum(not pool.is_held(block) for block in prefix.blocks) - self._num_seated
+        # One spare block per running request: without it the new request would soon be preempted.
+        room = (
+            pool.num_free - sum(not pool.is_referenced(block) for block in prefix.blocks) - self._num_admitted
+        )
         if num_new > room:
             return False
-        pool.hold(prefix.blocks)
+        pool.acquire(prefix.blocks)
         sequence.num_computed = len(prefix.blocks) * self.block_tokens
         source = prefix.source
-        if source is not None and (pool.is_held(source) or num_new < room):
-            pool.hold([source])  # lest it be handed out as new
-            new = self._take(num_new)
-            pool.give([source])
+        if source is not None and (pool.is_referenced(source) or num_new < room):
+            pool.acquire([source])  # so that it is not allocated as the target
+            new = self._allocate(num_new)
+            pool.release([source])
             self._copies[new[0]] = Copy(source, new[0], prefix.num_copied)
             sequence.num_computed += prefix.num_copied
         else:
-            new = self._take(num_new)
+            new = self._allocate(num_new)
         sequence.blocks = [*prefix.blocks, *new]
         self.num_reused_tokens += sequence.num_computed
         if sequence.num_reused is None:
@@ -302,7 +309,7 @@ class Batcher:
         return True
 
     def _make_room(self, newcomer: Sequence) -> bool:
-        """Preempt the last of those that run behind and below a newcomer, if that seats it."""
+        """Preempt running requests of lower rank and priority, if that suffices to admit `newcomer`."""
         victims: list[Sequence] = []
         while not self._would_fit(newcomer, victims):
             if len(victims) == len(self.running):
@@ -316,7 +323,7 @@ class Batcher:
         return True
 
     def _would_fit(self, newcomer: Sequence, victims: Items[Sequence]) -> bool:
-        num_left = self._num_seated - len(victims)
+        num_left = self._num_admitted - len(victims)
         room = self.blocks.num_free + self.blocks.num_freed_by([victim.blocks for victim in victims])
         need = blocks_for(len(newcomer.tokens), self.block_tokens) + num_left
         return num_left < self.max_requests and need <= room
@@ -324,14 +331,14 @@ class Batcher:
     # ------------------------------------------------------------------ blocks
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Make room for the next token, at the cost of those behind; false if it had to go itself."""
+        """Allocate a block for the next token, preempting the last in rank; false if that was `sequence`."""
         need = blocks_for(sequence.num_computed + 1, self.block_tokens) - len(sequence.blocks)
         while need > self.blocks.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks += self._take(max(0, need))
+        sequence.blocks += self._allocate(max(0, need))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -340,17 +347,17 @@ class Batcher:
         self.add(sequence)
         self.num_preempted += 1
 
-    def _take(self, count: int) -> list[int]:
-        blocks = self.blocks.take(count)
+    def _allocate(self, count: int) -> list[int]:
+        blocks = self.blocks.allocate(count)
         self._fresh.update(blocks)
         return blocks
 
     def _release(self, sequence: Sequence) -> None:
-        # Never right after an admission, whose copy is still to be made: the spare blocks see to that.
+        # Never in the step of its admission, whose copy is still to be made: the spare blocks prevent that.
         at, num_tokens = divmod(sequence.num_computed, self.block_tokens)
         if num_tokens:
             self._publish(sequence, at, num_tokens)
-        self.blocks.give(sequence.blocks)
+        self.blocks.release(sequence.blocks)
         sequence.blocks, sequence.num_computed = [], 0
 
     # ------------------------------------------------------------------ prefixes
@@ -364,7 +371,7 @@ class Batcher:
         return find_prefix(self.blocks, sequence.keys, sequence.root, tokens, block_tokens)
 
     def _publish(self, sequence: Sequence, at: int, num_tokens: int) -> None:
-        """Let the first tokens of a request's block be found by others; those of a full one, all."""
+        """Publish the first `num_tokens` tokens of a request's block to the prefix cache."""
         if not self._prefix_reuse:
             return
         tokens, first = sequence.tokens, at * self.block_tokens

@@ -1,9 +1,9 @@
-"""The books of KV memory: who holds which block, and what the blocks that nobody holds still know.
+"""The KV block allocator: reference counts of blocks, and an LRU prefix cache of released ones.
 
-A block is *held* by one request or by several that share its prefix, *cached* when nobody holds it but its
-content may serve again, or *free*. Held blocks are counted by holder; cached ones go, those let go longest
-ago first, when free ones run out. Contents are known by what came before them too (see `prefix`), so a block
-found by its key can stand for the very tokens it was computed from, and for no others.
+A block is *in use* by one or several requests that share a prefix, *cached* if no request uses it but its
+content can be reused, or *free*. When no block is free, the least recently released cached block is
+reallocated. The key of a content covers all tokens before it (see `prefix`), so a block found by its key
+holds exactly the keys and values of that prefix.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ __all__ = ["BlockPool", "Content", "Copy"]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a block has keys and values of.
+    """The tokens whose keys and values a block contains.
 
     Attributes:
-        key: Stands for `parent` and `tokens`, and so for everything that the values depend on.
+        key: The hash of `parent` and `tokens`, and so of everything that the values depend on.
         parent: The key of the block before.
-        tokens: From the block's first slot on; fewer than fit where a request ended amid the block.
+        tokens: Token ids from the block's first slot on; fewer than the block has slots if a request ended
+            within it.
     """
 
     key: bytes
@@ -30,7 +31,7 @@ class Content:
     tokens: tuple[int, ...]
 
     def overlap(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, from the first on, the block has."""
+        """Return the length of the common prefix of `tokens` and the block's tokens."""
         for at, (mine, theirs) in enumerate(zip(self.tokens, tokens, strict=False)):
             if mine != theirs:
                 return at
@@ -39,7 +40,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first `num_tokens` slots of block `source` go to block `target`, whose other slots are cleared."""
+    """Copies the first `num_tokens` slots of block `source` to block `target`; clears the other slots."""
 
     source: int
     target: int
@@ -47,68 +48,72 @@ class Copy:
 
 
 class BlockPool:
-    """Blocks 1 to `num_blocks`, each free, cached or held; everything here is a few dictionary look-ups.
+    """Blocks 1 to `num_blocks`, each free, cached or in use. Every method is a few dictionary look-ups.
 
-    Block 0 belongs to nobody; rows that only pad a batch write there.
+    Block 0 is never allocated; padding rows of a batch write to it.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = deque(range(1, num_blocks + 1))
-        self._holders: dict[int, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # let go longest ago first
+        self._ref_counts: dict[int, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._contents: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
         self._by_start: dict[tuple[bytes, int], int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` could hand out now, cached ones included."""
+        """Blocks that `allocate` could return now, cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose content may serve again."""
+        """Blocks that no request uses and whose content can be reused."""
         return len(self._cached)
 
-    def is_held(self, block: int) -> bool:
-        """Whether any request holds the block."""
-        return block in self._holders
+    def is_referenced(self, block: int) -> bool:
+        """Whether any request uses the block."""
+        return block in self._ref_counts
 
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks whose content is lost; the caller has checked `num_free`."""
-        return [self._take() for _ in range(count)]
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks with a reference count of 1; the caller has checked `num_free`.
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """Add a holder to blocks that are held or cached."""
+        The content of cached blocks among them is lost.
+        """
+        return [self._allocate() for _ in range(count)]
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each of some blocks that are in use or cached."""
         for block in blocks:
             self._cached.pop(block, None)
-            self._holders[block] = self._holders.get(block, 0) + 1
+            self._ref_counts[block] = self._ref_counts.get(block, 0) + 1
 
-    def give(self, blocks: Sequence[int]) -> None:
-        """Take one holder away from each of a request's blocks; those without one are cached or free.
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference from each block of a table; blocks without one become cached or free.
 
-        The last goes first, because a block without those before it is of no use.
+        In reverse order: a cached block is reallocated before those that precede it, without which it could
+        not be found.
         """
         for block in reversed(blocks):
-            self._holders[block] -= 1
-            if self._holders[block]:
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block]:
                 continue
-            del self._holders[block]
+            del self._ref_counts[block]
             if block in self._contents:
                 self._cached[block] = None
             else:
                 self._free.append(block)
 
     def num_freed_by(self, tables: Iterable[Sequence[int]]) -> int:
-        """How many more blocks would be free if the requests with these block tables let go of them."""
+        """How many more blocks would be free if these block tables were released."""
         counts = Counter(block for table in tables for block in table)
-        return sum(self._holders[block] == count for block, count in counts.items())
+        return sum(self._ref_counts[block] == count for block, count in counts.items())
 
     def publish(self, block: int, content: Content) -> None:
-        """Let a held block be found by its content, which will not change for as long as it is there.
+        """Register the content of a block in use, which must not change from now on.
 
-        Nothing happens if another block can be found that has as much.
+        Does nothing if the pool can find another block with at least this content.
         """
         start = (content.parent, content.tokens[0])
         rival = self._by_start.get(start)
@@ -120,24 +125,24 @@ class BlockPool:
         self._by_key[content.key] = self._by_start[start] = block
 
     def find(self, key: bytes) -> int | None:
-        """Return the block of which `key` is the content's, if there is one."""
+        """Return the block whose content has `key`; `None` if there is none."""
         return self._by_key.get(key)
 
     def find_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """Return a block that has the first of `tokens` after `parent`, and how many of them it has.
+        """Return a block that follows `parent` and begins with `tokens[0]`, and how many tokens it shares.
 
-        Of several it is the one published last, whatever the others have.
+        Of several blocks it is the one published last, even if another shares more. `None` if there is none.
         """
         block = self._by_start.get((parent, tokens[0])) if tokens else None
         return None if block is None else (block, self._contents[block].overlap(tokens))
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         if self._free:
             block = self._free.popleft()
         else:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
-        self._holders[block] = 1
+        self._ref_counts[block] = 1
         return block
 
     def _forget(self, block: int) -> None:
@@ -149,6 +154,6 @@ class BlockPool:
 
     def __repr__(self) -> str:
         return (
-            f"<BlockPool [{self.num_blocks} blocks: {len(self._holders)} held, {len(self._cached)} cached, "
-            f"{len(self._free)} free]>"
+            f"<BlockPool [{self.num_blocks} blocks: {len(self._ref_counts)} in use, "
+            f"{len(self._cached)} cached, {len(self._free)} free]>"
         )

@@ -1,4 +1,4 @@
-"""Flat weight buffers: the engine's own, into which a store's chunks are copied, and those a store lends."""
+"""Flat weight buffers: those that the engine owns and fills from a store, and those that a store lends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from hotswap.errors import ShardCorrupt
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.store import SupportsReadInto, WeightStore
 
-__all__ = ["FlatBuffers", "check_whole", "fetch", "host_bytes", "in_place"]
+__all__ = ["FlatBuffers", "check_shard_size", "fetch", "host_bytes", "in_place"]
 
 
 def host_bytes(size_bytes: int, *, huge: bool = True) -> Tensor:
-    """Return uint8 zeros in host memory, which take none until they are written to; see `aligned_buffer`.
+    """Return zeroed uint8 host memory whose pages are allocated when they are first written.
+
+    Args:
+        size_bytes: The size.
+        huge: Whether to ask for huge pages; see `aligned_buffer`.
 
     Raises:
-        MemoryError: there is no such room.
+        MemoryError: there is not enough memory.
     """
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -30,14 +34,14 @@ def host_bytes(size_bytes: int, *, huge: bool = True) -> Tensor:
 
 
 class FlatBuffers:
-    """Makes flat buffers, and keeps a few that are idle: writing to fresh pages costs ten times a copy.
+    """Allocates flat buffers and caches some released ones: writing to new pages costs ten times a copy.
 
-    On a GPU nothing is kept, where the driver must see that an unload gave the memory back. To make and to
-    free gigabytes takes a while: call it in a worker thread, any will do.
+    On a GPU nothing is cached, so that an unload returns the memory to the driver. Methods block for as long
+    as it takes to allocate or free gigabytes: call them in a worker thread. Thread-safe.
 
     Args:
-        device: Where the buffers lie.
-        idle_bytes: How much may be kept while nobody uses it.
+        device: The device of the buffers.
+        idle_bytes: The maximum size of all cached buffers together, on a CPU.
     """
 
     def __init__(self, device: torch.device, idle_bytes: int) -> None:
@@ -46,8 +50,8 @@ class FlatBuffers:
         self._idle: list[Tensor] = []
         self._lock = threading.Lock()
 
-    def take(self, size_bytes: int) -> Tensor:
-        """Return a uint8 buffer of `size_bytes` or more: the smallest idle one that wastes little."""
+    def allocate(self, size_bytes: int) -> Tensor:
+        """Return a uint8 buffer of at least `size_bytes`; a cached one has at most twice that."""
         with self._lock:
             fitting = [buffer for buffer in self._idle if size_bytes <= len(buffer) <= 2 * size_bytes]
             if fitting:
@@ -57,23 +61,23 @@ class FlatBuffers:
             self._idle.clear()
         if self._device.type != "cpu":
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        return host_bytes(size_bytes)  # on a page, where a store can read straight into it
+        return host_bytes(size_bytes)  # page-aligned, so that a store can read directly into it
 
-    def give(self, buffer: Tensor) -> None:
-        """Take a buffer back, and keep it if it may be kept; the largest are."""
+    def release(self, buffer: Tensor) -> None:
+        """Take a buffer back; it is cached if it fits within the limit, larger buffers first."""
         with self._lock:
             self._idle = sorted([*self._idle, buffer], key=len)
             while sum(len(idle) for idle in self._idle) > self._idle_limit:
                 self._idle.pop(0)
 
     def clear(self) -> None:
-        """Free what is idle."""
+        """Free all cached buffers."""
         with self._lock:
             self._idle.clear()
 
 
 async def fetch(store: WeightStore, manifest: Manifest, flat: Tensor, *, rank: int = 0) -> None:
-    """Bring the shards of a rank into `flat`: read in place on the CPU if the store can, else copied.
+    """Read the shards of a rank into `flat`: directly on a CPU if the store can, else chunk by chunk.
 
     Raises:
         ShardCorrupt: a shard or a chunk lies outside the buffer, or a shard ended early.
@@ -87,23 +91,23 @@ async def _read_in_place(store: WeightStore, shard: Shard, flat: Tensor) -> bool
     if flat.device.type != "cpu" or not isinstance(store, SupportsReadInto):
         return False
     _check_inside(shard.buffer_offset_bytes, shard.size_bytes, shard, flat)
-    place = flat[shard.buffer_offset_bytes : shard.buffer_offset_bytes + shard.size_bytes]
-    return await store.read_into(shard, place.numpy().data) is not None
+    target = flat[shard.buffer_offset_bytes : shard.buffer_offset_bytes + shard.size_bytes]
+    return await store.read_into(shard, target.numpy().data) is not None
 
 
 async def _copy_chunks(store: WeightStore, shard: Shard, flat: Tensor) -> None:
-    """Copy chunk after chunk in a worker thread; the store reads on meanwhile."""
+    """Copy chunk after chunk in a worker thread, while the store reads the next one."""
     copied = 0
     async with store.open(shard) as chunks:
         async for chunk in chunks:
             _check_inside(chunk.offset_bytes, chunk.data.nbytes, shard, flat)
             await anyio.to_thread.run_sync(_copy, chunk, flat)
             copied += chunk.data.nbytes
-    check_whole(shard, copied)
+    check_shard_size(shard, copied)
 
 
-def check_whole(shard: Shard, copied_bytes: int) -> None:
-    """Raise `ShardCorrupt` unless all bytes of a shard have come."""
+def check_shard_size(shard: Shard, copied_bytes: int) -> None:
+    """Raise `ShardCorrupt` unless `copied_bytes` is the size of the shard."""
     if copied_bytes != shard.size_bytes:
         raise ShardCorrupt(
             f"{shard.file!r} gave {copied_bytes} bytes where its index says {shard.size_bytes}; "
@@ -120,13 +124,13 @@ def _check_inside(offset_bytes: int, size_bytes: int, shard: Shard, flat: Tensor
 
 
 def in_place(data: memoryview) -> Tensor:
-    """Return lent memory as a uint8 tensor on the CPU; nothing is copied, and nobody may write to it.
+    """Return lent memory as a uint8 CPU tensor, without a copy. It must not be written to.
 
-    PyTorch has no read-only tensors, and warns of memory that is read-only. Memory stays for as long as a
-    tensor looks at it, whatever its lender thinks.
+    PyTorch has no read-only tensors and warns about read-only memory, so the tensor is made from an address.
+    The memory stays allocated for as long as the tensor or a view of it exists.
     """
     window = (ctypes.c_uint8 * len(data)).from_address(np.frombuffer(data, dtype=np.uint8).ctypes.data)
-    window.lent = data[:]  # type: ignore[attr-defined]  # an array made from an address owns nothing
+    window.lent = data[:]  # type: ignore[attr-defined]  # keeps the memory alive: the array does not
     return torch.frombuffer(window, dtype=torch.uint8)
 
 
@@ -135,7 +139,7 @@ def _copy(chunk: HostChunk, flat: Tensor) -> None:
     if not chunk.data.readonly:
         target.copy_(torch.frombuffer(chunk.data, dtype=torch.uint8))
     elif target.device.type == "cpu":
-        # torch will not look at read-only memory, such as a mapped file, without a warning.
+        # torch warns about read-only memory, such as a mapped file; numpy does not.
         np.copyto(target.numpy(), np.frombuffer(chunk.data, dtype=np.uint8))
     else:
         target.copy_(in_place(chunk.data))

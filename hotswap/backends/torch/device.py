@@ -1,4 +1,4 @@
-"""What an engine asks of a device: how much memory it has, and whether what was let go of is free."""
+"""Queries of a device: its name, its memory, and whether released memory is free."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hotswap.errors import MemoryNotReclaimed, OutOfMemory
 from hotswap.kernels.processor import instructions
 
 __all__ = [
-    "Released",
+    "ReleasedMemory",
+    "check_device",
     "multiplies_bf16",
     "out_of_memory_mapped",
     "resolve",
     "total_bytes",
-    "touch",
 ]
 
 _RECLAIM_S = 5.0
@@ -32,13 +32,13 @@ _POLL_S = 0.01
 
 
 def resolve(device: str | torch.device) -> torch.device:
-    """Return the device by its full name: `"cuda"` is the current one."""
+    """Return the device with its index: `"cuda"` is the current CUDA device."""
     wanted = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if str(wanted) == "cuda" else wanted
 
 
 def total_bytes(device: torch.device) -> int:
-    """All the memory of a device, whoever holds it."""
+    """Return the total memory of a device, used or not."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -46,24 +46,24 @@ def total_bytes(device: torch.device) -> int:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for bf16 products; without them libraries go by way of fp32."""
+    """Whether the CPU has instructions for bf16 products; without them libraries convert to fp32."""
     return not instructions().isdisjoint({"avx512_bf16", "amx_bf16"})
 
 
-def touch(device: torch.device) -> None:
-    """Fail if the device does not answer, as it does not after some errors until its process ends."""
+def check_device(device: torch.device) -> None:
+    """Raise `RuntimeError` if the device fails; after some CUDA errors it does until the process ends."""
     torch.zeros(1, device=device).item()
 
 
-class Released:
-    """Memory of a GPU that was let go of, watched until it is free; on a CPU nothing is watched.
+class ReleasedMemory:
+    """Tracks released tensors of a GPU until their memory is free. On a CPU nothing is tracked.
 
-    The tensors themselves are watched, not how much memory the device has free: that changes with whatever
-    else uses the device, other engines of the process among them, and PyTorch's allocator keeps a segment
-    for as long as any small tensor lies in it.
+    Tracks the tensors' storages, not the free memory of the device: that depends on all users of the device,
+    other engines of the process included, and PyTorch's allocator keeps a segment while any small tensor uses
+    a part of it.
 
     Args:
-        device: Where the memory is.
+        device: The device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,13 +71,13 @@ class Released:
         self._storages: list[Any] = []  # `StorageWeakRef`, which has no types
 
     def watch(self, *tensors: Tensor) -> None:
-        """Watch the memory of tensors that are about to be let go of, views of it included."""
+        """Track the storages of tensors that are about to be released; views of them count as uses."""
         if self._device.type == "cuda":
             references: Any = StorageWeakRef
             self._storages += [references(tensor.untyped_storage()) for tensor in tensors]
 
     async def freed(self) -> None:
-        """Return once all of it is free, and what the allocator can give back to the driver is given back.
+        """Wait until all tracked memory is free, and return the allocator's unused memory to the driver.
 
         Raises:
             MemoryNotReclaimed: something still uses it after a few seconds.
@@ -92,18 +92,18 @@ class Released:
                 await anyio.to_thread.run_sync(torch.cuda.empty_cache)
         if used:
             raise MemoryNotReclaimed(
-                f"{len(used)} tensors that an unload let go of are still in use, and keep their memory of "
-                f"{self._device}; let go of what was taken from the engine, or restart the process."
+                f"{len(used)} tensors that an unload released are still referenced and keep their memory of "
+                f"{self._device}; drop references to tensors of the engine, or restart the process."
             )
 
 
 @contextmanager
 def out_of_memory_mapped(what: str) -> Generator[None]:
-    """Raise torch's ways of saying that memory ran out as `OutOfMemory`."""
+    """Raise torch's out-of-memory errors as `OutOfMemory`; `what` names the allocation in the message."""
     try:
         yield
     except (RuntimeError, MemoryError) as exc:
-        # On the CPU torch has no type for it, only the words of its allocator.
+        # On a CPU torch raises a plain RuntimeError with the message of its allocator.
         if isinstance(exc, RuntimeError) and not isinstance(exc, torch.OutOfMemoryError):
             words = str(exc)
             if "allocate memory" not in words and "not enough memory" not in words:

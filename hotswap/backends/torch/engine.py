@@ -1,8 +1,8 @@
-"""`TorchEngine`: an instance in this process, serving Hugging Face causal language models through PyTorch.
+"""`TorchEngine`: an in-process instance that serves Hugging Face causal language models through PyTorch.
 
-Limits: greedy and sampled decoding. Adapters for models of one rank. Architectures that keep state outside
-attention, or mask keys in ways of their own, are refused when they are loaded. Bits do not depend on the
-batch on a CPU; on other devices they may.
+Limits: greedy and sampled decoding only, adapters for models of one rank only. A load refuses architectures
+that keep state outside attention or build their own masks. On a CPU logits are batch-invariant to the bit; on
+other devices they may depend on the batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hotswap.backends.adapter_accounting import Held
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
-from hotswap.backends.torch.adapters.holder import AdapterHolder
-from hotswap.backends.torch.adapters.places import Place
+from hotswap.backends.torch.adapters.manager import AdapterManager
+from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.admission import to_sequence
 from hotswap.backends.torch.forward import Forward, LocalForward
 from hotswap.backends.torch.loading import LoadedModel
@@ -74,18 +74,18 @@ _UNSUPPORTED = (
 
 
 class _Models:
-    """The models of an engine.
+    """The models that an engine has loaded.
 
     Args:
-        notifier: Told when one comes or goes.
+        notifier: Notified when a model is loaded or released.
 
     Attributes:
-        serving: The one that serves, or is about to go.
-        staged: The one that was preloaded.
-        is_staging: Whether one is being preloaded.
-        num_blocks: KV blocks of the one that serves.
-        cache_bytes: What they take.
-        migration: What moves of KV blocks use; `None` where the model has none that can move.
+        serving: The model that serves, or that is being unloaded.
+        staged: The preloaded model.
+        is_staging: Whether a preload is running.
+        num_blocks: The KV blocks of the serving model.
+        cache_bytes: The memory of those blocks.
+        migration: The context of KV migrations; `None` if the KV blocks of the model cannot migrate.
     """
 
     serving = Observed[LoadedModel | None](lambda models: models.notifier.state_changed())
@@ -100,53 +100,64 @@ class _Models:
 
 
 class TorchEngine(Engine):
-    """Serves one model from a slice of a device, with adapters; can preload the next beside it.
+    """Serves one model on a device, with LoRA adapters; can preload the next model beside it.
 
-    Steps run on a thread of the engine's own, loads on others; the event loop (asyncio) waits for neither.
-    In fp32 greedy tokens are those of transformers' `generate` for the request alone. With `invariant`, on a
-    CPU, logits have the same bits whatever shares the batch, so a request that was preempted or continued
-    elsewhere goes on as it would have.
+    Steps run on the engine's own thread and loads on worker threads, so neither blocks the event loop
+    (asyncio). In fp32 greedy tokens equal those of transformers' `generate` for the request alone. With
+    `invariant`, on a CPU, the logits of a request have the same bits in any batch, so a request that is
+    preempted, or continued on another instance, gets the same tokens.
+
+    Sizes are bytes, given as a number or as text such as `"2 GiB"`.
 
     Args:
-        id: The instance's name.
-        device: Where weights and KV blocks lie, `"cpu"` or `"cuda:0"`.
-        dtype: Serve weights of the model's main dtype in this one, converted while loading, which takes both
-            copies' memory for a moment; `None` serves them as they are stored.
-        kv_tokens: How many tokens the KV blocks hold.
-        kv_bytes: The same as a size, which then counts instead; `"2 GiB"` or a number.
-        kv_block_tokens: Tokens of a KV block, a multiple of 16.
-        token_budget: Most tokens of a step, decodes and prefill chunks together; at least `max_requests`.
-            `None` is 256, or 8,192 with an `itl_target_s`.
-        itl_target_s: The inter-token latency to keep to, by a lower budget that is found by measuring steps.
-        prefix_reuse: Whether requests share the KV blocks of what they begin with, also with ended ones.
-        max_requests: Requests that run at once; more wait inside the engine.
-        memory_bytes: What weights (preloaded ones included) and KV blocks may take together; `None` is the
-            whole device, so say it where engines share one. Weights that a store lends to a CPU count for
-            nothing: they are in the store's budget.
-        idle_bytes: On a CPU, how much freed weight memory is kept for the next load, which then writes to
-            pages that exist; 0 gives all of it back at once.
-        max_adapters: How many adapters may be held at once; 0 for none.
-        adapter_bytes: What adapters may take of the device, beside `memory_bytes`, and again, for those that
-            were read once, of host memory. It is taken as adapters come.
-        packed_bytes: On a CPU, how much memory copies of linear weights in a faster layout may take beside
+        id: The name of the instance.
+        device: The device of weights and KV blocks, such as `"cuda:0"`. Default: `"cpu"`.
+        dtype: The dtype to which weights of the model's main dtype are converted at load; while they are
+            converted both copies take memory. Default: `None`, weights keep their stored dtype.
+        kv_tokens: The capacity of the KV cache in tokens; ignored if `kv_bytes` is given. Default: 16,384.
+        kv_bytes: The capacity of the KV cache as a size. Default: `None`, `kv_tokens` counts.
+        kv_block_tokens: Tokens per KV block, a multiple of 16. Default: 32.
+        token_budget: The maximum number of tokens of a step, decodes and prefill chunks together; at least
+            `max_requests`. Default: `None`, which is 256, or 8,192 with an `itl_target_s`.
+        itl_target_s: The target inter-token latency in seconds, which the engine meets by lowering the token
+            budget according to measured step times. Default: `None`, the budget is fixed.
+        prefix_reuse: Whether requests share the KV blocks of common prefixes, also with ended requests.
+            Default: true.
+        max_requests: The maximum number of running requests; more wait inside the engine. Default: 64.
+        memory_bytes: The limit of weights (preloaded ones included) and KV blocks together. Weights that a
+            store lends to a CPU do not count: they are in the store's budget. Default: `None`, the whole
+            memory of the device; set it if engines share a device.
+        idle_bytes: On a CPU, the size of freed weight memory that is kept for the next load, which then
+            writes to allocated pages; 0 returns all of it at once. Default: 1 GiB.
+        max_adapters: The maximum number of loaded adapters; 0 disables adapters. Default: 32.
+        adapter_bytes: The limit of adapters on the device, in addition to `memory_bytes`, and the limit of
+            the cache of adapters in host memory. Allocated as adapters are loaded. Default: 1 GiB.
+        packed_bytes: On a CPU, the limit of packed copies of linear weights, a faster layout, in addition to
             the weights. They are made in a preload or between steps, change no bits, are kept across swaps,
-            and go when `memory_bytes` is needed for anything else. `None` is a quarter of that, 0 makes none.
-            Where the CPU has no bf16 instructions, the copies of bf16 weights are in fp32. Ranks make none.
-        keep_fp8: Whether linear weights that are stored as FP8 stay codes and scales, at half the memory of
-            bf16; else they are made whole when they are loaded. `None` keeps them on GPUs that decode them
-            inside their products, which takes bf16 or fp16, and makes them whole otherwise: on a CPU steps
-            then take less time.
-        threads: CPU threads of a step; `None` is PyTorch's default, mostly all cores. Each engine has its
-            own, so give engines that serve at the same time a part of the cores each.
-        invariant: Whether bits may not depend on the batch; costs a few per cent. CPU only, and where every
-            product of a weight can be computed alike for any batch (`docs/engine.md`).
-        skeletons: Modules kept between loads; may be shared by engines of a process.
-        tp: Tensor-parallel ranks: in how many parts each layer's weights are cut. The store must hold models
-            cut so. Each rank is a process, on the CPU or on GPUs counted on from `device`; they share
-            `threads`, and `memory_bytes` equally.
-        pp: Pipeline-parallel stages: in how many runs the layers are cut, each of `tp` ranks. `token_budget`
-            is then shared by as many batches, so that all stages work at once.
-        rank_timeout_s: How long a rank may be silent while it is waited for; then the instance is lost.
+            and are dropped if weights or KV blocks need their part of `memory_bytes`. On a CPU without bf16
+            instructions the copies of bf16 weights are in fp32. Engines of several ranks make none. 0 makes
+            none. Default: `None`, a quarter of `memory_bytes`.
+        keep_fp8: Whether linear weights stored as FP8 stay quantized in memory, at half the memory of bf16;
+            if false they are dequantized at load. Default: `None`, which keeps them on GPUs whose kernels
+            dequantize them within bf16 and fp16 products, and dequantizes them otherwise: on a CPU steps are
+            faster then.
+        threads: The CPU threads of a step. Every engine has its own threads, so divide the cores among
+            engines that serve at the same time. Default: `None`, PyTorch's default, usually all cores.
+        invariant: Whether logits are batch-invariant to the bit, which takes a few per cent more time. On a
+            CPU only, and only for models whose products all have a batch-invariant kernel (see
+            `docs/engine.md`). Default: true.
+        skeletons: The cache of modules kept between loads, which engines of a process may share. Default:
+            `None`, a cache of its own.
+        tp: The number of tensor-parallel ranks: the parts into which each layer's weights are sharded. The
+            store must have models sharded for this number. Each rank is a process, on the CPU or on a GPU of
+            its own, from `device` upwards; the ranks divide `threads` and `memory_bytes` equally. Default: 1.
+        pp: The number of pipeline-parallel stages into which the layers are divided, each of `tp` ranks. As
+            many batches are in flight and divide `token_budget`, so that all stages compute. Default: 1.
+        rank_timeout_s: The time in seconds after which a rank that does not reply is considered failed, and
+            the instance lost. Default: 300.
+
+    Raises:
+        ConfigError: an argument is out of range.
     """
 
     def __init__(
@@ -203,10 +214,10 @@ class TorchEngine(Engine):
         cache = skeletons if skeletons is not None else SkeletonCache()
         self._loader = make_loader(self.id, settings, cache, died=self._lose, notifier=self._notifier)
         self._max_adapters = max_adapters if settings.num_ranks == 1 else 0
-        self._adapters = AdapterHolder(
+        self._adapters = AdapterManager(
             self.id,
             self.device,
-            most=self._max_adapters,
+            max_adapters=self._max_adapters,
             size_bytes=parse_bytes(adapter_bytes),
             notifier=self._notifier,
         )
@@ -214,7 +225,7 @@ class TorchEngine(Engine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._models, self._num_loads = _Models(self._notifier), 0
         self._streams = Streams(self._notifier)
-        self._books = Report()
+        self._report = Report()
         self._detached = anyio.Event()
 
     @asynccontextmanager
@@ -239,7 +250,7 @@ class TorchEngine(Engine):
         self._life.require(_EMPTY, "load")
         self._life.state = _LOADING
         try:
-            loaded, forward = await self._life.unless_lost(self._bring(model, store))
+            loaded, forward = await self._life.unless_lost(self._load_and_open(model, store))
         except BaseException:
             if self._life.state is _LOADING:
                 self._life.state = _EMPTY
@@ -265,7 +276,9 @@ class TorchEngine(Engine):
             return await checkpoint()
         self._life.require(_SERVING, "preload")
         if not self._loader.can_preload:
-            raise InstanceError(f"Engine {self.id!r} has ranks, which hold one model; load it when empty.")
+            raise InstanceError(
+                f"Engine {self.id!r} has several ranks, which load one model at a time; unload it first."
+            )
         if self._models.is_staging:
             raise InstanceError(f"Engine {self.id!r} is preloading already; cancel that first.")
         await self._drop_staged()
@@ -275,7 +288,7 @@ class TorchEngine(Engine):
         finally:
             self._models.is_staging = False
             if self._worker is not None:
-                self._worker.look_for_chores()
+                self._worker.retry_background_work()
         self._models.staged = staged
         return None
 
@@ -302,7 +315,7 @@ class TorchEngine(Engine):
         finally:
             if adapter is not None:
                 adapter.num_users -= 1
-            if self._streams.leave(ticket):
+            if self._streams.remove(ticket):
                 self._running_worker.remove(ticket)
 
     async def evict(self, *, deadline_s: float) -> int:
@@ -316,16 +329,16 @@ class TorchEngine(Engine):
             raise
         return self._evict_all(f"A deadline of {deadline_s} s passed")
 
-    # ------------------------------------------------------------------ moves
+    # ------------------------------------------------------------------ migration
 
     @asynccontextmanager
     async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
         context, found = self._migration_context(), self._streams.find(request)
         if found is None:
             raise aborted("export", f"engine {self.id!r} has no request {request!r}")
-        ticket, asked = found
+        ticket, exported = found
         async with lent_source(
-            TorchKVSource(context, ticket, context.layout_for(asked), partial(self._give_up, ticket))
+            TorchKVSource(context, ticket, context.layout_for(exported), partial(self._end_stream, ticket))
         ) as source:
             yield source
 
@@ -336,8 +349,8 @@ class TorchEngine(Engine):
             raise aborted("reserve", f"engine {self.id!r} is {self._life.state} with {self._model!r}")
         adapter = self._adapters.use(request.adapter)
         try:
-            ranks = adapter.place if adapter else None
-            async with lent_sink(TorchKVSink(context, request, context.layout_for(request), ranks)) as sink:
+            slot = adapter.place if adapter else None
+            async with lent_sink(TorchKVSink(context, request, context.layout_for(request), slot)) as sink:
                 yield sink
         finally:
             if adapter is not None:
@@ -346,16 +359,19 @@ class TorchEngine(Engine):
     # ------------------------------------------------------------------ faults
 
     def lose(self, reason: str = "it was dropped on purpose") -> None:
-        """Drop the instance as a crashed device would: streams and pending verbs raise `InstanceLost`.
+        """Mark the instance as LOST, as a device failure does; streams and calls raise `InstanceLost`.
 
-        Call it from the event loop. `unload` brings the engine back EMPTY.
+        Call it from the event loop. `unload` restarts the engine; it is EMPTY afterwards.
+
+        Args:
+            reason: The reason in the errors' messages.
         """
         self._lose(reason, None)
 
     # ------------------------------------------------------------------ view
 
     def status(self) -> EngineStatus:
-        running = min(self._books.num_running, len(self._streams))
+        running = min(self._report.num_running, len(self._streams))
         num_blocks = 0 if self._life.is_lost else self._models.num_blocks
         return EngineStatus(
             id=self.id,
@@ -366,8 +382,8 @@ class TorchEngine(Engine):
             num_prefill_tokens=self._num_prefill_tokens() if self._streams else 0,
             max_requests=self._settings.max_requests,
             num_kv_blocks=num_blocks,
-            num_free_kv_blocks=min(self._books.num_free_blocks, num_blocks),
-            preempted=self._streams.ids_of(self._books.preempted),
+            num_free_kv_blocks=min(self._report.num_free_blocks, num_blocks),
+            preempted=self._streams.ids_of(self._report.preempted),
             num_next_kv_blocks=self._num_next_blocks() if running < len(self._streams) else 0,
             kv_block_tokens=self._kv.block_tokens,
             memory_bytes=self._loader.memory_bytes,
@@ -381,44 +397,45 @@ class TorchEngine(Engine):
         return self._notifier.watch(listener)
 
     def _num_prefill_tokens(self) -> int:
-        books = self._books
-        return books.num_prefill_tokens + self._streams.num_tokens_after(books.last_ticket)
+        report = self._report
+        return report.num_prefill_tokens + self._streams.num_tokens_after(report.last_ticket)
 
     def _num_next_blocks(self) -> int:
-        books = self._books
-        unseen = self._streams.num_first_tokens_after(books.last_ticket)
-        return books.num_next_blocks or -(-unseen // self._kv.block_tokens)
+        report = self._report
+        unseen = self._streams.num_first_tokens_after(report.last_ticket)
+        return report.num_next_blocks or -(-unseen // self._kv.block_tokens)
 
     @property
     def num_preempted(self) -> int:
-        """How often a request gave up its KV blocks for an older one since the model was loaded."""
-        return self._books.num_preempted
+        """The number of preemptions since the model was loaded."""
+        return self._report.num_preempted
 
     @property
     def packed_bytes(self) -> int:
-        """What packed copies of weights take now, those kept for models that were served before included.
+        """The memory of packed weight copies, those kept for models that are not loaded included, in bytes.
 
-        The view's `weight_bytes` leaves them out: they go whenever weights or KV blocks want their memory.
+        `weight_bytes` of the status does not include them: they are dropped if weights or KV blocks need the
+        memory.
         """
         return self._loader.packed_bytes
 
     @property
     def num_reused_tokens(self) -> int:
-        """Tokens whose KV blocks were taken over instead of computed since the model was loaded."""
-        return self._books.num_reused_tokens
+        """The number of tokens found in the prefix cache instead of computed since the model was loaded."""
+        return self._report.num_reused_tokens
 
     @property
     def token_budget(self) -> int:
-        """Most tokens of the next step; with an `itl_target_s` it moves, as steps are measured."""
-        return self._books.token_budget or self._settings.most_tokens
+        """The maximum number of tokens of the next step; with an `itl_target_s` it follows step times."""
+        return self._report.token_budget or self._settings.max_step_tokens
 
     def __repr__(self) -> str:
-        blocks = f"{self.status().num_free_kv_blocks} free, {self._books.num_cached_blocks} of them cached"
+        blocks = f"{self.status().num_free_kv_blocks} free, {self._report.num_cached_blocks} of them cached"
         return f"{super().__repr__()[:-2]} | KV blocks: {blocks} | budget: {self.token_budget} tokens]>"
 
     # ------------------------------------------------------------------ loading
 
-    async def _bring(self, model: ModelCard, store: WeightStore) -> tuple[LoadedModel, Forward]:
+    async def _load_and_open(self, model: ModelCard, store: WeightStore) -> tuple[LoadedModel, Forward]:
         await checkpoint()
         loaded, self._models.staged = self._models.staged, None
         if loaded is not None and loaded.card.id != model.id:
@@ -444,7 +461,7 @@ class TorchEngine(Engine):
     async def _stage(self, model: ModelCard, store: WeightStore) -> LoadedModel:
         loaded = await self._load(model, store)
         try:
-            if not self._running_worker.others_step:  # else in pieces, once it serves
+            if not self._running_worker.others_step:  # otherwise it is packed between steps, once it serves
                 await loaded.pack()
             self._life.refuse_if_lost()
         except BaseException:
@@ -461,7 +478,7 @@ class TorchEngine(Engine):
             forward.size_bytes,
         )
         self._models.migration = self._make_migration_context(loaded, forward, runner)
-        self._books = runner.report()
+        self._report = runner.report()
         self._adapters.serve(loaded.card.id, loaded.targets())
         self._running_worker.attach(runner)
         self._life.state = _SERVING
@@ -500,7 +517,7 @@ class TorchEngine(Engine):
         )
 
     async def _stop(self) -> None:
-        """End the thread, and free what it used."""
+        """Stop the engine's thread and release its models."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop()
@@ -513,7 +530,7 @@ class TorchEngine(Engine):
         await self._adapters.forget()
         if self._models.serving is not None:
             await self._models.serving.release()
-        self._models.serving, self._books = None, Report()
+        self._models.serving, self._report = None, Report()
         self._models.num_blocks = self._models.cache_bytes = 0
         self._models.migration = None
 
@@ -522,17 +539,17 @@ class TorchEngine(Engine):
         if staged is not None:
             await staged.release()
             if self._worker is not None:
-                self._worker.look_for_chores()
+                self._worker.retry_background_work()
 
     # ------------------------------------------------------------------ streams
 
-    def _admit(self, request: Request) -> tuple[int, TokenQueue, Held[Place] | None]:
+    def _admit(self, request: Request) -> tuple[int, TokenQueue, Held[AdapterSlot] | None]:
         self._life.refuse_if_lost()
         model = self._models.serving
         if model is None or self._life.state is not _SERVING or model.card.id != request.model:
             raise RequestEvicted(
                 f"Engine {self.id!r} is {self._life.state} with model {self._model!r} and admits no request "
-                f"for {request.model!r}; ask another."
+                f"for {request.model!r}; send it to another engine."
             )
         check_servable(
             request,
@@ -540,14 +557,14 @@ class TorchEngine(Engine):
             context=model.context,
             vocabulary=model.vocabulary,
             kv_tokens=self._models.num_blocks * self._kv.block_tokens,
-            no_grammar="the torch engine has none; ask a VllmEngine",
+            no_grammar="the torch engine has none; use a VllmEngine",
             unsupported=_UNSUPPORTED,
         )
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open(request)
-        ranks = adapter.place if adapter else None
+        slot = adapter.place if adapter else None
         keys_of = self._models.migration.keys_of if self._models.migration is not None else None
-        sequence = to_sequence(request, ticket, model, ranks, epoch=self._num_loads, keys_of=keys_of)
+        sequence = to_sequence(request, ticket, model, slot, epoch=self._num_loads, keys_of=keys_of)
         self._running_worker.add(sequence)
         return ticket, tokens, adapter
 
@@ -577,19 +594,21 @@ class TorchEngine(Engine):
             )
         return self._models.migration
 
-    def _give_up(self, ticket: int) -> bool:
-        error = RequestEvicted(f"Engine {self.id!r} gave up a request that continues on another engine.")
+    def _end_stream(self, ticket: int) -> bool:
+        error = RequestEvicted(f"Engine {self.id!r} ended a request that continues on another engine.")
         if was_open := self._streams.close(ticket, error):
             self._running_worker.remove(ticket)
         return was_open
 
     def _deliver(self, report: Report) -> None:
-        self._books = report
+        self._report = report
         self._streams.deliver(report)
 
     def _evict_all(self, why: str) -> int:
         evicted = self._streams.close_all(
-            lambda: RequestEvicted(f"Engine {self.id!r} gave its requests back. {why}; they go on elsewhere.")
+            lambda: RequestEvicted(
+                f"Engine {self.id!r} evicted its requests. {why}; they continue elsewhere."
+            )
         )
         for ticket in evicted:
             self._running_worker.remove(ticket)
@@ -612,13 +631,13 @@ class TorchEngine(Engine):
         self._loader.abandon()
 
     def _post(self, call: Callable[..., object], *arguments: object) -> None:
-        """Have the event loop make a call, from any thread; calls are made in the order of asking."""
-        assert self._loop is not None, "only an engine that was entered gets here"
+        """Call a function on the event loop, from any thread; calls keep their order."""
+        assert self._loop is not None, "the engine was entered"
         self._loop.call_soon_threadsafe(call, *arguments)
 
     @property
     def _running_worker(self) -> Worker:
-        assert self._worker is not None, "only an engine that was entered gets here"
+        assert self._worker is not None, "the engine was entered"
         return self._worker
 
     @property

@@ -1,6 +1,6 @@
-"""The half of a step that needs the model: rows of tokens in, logits out.
+"""The forward pass of a step: rows of tokens in, logits out.
 
-What is computed is told in plain values, so that the model may be in this process or in others.
+The input is plain values, so that the model may run in this process or in others.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from typing import Any, TypedDict, cast
 import torch
 from torch import Tensor, nn
 
-from hotswap.backends.torch.adapters.places import Place
 from hotswap.backends.torch.adapters.plan import adaptation
+from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.attention import Paged, Segment, Step, running
+from hotswap.backends.torch.batch_invariant import BatchInvariantMode
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.kv import KVCache, blocks_for
-from hotswap.backends.torch.linear import LEAST_ROWS
-from hotswap.backends.torch.products import RowInvariant
+from hotswap.backends.torch.linear import MIN_ROWS
 from hotswap.kernels.paged_attention import Rows
 
 __all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble"]
 
-# Keys gathered at once for a batch of decodes, in tokens: bounds the memory of the gather.
+# The maximum number of keys gathered at once for a batch of decodes, in tokens; bounds the gather's memory.
 _GATHERED_TOKENS = 1 << 16
-# Rows of a prompt that are computed together on a CPU: their scores lie in its cache.
+# Rows of a prompt that a CPU computes together, so that their scores fit its cache.
 _TILE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Neighbouring tokens of one request.
+    """Consecutive tokens of one request.
 
     Attributes:
         tokens: Their ids.
         start: The position of the first.
-        blocks: The request's KV blocks, from its first token to the last of these at least.
-        samples: Whether the logits of the last one are wanted.
-        adapter: Where its adapter lies; `None` without one.
+        blocks: The request's block table, at least up to the last of these tokens.
+        samples: Whether the logits of the last token are needed.
+        adapter: The slot of the request's adapter; `None` without one.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     samples: bool
-    adapter: Place | None = None
+    adapter: AdapterSlot | None = None
 
     @property
     def end(self) -> int:
-        """The position after the last."""
+        """The position after the last token."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What one step computes.
+    """The input of one step.
 
     Attributes:
-        pieces: The tokens, of at most one piece for each request.
-        fresh: KV blocks that were handed out anew, to be cleared first.
-        copies: What is copied from KV block to KV block before that.
+        pieces: The tokens, at most one piece per request.
+        fresh: Newly allocated KV blocks, to be cleared first.
+        copies: Copies between KV blocks, to be made before that.
     """
 
     pieces: tuple[Piece, ...]
@@ -71,15 +71,15 @@ class Work:
 
 
 class Forward(ABC):
-    """A model with its KV cache, wherever they are. One thread calls `submit` and `result`.
+    """A model with its KV cache, in this process or in others. One thread calls `submit` and `result`.
 
-    Work is done in the order in which it was submitted. So a request may be cut into works that are under
-    way together, and blocks may be handed on while works that write to them still are.
+    Steps are computed in the order of `submit`. So several steps in flight may contain consecutive pieces of
+    one request, and a block may be reallocated while a step that writes to it is in flight.
 
     Attributes:
-        num_blocks: How many KV blocks there are.
-        size_bytes: The memory they take.
-        depth: How much work can be under way at once.
+        num_blocks: The number of KV blocks.
+        size_bytes: The memory of those blocks.
+        depth: The maximum number of steps in flight.
     """
 
     num_blocks: int
@@ -88,23 +88,31 @@ class Forward(ABC):
 
     @abstractmethod
     def submit(self, work: Work) -> None:
-        """Begin some work; at most `depth` are under way."""
+        """Start a step; at most `depth` steps may be in flight."""
 
     @abstractmethod
     def result(self) -> Tensor:
-        """Return the logits of the oldest work, `[pieces that sample, vocabulary]`, in the pieces' order.
+        """Return the logits of the oldest step in flight, `[pieces that sample, vocabulary]`, in order.
 
-        Valid until the next `submit`. Logits have the same bits in whatever order pieces come, where bits do
-        not depend on the batch.
+        Valid until the next `submit`. If the forward pass is batch-invariant, the order of pieces does not
+        change the bits of their logits.
         """
 
-    def improve(self) -> bool:
-        """Do a small piece of what makes later work faster, between two steps; false if nothing is left."""
+    def do_background_work(self) -> bool:
+        """Do a small piece of work between two steps that makes later ones faster; false if none is left."""
         return False
 
 
 class LocalForward(Forward):
-    """A model in this process; `chore` is what `improve` does, the rest is for `assemble`."""
+    """A model in this process.
+
+    Args:
+        model: The modules.
+        cache: Their KV cache.
+        invariant: See `assemble`.
+        linear_only: See `assemble`.
+        background_work: Called by `do_background_work`.
+    """
 
     def __init__(
         self,
@@ -113,11 +121,11 @@ class LocalForward(Forward):
         *,
         invariant: bool,
         linear_only: bool = False,
-        chore: Callable[[], bool] = lambda: False,
+        background_work: Callable[[], bool] = lambda: False,
     ) -> None:
         self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
         self.cache = cache
-        self._model, self._chore = model, chore
+        self._model, self._background_work = model, background_work
         self._invariant, self._linear_only = invariant, linear_only
         self._work = Work(())
 
@@ -131,8 +139,8 @@ class LocalForward(Forward):
         batch = assemble(pieces, self.cache, invariant=self._invariant, linear_only=self._linear_only)
         return batch.logits(self._model)
 
-    def improve(self) -> bool:
-        return self._chore()
+    def do_background_work(self) -> bool:
+        return self._background_work()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,12 +148,12 @@ class Batch:
     """The tensors of one forward pass over a row of pieces.
 
     Attributes:
-        ids: `[1, T]`.
-        positions: `[1, T]`.
-        keep: The rows whose logits are wanted, padded to the least number of rows.
-        num_kept: How many of them are no padding.
-        step: What the layers need to know.
-        watched: Whether products that are not those of linear layers are to be rounded alike for any batch.
+        ids: `[1, T]`, token ids.
+        positions: `[1, T]`, their positions.
+        keep: The rows whose logits are needed, padded to the minimum number of rows.
+        num_kept: The length of `keep` without padding.
+        step: The metadata that the layers read.
+        watched: Whether the pass runs in `BatchInvariantMode`.
     """
 
     ids: Tensor
@@ -158,11 +166,11 @@ class Batch:
     def logits(self, model: nn.Module, embeds: Tensor | None = None) -> Tensor:
         """Run the model and return `[pieces that sample, vocabulary]`, in order.
 
-        With `embeds`, `[1, T, width]`, the model is given these in place of the ids.
+        `embeds`, `[1, T, width]`, replaces the token ids as the model's input.
         """
         start: dict[str, Tensor] = {"input_ids": self.ids} if embeds is None else {"inputs_embeds": embeds}
-        with running(self.step), RowInvariant() if self.watched else nullcontext():
-            # The mask of ones keeps transformers from taking the row for packed sequences of its own.
+        with running(self.step), BatchInvariantMode() if self.watched else nullcontext():
+            # Without a mask of ones transformers would treat the row as packed sequences.
             out: Any = model(
                 **start,
                 position_ids=self.positions,
@@ -174,23 +182,23 @@ class Batch:
 
 
 def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear_only: bool = False) -> Batch:
-    """Lay the pieces out in one row.
+    """Build the tensors of a step from its pieces, in one row.
 
-    Where blocks are gathered, pieces of one token attend in batches of neighbours: sort them by length, and
-    little padding is gathered.
+    On devices that gather blocks, neighbouring pieces of one token attend in one batch: pieces sorted by
+    length need less padding.
 
     Args:
-        pieces: The tokens, of at most one piece for each request.
-        cache: Where their keys and values lie.
-        invariant: Whether logits have the same bits whatever shares the batch.
-        linear_only: Whether linear layers are all that multiplies by weights: these do with `LEAST_ROWS`.
-            Where they are not, the others are watched over, which costs time.
+        pieces: The tokens, at most one piece per request.
+        cache: The KV cache of the model.
+        invariant: Whether logits must be batch-invariant to the bit.
+        linear_only: Whether linear layers are the only products with weights: they are batch-invariant from
+            `MIN_ROWS` rows on. If not, the pass runs in `BatchInvariantMode`, which takes more time.
     """
     ids: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
     keep: list[int] = []
-    adapted: list[tuple[Place, range, int | None]] = []
+    adapted: list[tuple[AdapterSlot, range, int | None]] = []
     starts: list[int] = []
     for piece in pieces:
         starts.append(len(ids))
@@ -203,7 +211,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear
             adapted.append((piece.adapter, rows, len(keep) if piece.samples else None))
         if piece.samples:
             keep.append(len(ids) - 1)
-    least = LEAST_ROWS if invariant else 0
+    least = MIN_ROWS if invariant else 0
     num_kept, padding = len(keep), [0] * (least - len(ids))
     keep += [0] * max(0, least - num_kept)
     on = cache.device
@@ -225,7 +233,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear
 
 
 class _Reading(TypedDict, total=False):
-    """How a step reads the cache: the fields of `Step` that say so."""
+    """The fields of `Step` for reading the KV cache, by device."""
 
     paged: Paged
     segments: tuple[Segment, ...]
@@ -243,8 +251,8 @@ def _reading(pieces: Sequence[Piece], starts: Sequence[int], at: Tensor, cache: 
 
 
 def _paged(pieces: Sequence[Piece], starts: Sequence[int], at: Tensor, cache: KVCache) -> Paged:
-    """Say where each row's blocks lie, prompts in tiles."""
-    tables = [_held(piece, cache) for piece in pieces]
+    """Build the block tables and row tiles of a step on a CPU."""
+    tables = [_blocks_up_to(piece, cache) for piece in pieces]
     width = max(map(len, tables), default=0)
     tiles: list[tuple[int, int, int]] = []
     parts: list[range] = []
@@ -273,7 +281,7 @@ def _integers(values: Sequence[Sequence[int]]) -> Tensor:
 def _segments(
     pieces: Sequence[Piece], starts: Sequence[int], cache: KVCache
 ) -> tuple[tuple[Segment, ...], list[int]]:
-    """Return what attends together, and the rows of each, one after the other: each prefill by itself."""
+    """Return the segments of a step and their rows; each prefill is its own segment."""
     decodes = [number for number, piece in enumerate(pieces) if len(piece.tokens) == 1]
     groups = _by_length(decodes, pieces, cache.block_tokens)
     groups += [[number] for number, piece in enumerate(pieces) if len(piece.tokens) > 1]
@@ -286,15 +294,15 @@ def _segments(
     return tuple(segments), order
 
 
-def _held(piece: Piece, cache: KVCache) -> Sequence[int]:
-    """The blocks up to the piece's last token."""
+def _blocks_up_to(piece: Piece, cache: KVCache) -> Sequence[int]:
+    """Return the blocks up to the piece's last token."""
     return piece.blocks[: blocks_for(piece.end, cache.block_tokens)]
 
 
 def _by_length(decodes: Sequence[int], pieces: Sequence[Piece], block_tokens: int) -> list[list[int]]:
-    """Put neighbours of similar length together.
+    """Group neighbouring decodes of similar length.
 
-    A batch is gathered as wide as its longest member; half that is the least a member may be.
+    A group is gathered with the length of its longest member; every member has at least half of it.
     """
     groups: list[list[int]] = []
     longest = 0
@@ -316,7 +324,7 @@ def _by_length(decodes: Sequence[int], pieces: Sequence[Piece], block_tokens: in
 
 
 def _segment(start: int, group: Sequence[Piece], cache: KVCache) -> Segment:
-    tables = [_held(piece, cache) for piece in group]
+    tables = [_blocks_up_to(piece, cache) for piece in group]
     spans = [range(piece.start, piece.end) for piece in group]
     return Segment(
         start=start,

@@ -1,8 +1,8 @@
-"""Small operations of unmodified models, computed by kernels that take one pass for many operators.
+"""Fused CPU kernels for RMSNorm and rotary embeddings in unmodified models.
 
-Nothing goes by the name of a class: a module is tried out with random numbers, in every dtype, and what does
-not compute what the kernel does is left as it is. So what is fused gives the bits of the model's own code, or
-for an RMSNorm those of another order of the sum of squares.
+Modules are recognized by their results, not by class names: a candidate is run on random input in every dtype
+and fused only if the kernel computes the same values. A fused rotation has the bits of the model's own code;
+a fused RMSNorm may differ by the order in which squares are summed.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from hotswap.kernels.fused import DTYPES, Scaling, rms_norm, rotate
 
 __all__ = ["Fused", "fuse"]
 
-# What transformers' models call it, each in a module of its own.
-_ROTATES = "apply_rotary_pos_emb"
-# Largest difference of a float32 result, as a share: sums of squares of another order.
+# The name of the function in every model's module of transformers.
+_ROTARY_FUNCTION = "apply_rotary_pos_emb"
+# The maximum relative difference of a float32 result, due to the order of the sum of squares.
 _CLOSE = 1e-6
-# Share of bfloat16 results that such a sum may round to a neighbour.
+# The maximum share of bfloat16 results that differ by one rounding, for the same reason.
 _ROUNDED_OTHERWISE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What computes a module in place of its `forward`; hooks of the module run as ever."""
+    """A fused replacement of a module's `forward`; hooks of the module still run."""
 
     module: nn.Module
     forward: Callable[..., Any]
 
     def attach(self) -> None:
-        """Compute the module so."""
+        """Replace the module's `forward`."""
         vars(self.module)["forward"] = self.forward
 
     def detach(self) -> None:
-        """Leave it to compute itself."""
+        """Restore the module's own `forward`."""
         vars(self.module).pop("forward", None)
 
 
 def fuse(module: nn.Module) -> tuple[Fused, ...]:
-    """Have small operations within a module on the CPU fused where that is found to compute the same.
+    """Fuse the RMSNorms and rotary embeddings within a CPU module that a kernel computes equally.
 
-    Returns what was attached. Takes some milliseconds for each kind of operation, once in a process.
+    Returns the attached replacements. Takes some milliseconds per kind of operation, once per process.
     """
     made: list[Fused] = []
     for part in module.modules():
@@ -63,11 +63,11 @@ def fuse(module: nn.Module) -> tuple[Fused, ...]:
 _Norm = tuple[float, Scaling]
 _norms: dict[object, _Norm | None] = {}
 _rotations: dict[FunctionType, FunctionType | None] = {}
-_trying = threading.Lock()
+_probe_lock = threading.Lock()
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """What computes a module that is an RMSNorm; `None` for any other."""
+    """Return the fused `forward` of a module that computes an RMSNorm; `None` for any other."""
     parameters = cast("dict[str, Tensor | None]", module._parameters)  # pyright: ignore[reportPrivateUsage]
     weight = parameters.get("weight")
     if weight is None or len(parameters) != 1 or weight.dim() != 1 or any(True for _ in module.buffers()):
@@ -76,7 +76,7 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return None
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     key = (type(module), len(weight), repr(sorted(settings.items())))
-    with _trying:
+    with _probe_lock:
         if key not in _norms:
             _norms[key] = _try_norm(module, settings, len(weight))
         found = _norms[key]
@@ -95,7 +95,7 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _try_norm(module: nn.Module, settings: dict[str, Any], width: int) -> _Norm | None:
-    """The epsilon and the scaling with which the kernel computes what a module does."""
+    """Return the epsilon and the scaling with which the kernel equals a module; `None` if none does."""
     for epsilon in {value for value in settings.values() if isinstance(value, float) and 0 < value < 1}:
         for scaling in Scaling:
             if all(_norms_alike(module, width, dtype, epsilon, scaling) for dtype in DTYPES):
@@ -115,7 +115,7 @@ def _norms_alike(module: nn.Module, width: int, dtype: torch.dtype, epsilon: flo
     try:
         with torch.inference_mode():
             theirs = type(module).forward(twin, hidden)
-    except Exception:  # whatever a module that is no norm trips over
+    except Exception:  # a module that is no norm may fail with any error
         return False
     if not isinstance(theirs, Tensor) or theirs.dtype is not dtype or theirs.shape != hidden.shape:
         return False
@@ -126,11 +126,11 @@ def _norms_alike(module: nn.Module, width: int, dtype: torch.dtype, epsilon: flo
 
 
 def _rotating(module: nn.Module) -> Callable[..., Any] | None:
-    """The `forward` of a module that turns queries and keys, by the kernel; `None` for any other."""
+    """Return the fused `forward` of a module that applies rotary embeddings; `None` for any other."""
     forward: object = type(module).forward
-    if not isinstance(forward, FunctionType) or _ROTATES not in forward.__code__.co_names:
+    if not isinstance(forward, FunctionType) or _ROTARY_FUNCTION not in forward.__code__.co_names:
         return None
-    with _trying:
+    with _probe_lock:
         if forward not in _rotations:
             _rotations[forward] = _with_kernel(forward)
         found = _rotations[forward]
@@ -138,18 +138,18 @@ def _rotating(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _with_kernel(forward: FunctionType) -> FunctionType | None:
-    """The same function, for which the name of the rotation stands for the kernel, if that does the same."""
-    original: Any = forward.__globals__.get(_ROTATES)
+    """Return a copy of a `forward` that calls the kernel to rotate; `None` if the results would differ."""
+    original: Any = forward.__globals__.get(_ROTARY_FUNCTION)
     if not callable(original) or not all(_rotate_alike(original, dtype) for dtype in DTYPES):
         return None
 
-    def turned(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any) -> Any:
+    def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any) -> Any:
         found = None if others or named else rotate(queries, keys, cos, sin)
         return original(queries, keys, cos, sin, *others, **named) if found is None else found
 
     made = FunctionType(
         forward.__code__,
-        forward.__globals__ | {_ROTATES: turned},
+        forward.__globals__ | {_ROTARY_FUNCTION: rotated},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
@@ -173,5 +173,5 @@ def _rotate_alike(original: Callable[..., Any], dtype: torch.dtype) -> bool:
             return mine is not None and all(
                 torch.equal(one, other) for one, other in zip(mine, theirs, strict=True)
             )
-    except Exception:  # whatever a function of another kind trips over
+    except Exception:  # a function of another kind may fail with any error
         return False

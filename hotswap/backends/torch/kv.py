@@ -1,7 +1,7 @@
-"""Paged KV memory: the tensors behind the blocks.
+"""The paged KV cache: the tensors of the blocks.
 
-Blocks are append-only: a slot is written once, by the request that was handed the block, so what others share
-of it never changes. Block 0 belongs to nobody; rows that only pad a batch write there.
+Blocks are append-only: a slot is written once, by the request to which the block was allocated, so shared
+slots never change. Block 0 is never allocated; padding rows of a batch write to it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
 from hotswap.kernels.paged_attention import DTYPES, append, compile_for
 from hotswap.kernels.targets import runs_triton
 
-__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "lines_of"]
+__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "head_block_indices"]
 
 _NO_BLOCK: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of a token: `kv_heads` keys of `key_dim` and values of `value_dim`."""
+    """The KV cache entry of a token in one layer: `kv_heads` keys of `key_dim` and values of `value_dim`."""
 
     kv_heads: int
     key_dim: int
@@ -37,22 +37,25 @@ class LayerShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values together."""
+        """The size of keys and values together."""
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 def bytes_per_token(layers: Sequence[LayerShape]) -> int:
-    """What all layers keep of one token."""
+    """Return the KV cache bytes of one token in all layers."""
     return sum(layer.bytes_per_token for layer in layers)
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:
-    """How many blocks hold `num_tokens`."""
+    """Return the number of blocks for `num_tokens`."""
     return -(-num_tokens // block_tokens)
 
 
-def lines_of(table: Tensor, heads: int) -> Tensor:
-    """Return where each head's blocks lie, `[n * heads * num_blocks]`, of a table `[n, num_blocks]`."""
+def head_block_indices(table: Tensor, heads: int) -> Tensor:
+    """Return the index of each head's part of the blocks of a table `[n, num_blocks]`.
+
+    The result is `[n * heads * num_blocks]`, into a pool viewed as `[(num_blocks + 1) * heads, ...]`.
+    """
     each = torch.arange(heads, device=table.device)[None, :, None]
     return (table[:, None, :] * heads + each).reshape(-1)
 
@@ -60,11 +63,17 @@ def lines_of(table: Tensor, heads: int) -> Tensor:
 class KVCache:
     """Keys and values of every layer, head-major: `[num_blocks + 1, kv_heads, block_tokens, dim]`.
 
-    On a CPU attention reads them in place. Elsewhere head-major blocks make the gather of a batch one
-    `index_select` of long rows that lands contiguous per request and head. Neighbouring layers of one shape
-    are one tensor, so that what is done to a block in all layers is done at once. Without `layers` the
-    tensors are made when a layer is first seen, from the shapes that arrive: head counts and widths need no
-    reading of configs.
+    On a CPU attention reads them in place. On other devices the head-major layout makes the gather of a batch
+    one `index_select` of long rows, contiguous per request and head. Neighbouring layers of equal shape are
+    one tensor, so that an operation on a block is one call for all of them.
+
+    Args:
+        num_blocks: The number of blocks, without block 0.
+        block_tokens: Tokens per block.
+        device: The device of the tensors.
+        layers: The shapes of the layers. Without them each layer's tensors are allocated at its first write,
+            in the shape that is written, so that no config is parsed for head counts and widths.
+        first_layer: The index of the first of `layers`, for a pipeline stage.
     """
 
     def __init__(
@@ -90,12 +99,12 @@ class KVCache:
 
     @property
     def in_place(self) -> bool:
-        """Whether attention reads blocks where they lie, and they need not be gathered."""
+        """Whether attention reads the blocks in place, without a gather."""
         return self.device.type == "cpu"
 
     @property
     def _begins_zeroed(self) -> bool:
-        """Whether fresh memory is zeros anyway."""
+        """Whether newly allocated memory is zeroed."""
         return self.device.type == "cpu"
 
     @property
@@ -108,18 +117,18 @@ class KVCache:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all blocks; scratch memory is bounded by a batch and not counted."""
+        """The size of all blocks; scratch memory, which is bounded by a batch, is not counted."""
         return sum(stack.nbytes for stack in self._all())
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the blocks lie in."""
+        """The tensors of the blocks."""
         return tuple(self._all())
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero the values of blocks that are handed out anew.
+        """Zero the values of newly allocated blocks.
 
-        A masked key has weight zero, and zero times a NaN that was there before would be a NaN.
+        A masked key has weight zero, and zero times a NaN left by an earlier request would be a NaN.
         """
         if not blocks:
             return
@@ -127,7 +136,7 @@ class KVCache:
             values.index_fill_(1, self._index(blocks), 0)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copy the first slots of blocks to others, one after the other, and clear those behind."""
+        """Make copies between blocks, in order; the slots after the copied ones are cleared."""
         for copy in copies:
             num_tokens = copy.num_tokens
             for stack in self._all():
@@ -135,9 +144,9 @@ class KVCache:
                 stack[:, copy.target, :, num_tokens:] = 0
 
     def save(self, blocks: Sequence[int], out: Tensor) -> None:
-        """Copy blocks, all layers of each, to host memory: `out` is uint8, `block_bytes` for each.
+        """Copy blocks, all layers of each, to host memory: `out` is uint8, `block_bytes` per block.
 
-        Any thread may, and computes alone: threads of PyTorch's would take turns with those of steps.
+        Thread-safe. Runs on the calling thread only: PyTorch's thread pool would compete with steps.
         """
         if self.device.type != "cpu":
             self.save_staged(blocks, out)
@@ -147,7 +156,7 @@ class KVCache:
                 content[:] = stack.numpy()[:, block]
 
     def restore(self, blocks: Sequence[int], data: Tensor) -> None:
-        """Fill blocks, which nobody reads yet, with what `save` wrote. Any thread may, as there."""
+        """Fill blocks that no request reads yet with data that `save` wrote. Thread-safe, like `save`."""
         if self.device.type != "cpu":
             self.restore_staged(blocks, data)
             return
@@ -156,19 +165,19 @@ class KVCache:
                 stack.numpy()[:, block] = content
 
     def save_staged(self, blocks: Sequence[int], out: Tensor) -> None:
-        """Do as `save` by way of a buffer on the device: one launch for all layers, and one copy."""
+        """Save through a staging buffer on the device: one kernel launch for all layers, and one copy."""
         if self.block_bytes:
             staging = torch.empty(len(out), dtype=torch.uint8, device=self.device)
             gather(self._table(), blocks, staging)
             out.copy_(staging)
 
     def restore_staged(self, blocks: Sequence[int], data: Tensor) -> None:
-        """Do as `restore` in the same way; `data` may be written to again when this returns."""
+        """Restore through a staging buffer on the device; `data` may be overwritten when this returns."""
         if self.block_bytes:
             scatter(self._table(), blocks, data.to(self.device))
 
     def build_kernels(self) -> None:
-        """Have what reads and moves blocks compiled before a request waits for it. Blocking."""
+        """Compile the kernels that read and copy blocks, so that no request waits for it. Blocking."""
         if self.in_place:
             for dtype in {layer.dtype for layer in self.layers.values()} & DTYPES:
                 compile_for(dtype)
@@ -178,14 +187,14 @@ class KVCache:
             scatter(self._table(), (_NO_BLOCK,), staging)
 
     def _table(self) -> BlockTable:
-        """Where all layers lie, in the order in which `save` writes them."""
+        """Return the tensors of all layers, in the order in which `save` writes them."""
         if self._blocks is None:
             layers = [stack[layer] for stack in self._all() for layer in range(len(stack))]
             self._blocks = BlockTable([layer for layer in layers if layer.numel()])
         return self._blocks
 
     def _parts(self, data: Tensor, num_blocks: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The bytes of each stack `[layers, blocks, bytes]`, and where the blocks' own are, blocks first."""
+        """Yield each stack as bytes `[layers, blocks, bytes]`, with its part of `data`, blocks first."""
         rows, at = data.view(max(1, num_blocks), -1), 0
         for stack in self._all():
             pool = stack.flatten(2).view(torch.uint8)
@@ -195,14 +204,14 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers."""
+        """The size of one block in all layers."""
         return sum(stack[:, 0].numel() * stack.itemsize for stack in self._all())
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, device=self.device)
 
     def _all(self) -> Iterator[Tensor]:
-        """Every stack: those of keys by their layers, then those of values."""
+        """Yield all stacks: those of keys in the order of layers, then those of values."""
         for stacks in self._stacks:
             for layer in sorted(stacks):
                 yield stacks[layer]
@@ -222,13 +231,13 @@ class KVCache:
                 pool[blocks, :, offsets] = rows.transpose(0, 1)
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the blocks of a layer's keys, and those of its values."""
+        """Return the tensors of a layer's keys and of its values."""
         return self._keys[layer], self._values[layer]
 
     def gather(self, layer: int, lines: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[n, kv_heads, m * block_tokens, dim]` of blocks (`lines_of`).
+        """Return keys and values `[n, kv_heads, m * block_tokens, dim]` of blocks (`head_block_indices`).
 
-        Both lie in scratch memory that the next call overwrites: fresh pages would cost ten times the copy.
+        Both are in scratch memory that the next call overwrites: new pages would cost ten times the copy.
         """
         keys = self._take("keys", self._keys[layer], lines)
         values = self._take("values", self._values[layer], lines)
@@ -238,7 +247,7 @@ class KVCache:
         )
 
     def _take(self, name: str, pool: Tensor, index: Tensor) -> Tensor:
-        """`[tokens, dim]` of the lines, one after the other."""
+        """Return `[tokens, dim]` of the indexed rows, concatenated."""
         _, _, tokens, dim = pool.shape
         lines = pool.view(-1, tokens * dim)
         out = self._scratch_lines(name, len(index), lines)
@@ -247,11 +256,13 @@ class KVCache:
 
     def _scratch_lines(self, name: str, count: int, like: Tensor) -> Tensor:
         key = (name, like.shape[1], like.dtype)
-        held = self._scratch.get(key)
-        if held is None or len(held) < count:
+        scratch = self._scratch.get(key)
+        if scratch is None or len(scratch) < count:
             size = max(64, count + count // 2)
-            held = self._scratch[key] = torch.empty(size, like.shape[1], dtype=like.dtype, device=like.device)
-        return held[:count]
+            scratch = self._scratch[key] = torch.empty(
+                size, like.shape[1], dtype=like.dtype, device=like.device
+            )
+        return scratch[:count]
 
     def _make(self, first: int, layers: Sequence[LayerShape]) -> None:
         self._blocks = None
@@ -268,7 +279,7 @@ class KVCache:
                 at += shape[0]
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Not written to: blocks are cleared when handed out, and gigabytes of zeros would delay a swap."""
+        """Allocate without writing: blocks are cleared on allocation, and writing gigabytes delays a swap."""
         if self._begins_zeroed:
             return host_bytes(prod(shape) * dtype.itemsize).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -1,12 +1,13 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # Of transformers, whose Conv1D has no types.
-"""Linear layers on a CPU, from weights as stored or packed into a faster layout.
+"""Batch-invariant linear layers on a CPU, with weights as stored or packed into a faster layout.
 
-hotswap's kernel computes them where the CPU has the instructions for it (`packed_linear`), and elsewhere
-oneDNN's inner product. Both take a weight as stored or packed, and give the same bits for either: oneDNN
-wherever an input has two rows or more, measured for fp32 and bf16, one and several threads. So a layer may be
-packed or unpacked at any moment, also in the middle of a stream; only the speed changes. Which of the two
-computes depends on the CPU and the dtype alone.
+hotswap's kernel (`packed_linear`) computes them if the CPU has the instructions for it, else oneDNN's inner
+product. Both accept a weight as stored or packed, with the same bits for either; oneDNN does so for inputs of
+two rows or more, measured for fp32 and bf16 with one and several threads. So a layer may be packed or
+unpacked
+at any time, also during a stream: only the speed changes. The choice of the kernel depends on the CPU and the
+dtype alone.
 
 On an x86 CPU without bf16 instructions, bf16 products take up to four times as long as fp32 ones. There a
 bf16 layer is *widened*: packed as fp32, its input and output converted. The products of bf16 numbers are
@@ -18,7 +19,7 @@ kernel:
 - With AVX2 alone there is none, and bf16 layers are always computed in fp32. A weight that is not packed is
   converted in each product, with the same bits.
 
-PyTorch has oneDNN's operators for its own compiler. Where they are missing, layers are computed by PyTorch.
+PyTorch has oneDNN's operators for its own compiler. If they are missing, PyTorch computes the layers.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.kernels import packed_linear
 
 __all__ = [
-    "LEAST_ROWS",
+    "MIN_ROWS",
     "LinearLayer",
-    "kernels",
+    "invariant_linear",
     "linear_layers",
-    "product",
+    "supported_dtypes",
     "widened",
     "widens",
 ]
 
 log = logging.getLogger("hotswap")
 
-# With a single row oneDNN takes other kernels. It keeps as many sums in registers as there are rows, and with
-# fewer than four a core waits for each: on an AMD EPYC two rows take 1.3 to 1.4 times as long as four.
-LEAST_ROWS = 4
-# Rows that the blocks are laid out for: those of a decode batch. Bits do not depend on it.
+# With a single row oneDNN uses other kernels, with other bits. It keeps as many sums in registers as there
+# are rows, and fewer than four stall a core: on an AMD EPYC two rows take 1.3 to 1.4 times as long as four.
+MIN_ROWS = 4
+# The number of rows for which oneDNN packs a weight: that of a decode batch. It does not change bits.
 _TYPICAL_ROWS = 32
-# Outputs whose weights are converted together, so that they are still in the cache when they are multiplied.
+# Outputs whose weights are converted to fp32 at once, so that they are in the cache when they are multiplied.
 _CONVERTED_OUTPUTS = 256
 
 
@@ -65,8 +66,8 @@ def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 
 @cache
-def kernels() -> frozenset[torch.dtype]:
-    """The dtypes that `product` takes on this machine: fp32 and bf16, where there is a kernel for fp32."""
+def supported_dtypes() -> frozenset[torch.dtype]:
+    """Return the dtypes that `invariant_linear` accepts on this CPU: fp32 and bf16, if fp32 has a kernel."""
     return frozenset(
         dtype
         for dtype in (torch.float32, torch.bfloat16)
@@ -76,7 +77,7 @@ def kernels() -> frozenset[torch.dtype]:
 
 @cache
 def _has_kernel(dtype: torch.dtype) -> bool:
-    """Whether this CPU has a kernel that computes in the dtype itself; tried out once."""
+    """Whether this CPU has a kernel that computes in the dtype itself; tested once per process."""
     return packed_linear.supported(dtype) or _onednn_works(dtype)
 
 
@@ -91,10 +92,13 @@ def _onednn_works(dtype: torch.dtype) -> bool:
         return False
 
 
-def product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `hidden @ weight.T + bias` for `[..., in]` and `[out, in]`, all of one dtype of `kernels()`.
+def invariant_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `hidden @ weight.T + bias`, with the same bits of a row for any number of rows from two on.
 
-    A row has the same bits for any number of rows from two on.
+    Args:
+        hidden: `[..., in]`, of a dtype of `supported_dtypes()`, like the others.
+        weight: `[out, in]`.
+        bias: `[out]`, or `None`.
     """
     if packed_linear.supported(hidden.dtype):
         return packed_linear.linear(hidden, weight, bias)
@@ -104,17 +108,19 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _in_fp32(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, of bf16, with the bits of a widened layer; the weight is converted piece by piece."""
+    """Compute a bf16 layer in fp32, with the bits of a widened layer; converts the weight piece by piece."""
     out = hidden.new_empty(*hidden.shape[:-1], len(weight))
     wide = hidden.float()
     for first in range(0, len(weight), _CONVERTED_OUTPUTS):
         some = slice(first, first + _CONVERTED_OUTPUTS)
-        out[..., some] = product(wide, weight[some].float(), None if bias is None else bias[some].float())
+        out[..., some] = invariant_linear(
+            wide, weight[some].float(), None if bias is None else bias[some].float()
+        )
     return out
 
 
 def _by_onednn(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same for a weight that may also be packed by oneDNN."""
+    """Compute a layer with oneDNN; its weight is as stored or packed by oneDNN."""
     multiply, _ = _operators()
     return multiply(hidden, weight, bias, "none", [], "")
 
@@ -127,16 +133,16 @@ def _widens() -> bool:
 
 
 def widened() -> bool:
-    """Whether bf16 layers are computed in fp32 on this CPU, where there is memory for it."""
+    """Whether bf16 layers are computed in fp32 on this CPU if the packed copies have enough memory."""
     return _widens()
 
 
 def widens(layers: Iterable[LinearLayer], limit_bytes: int) -> bool:
-    """Whether the bf16 layers of a model are computed in fp32: by the CPU, their size and the limit alone.
+    """Whether the bf16 layers of a model are computed in fp32; depends on CPU, size and limit alone.
 
     Args:
         layers: All linear layers of the model.
-        limit_bytes: The most bytes that packed copies may take; never what is free, which varies.
+        limit_bytes: The limit of packed copies, not the free part of it, which varies.
     """
     if not _has_kernel(torch.bfloat16):
         return _has_kernel(torch.float32)
@@ -145,11 +151,11 @@ def widens(layers: Iterable[LinearLayer], limit_bytes: int) -> bool:
 
 
 class LinearLayer:
-    """Computes a linear layer in place of its `forward`; hooks of the layer run as before.
+    """Replaces the `forward` of a linear layer; hooks of the layer still run.
 
     Attributes:
         packed: The weight in the kernel's layout; `None` while the weight is used as stored.
-        is_wide: Whether it computes in fp32 what is stored in bf16.
+        is_wide: Whether a layer stored in bf16 is computed in fp32.
     """
 
     __slots__ = ("_parameters", "_transposed", "is_wide", "packed")
@@ -164,7 +170,7 @@ class LinearLayer:
     def stored(self) -> Tensor:
         """The weight of the layer, as loaded."""
         weight = self._parameters["weight"]
-        assert weight is not None, "these layers always have one"
+        assert weight is not None, "linear layers have a weight"
         return weight
 
     @property
@@ -174,9 +180,9 @@ class LinearLayer:
 
     @property
     def packable(self) -> bool:
-        """Whether there is a kernel for the weight that is bound."""
+        """Whether there is a kernel for the bound weight."""
         weight = self.stored
-        return weight.dtype in kernels() and weight.device.type == "cpu" and weight.numel() > 0
+        return weight.dtype in supported_dtypes() and weight.device.type == "cpu" and weight.numel() > 0
 
     @property
     def packed_bytes(self) -> int:
@@ -195,8 +201,8 @@ class LinearLayer:
     def pack(self) -> Tensor | None:
         """Return the weight in the kernel's layout, without attaching it to the layer.
 
-        Pauses between pieces while other engines of the process are stepping (`throttle`). Returns `None` if
-        the thread gets a command meanwhile.
+        Pauses between pieces while other engines of the process run steps (`throttle`). Returns `None` if the
+        thread receives a command meanwhile.
         """
         weight = self.weight.detach()
         if not packed_linear.supported(self.dtype):
@@ -222,7 +228,7 @@ class LinearLayer:
         if self.packed is None and not self.packable:
             return nn.functional.linear(hidden, self.weight, bias)
         if self.packed is None:
-            return (_in_fp32 if self.is_wide else product)(hidden, self.weight, bias)
+            return (_in_fp32 if self.is_wide else invariant_linear)(hidden, self.weight, bias)
         if not self.is_wide:
             return self._multiply(hidden, self.packed, bias)
         wide_bias = None if bias is None else bias.float()
@@ -235,13 +241,13 @@ class LinearLayer:
 
 
 def linear_layers(module: nn.Module) -> tuple[LinearLayer, ...]:
-    """Replace `forward` of the linear layers of a module by `LinearLayer`s, and return these in order.
+    """Replace the `forward` of a module's linear layers with `LinearLayer`s, and return these in order.
 
-    Replaces `nn.Linear` and GPT-2's `Conv1D` alone: classes derived from them may compute something else.
+    Only `nn.Linear` and GPT-2's `Conv1D`, not classes derived from them, which may compute something else.
     """
     made: list[LinearLayer] = []
     for layer in module.modules():
         if type(layer) in (nn.Linear, Conv1D):
             made.append(LinearLayer(layer))
-            vars(layer)["forward"] = made[-1]  # what `nn.Module` calls, hooks before and after
+            vars(layer)["forward"] = made[-1]  # `nn.Module.__call__` calls it, with hooks before and after
     return tuple(made)

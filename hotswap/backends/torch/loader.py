@@ -1,4 +1,4 @@
-"""From a manifest to a model that can run: memory, weights, modules, and whether they belong together."""
+"""Loads models into this process: allocates memory, reads weights, binds modules and checks them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target, observed, targets
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
-from hotswap.backends.torch.coded import Coding, keeps_by_default, linear_weights, prepare
+from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.dequantize import Dequantizer, original_dtype
-from hotswap.backends.torch.device import Released, out_of_memory_mapped, touch
-from hotswap.backends.torch.examine import examine
+from hotswap.backends.torch.device import ReleasedMemory, check_device, out_of_memory_mapped
+from hotswap.backends.torch.fingerprint import compute_format, fingerprint_of, weights_key
 from hotswap.backends.torch.forward import LocalForward
-from hotswap.backends.torch.identity import fingerprint_of, identity, way_of
+from hotswap.backends.torch.fp8_linear import QuantizedWeights, keeps_fp8_by_default, linear_weights, prepare
 from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
@@ -38,19 +38,23 @@ __all__ = ["LocalLoader", "LocalModel"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A flat buffer and what lies in it: memory of the engine, or of the store while `loan` is open.
+    """A flat weight buffer and its tensors.
 
-    `coding` says which of the tensors are codes that are computed with as they are.
+    Attributes:
+        flat: uint8, memory of the engine, or of the store while `loan` is open.
+        specs: The tensors in it.
+        loan: The open loan of the store's memory; `None` for memory of the engine.
+        quantized: The weights that stay quantized; `None` if there are none.
     """
 
     flat: Tensor
     specs: tuple[TensorSpec, ...]
     loan: AsyncExitStack | None = None
-    coding: Coding | None = None
+    quantized: QuantizedWeights | None = None
 
     @property
     def own_bytes(self) -> int:
-        """Memory of the engine that they take; what is lent takes none."""
+        """The memory of the engine that they take; 0 if lent."""
         return 0 if self.loan else len(self.flat)
 
 
@@ -59,15 +63,16 @@ class LocalModel(LoadedModel):
     """A model whose weights are on the device and bound to its modules.
 
     Attributes:
-        loader: Who made it, and takes it back.
-        card: What the fleet knows of it.
-        skeleton: The modules, borrowed.
-        weights: What their parameters are views of.
-        packed: The packed copies of their linear weights, as far as they are made.
-        layers: What each layer keeps of a token.
-        context: The longest request, in tokens.
-        eos_token_ids: Its end tokens.
-        vocabulary: Token ids are less than this.
+        loader: The loader that made it and releases it.
+        card: The model's card.
+        skeleton: The modules, borrowed from the skeleton cache.
+        weights: The weights; the modules' parameters are views of them.
+        packed: The packed copies of linear weights that exist so far.
+        layers: The KV cache entry of a token in each layer.
+        context: The maximum length of a request, in tokens.
+        eos_token_ids: The token ids that end a generation.
+        vocabulary: The number of token ids.
+        fingerprint: See `LoadedModel`.
     """
 
     loader: LocalLoader
@@ -100,15 +105,16 @@ class LocalModel(LoadedModel):
 
 
 class LocalLoader(Loader):
-    """Makes models that this process computes, on one device, and takes them back.
+    """Loads and releases models on one device in this process.
 
-    On a CPU, weights that the store can lend are used where they lie, however many engines do: loading copies
-    nothing, and the budget, here as in `weight_bytes`, counts nothing for them, since they take the store's.
-    Quantised weights are made whole in memory of the engine, and count as what they become; or those of
-    linear layers stay codes, are lent like others, and count as codes.
+    On a CPU, weights that the store can lend are used in place, by any number of engines: a load copies
+    nothing, and `weight_bytes` counts 0 bytes for them, since they are in the store's budget. Quantized
+    weights are dequantized into memory of the engine and count with their dequantized size. With `keep_fp8`
+    the weights of linear layers stay quantized, can be lent, and count with their quantized size.
 
-    Everything between two awaits is cheap; files, copies and modules are dealt with in worker threads. What
-    an interrupted load held is given back before the interruption goes on.
+    Files, copies and modules are handled in worker threads, so the event loop never blocks. A load that fails
+    or is cancelled releases its memory before the error or the cancellation propagates. See `TorchEngine` for
+    the arguments.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class LocalLoader(Loader):
     ) -> None:
         super().__init__(memory_bytes, notifier)
         self._device, self._dtype, self._keep_fp8 = device, dtype, keep_fp8
-        self._buffers, self._released = FlatBuffers(device, idle_bytes), Released(device)
+        self._buffers, self._released = FlatBuffers(device, idle_bytes), ReleasedMemory(device)
         self._packed = PackedCache(packed_bytes)
         self._skeletons = skeletons
         self._block_tokens, self._invariant = block_tokens, invariant
@@ -135,10 +141,10 @@ class LocalLoader(Loader):
 
     async def start(self) -> None:
         try:
-            await anyio.to_thread.run_sync(touch, self._device)
+            await anyio.to_thread.run_sync(check_device, self._device)
         except RuntimeError as exc:
             raise InstanceLost(f"{self._device} fails ({exc}); restart the process.") from exc
-        # Whoever asks again is answered at once.
+        # Slow the first time and cached: later calls on the event loop return at once.
         await anyio.to_thread.run_sync(runs_triton, self._device)
 
     async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> LocalModel:
@@ -158,7 +164,7 @@ class LocalLoader(Loader):
             raise
 
     async def release(self, model: LocalModel) -> None:
-        """Free the weights of a model that nobody runs any more; not interrupted by a cancellation."""
+        """Release the weights of a model that no longer runs. Shielded from cancellation."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._packed.release, model.packed)
         self._skeletons.give_back(model.skeleton, self._device)
@@ -168,7 +174,7 @@ class LocalLoader(Loader):
         pass
 
     async def stop(self) -> None:
-        """Free the buffers and the packed weights that are kept for the next load."""
+        """Free the cached buffers and packed weights."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._buffers.clear)
             await anyio.to_thread.run_sync(self._packed.clear)
@@ -178,17 +184,17 @@ class LocalLoader(Loader):
         return self._packed.used_bytes
 
     def pack_next(self, model: LocalModel) -> bool:
-        """Pack one more linear layer, on the thread that calls; false if there is none left to be packed."""
+        """Pack one more linear layer, on the calling thread; false if none is left."""
         return self._packed.pack_next(model.packed)
 
     async def reclaimed(self) -> None:
         await self._released.freed()
 
     def open(self, model: LocalModel, budget: KVBudget) -> LocalForward:
-        """Return a model about to serve with its KV cache. Blocking.
+        """Allocate the KV cache of a model and return its forward pass. Blocking.
 
         Raises:
-            OutOfMemory: not one block would fit.
+            OutOfMemory: the memory does not suffice for one block.
         """
         room = self.memory_bytes - self.weight_bytes
         num_blocks = budget.num_blocks(model.layers, model.context, room)
@@ -201,33 +207,33 @@ class LocalLoader(Loader):
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
             cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
             cache.build_kernels()
-        self._released.watch(*cache.tensors)  # which go with the model, before `reclaimed` is asked
+        self._released.watch(*cache.tensors)  # released with the model, before `reclaimed` is called
         self._fit()
         return LocalForward(
             model.skeleton.module,
             cache,
             invariant=self._invariant,
             linear_only=model.skeleton.linear_only,
-            chore=partial(self.pack_next, model),
+            background_work=partial(self.pack_next, model),
         )
 
     def _borrow_skeleton(self, config_text: str) -> Skeleton:
-        """Refuse what a look at the config tells cannot be served, before a byte of weights is read."""
-        examine(config_text)
+        """Borrow the modules of a config; refuses architectures that its check refuses, before any read."""
+        check_config(config_text)
         return self._skeletons.borrow(config_text, self._device)
 
     def targets(self, model: LocalModel) -> Mapping[str, Target]:
-        """The layers of a loaded model that adapters may change, by name."""
-        skeleton, way = model.skeleton, f"{self._device} {way_of(model.skeleton)}"
-        if way not in skeleton.targets:
-            odd = self._skeletons.unadaptable[skeleton.key, way]
-            skeleton.targets[way] = targets(skeleton.module, odd)
-        return skeleton.targets[way]
+        """Return the layers of a loaded model that can have adapters, by name."""
+        skeleton, key = model.skeleton, f"{self._device} {compute_format(model.skeleton)}"
+        if key not in skeleton.targets:
+            odd = self._skeletons.unadaptable[skeleton.key, key]
+            skeleton.targets[key] = targets(skeleton.module, odd)
+        return skeleton.targets[key]
 
     async def _weights(
         self, manifest: Manifest, store: WeightStore, others_bytes: int, skeleton: Skeleton
     ) -> Weights:
-        """Borrow or read the weights, and convert what is stored in another way than is wanted."""
+        """Borrow or read the weights, and dequantize them or convert their dtype as configured."""
         if manifest.quantization:
             keep = linear_weights(skeleton.module) if self._keeps_fp8(manifest) else frozenset[str]()
             packs = runs_triton(self._device)
@@ -244,10 +250,10 @@ class LocalLoader(Loader):
     def _keeps_fp8(self, manifest: Manifest) -> bool:
         if self._keep_fp8 is not None:
             return self._keep_fp8
-        return keeps_by_default(self._device, self._dtype or original_dtype(manifest))
+        return keeps_fp8_by_default(self._device, self._dtype or original_dtype(manifest))
 
     async def _borrow(self, manifest: Manifest, store: WeightStore) -> Weights | None:
-        """The store's own memory, if a CPU may use it and the store can lend it."""
+        """Borrow the weights from the store's memory; `None` if the store cannot lend them to this device."""
         if self._device.type != "cpu" or not isinstance(store, SupportsLend):
             return None
         async with AsyncExitStack() as loan:
@@ -257,11 +263,11 @@ class LocalLoader(Loader):
             return Weights(in_place(buffer.data), manifest.tensors, loan.pop_all())
 
     async def _read(self, manifest: Manifest, store: WeightStore, others_bytes: int) -> Weights:
-        flat = await self._take(manifest.model, manifest.buffer_bytes, others_bytes)
+        flat = await self._allocate(manifest.model, manifest.buffer_bytes, others_bytes)
         try:
             await fetch(store, manifest, flat)
         except BaseException:
-            await self._give(flat)
+            await self._release_buffer(flat)
             raise
         return Weights(flat, manifest.tensors)
 
@@ -269,72 +275,74 @@ class LocalLoader(Loader):
         self, model: ModelId, weights: Weights, dtype: torch.dtype, others_bytes: int
     ) -> Weights:
         specs, size_bytes = recast(weights.specs, main_dtype(weights.specs), dtype)
-        flat = await self._take(model, size_bytes, others_bytes)
+        flat = await self._allocate(model, size_bytes, others_bytes)
         try:
             await anyio.to_thread.run_sync(convert, weights.flat, weights.specs, flat, specs)
         except BaseException:
-            await self._give(flat)
+            await self._release_buffer(flat)
             raise
         return Weights(flat, specs)
 
     async def _dequantized(
         self, manifest: Manifest, store: WeightStore, others_bytes: int, dequantizer: Dequantizer
     ) -> Weights:
-        """Make whole what is not kept, from the store's memory or within the buffer it is read into."""
-        coding = None
+        """Dequantize weights that are not kept, from the store's memory or within the buffer of the read."""
+        quantized = None
         if dequantizer.kept:
-            dtype = self._dtype or dequantizer.before
-            coding = Coding(dequantizer.kept, dequantizer.scheme, dequantizer.before, dtype)
+            dtype = self._dtype or dequantizer.original_dtype
+            quantized = QuantizedWeights(
+                dequantizer.kept, dequantizer.scheme, dequantizer.original_dtype, dtype
+            )
         loan = await self._borrow(manifest, store)
         if loan and dequantizer.as_stored:
-            return replace(loan, specs=dequantizer.specs, coding=coding)
+            return replace(loan, specs=dequantizer.specs, quantized=quantized)
         try:
-            size_bytes = dequantizer.size_bytes if loan else dequantizer.room_bytes
-            flat = await self._take(manifest.model, size_bytes, others_bytes)
+            size_bytes = dequantizer.size_bytes if loan else dequantizer.buffer_bytes
+            flat = await self._allocate(manifest.model, size_bytes, others_bytes)
             try:
                 stored = loan.flat if loan else dequantizer.stored_part(flat)
                 if loan is None:
                     await fetch(store, manifest, stored)
                 await anyio.to_thread.run_sync(dequantizer.run, stored, flat)
             except BaseException:
-                await self._give(flat)
+                await self._release_buffer(flat)
                 raise
         finally:
             if loan:
                 await self._free(loan)
-        return Weights(flat, dequantizer.specs, coding=coding)
+        return Weights(flat, dequantizer.specs, quantized=quantized)
 
     async def _free(self, weights: Weights) -> None:
         if weights.loan is None:
-            await self._give(weights.flat)
+            await self._release_buffer(weights.flat)
         else:
             with anyio.CancelScope(shield=True):
                 await weights.loan.aclose()
 
-    async def _take(self, model: ModelId, size_bytes: int, others_bytes: int) -> Tensor:
+    async def _allocate(self, model: ModelId, size_bytes: int, others_bytes: int) -> Tensor:
         self._check_room(model, size_bytes, others_bytes)
         self.weight_bytes += size_bytes
         self._others_bytes = others_bytes
         try:
             await anyio.to_thread.run_sync(self._fit)
             with out_of_memory_mapped(f"the weights of {model!r}"):
-                flat = await anyio.to_thread.run_sync(self._buffers.take, size_bytes)
+                flat = await anyio.to_thread.run_sync(self._buffers.allocate, size_bytes)
         except BaseException:
             self.weight_bytes -= size_bytes
             raise
         self.weight_bytes += len(flat) - size_bytes
         return flat
 
-    async def _give(self, flat: Tensor) -> None:
+    async def _release_buffer(self, flat: Tensor) -> None:
         self._released.watch(flat)
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._buffers.give, flat)
+            await anyio.to_thread.run_sync(self._buffers.release, flat)
             self.weight_bytes -= len(flat)
-            # Layers of a model that serves beside it may be packed again.
+            # The released memory may be used to pack layers of the serving model.
             await anyio.to_thread.run_sync(self._fit)
 
     def _fit(self) -> None:
-        """Leave packed weights what weights and KV blocks do not take. May free much."""
+        """Limit packed weights to the memory that weights and KV blocks do not take. May free much."""
         self._packed.fit(self.memory_bytes - self.weight_bytes - self._others_bytes)
 
     def _bind(
@@ -344,24 +352,24 @@ class LocalLoader(Loader):
         skeleton: Skeleton,
         weights: Weights,
     ) -> LocalModel:
-        coding = weights.coding
-        if coding is not None:  # a module with several names is bound by one of them
-            coding = replace(coding, names=coding.names & skeleton.shapes.keys())
-        skeleton.bind(weights.flat, weights.specs, coding)
+        quantized = weights.quantized
+        if quantized is not None:  # a tied module is bound by one of its names
+            quantized = replace(quantized, names=quantized.names & skeleton.shapes.keys())
+        skeleton.bind(weights.flat, weights.specs, quantized)
         with out_of_memory_mapped(f"the kernels of {card.id!r}"):
-            prepare(skeleton.coded, skeleton.dtype)
-        packed = self._packed.acquire(identity(manifest), skeleton.linears)
+            prepare(skeleton.fp8_linears, skeleton.dtype)
+        packed = self._packed.acquire(weights_key(manifest), skeleton.linears)
         try:
-            return self._known(card, manifest, skeleton, weights, packed)
+            return self._verified_model(card, manifest, skeleton, weights, packed)
         except BaseException:
             self._packed.release(packed)
             raise
 
-    def _known(
+    def _verified_model(
         self, card: ModelCard, manifest: Manifest, skeleton: Skeleton, weights: Weights, packed: PackedWeights
     ) -> LocalModel:
-        """The model, whose architecture was found to be served exactly."""
-        key = (skeleton.key, f"{self._device} {way_of(skeleton)}")
+        """Return the loaded model, having run the preflight of its architecture if it is new."""
+        key = (skeleton.key, f"{self._device} {compute_format(skeleton)}")
         layers = self._skeletons.verified.get(key)
         if layers is None:
             with (
@@ -374,7 +382,7 @@ class LocalLoader(Loader):
                     block_tokens=self._block_tokens,
                     invariant=self._invariant,
                 )
-            # Whoever finds the architecture verified asks for these, so they are there before.
+            # Set before `verified`: other threads read it once they find the architecture verified.
             self._skeletons.unadaptable[key] = unadaptable
             self._skeletons.verified[key] = layers
         positions = skeleton.max_positions or card.max_context_tokens
@@ -388,7 +396,7 @@ class LocalLoader(Loader):
             context=min(card.max_context_tokens, positions),
             eos_token_ids=frozenset(card.eos_token_ids or manifest.eos_token_ids),
             vocabulary=skeleton.vocabulary,
-            fingerprint=fingerprint_of(manifest, f"{self._device.type} {way_of(skeleton)}"),
+            fingerprint=fingerprint_of(manifest, f"{self._device.type} {compute_format(skeleton)}"),
         )
 
     def _check_room(self, model: ModelId, size_bytes: int, others_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What an engine asks of whatever holds its models: one process, or ranks that share the work."""
+"""The interfaces `Loader` and `LoadedModel`: models in the engine's process, or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ __all__ = ["KVBudget", "LoadedModel", "Loader"]
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """How much KV memory an engine may use: `size_bytes` if given, else `tokens`."""
+    """The limits of an engine's KV cache.
+
+    Attributes:
+        tokens: The capacity in tokens, if `size_bytes` is `None`.
+        size_bytes: The capacity in bytes, or `None`.
+        block_tokens: Tokens per block.
+        max_requests: The maximum number of running requests.
+    """
 
     tokens: int
     size_bytes: int | None
@@ -26,26 +33,32 @@ class KVBudget:
     max_requests: int
 
     def num_blocks(self, layers: tuple[LayerShape, ...], context: int, room_bytes: int) -> int:
-        """Blocks that the budget and the room allow, and that requests could ever fill."""
+        """Return the number of blocks: the budget, limited by free memory and by what requests can fill.
+
+        Args:
+            layers: The KV cache entry of a token in each layer.
+            context: The maximum length of a request, in tokens.
+            room_bytes: The free memory.
+        """
         block_bytes = self.block_tokens * bytes_per_token(layers)
         wanted = (
             self.tokens // self.block_tokens if self.size_bytes is None else self.size_bytes // block_bytes
         )
         useful = self.max_requests * blocks_for(context, self.block_tokens)
-        # One block is everyone's padding, and is paid for like the others.
+        # Block 0 is for padding rows and takes memory too.
         return min(wanted, useful, room_bytes // block_bytes - 1)
 
 
 class LoadedModel(ABC):
-    """A model whose weights are where they are computed with.
+    """A model whose weights are on the device or devices that compute it.
 
     Attributes:
-        card: What the fleet knows of it.
-        context: The longest request, in tokens.
-        eos_token_ids: Its end tokens.
-        vocabulary: Token ids are less than this.
-        fingerprint: The same for the same weights, served in the same way, in any process; empty where the
-            store takes no checksums.
+        card: The model's card.
+        context: The maximum length of a request, in tokens.
+        eos_token_ids: The token ids that end a generation.
+        vocabulary: The number of token ids.
+        fingerprint: A hash of the weights and the format they are computed in, equal in all processes; empty
+            if the store takes no checksums.
     """
 
     card: ModelCard
@@ -57,43 +70,43 @@ class LoadedModel(ABC):
     @property
     @abstractmethod
     def own_bytes(self) -> int:
-        """Memory of the engine that its weights take."""
+        """The memory of the engine that its weights take, in bytes."""
 
     def targets(self) -> Mapping[str, Target]:
-        """The layers that adapters may change, by name; none where other processes compute."""
+        """Return the layers that can have adapters, by name; none if other processes compute."""
         return {}
 
-    async def pack(self) -> None:  # noqa: B027 - a place for what some can do
-        """Make it faster before it serves, as far as memory allows. Interrupted, it leaves what is done."""
+    async def pack(self) -> None:  # noqa: B027 - optional
+        """Pack linear weights into a faster layout, if memory allows; cancelled, it keeps partial work."""
 
     @abstractmethod
     async def open(self, budget: KVBudget) -> Forward:
-        """Make KV blocks, and return what steps are computed with.
+        """Allocate the KV cache and return the forward pass.
 
         Raises:
-            OutOfMemory: not one block would fit.
+            OutOfMemory: the memory does not suffice for one block.
             InstanceLost: a rank failed.
         """
 
     @abstractmethod
     async def release(self) -> None:
-        """Free its memory, KV blocks included. Nobody may use it any more; cannot be interrupted."""
+        """Free its memory, KV blocks included. It must not be used afterwards. Shielded from cancellation."""
 
 
 class Loader(ABC):
-    """Makes loaded models within a budget of memory.
+    """Loads models within a memory budget.
 
-    What an interrupted load held is given back before the interruption goes on.
+    A load that fails or is cancelled releases its memory before the error or the cancellation propagates.
 
     Args:
-        memory_bytes: The budget.
-        notifier: Told when `weight_bytes` changes.
+        memory_bytes: The budget of weights and KV blocks.
+        notifier: Notified when `weight_bytes` changes.
 
     Attributes:
-        memory_bytes: As given.
-        weight_bytes: What weights take of it now; changed on the event loop alone.
+        memory_bytes: The budget.
+        weight_bytes: The part of it that weights take now; changed on the event loop only.
         can_preload: Whether a second model may be loaded beside one that serves.
-        packed_bytes: What copies that make models faster take now; they go when the memory is wanted.
+        packed_bytes: The memory of packed weight copies, which are dropped if the memory is needed.
     """
 
     weight_bytes: Observed[int] = Observed(lambda loader: loader.notifier.state_changed())
@@ -109,37 +122,42 @@ class Loader(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start what is needed before the first load, and again after the engine was lost.
+        """Prepare for loads: called before the first one, and again after the engine was lost.
 
         Raises:
-            InstanceLost: it cannot be started.
+            InstanceLost: the device fails, or the ranks do not start.
         """
 
     @abstractmethod
     async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> LoadedModel:
-        """Bring a model's weights to where they are computed with; KV blocks hold `others_bytes`.
+        """Load a model's weights and bind its modules.
+
+        Args:
+            card: The model's card.
+            store: The store that has its weights.
+            others_bytes: The part of the budget that KV blocks take now.
 
         Raises:
-            OutOfMemory: there is no room for the weights.
-            UnsupportedModel: the architecture cannot be served exactly, or the model is cut for another
+            OutOfMemory: the weights exceed the free memory.
+            UnsupportedModel: the architecture cannot be served exactly, or the model is sharded for another
                 number of ranks.
             ShardCorrupt: the store's bytes do not fit the architecture.
-            StoreError: they could not be read.
+            StoreError: the store failed to read them.
             InstanceLost: a rank failed.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Interrupt, from any thread, whoever waits for a step or a load that may never end."""
+        """Make steps and loads in progress fail at once, for an engine that is lost. Thread-safe."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End what `start` started; models that were not released are lost. Cannot be interrupted."""
+        """Undo `start`; models that were not released are dropped. Shielded from cancellation."""
 
     @abstractmethod
     async def reclaimed(self) -> None:
-        """Return once the device has the memory of what was released. No model serves meanwhile.
+        """Wait until the memory of released models is free on the device. No model may serve meanwhile.
 
         Raises:
-            MemoryNotReclaimed: it has not within a few seconds.
+            MemoryNotReclaimed: it is still in use after a few seconds.
         """

@@ -1,9 +1,9 @@
-"""A miniature of an architecture: its own config with every size made small, and weights made up.
+"""Miniatures of architectures: a model's config with every size reduced, and random weights.
 
-What a config switches on stays on, and is made to bite within a few dozen tokens: windows, chunks and sparse
-attention's choices are shorter than the prompts of a probe, long contexts begin after a few positions. So a
-miniature shows in milliseconds, and without a checkpoint, what a model of billions of weights would show
-after thousands of tokens, or not until it serves wrong ones.
+Features that a config enables stay enabled, and are scaled to have an effect within a few dozen tokens:
+windows, chunks and the key selections of sparse attention are shorter than the prompts of a check, and
+long-context scaling starts after a few positions. So a miniature shows in milliseconds and without a
+checkpoint how an architecture behaves, where the full model would need thousands of tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from hotswap.backends.torch.weights import named_tensors
 
-__all__ = ["CONTEXT", "VOCABULARY", "WINDOW", "enliven", "shrink"]
+__all__ = ["CONTEXT", "VOCABULARY", "WINDOW", "randomize", "shrink"]
 
 VOCABULARY = 256
 CONTEXT = 256
-# Tokens that a window, a chunk or a choice of keys spans: fewer than a probe's prompts have.
+# The size of windows, chunks and key selections, in tokens: less than the length of a check's prompts.
 WINDOW = 12
 
 _LAYERS = 4
 _WIDTH, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 64, 96, 4, 2, 16
 
-# What the sizes of configs are called, by what they become. Names that no table knows keep their value.
+# The names of sizes in configs, by the reduced value. Other names keep their value.
 _NAMES: tuple[tuple[int, str], ...] = (
     (
         VOCABULARY,
@@ -115,15 +115,15 @@ _NAMES: tuple[tuple[int, str], ...] = (
 )
 _SIZES: dict[str, float] = {name: size for size, names in _NAMES for name in names.split()}
 _FEW = 8
-# Logits are a few units large: caps meant for real ones would change nothing.
+# The logits of a miniature are small: the usual caps would have no effect.
 _CAPS = {"attn_logit_softcapping": 2.0, "attention_logit_cap": 2.0, "final_logit_softcapping": 5.0}
-# Sizes that are one where a config has them equal.
+# Pairs of sizes that stay equal if a config has them equal.
 _EQUALS = (
     ("num_key_value_heads", "num_attention_heads"),
     ("head_dim", "qk_rope_head_dim"),
     ("rotary_dim", "head_dim"),
 )
-# Sizes that some configs leave to a default which their model cannot do without.
+# Sizes that some models require although their config's default is `None`.
 _FILLED = frozenset(
     {"head_dim", "n_group", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"}
     | {"num_key_value_heads", "topk_group"}
@@ -133,10 +133,10 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_
 
 
 def shrink(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield small configs of the same architecture, the most faithful first; some may contradict themselves.
+    """Yield reduced configs of an architecture, the most faithful first; some may be inconsistent.
 
     Args:
-        config: Every field of a config, those with their default value included.
+        config: All fields of a config, default values included.
     """
     for layered, fill in itertools.product((True, False), (False, True)):
         yield _small(config, layered=layered, fill=fill)
@@ -174,12 +174,12 @@ def _smaller(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
         return value
     size = type(value)((_SIZES | _CAPS).get(name, value))
-    # A choice of one expert, or one head of keys, is another architecture than a choice of two.
+    # A model with one expert, or one KV head, differs from one with several.
     return min(value, size) if size <= _FEW else size
 
 
 def _relayered(part: dict[str, Any], kept: tuple[int, ...]) -> dict[str, Any]:
-    """A part of a config as it is, or, where it has a field for some layers, for those that are kept."""
+    """Return a part of a config; if its keys are layer numbers, those of the kept layers, renumbered."""
     if not part or not all(str(key).isdigit() for key in part):
         return part
     given = {int(key): value for key, value in part.items()}
@@ -191,13 +191,13 @@ def _count(config: Mapping[str, Any]) -> int:
 
 
 def _names_layers(name: str, values: Sequence[Any], config: Mapping[str, Any]) -> bool:
-    """Whether a list holds the numbers of some layers; others hold a field of each."""
+    """Whether a list of a config contains layer numbers; other lists have one entry per layer."""
     named = "layer" in name or "idx" in name
     return named and list(values) == sorted({v for v in values if type(v) is int and 0 <= v < _count(config)})
 
 
 def _telling_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers to keep: one of each kind that lists of the config tell apart, then others in turn."""
+    """Return the layers to keep: one of each kind that the config's lists distinguish, then more of each."""
     count = _count(config)
     facts: list[Sequence[Any]] = []
     for name, value in config.items():
@@ -216,10 +216,11 @@ def _telling_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(order[: min(max(_LAYERS, len(kinds)), 2 * _LAYERS)]))
 
 
-def enliven(module: nn.Module, *, seed: int = 0) -> None:
-    """Give every parameter random values that matter: large matrices, biases and scales away from 0 and 1.
+def randomize(module: nn.Module, *, seed: int = 0) -> None:
+    """Fill every parameter with random values large enough to have an effect on the logits.
 
-    Buffers keep what they hold, but for those that are all zeros, such as the corrections of a router.
+    Biases differ from 0 and scales from 1. Buffers keep their values, except those that are all zeros, such
+    as a router's bias correction.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The skeleton of an architecture: modules without weights, made once, bound to any model of the kind."""
+"""Skeletons: a model's modules without weights, built once per architecture and bound to any such model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.targets import Target
-from hotswap.backends.torch.coded import Coding, Fp8Linear, attach, detach
+from hotswap.backends.torch.fp8_linear import Fp8Linear, QuantizedWeights, attach, detach
 from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LinearLayer, linear_layers
@@ -27,24 +27,23 @@ from hotswap.model import TensorSpec
 
 __all__ = ["Skeleton", "SkeletonCache", "canonical", "main_dtype", "parse_config"]
 
-# RoPE variants whose factors transformers picks by the longest position of a whole row: one long request
-# would change the others.
+# RoPE variants whose factors depend in transformers on the largest position of the row: one long request
+# would change the others of its batch.
 _ROW_WISE_ROPE = frozenset({"dynamic", "longrope", "su"})
 
-# Keys of a config that change neither the modules nor what they compute.
+# Keys of a config without effect on the modules and their results.
 _IMMATERIAL = frozenset(
     {"_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "torch_dtype"}
     | {"transformers_version", "use_cache"}
 )
 
-# Meta parameters are made by replacing a method of `nn.Module` for a moment: one thread at a time, because
-# what is replaced belongs to the process.
+# Held while a method of `nn.Module` is replaced to make meta parameters: the class is shared by all threads.
 _PATCH = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where a named tensor belongs: `holder[key]`, a dict of some module of the skeleton."""
+    """The location of a named tensor in a skeleton: `holder[key]`, a dict of one of its modules."""
 
     name: str
     holder: dict[str, Any]
@@ -59,11 +58,23 @@ class _Slot:
 class Skeleton:
     """The modules of one architecture on a device, without weights until `bind`.
 
-    Parameters are on the meta device, buffers (rotary frequencies and the like) are real. Binding puts views
-    of a flat buffer in the parameters' places: microseconds for each, whatever their size.
+    Parameters are on the meta device; buffers, such as rotary frequencies, are real. Binding replaces the
+    parameters with views of a flat buffer, in microseconds per tensor for any size.
+
+    Args:
+        config_text: The `config.json` of the model.
+        device: The device of the buffers.
 
     Attributes:
-        targets: Which of its layers can have adapters, for each way of computing that was asked about.
+        key: The canonical config, equal for equal architectures.
+        config: transformers' config.
+        module: The model.
+        dtype: The dtype that the bound model computes in.
+        targets: The layers that can have adapters, by device and compute format, as far as requested.
+        linears: The replaced linear layers, on a CPU.
+        num_layers: The number of layers.
+        vocabulary: The number of token ids.
+        max_positions: The maximum context in tokens; `None` if the config has none.
     """
 
     def __init__(self, config_text: str, device: torch.device) -> None:
@@ -74,7 +85,7 @@ class Skeleton:
         self._slots = tuple(_slots(self.module))
         self._multiplying = tuple(_multiplying(self.module))
         self.targets: dict[str, Mapping[str, Target]] = {}
-        self._coded: tuple[Fp8Linear, ...] = ()
+        self._fp8_linears: tuple[Fp8Linear, ...] = ()
         on_cpu = device.type == "cpu"
         self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if on_cpu else ()
         self._fused: tuple[Fused, ...] = fuse(self.module) if on_cpu else ()
@@ -85,44 +96,51 @@ class Skeleton:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that `bind` wants, in the shapes that the architecture gives them."""
+        """The names and shapes of the tensors that `bind` needs."""
         return {slot.name: tuple(slot.original.shape) for slot in self._slots}
 
     @property
     def num_logits(self) -> int:
-        """How many logits a token has; some models have more than tokens."""
+        """The number of logits of a token; in some models greater than the number of token ids."""
         head = self.module.get_output_embeddings()
         return self.vocabulary if head is None else int(head.weight.shape[0])
 
     def narrow(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Want the tensors named alone, in other shapes: those that one rank of several has."""
+        """Restrict `bind` to the named tensors in these shapes, those of one rank of several."""
         self._slots = tuple(
             replace(slot, original=_placeholder(slot, shapes[slot.name]))
             for slot in self._slots
             if slot.name in shapes
         )
 
-    def bind(self, flat: Tensor, specs: Sequence[TensorSpec], coding: Coding | None = None) -> None:
-        """Make every parameter and persistent buffer a view of `flat`, but for weights that stay codes.
+    def bind(
+        self, flat: Tensor, specs: Sequence[TensorSpec], quantized: QuantizedWeights | None = None
+    ) -> None:
+        """Make every parameter and persistent buffer a view of `flat`, except weights that stay quantized.
 
-        In the place of these stand parameters without values, and their layers compute from the codes.
+        Those are replaced by placeholders without values, and their layers compute from the FP8 values.
+
+        Args:
+            flat: uint8, the flat buffer.
+            specs: The tensors in it.
+            quantized: The weights that stay quantized; `None` if there are none.
 
         Raises:
-            ShardCorrupt: a tensor is missing, or not of the shape that the architecture has.
+            ShardCorrupt: a tensor is missing, or does not have the shape of the architecture's.
         """
-        self.dtype = self.config.dtype = main_dtype(specs) if coding is None else coding.dtype
+        self.dtype = self.config.dtype = main_dtype(specs) if quantized is None else quantized.dtype
         known = {spec.name: spec for spec in specs}
         views, made = Views(flat), dict[int, Tensor]()
-        coded = frozenset[str]() if coding is None else coding.names
+        kept = frozenset[str]() if quantized is None else quantized.names
         for slot in self._slots:
-            if slot.name in coded:
+            if slot.name in kept:
                 slot.holder[slot.key] = _without_values(slot, self.dtype)
                 continue
             spec = known.get(slot.name)
             if spec is None or spec.shape != tuple(slot.original.shape):
                 found = "missing" if spec is None else f"of shape {list(spec.shape)}"
                 raise ShardCorrupt(
-                    f"Tensor {slot.name!r} is {found}, the architecture wants {list(slot.original.shape)}; "
+                    f"Tensor {slot.name!r} is {found}, the architecture needs {list(slot.original.shape)}; "
                     "convert the model again."
                 )
             if spec.offset_bytes not in made:
@@ -130,34 +148,34 @@ class Skeleton:
                 parameter = nn.Parameter(view, requires_grad=False) if slot.is_parameter else view
                 made[spec.offset_bytes] = parameter
             slot.holder[slot.key] = made[spec.offset_bytes]
-        if coding is not None:
-            self._coded = attach(self.module, coding, known, views)
+        if quantized is not None:
+            self._fp8_linears = attach(self.module, quantized, known, views)
 
     @property
-    def coded(self) -> tuple[Fp8Linear, ...]:
-        """What computes the linear layers whose weights are kept as codes."""
-        return self._coded
+    def fp8_linears(self) -> tuple[Fp8Linear, ...]:
+        """The linear layers whose weights stay quantized."""
+        return self._fp8_linears
 
     def unbind(self) -> None:
-        """Let go of the flat buffer."""
-        detach(self._coded)
-        self._coded = ()
+        """Drop all references to the flat buffer."""
+        detach(self._fp8_linears)
+        self._fp8_linears = ()
         for slot in self._slots:
             slot.holder[slot.key] = slot.original
 
     @property
     def linear_only(self) -> bool:
-        """Whether linear layers that can be packed are all that multiplies by a matrix of what is bound.
+        """Whether all bound matrices belong to linear layers with a batch-invariant kernel.
 
-        Other matrices, as of a mixture's experts, are multiplied nobody knows how.
+        Other matrices, such as stacked expert weights, are multiplied by the model's own code.
         """
         packable = {id(layer.stored) for layer in self.linears if layer.packable}
-        packable |= {id(coded.layer.weight) for coded in self._coded if coded.is_invariant}
+        packable |= {id(linear.layer.weight) for linear in self._fp8_linears if linear.is_invariant}
         return all(id(table[key]) in packable for table, key in self._multiplying)
 
     @contextmanager
     def eager(self) -> Generator[None]:
-        """Let the model run its own reference attention instead of ours, and its own small operations."""
+        """Run the model's own eager attention and its own unfused operations within the block."""
         self.module.set_attn_implementation("eager")
         for fused in self._fused:
             fused.detach()
@@ -171,15 +189,16 @@ class Skeleton:
 
 @dataclass(slots=True)
 class SkeletonCache:
-    """Lends skeletons, and remembers which architectures were found to be served exactly.
+    """A cache of skeletons and of preflight results, which engines of a process may share. Thread-safe.
 
-    A skeleton has one borrower at a time. May be shared by the engines of a process; all methods may be
-    called from any thread.
+    A skeleton is used by one model at a time.
 
     Attributes:
-        max_idle: How many skeletons are kept for later; the longest unused goes first.
-        verified: Per architecture and device, the layers that its preflight saw.
-        unadaptable: Likewise, its linear layers that no adapter can change.
+        max_idle: The maximum number of unused skeletons that are kept, least recently used first to go.
+            Default: 8.
+        verified: The KV cache entries of a token, by architecture and compute format, for architectures that
+            passed their preflight.
+        unadaptable: The linear layers that cannot have adapters, by the same keys.
     """
 
     max_idle: int = 8
@@ -193,11 +212,11 @@ class SkeletonCache:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def borrow(self, config_text: str, device: torch.device) -> Skeleton:
-        """Return a skeleton that nobody else has, building it if none is idle.
+        """Return an unused skeleton for a config, or build one.
 
         Raises:
-            UnsupportedModel: transformers does not know the architecture, or it cannot be served exactly.
-            ShardCorrupt: the config is no JSON object.
+            UnsupportedModel: transformers does not have the architecture, or it cannot be served exactly.
+            ShardCorrupt: the config is not a JSON object.
         """
         wanted = (canonical(config_text), str(device))
         with self._lock:
@@ -208,7 +227,7 @@ class SkeletonCache:
         return Skeleton(config_text, device)
 
     def give_back(self, skeleton: Skeleton, device: torch.device) -> None:
-        """Take back what was lent; its weights are let go."""
+        """Return a borrowed skeleton; it is unbound from its weights."""
         skeleton.unbind()
         with self._lock:
             self._idle[id(skeleton)] = (skeleton.key, str(device), skeleton)
@@ -217,7 +236,7 @@ class SkeletonCache:
 
 
 def main_dtype(specs: Sequence[TensorSpec]) -> torch.dtype:
-    """The dtype that most weight bytes have."""
+    """Return the dtype of most weight bytes."""
     sizes: dict[str, int] = {}
     for spec in specs:
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.size_bytes
@@ -235,42 +254,42 @@ def _parse(config_text: str) -> dict[str, Any]:
 
 
 def _special_float(parsed: dict[str, Any]) -> Any:
-    """A float that JSON does not know, as transformers writes it."""
+    """Return an infinity or a NaN from transformers' JSON form, and other objects unchanged."""
     return float(parsed["__float__"]) if parsed.keys() == {"__float__"} else parsed
 
 
 @lru_cache(maxsize=256)
 def canonical(config_text: str) -> str:
-    """Return the same text for configs that have the same modules, which compute the same.
+    """Return a normal form of a config: equal texts mean equal modules with equal results.
 
     Raises:
-        ShardCorrupt: the config is no JSON object.
+        ShardCorrupt: the config is not a JSON object.
     """
     parsed = _parse(config_text)
     return json.dumps({k: v for k, v in parsed.items() if k not in _IMMATERIAL}, sort_keys=True)
 
 
 def parse_config(config_text: str) -> Any:
-    """Return transformers' config of a `config.json`.
+    """Return transformers' config object for a `config.json`.
 
     Raises:
-        UnsupportedModel: transformers knows no such architecture or refuses the config, the weights are
-            quantised, or the RoPE would make requests of a batch depend on each other.
-        ShardCorrupt: the config is no JSON object.
+        UnsupportedModel: transformers does not have the architecture or refuses the config, the weights are
+            quantized, or the RoPE variant would make requests of a batch depend on each other.
+        ShardCorrupt: the config is not a JSON object.
     """
     parsed = _parse(config_text)
     kind = parsed.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise UnsupportedModel(
-            f"transformers knows no model type {kind!r}, and code from checkpoints is never run; "
+            f"transformers has no model type {kind!r}, and code from checkpoints is never run; "
             "update transformers or choose another model."
         )
     if "quantization_config" in parsed:
-        raise UnsupportedModel(f"The {kind!r} checkpoint is quantised; convert the original weights.")
+        raise UnsupportedModel(f"The {kind!r} checkpoint is quantized; convert the original weights.")
     configs: Any = CONFIG_MAPPING
     try:
         config: Any = configs[kind].from_dict(parsed)
-    except Exception as exc:  # config classes check themselves with errors of their own
+    except Exception as exc:  # config classes raise errors of their own types
         raise UnsupportedModel(
             f"transformers refuses the config of the {kind!r} model ({exc}); fetch it again, or serve the "
             "model with another engine."
@@ -284,7 +303,7 @@ def parse_config(config_text: str) -> Any:
 
 
 def _ropes(node: object) -> set[str]:
-    """Every RoPE type that a config names, at any depth: some name one for each kind of layer."""
+    """Return all RoPE types of a config, at any depth: some configs have one per kind of layer."""
     found: set[str] = set()
     if isinstance(node, dict):
         for key, value in cast("dict[str, object]", node).items():
@@ -299,8 +318,8 @@ def _build(config: Any, device: torch.device) -> Any:
     models: Any = AutoModelForCausalLM
     try:
         with _meta_parameters():
-            # In fp32, because another dtype would change the default of the whole process for a while; the
-            # parameters get their dtype when they are bound.
+            # In fp32: another dtype would temporarily change the default of the whole process. Parameters get
+            # their dtype when they are bound.
             module: Any = models.from_config(
                 config,
                 dtype=torch.float32,
@@ -326,7 +345,7 @@ def _build(config: Any, device: torch.device) -> Any:
 def _meta_parameters() -> Generator[None]:
     """Put the parameters that this thread registers on the meta device; buffers are computed as usual.
 
-    Under `torch.device("meta")` the buffers too would be without values.
+    `torch.device("meta")` would leave the buffers without values too.
     """
     thread = threading.get_ident()
     with _PATCH:
@@ -359,7 +378,7 @@ def _slots(module: Any) -> Iterator[_Slot]:
 
 
 def _multiplying(module: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the matrices stand that are not looked up but multiplied by."""
+    """Yield the locations of all matrices but embeddings, which are looked up and not multiplied."""
     holders: Iterator[nn.Module] = module.modules()
     for holder in holders:
         parameters, _, _ = _tables(holder)
@@ -369,7 +388,7 @@ def _multiplying(module: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _without_values(slot: _Slot, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of a shape and dtype alone: whoever computes with it fails, and does so loudly."""
+    """Return a meta parameter with the slot's shape: a computation with it raises an error."""
     empty = torch.empty(tuple(slot.original.shape), dtype=dtype, device="meta")
     return nn.Parameter(empty, requires_grad=False)
 
@@ -382,9 +401,9 @@ def _placeholder(slot: _Slot, shape: tuple[int, ...]) -> Tensor:
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-    """A module's parameters, its buffers, and which buffers are computed and not saved.
+    """Return a module's parameters, its buffers, and the names of its non-persistent buffers.
 
-    Private to PyTorch, whose public ways check and copy what needs neither, at a hundred times the cost.
+    These attributes are private to PyTorch; its public methods check and copy, at a hundred times the cost.
     """
     return (
         module._parameters,  # pyright: ignore[reportPrivateUsage]

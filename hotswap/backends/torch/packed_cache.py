@@ -26,7 +26,7 @@ class PackedWeights:
         key: Identifies the weights, so that a later load finds them; `None` if they have no identity.
         weights: One for each layer; `None` for a layer that is not packed.
         layers: The layers that use them now; empty while the model is not loaded.
-        complete: Whether all layers are packed, or there is no room for more.
+        complete: Whether all layers are packed, or the memory limit allows no more.
     """
 
     def __init__(self, key: Hashable | None, layers: tuple[LinearLayer, ...]) -> None:
@@ -60,7 +60,7 @@ class PackedCache:
 
     @property
     def used_bytes(self) -> int:
-        """The memory of all packed weights, with what is being packed."""
+        """The memory of all packed weights, including the layer that is being packed."""
         return self._used_bytes
 
     def acquire(self, key: Hashable | None, layers: tuple[LinearLayer, ...]) -> PackedWeights:
@@ -90,12 +90,12 @@ class PackedCache:
                 self._drop(packed)
 
     def pack_next(self, packed: PackedWeights) -> bool:
-        """Pack one more layer; stop, and lose what was begun, when the thread gets a command.
+        """Pack one more layer. If the thread receives a command meanwhile, the partial work is dropped.
 
         Returns:
-            False if no layer is left or there is no room.
+            False if no layer is left or the memory limit is reached.
         """
-        # The pause comes before room is made: the swap before it has already delayed other engines' steps.
+        # Pause before memory is freed: the preceding swap has already delayed other engines' steps.
         if not packed.complete and not throttle.pause(math.inf):
             return True
         index = self._reserve(packed)

@@ -1,4 +1,4 @@
-"""Who holds an engine's models: this process, or ranks of its own."""
+"""Creates an engine's model loader: for this process, or for rank processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.loader import LocalLoader
 from hotswap.backends.torch.loading import Loader
 from hotswap.backends.torch.modeling import SkeletonCache
+from hotswap.backends.torch.parallel.grid import Grid
 from hotswap.backends.torch.parallel.loader import RankedLoader
-from hotswap.backends.torch.parallel.places import Grid
 from hotswap.backends.torch.parallel.processes import Ranks
 from hotswap.backends.torch.settings import Settings
 from hotswap.hardware import parse_bytes
@@ -25,21 +25,26 @@ def make_loader(
     died: Callable[[str, Exception | None], None],
     notifier: StatusNotifier,
 ) -> Loader:
-    """Return what holds the models of an engine.
+    """Return the loader of an engine.
 
-    `died` is called by the event loop, with why and a cause, when a rank ended by itself.
+    Args:
+        id: The engine's name.
+        settings: Its settings.
+        skeletons: The cache of modules.
+        died: Called on the event loop, with a reason and a cause, when a rank process ended by itself.
+        notifier: Notified when the memory of weights changes.
     """
     if settings.num_ranks == 1:
         return LocalLoader(
             settings.first_device,
             dtype=settings.dtype,
-            memory_bytes=settings.all_memory_bytes,
+            memory_bytes=settings.total_memory_bytes,
             idle_bytes=parse_bytes(settings.idle_bytes),
-            packed_bytes=settings.most_packed_bytes,
+            packed_bytes=settings.max_packed_bytes,
             keep_fp8=settings.keep_fp8,
             skeletons=skeletons,
             block_tokens=settings.kv_block_tokens,
-            invariant=settings.keeps_bits,
+            invariant=settings.is_invariant,
             notifier=notifier,
         )
     ranks = Ranks(
@@ -47,13 +52,13 @@ def make_loader(
         grid=Grid(settings.tp, settings.pp),
         devices=settings.rank_devices,
         threads=settings.rank_threads,
-        invariant=settings.keeps_bits,
+        invariant=settings.is_invariant,
         timeout_s=settings.rank_timeout_s,
     )
     return RankedLoader(
         ranks,
         dtype=settings.dtype,
-        memory_bytes=settings.all_memory_bytes,
+        memory_bytes=settings.total_memory_bytes,
         skeletons=skeletons,
         block_tokens=settings.kv_block_tokens,
         max_requests=settings.max_requests,

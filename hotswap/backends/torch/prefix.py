@@ -1,9 +1,9 @@
-"""Prefix reuse: which blocks already hold the keys and values that a request would compute.
+"""Prefix reuse: finds blocks that already contain keys and values that a request needs.
 
-The key of a full block is a hash of the key before it and of its tokens, and the first of these keys stands
-for the weights: the load they came with, and the adapter. Blocks with the same key so hold the same numbers
-(the scheme of vLLM's automatic prefix caching, Kwon et al., arXiv:2309.06180, section 4.4, with a
-cryptographic hash, so that no two prefixes share a key).
+The key of a full block is a hash of the key before it and of its tokens. The first key, the root, identifies
+the weights: the number of the load, and the adapter. So blocks with equal keys contain equal keys and values
+(as in vLLM's automatic prefix caching, Kwon et al., arXiv:2309.06180, section 4.4, with a cryptographic hash,
+so that different prefixes have different keys).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ __all__ = ["Prefix", "block_content", "extend_keys", "find_prefix", "root_key"]
 
 
 def root_key(epoch: int, adapter: int = 0) -> bytes:
-    """Return the key that stands before a request's first block.
+    """Return the key that precedes a request's first block.
 
     Args:
-        epoch: Counts the loads of an engine: the same model loaded again is another.
-        adapter: Counts the loads of adapters, likewise; 0 is none.
+        epoch: The number of the model's load in its engine; a reload has another number.
+        adapter: The serial number of the loaded adapter; 0 without one.
     """
     return _digest(repr((epoch, adapter)).encode())
 
 
 def block_content(parent: bytes, tokens: Sequence[int]) -> Content:
-    """Return the content of a block with these tokens, behind the one whose key is `parent`."""
+    """Return the content of a block with these tokens that follows the block with key `parent`."""
     return Content(_digest(parent + array("q", tokens).tobytes()), parent, tuple(tokens))
 
 
 def extend_keys(
     keys: list[bytes], root: bytes, tokens: Sequence[int], block_tokens: int, *, num_blocks: int
 ) -> None:
-    """Append to `keys` those that it lacks of the first `num_blocks` blocks of `tokens`, which are full."""
+    """Append the missing keys of the first `num_blocks` blocks of `tokens`, which must be full, to `keys`."""
     for at in range(len(keys), num_blocks):
         parent = keys[-1] if keys else root
         keys.append(block_content(parent, tokens[at * block_tokens : (at + 1) * block_tokens]).key)
@@ -44,12 +44,12 @@ def extend_keys(
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a request finds computed.
+    """The cached prefix of a request.
 
     Attributes:
-        blocks: Its first blocks, each full.
-        source: Another block, which holds the first `num_copied` tokens of the one that comes next.
-        num_copied: Tokens to copy from there.
+        blocks: Its first blocks, all full.
+        source: A block whose first `num_copied` tokens equal those of the next block; `None` without one.
+        num_copied: The number of tokens to copy from `source`.
     """
 
     blocks: tuple[int, ...] = ()
@@ -60,9 +60,9 @@ class Prefix:
 def find_prefix(
     pool: BlockPool, keys: Sequence[bytes], root: bytes, tokens: Sequence[int], block_tokens: int
 ) -> Prefix:
-    """Return the longest run of blocks that holds the start of `tokens`, without the last of them.
+    """Return the longest cached prefix of `tokens`, without the last token.
 
-    The last is always computed, for its logits.
+    The last token is always computed, for its logits.
     """
     blocks: list[int] = []
     for key in keys[: (len(tokens) - 1) // block_tokens]:

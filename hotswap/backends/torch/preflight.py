@@ -1,7 +1,7 @@
-"""Before an architecture serves: does it do what the engine assumes, and does it compute what it should?
+"""The check of a loaded model, once per architecture: compares the engine's logits with the model's own.
 
 Many architectures call attention through transformers' interface and still keep state elsewhere, call it
-twice, or build masks of their own; served as if they did not, they give wrong tokens without a word.
+twice per layer, or build their own masks. Without this check the engine would silently serve wrong tokens.
 """
 
 from __future__ import annotations
@@ -20,27 +20,33 @@ from hotswap.errors import UnsupportedModel
 
 __all__ = ["STEPS", "difference", "preflight", "prompts_of", "reference", "tolerance_of"]
 
-# Two requests, cut into uneven chunks that share steps and then decode: (request, tokens) in each step.
+# Two requests in uneven chunks that share steps, then decodes: the (request, number of tokens) of each step.
 STEPS = (((0, 9),), ((0, 8), (1, 5)), ((1, 8), (0, 4)), ((0, 1), (1, 1)), ((0, 1),))
-_SOME = 9  # tokens of a prompt whose logits those after them must not change
+_SOME = 9  # the first tokens of a prompt, whose logits must not depend on later tokens
 _LENGTHS = tuple(sum(n for step in STEPS for i, n in step if i == request) for request in (0, 1))
 
-# Largest difference of a logit from the reference, as a share of the largest logit. bf16 and fp16 keep 8 and
-# 11 bits, of which a few dozen layers that round in another order use up some; a wrong mask or position is
-# off by far more.
+# The maximum difference of a logit from the reference, relative to the largest logit. bf16 and fp16 have 8
+# and 11 bits, and a few dozen layers that round in another order change some; a wrong mask or position
+# changes far more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def preflight(
     skeleton: Skeleton, device: torch.device, *, block_tokens: int, invariant: bool
 ) -> tuple[LayerShape, ...]:
-    """Return what each layer of a bound skeleton keeps of a token, having checked that it can be served.
+    """Check that a bound skeleton can be served exactly, and return each layer's KV cache entry of a token.
 
-    Every layer must call attention once in a pass, and logits computed in chunks and batches must equal those
-    of the model's own eager attention.
+    Every layer must call attention once per pass, and the logits computed in chunks and batches must equal
+    those of the model's own eager attention.
+
+    Args:
+        skeleton: The model.
+        device: Its device.
+        block_tokens: Tokens per KV block.
+        invariant: Whether steps are batch-invariant; see `forward.assemble`.
 
     Raises:
-        UnsupportedModel: they do not.
+        UnsupportedModel: the check failed.
     """
     cache = KVCache(sum(blocks_for(n, block_tokens) for n in _LENGTHS), block_tokens, device)
     try:
@@ -49,7 +55,7 @@ def preflight(
             mine = _in_chunks(skeleton, cache, invariant)
     except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as exc:  # whatever a model that is no causal decoder trips over
+    except Exception as exc:  # a model that is no causal decoder may fail with any error
         masks = MaskPattern.__name__ in str(exc)
         why = (
             "computes with attention masks as tensors"
@@ -62,7 +68,7 @@ def preflight(
 
 
 def reference(skeleton: Skeleton, device: torch.device) -> list[Tensor]:
-    """The logits that a preflight expects: those of the model's own attention, one request at a time."""
+    """Return the expected logits: those of the model's own attention, one request at a time."""
     prompts = prompts_of(skeleton.vocabulary)
     with torch.inference_mode(), skeleton.eager():
         whole = [_eager(skeleton, torch.tensor([prompt], device=device)) for prompt in prompts]
@@ -75,17 +81,17 @@ def reference(skeleton: Skeleton, device: torch.device) -> list[Tensor]:
 
 
 def prompts_of(vocabulary: int) -> list[list[int]]:
-    """The requests that `STEPS` cuts into chunks."""
+    """Return the prompts of the requests in `STEPS`."""
     return [[(7919 * at + 31 * length) % vocabulary for at in range(length)] for length in _LENGTHS]
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """The largest `difference` at which logits computed in `dtype` are those that were expected."""
+    """Return the largest accepted `difference` of logits computed in `dtype`."""
     return _TOLERANCE.get(dtype, 1e-3)
 
 
 def difference(mine: Tensor, theirs: Tensor) -> float:
-    """The largest difference of a logit, as a share of the largest logit."""
+    """Return the largest difference of a logit, relative to the largest logit."""
     return float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp(min=1e-6))
 
 
@@ -95,13 +101,13 @@ def _unsupported(skeleton: Skeleton, device: torch.device, symptom: str) -> Unsu
 
 
 def _cause(skeleton: Skeleton, device: torch.device) -> str:
-    """What about the model itself explains that it cannot be served, found by running it once more."""
+    """Return the property of the model that explains a failed check, by another run; empty if unknown."""
     ids = torch.tensor(prompts_of(skeleton.vocabulary)[:1], device=device)
     try:
         with torch.inference_mode(), skeleton.eager():
             whole, part = _eager(skeleton, ids), _eager(skeleton, ids[:, :_SOME])
             states = _states(skeleton.module(input_ids=ids, use_cache=True))
-    except Exception:  # then what was seen must explain itself
+    except Exception:  # the caller's symptom is reported instead
         return ""
     if difference(part, whole[:_SOME]) > tolerance_of(skeleton.dtype):
         return "is not causal: a token changes the logits of those before it"
@@ -109,21 +115,23 @@ def _cause(skeleton: Skeleton, device: torch.device) -> str:
 
 
 def _states(output: Any) -> list[str]:
-    """What the model's own cache holds beside keys and values."""
+    """Return the kinds of state in the model's own cache besides keys and values."""
     layers: Any = getattr(getattr(output, "past_key_values", None), "layers", ())
     kinds = {"conv_states": "convolution states", "recurrent_states": "recurrent states"}
     kinds["indexer_keys"] = "keys of an index"
-    return [words for name, words in kinds.items() if any(_holds(getattr(at, name, None)) for at in layers)]
+    return [
+        words for name, words in kinds.items() if any(_is_filled(getattr(at, name, None)) for at in layers)
+    ]
 
 
-def _holds(part: object) -> bool:
+def _is_filled(part: object) -> bool:
     if isinstance(part, dict):
         return any(state is not None for state in cast("dict[int, object]", part).values())
     return part is not None
 
 
 def _in_chunks(skeleton: Skeleton, cache: KVCache, invariant: bool) -> list[Tensor]:
-    """The logits at the end of every chunk, in the order of the steps."""
+    """Return the logits at the end of every chunk, in the order of the steps."""
     prompts, free = prompts_of(skeleton.vocabulary), iter(range(1, cache.num_blocks + 1))
     blocks = [[next(free) for _ in range(blocks_for(len(p), cache.block_tokens))] for p in prompts]
     ends = [0] * len(prompts)
@@ -141,7 +149,7 @@ def _in_chunks(skeleton: Skeleton, cache: KVCache, invariant: bool) -> list[Tens
 
 
 def _called(layers: Items[int], expected: int) -> str:
-    """How the calls of attention, by layer, differ from one call of each layer."""
+    """Describe how the attention calls differ from one call per layer."""
     seen = len(set(layers))
     if not layers:
         return "does not call attention through transformers' interface"
@@ -158,9 +166,9 @@ def _eager(skeleton: Skeleton, ids: Tensor) -> Tensor:
 def _compare(skeleton: Skeleton, device: torch.device, mine: Items[Tensor], theirs: Items[Tensor]) -> None:
     tolerance = tolerance_of(skeleton.dtype)
     error = difference(torch.stack(list(mine)), torch.stack(list(theirs)))
-    if not error <= tolerance:  # also when it is not a number
+    if not error <= tolerance:  # also if it is NaN
         symptom = (
             f"computed in chunks differs by {error:.1e} of its largest logit from its own attention, where "
-            f"{tolerance:.0e} is allowed: it places tokens, or masks keys, by row and not by position"
+            f"{tolerance:.0e} is allowed: it computes positions or masks from rows instead of position ids"
         )
         raise _unsupported(skeleton, device, symptom)

@@ -1,9 +1,9 @@
-"""Which weights of a model are stored as FP8, and the step of a conversion that makes them so.
+"""Quantizes a model's weights to FP8 during conversion, and chooses which ones.
 
-The modules decide, not names: the weight of an `nn.Linear`, and a stack of experts whose matrices lie as
-`[E, N, K]`. Everything else stays as it is: norms, biases, embeddings and an output head tied to one, the
-gates of mixtures of experts, which choose and so must not be off by a little, and matrices that lie as
-`[K, N]` (GPT-2's `Conv1D`, GPT-OSS's experts), whose rows are not what a scale belongs to.
+Modules decide, not names: the weights of `nn.Linear` and stacked expert weights `[E, N, K]` are quantized.
+Everything else is stored unchanged: norms, biases, embeddings and output heads tied to them, the gates of
+mixtures of experts, whose choices are sensitive to small errors, and transposed matrices `[K, N]` (GPT-2's
+`Conv1D`, GPT-OSS's experts), whose rows are not output channels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hotswap.backends.torch.fp8 import SCALE_SUFFIX, SCHEMES, Scheme, encode
+from hotswap.backends.torch.fp8 import SCALE_SUFFIX, SCHEMES, Scheme, quantize
 from hotswap.backends.torch.weights import named_tensors
 from hotswap.errors import ConfigError, ShardCorrupt
 
@@ -24,10 +24,10 @@ _QUANTIZABLE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 class Quantizer:
-    """Makes weights into codes and scales, `<name>` and `<name>.scale`; other tensors stay as they are.
+    """Quantizes weights to FP8 values and scales, `<name>` and `<name>.scale`; passes other tensors through.
 
-    A `Transform` of conversions. It is applied to what a tensor-parallel rank has of a tensor, so groups
-    begin anew at the first weight that a rank has of a row, and no scale is shared between ranks.
+    A `Transform` of conversions. It is applied to each tensor-parallel rank's shard of a tensor, so groups
+    start at the first weight of a shard's row, and ranks share no scale.
 
     Args:
         scheme: The name of a scheme, see `SCHEMES`.
@@ -37,10 +37,10 @@ class Quantizer:
         ConfigError: there is no such scheme.
 
     Attributes:
-        scheme: How weights are grouped.
-        dtype: What the weights were, and become again where they are computed with.
-        names: The tensors that are quantised.
-        key: What distinguishes this from other transforms of a conversion.
+        scheme: The quantization scheme.
+        dtype: The dtype of the weights before, to which they are dequantized.
+        names: The names of the quantized tensors.
+        key: The identifier of this transform among those of conversions.
     """
 
     def __init__(self, scheme: str, module: nn.Module) -> None:
@@ -51,33 +51,35 @@ class Quantizer:
         self.key = self.scheme.name
 
     def __call__(self, name: str, tensor: Tensor, /) -> tuple[tuple[str, Tensor], ...]:
-        """Return what is stored in place of a tensor, or of rows of it.
+        """Return the tensors that are stored for a tensor, or for some of its rows.
 
         Raises:
-            ShardCorrupt: a weight is infinite or not a number.
+            ShardCorrupt: a weight is infinite or NaN.
         """
         if name not in self.names or tensor.dtype is not self.dtype:
             return ((name, tensor),)
-        codes, scales = encode(tensor, self.scheme)
+        values, scales = quantize(tensor, self.scheme)
         if not scales.is_meta and not bool(scales.isfinite().all()):
             raise ShardCorrupt(
-                f"Tensor {name!r} has weights that are infinite or not a number, which FP8 cannot hold; "
-                "fetch the checkpoint again, or convert it without quantising."
+                f"Tensor {name!r} has weights that are infinite or NaN, which FP8 cannot represent; "
+                "fetch the checkpoint again, or convert it without quantization."
             )
-        return (name, codes), (name + SCALE_SUFFIX, scales)
+        return (name, values), (name + SCALE_SUFFIX, scales)
 
 
 def scheme_named(name: str) -> Scheme:
     """Return a scheme by its name, or raise `ConfigError`."""
     if name not in SCHEMES:
-        raise ConfigError(f"There is no quantisation {name!r}; choose one of {', '.join(sorted(SCHEMES))}.")
+        raise ConfigError(
+            f"There is no quantization scheme {name!r}; choose one of {', '.join(sorted(SCHEMES))}."
+        )
     return SCHEMES[name]
 
 
 def quantizable(module: nn.Module) -> frozenset[str]:
-    """Return the names of the state dict whose tensors may be stored as codes and scales.
+    """Return the names of the state dict's tensors that may be quantized.
 
-    A tensor with several names is among them only if each name is that of such a weight: an output head that
+    A tied tensor is quantized only if each of its names belongs to a quantizable weight: an output head that
     is tied to the embeddings is not.
     """
     gates = {id(gate) for gate in _gates(module)}
@@ -94,15 +96,15 @@ def quantizable(module: nn.Module) -> frozenset[str]:
 
 
 def _matrices(holder: nn.Module) -> Iterator[str]:
-    """The parameters of a module that multiply as `[..., N, K]`: each row by the input, giving one output."""
-    if type(holder) is nn.Linear:  # what is derived from it may be a router
+    """Yield the parameters of a module that are weights `[..., N, K]`, one output channel per row."""
+    if type(holder) is nn.Linear:  # a subclass may be a router
         yield "weight"
     elif getattr(holder, "is_transposed", None) is False:  # transformers' mark of a stack of experts
         yield from (name for name, parameter in holder.named_parameters(recurse=False) if parameter.ndim == 3)
 
 
 def _gates(module: nn.Module) -> Iterator[nn.Module]:
-    """Linear layers that choose or weigh experts: beside a stack of E of them, and with at most E outputs."""
+    """Yield the gates of experts: linear layers beside a stack of E experts, with at most E outputs."""
     for holder in module.modules():
         num_experts = max((_num_experts(child) for child in holder.children()), default=0)
         for layer in holder.modules() if num_experts else ():
@@ -117,7 +119,7 @@ def _num_experts(module: nn.Module) -> int:
 
 
 def _main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The dtype of most bytes, among those that can be quantised."""
+    """Return the dtype of most bytes, among the quantizable dtypes."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.dtype in _QUANTIZABLE_DTYPES:

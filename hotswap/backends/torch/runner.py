@@ -1,4 +1,4 @@
-"""A model and its batcher: one `step` after another."""
+"""Runs the steps of one loaded model: schedules batches, computes them, samples tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ __all__ = ["Report", "Runner", "Sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token that a step brought forth, for a request that found `num_reused` tokens computed."""
+    """A sampled token.
+
+    Attributes:
+        ticket: The request's ticket.
+        token: The token id.
+        index: Its position among the generated tokens.
+        finish_reason: Why it is the request's last token; `None` if it is not.
+        num_reused: The number of the request's tokens that were found in the prefix cache.
+    """
 
     ticket: int
     token: int
@@ -28,9 +36,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the worker tells its engine: the tokens of a step, and how the books stand after it.
+    """The tokens of a step, and the counters of the batcher and the block pool after it.
 
-    `last_ticket` is that of the latest request that the books know; `preempted` are tickets as well.
+    `last_ticket` is the ticket of the latest request that the batcher has received; `preempted` are the
+    tickets of the requests that wait after a preemption.
     """
 
     sampled: tuple[Sampled, ...] = ()
@@ -47,49 +56,52 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
-    """Work under way: its size, the requests that it samples for, and how many tokens each had then."""
+class _InFlightStep:
+    """A step in flight: its size, and the requests it samples for, each with its number of tokens then."""
 
     num_tokens: int
     sampling: tuple[tuple[Sequence, int], ...]
 
 
 class Runner:
-    """Runs the requests of one loaded model; belongs to one thread.
+    """Runs the requests of one loaded model; used by one thread.
 
-    As many batches are under way as the model can work on at once. A request is in at most one that samples
-    for it, and may be preempted or leave meanwhile.
+    Keeps up to `forward.depth` batches in flight. A request has at most one batch in flight that samples for
+    it, and may be preempted or removed meanwhile.
 
     Args:
         forward: The model.
-        batcher: Its requests.
-        budget: What finds the batcher's token budget; `None` leaves it as it is.
+        batcher: The scheduler of its requests.
+        budget: The controller of the token budget; `None` for a fixed budget.
+
+    Attributes:
+        background_done: Whether no background work is left.
     """
 
     def __init__(self, forward: Forward, batcher: Batcher, budget: TokenBudget | None = None) -> None:
         self._forward, self._budget = forward, budget
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[_InFlightStep] = deque()
         self.batcher = batcher
-        self.tidy = False
+        self.background_done = False
         if budget is not None:
             batcher.token_budget = budget.tokens
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to step for."""
-        return not (self._flights or self.batcher.running or self.batcher.waiting)
+        """Whether there are no requests and no batches in flight."""
+        return not (self._in_flight or self.batcher.running or self.batcher.waiting)
 
     @property
     def is_timed(self) -> bool:
-        """Whether steps are measured and kept to a latency."""
+        """Whether steps are timed for a target latency."""
         return self._budget is not None
 
-    def tidy_up(self) -> None:
-        """Do a little of what makes later steps faster; `tidy` says whether all is done."""
-        self.tidy = self.tidy or not self._forward.improve()
+    def do_background_work(self) -> None:
+        """Do a small piece of background work, such as packing weights, and update `background_done`."""
+        self.background_done = self.background_done or not self._forward.do_background_work()
 
     def report(self, sampled: tuple[Sampled, ...] = ()) -> Report:
-        """Return the books as they stand, with the tokens of a step."""
+        """Return the current counters, with the tokens of a step."""
         batcher, blocks = self.batcher, self.batcher.blocks
         return Report(
             sampled,
@@ -106,22 +118,22 @@ class Runner:
         )
 
     def step(self) -> Report:
-        """Begin what can be begun, and return the tokens of the oldest batch under way."""
+        """Submit batches up to the depth of the pipeline, then finish the oldest and return its tokens."""
         start_s = time.perf_counter()
-        while len(self._flights) < self._forward.depth and self._begin():
+        while len(self._in_flight) < self._forward.depth and self._begin():
             pass
-        flight = self._flights.popleft()
-        sampled = self._finish(flight)
+        step = self._in_flight.popleft()
+        sampled = self._finish(step)
         if self._budget is not None:
-            # A request gets a token in one of the batches that are under way together.
+            # A decoding request gets one token per `num_batches` steps.
             num_batches = self.batcher.num_batches
             took_s = time.perf_counter() - start_s
-            self._budget.observe(flight.num_tokens * num_batches, took_s * num_batches)
+            self._budget.observe(step.num_tokens * num_batches, took_s * num_batches)
             self.batcher.token_budget = self._budget.tokens
         return self.report(sampled)
 
     def _begin(self) -> bool:
-        """Submit the next batch; false if there is none, because all requests wait for tokens under way."""
+        """Submit the next batch; false if there is none, since all requests wait for batches in flight."""
         plan = self.batcher.schedule()
         if not plan.chunks:
             return False
@@ -130,16 +142,16 @@ class Runner:
         sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
         num_tokens = plan.num_tokens
         self.batcher.advance(chunks)
-        self._flights.append(_Flight(num_tokens, tuple((s, len(s.tokens)) for s in sampling)))
+        self._in_flight.append(_InFlightStep(num_tokens, tuple((s, len(s.tokens)) for s in sampling)))
         return True
 
-    def _finish(self, flight: _Flight) -> tuple[Sampled, ...]:
+    def _finish(self, step: _InFlightStep) -> tuple[Sampled, ...]:
         logits = self._forward.result()
-        # One that was preempted and came back may have had its token from a later flight of the same tokens.
-        fresh = [row for row, (s, count) in enumerate(flight.sampling) if len(s.tokens) == count]
+        # A request that was preempted and admitted again may have its token from a later step already.
+        fresh = [row for row, (s, count) in enumerate(step.sampling) if len(s.tokens) == count]
         if not fresh:
             return ()
-        sampling = [flight.sampling[row][0] for row in fresh]
+        sampling = [step.sampling[row][0] for row in fresh]
         rows = logits if len(fresh) == len(logits) else logits[fresh]
         tokens = choose(rows, [s.sampler for s in sampling], [s.index for s in sampling])
         return tuple(self._extend(s, token) for s, token in zip(sampling, tokens, strict=True))

@@ -1,4 +1,4 @@
-"""Which token comes next: a function of the logits, the seed and the position alone."""
+"""Token sampling: the next token is a function of the logits, the seed and the position alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Sampler:
     """Chooses the tokens of one request.
 
     Args:
-        sampling: What the request asks for.
-        stop_ids: Its end tokens, which may not come before `sampling.min_tokens`.
-        seen: The tokens so far, prompt included; kept up to date by `saw`.
-        num_prompt: How many of them are the prompt's.
+        sampling: The request's sampling parameters.
+        stop_ids: Its end tokens, which are masked before `sampling.min_tokens` tokens were generated.
+        seen: The tokens so far, prompt included; `add_token` adds the later ones.
+        num_prompt: The length of the prompt; `None` if no token was generated yet.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class Sampler:
         generated = seen[len(seen) if num_prompt is None else num_prompt :]
         self._generated = Counter(generated) if counts else None
 
-    def saw(self, token: int) -> None:
-        """Count a token as seen."""
+    def add_token(self, token: int) -> None:
+        """Count a generated token for the penalties."""
         if self._seen is not None:
             self._seen.add(token)
         if self._generated is not None:
             self._generated[token] += 1
 
     def is_plain(self, index: int) -> bool:
-        """Whether position `index` of the generation is the largest logit, untouched."""
+        """Whether the token at position `index` of the generation is the argmax of unmodified logits."""
         changed = self._seen is not None or self._generated is not None or self._sampling.logit_bias
         return self._sampling.temperature == 0 and not changed and not self._forbids_stop(index)
 
@@ -109,14 +109,14 @@ def _top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def _gumbel(size: int, seed: int, index: int) -> Tensor:
-    """Noise that is the same on every device, made on the CPU in fp64 so that it is never infinite."""
+    """Return Gumbel noise, computed on the CPU for equal values on all devices, in fp64 so it is finite."""
     generator = torch.Generator().manual_seed(_mixed(seed, index))
     uniform = torch.rand(size, generator=generator, dtype=torch.float64).clamp_(min=1e-300)
     return uniform.log_().neg_().log_().neg_().float()
 
 
 def _mixed(seed: int, index: int) -> int:
-    """One seed of two numbers, so that neighbours share nothing (SplitMix64, Steele et al. 2014)."""
+    """Mix two numbers into a seed; close pairs give unrelated noise (SplitMix64, Steele et al. 2014)."""
     mixed = ((seed & _MASK) * 0x9E3779B97F4A7C15 + index + 1) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""What an engine is given to work with, checked."""
+"""The validated arguments of `TorchEngine`, and values derived from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEFAULT_BUDGET, _LARGEST_BUDGET = 256, 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of `TorchEngine`, as it documents them; sizes may still be text.
+    """The arguments of `TorchEngine`, as documented there; sizes may be text.
 
     Raises:
         ConfigError: one of them is out of range.
@@ -59,23 +59,23 @@ class Settings:
         _check(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
         _check(self.tp >= 1, "tp", self.tp, "1 or more")
         _check(self.pp >= 1, "pp", self.pp, "1 or more")
-        alone = self.num_ranks == 1 or not self.keep_fp8
-        _check(alone, "keep_fp8", self.keep_fp8, "False or None with ranks, which make weights whole")
+        can_keep = self.num_ranks == 1 or not self.keep_fp8
+        _check(can_keep, "keep_fp8", self.keep_fp8, "False or None with ranks, which dequantize weights")
         _check(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "over 0")
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute a model together; 1 is the engine's own."""
+        """The number of ranks; with 1 the model runs in the engine's process."""
         return self.tp * self.pp
 
     @property
     def first_device(self) -> torch.device:
-        """Where a single process computes, and rank 0 of several."""
+        """The device of the engine's process, or of rank 0."""
         return resolve(self.device)
 
     @property
     def rank_devices(self) -> tuple[str, ...]:
-        """Where each rank computes: GPUs are counted on from the first."""
+        """The device of each rank: consecutive GPUs from the first."""
         first = self.first_device
         if first.type != "cuda":
             return (str(first),) * self.num_ranks
@@ -83,58 +83,58 @@ class Settings:
 
     @property
     def rank_threads(self) -> int:
-        """CPU threads of each process: together they take what a single one would."""
+        """The CPU threads of each rank: `threads` divided by the number of ranks."""
         return max(1, (self.threads or torch.get_num_threads()) // self.num_ranks)
 
     @property
-    def all_memory_bytes(self) -> int:
-        """The budget of weights and KV blocks, on all ranks together."""
+    def total_memory_bytes(self) -> int:
+        """The budget of weights and KV blocks of all ranks together, in bytes."""
         if self.memory_bytes is not None:
             return parse_bytes(self.memory_bytes)
         whole = total_bytes(self.first_device)
         return whole * self.num_ranks if self.first_device.type == "cuda" else whole
 
     @property
-    def most_packed_bytes(self) -> int:
-        """The budget of packed weights: a quarter of all memory if it was not said."""
-        return self.all_memory_bytes // 4 if self.packed_bytes is None else parse_bytes(self.packed_bytes)
+    def max_packed_bytes(self) -> int:
+        """The limit of packed weights in bytes; a quarter of all memory by default."""
+        return self.total_memory_bytes // 4 if self.packed_bytes is None else parse_bytes(self.packed_bytes)
 
     @property
     def kv(self) -> KVBudget:
-        """The budget of KV blocks alone."""
+        """The limits of the KV cache."""
         size = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
         return KVBudget(self.kv_tokens, size, self.kv_block_tokens, self.max_requests)
 
     @property
-    def most_tokens(self) -> int:
-        """The largest token budget."""
+    def max_step_tokens(self) -> int:
+        """The largest token budget of a step."""
         usual = _DEFAULT_BUDGET if self.itl_target_s is None else _LARGEST_BUDGET
         return max(usual, self.max_requests) if self.token_budget is None else self.token_budget
 
     def make_batcher(self, forward: Forward) -> Batcher:
-        """Return the batcher of a model that has just been loaded."""
+        """Return a new batcher for a loaded model."""
         return Batcher(
             BlockPool(forward.num_blocks),
             block_tokens=self.kv_block_tokens,
-            token_budget=self.most_tokens,
+            token_budget=self.max_step_tokens,
             max_requests=self.max_requests,
             num_batches=forward.depth,
             prefix_reuse=self.prefix_reuse,
         )
 
     def make_budget(self) -> TokenBudget | None:
-        """Return what finds its token budget; `None` where that is fixed.
+        """Return the controller of the token budget; `None` if the budget is fixed.
 
-        However slow steps are, one has room for every request and for a block of somebody's prompt.
+        The smallest budget has room for a token of every request and one block of a prompt.
         """
         if self.itl_target_s is None:
             return None
-        least = min(self.most_tokens, self.max_requests + self.kv_block_tokens)
-        return TokenBudget(self.itl_target_s, least=least, most=self.most_tokens)
+        least = min(self.max_step_tokens, self.max_requests + self.kv_block_tokens)
+        return TokenBudget(self.itl_target_s, min_tokens=least, max_tokens=self.max_step_tokens)
 
     @property
-    def keeps_bits(self) -> bool:
-        """Whether bits are kept from depending on the batch, which is known how to on CPUs alone."""
+    def is_invariant(self) -> bool:
+        """Whether steps are batch-invariant, which is implemented for CPUs only."""
         return self.invariant and self.first_device.type == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""The streams that an engine feeds: one queue of tokens for each request inside it."""
+"""The open token streams of an engine: one token queue per request."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Streams"]
 
 
 class Streams:
-    """Open streams by ticket; belongs to the event loop. `len` counts them.
+    """Open streams by ticket; used on the event loop only. `len` counts them.
 
     Args:
-        notifier: Told when streams are opened and closed, and of each report.
+        notifier: Notified when streams are opened and closed, and of each report.
     """
 
     def __init__(self, notifier: StatusNotifier) -> None:
@@ -33,7 +33,7 @@ class Streams:
         return len(self._open)
 
     def open(self, request: Request) -> tuple[int, TokenQueue]:
-        """Return a ticket that was never given before, and the queue that its tokens will come in."""
+        """Open a stream; return a new ticket and the queue of its tokens."""
         self._num_opened += 1
         tokens = self._open[self._num_opened] = TokenQueue()
         self._requests[self._num_opened] = request
@@ -41,41 +41,41 @@ class Streams:
         return self._num_opened, tokens
 
     def num_tokens_after(self, ticket: int) -> int:
-        """How many tokens those requests came with whose tickets are later than one."""
+        """Return the number of initial tokens of all open requests with later tickets."""
         return sum(self._requests[other].num_tokens for other in self._open if other > ticket)
 
     def num_first_tokens_after(self, ticket: int) -> int:
-        """How many tokens the first of those requests came with; 0 if there is none."""
+        """Return the number of initial tokens of the first open request with a later ticket, or 0."""
         return next((self._requests[other].num_tokens for other in self._open if other > ticket), 0)
 
     def ids_of(self, tickets: Iterable[int]) -> tuple[RequestId, ...]:
-        """Return the requests of those tickets whose streams are open."""
+        """Return the ids of the requests with these tickets whose streams are open."""
         return tuple(self._requests[ticket].id for ticket in tickets if ticket in self._open)
 
     def find(self, request: RequestId) -> tuple[int, Request] | None:
-        """Return the ticket of a request's open stream, and the request as it came."""
+        """Return the ticket of a request's open stream and the request; `None` if there is none."""
         for ticket in reversed(self._open):
             if self._requests[ticket].id == request:
                 return ticket, self._requests[ticket]
         return None
 
     def close(self, ticket: int, error: Exception) -> bool:
-        """End a stream, after the tokens it holds, with an error; false if it had ended before."""
+        """End a stream with an error, after its queued tokens; false if it had ended before."""
         tokens = self._open.pop(ticket, None)
         if tokens is not None:
             tokens.close(error)
         self._note_change()
         return tokens is not None
 
-    def leave(self, ticket: int) -> bool:
-        """Forget a stream whose reader has left; false if it had ended before."""
+    def remove(self, ticket: int) -> bool:
+        """Remove a stream that its client has closed; false if it had ended before."""
         was_open = self._open.pop(ticket, None) is not None
         self._requests.pop(ticket, None)
         self._note_change()
         return was_open
 
     def deliver(self, report: Report) -> None:
-        """Hand on the tokens of a step; those of streams that were left or closed meanwhile are dropped."""
+        """Deliver the tokens of a step; tokens of streams that ended meanwhile are dropped."""
         for sampled in report.sampled:
             tokens = self._open.get(sampled.ticket)
             if tokens is None:
@@ -88,7 +88,7 @@ class Streams:
         self._note_change()
 
     def close_all(self, error: Callable[[], Exception]) -> list[int]:
-        """End every stream, after the tokens it holds, with an error of its own; return their tickets."""
+        """End every stream with a new error, after its queued tokens; return their tickets."""
         closed = list(self._open)
         for tokens in self._open.values():
             tokens.close(error())
@@ -97,7 +97,7 @@ class Streams:
         return closed
 
     async def wait_until_drained(self, deadline_s: float) -> None:
-        """Return once none is open, or after `deadline_s`."""
+        """Wait until no stream is open, for at most `deadline_s` seconds."""
         await checkpoint()
         with anyio.move_on_after(deadline_s):
             while self._open:

@@ -16,7 +16,7 @@ __all__ = ["PIECE_BYTES", "engine_thread", "others_are_stepping", "pause", "set_
 PIECE_BYTES = 1 << 18
 """Bytes to read between two pauses."""
 
-_PAUSES = 19  # times as long as the work before it
+_PAUSES = 19  # the length of a pause relative to the work before it
 _LONGEST_S = 0.01
 
 _stepping: set[int] = set()  # threads
@@ -28,7 +28,7 @@ def engine_thread(wait: Callable[[float], bool]) -> Generator[None]:
     """Register the calling thread as an engine's for the length of the block.
 
     Args:
-        wait: Waits for so many seconds, or until the thread gets a command, and returns whether it got one.
+        wait: Waits for a number of seconds, or until the thread receives a command; returns whether it did.
     """
     me = threading.get_ident()
     _waits[me] = wait
@@ -56,13 +56,13 @@ def others_are_stepping(thread: int | None) -> bool:
 def pause(worked_s: float) -> bool:
     """Pause an engine's idle thread after a piece of work, if other threads are stepping.
 
-    A thread that steps itself, or that is not an engine's, does not pause: requests wait for its work.
+    A thread that runs steps itself, or is not an engine's, does not pause: requests wait for its work.
 
     Args:
-        worked_s: How long the piece took; infinity asks for the longest pause.
+        worked_s: The time that the piece took, in seconds; infinity requests the longest pause.
 
     Returns:
-        Whether to continue; false if the thread got a command, and should leave its work for later.
+        Whether to continue; false if the thread received a command and should postpone its work.
     """
     me = threading.get_ident()
     if me in _stepping or me not in _waits or not others_are_stepping(me):

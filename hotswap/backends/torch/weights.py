@@ -1,7 +1,7 @@
-"""The flat layout of a model's weights: where each tensor of a module lies in one buffer.
+"""The flat layout of a model's weights: the offset of each tensor of a module in one buffer.
 
-The names are those of the *module*, after transformers has renamed, merged and split what the checkpoint
-files hold, so that a buffer in this layout needs no arithmetic on its way to the parameters: each is a view.
+Names and shapes are those of the *module*, after transformers has renamed, merged and split the checkpoint's
+tensors. So no conversion is needed at load: each parameter is a view of the buffer.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
     "tensor_at",
 ]
 
-# What CUDA allocations keep, and more than the cache line of any CPU.
+# The alignment of CUDA allocations; more than the cache line of any CPU.
 ALIGNMENT_BYTES = 256
 
 
 def layout(module: nn.Module) -> tuple[tuple[TensorSpec, ...], int]:
-    """Return where each entry of `module.state_dict()` lies in a flat buffer, and the buffer's size in bytes.
+    """Return the layout of `module.state_dict()` in a flat buffer, and the buffer's size in bytes.
 
-    Tensors lie in the order of the state dict, each at a multiple of `ALIGNMENT_BYTES`. Names that are tied
-    (one tensor under several names) carry one offset. Works on meta tensors too: only shapes are read.
+    Tensors are in the order of the state dict, each at a multiple of `ALIGNMENT_BYTES`. Tied names (one
+    tensor under several names) have one offset. Works on meta tensors too: only shapes are read.
     """
     return place(
         (name, tensor.dtype, tuple(tensor.shape), id(tensor)) for name, tensor in named_tensors(module)
@@ -55,9 +55,9 @@ def layout(module: nn.Module) -> tuple[tuple[TensorSpec, ...], int]:
 def place(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Hashable]], *, rank: int = 0
 ) -> tuple[tuple[TensorSpec, ...], int]:
-    """Return where tensors, given by name, dtype, shape and identity, lie one after the other, and their end.
+    """Return a layout of consecutive tensors, given by name, dtype, shape and identity, and its size.
 
-    Each begins at a multiple of `ALIGNMENT_BYTES`; those of one identity are tied, and lie in one place.
+    Each begins at a multiple of `ALIGNMENT_BYTES`; tensors with one identity are tied and have one offset.
     """
     specs: list[TensorSpec] = []
     placed: dict[Hashable, int] = {}
@@ -81,9 +81,9 @@ def place(
 
 
 def fill(flat: Tensor, module: nn.Module, specs: tuple[TensorSpec, ...]) -> None:
-    """Copy the tensors of `module` to their places in `flat`, a uint8 buffer laid out by `specs`.
+    """Copy the tensors of `module` into `flat`, a uint8 buffer with the layout `specs`.
 
-    The padding between tensors is left as it is: start from zeros where the bytes are checksummed.
+    The padding between tensors is not written: start from zeros if the bytes are checksummed.
     """
     where = {spec.name: spec for spec in specs}
     views = Views(flat)
@@ -95,23 +95,23 @@ def fill(flat: Tensor, module: nn.Module, specs: tuple[TensorSpec, ...]) -> None
 def recast(
     specs: Sequence[TensorSpec], source: torch.dtype, target: torch.dtype
 ) -> tuple[tuple[TensorSpec, ...], int]:
-    """Return the layout in which tensors of dtype `source` are of dtype `target` instead, and its size.
+    """Return the layout in which tensors of dtype `source` have dtype `target` instead, and its size.
 
-    Tensors of other dtypes keep theirs: a model has its reasons.
+    Tensors of other dtypes keep theirs, such as norms that a model keeps in fp32.
     """
 
     def wanted(spec: TensorSpec) -> torch.dtype:
         return target if dtype_of(spec) is source else dtype_of(spec)
 
-    # An empty tensor lies where the next one does, without being tied to it.
-    places = ((spec, (spec.offset_bytes, spec.size_bytes)) for spec in specs)
-    return place((spec.name, wanted(spec), spec.shape, where) for spec, where in places)
+    # An empty tensor has the offset of the next one without being tied to it.
+    identified = ((spec, (spec.offset_bytes, spec.size_bytes)) for spec in specs)
+    return place((spec.name, wanted(spec), spec.shape, identity) for spec, identity in identified)
 
 
 def convert(
     source: Tensor, source_specs: Sequence[TensorSpec], target: Tensor, target_specs: Sequence[TensorSpec]
 ) -> None:
-    """Copy every tensor of the flat buffer `source` to its place and dtype in `target`."""
+    """Copy every tensor of the flat buffer `source` into `target`, converted to the dtype there."""
     here, there = Views(source), Views(target)
     for old, new in zip(source_specs, target_specs, strict=True):
         there.at(new).copy_(here.at(old))
@@ -120,7 +120,7 @@ def convert(
 class Views:
     """The tensors of a flat uint8 buffer, as views of it; nothing is copied.
 
-    Models repeat a few layouts over and over: each is looked at once, and a tensor is then one call of torch.
+    Models repeat a few shapes: each is checked once, and a tensor is then one call of torch.
     """
 
     def __init__(self, flat: Tensor) -> None:
@@ -132,7 +132,7 @@ class Views:
         """Return the tensor that `spec` describes.
 
         Raises:
-            ShardCorrupt: the spec contradicts itself or points outside the buffer.
+            ShardCorrupt: the spec is inconsistent or points outside the buffer.
         """
         shape, stride, start = spec.shape, spec.stride, spec.offset_bytes
         base, first, item_bytes, size_bytes = self._layouts.get((spec.dtype, shape, stride)) or self._layout(
@@ -150,7 +150,7 @@ class Views:
         dtype, count = dtype_of(spec), math.prod(spec.shape)
         if count and not 0 <= _last_element(spec.shape, spec.stride) < count:
             raise ShardCorrupt(
-                f"The stride of tensor {spec.name!r} leads out of it; convert the model again."
+                f"The stride of tensor {spec.name!r} leads outside it; convert the model again."
             )
         base = self._bases.get(dtype)
         if base is None:
@@ -161,7 +161,7 @@ class Views:
         return layout
 
 
-# The whole buffer in a dtype, where it begins in its storage, the bytes of an item, and those of a tensor.
+# The buffer viewed in a dtype, its offset in its storage, the bytes of an item, and the bytes of the tensor.
 _Layout: TypeAlias = tuple[Tensor, int, int, int]
 
 
@@ -171,7 +171,7 @@ def tensor_at(flat: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _last_element(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """How far from the first element the last one is; -1 if they do not fit together."""
+    """Return the distance of the last element from the first; -1 if shape and stride do not match."""
     if len(shape) != len(stride):
         return -1
     steps: Iterable[int] = map(mul, shape, stride)
@@ -195,14 +195,18 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 def load_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
     """Return the causal language model of a local Hugging Face directory, in evaluation mode on the CPU.
 
-    Only safetensors are read, no code of the checkpoint is run, and nothing is fetched. `dtype=None` keeps
-    the checkpoint's own. Blocks: call it in a worker thread.
+    Only safetensors are read, no code of the checkpoint is run, and nothing is downloaded. Blocking: call it
+    in a worker thread.
+
+    Args:
+        path: The directory.
+        dtype: The dtype of the weights; `None` keeps the checkpoint's own.
 
     Raises:
-        ShardMissing: the directory holds no config or no weights.
-        UnsafeFile: it holds pickled weights alone.
-        ShardCorrupt: a file cannot be read, or tensors that the architecture needs are missing from it.
-        UnsupportedModel: it is not a causal language model that transformers knows, or it is quantised.
+        ShardMissing: the directory has no config or no weights.
+        UnsafeFile: it has pickled weights only.
+        ShardCorrupt: a file cannot be read, or tensors of the architecture are missing.
+        UnsupportedModel: transformers has no causal language model for it, or it is quantized.
     """
     directory = Path(path)
     check_files(directory)
@@ -219,9 +223,9 @@ def load_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> nn.Mo
     except (ValueError, KeyError, ImportError) as exc:
         raise UnsupportedModel(
             f"transformers has no causal language model for {str(directory)!r} ({exc}); "
-            "give a checkpoint whose architecture it knows."
+            "give a checkpoint of an architecture that transformers supports."
         ) from exc
-    except Exception as exc:  # safetensors raises an exception type of its own, transformers several
+    except Exception as exc:  # safetensors and transformers raise several types
         raise ShardCorrupt(
             f"The weights in {str(directory)!r} cannot be read ({exc}); fetch them again."
         ) from exc
@@ -231,7 +235,7 @@ def load_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> nn.Mo
 
 
 def check_complete(directory: Path, missing: Sequence[str]) -> None:
-    """Raise `ShardCorrupt` if the checkpoint lacks tensors that the architecture has: those given."""
+    """Raise `ShardCorrupt` if `missing`, the tensors that a checkpoint lacks, is not empty."""
     if missing:
         raise ShardCorrupt(
             f"The weights in {str(directory)!r} lack {len(missing)} tensors of the right shape, "
@@ -240,26 +244,26 @@ def check_complete(directory: Path, missing: Sequence[str]) -> None:
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the entries of the state dict; tied ones are one object."""
-    # keep_vars: without it every name gets a fresh tensor, and ties could not be told by identity.
+    """Return the entries of the state dict; tied tensors are one object."""
+    # keep_vars: without it every name gets a new tensor object, and ties cannot be seen.
     state = cast("dict[str, Tensor]", module.state_dict(keep_vars=True))
     return list(state.items())
 
 
 def check_files(directory: Path) -> None:
-    """Refuse a directory without a config or safetensors, and quantised weights, as `load_checkpoint`."""
+    """Raise the errors of `load_checkpoint` for missing or unsafe files and quantized weights."""
     config = directory / "config.json"
     if not config.is_file():
         raise ShardMissing(
             f"There is no config.json in {str(directory)!r}; give a Hugging Face model directory."
         )
     try:
-        quantised = "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+        quantized = "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
     except ValueError as exc:
         raise ShardCorrupt(f"{str(config)!r} is not JSON ({exc}); fetch it again.") from exc
-    if quantised:
+    if quantized:
         raise UnsupportedModel(
-            f"The checkpoint in {str(directory)!r} is quantised, which this engine cannot serve; "
+            f"The checkpoint in {str(directory)!r} is quantized, which this engine cannot serve; "
             "give the original."
         )
     if any(directory.glob("*.safetensors")):
@@ -274,10 +278,10 @@ def check_files(directory: Path) -> None:
 
 
 def check_world_size(manifest: Manifest, tp: int) -> None:
-    """Raise `UnsupportedModel` if a model is not cut for as many tensor-parallel ranks as an engine has."""
+    """Raise `UnsupportedModel` unless a model is sharded for `tp` tensor-parallel ranks."""
     if manifest.world_size != tp:
         raise UnsupportedModel(
-            f"Model {manifest.model!r} is cut for {manifest.world_size} tensor-parallel ranks and this "
+            f"Model {manifest.model!r} is sharded for {manifest.world_size} tensor-parallel ranks and this "
             f"engine has {tp}; add it to the store with `hotswap store add --world-size {tp}`, or give the "
             f"engine tp={manifest.world_size}."
         )

@@ -1,4 +1,4 @@
-"""One thread that steps while there is work and sleeps while there is none."""
+"""The engine's thread: runs steps while there are requests, and commands between them."""
 
 from __future__ import annotations
 
@@ -17,37 +17,43 @@ from hotswap.backends.torch.runner import Report, Runner
 
 __all__ = ["Job", "Pieces", "Worker"]
 
-# How much of a step's time jobs take after it, while there are steps.
+# The time for jobs after each step, relative to the step's time.
 _JOBS_SHARE = 0.04
 
 Pieces: TypeAlias = Generator[None, None, None]
 
 
 class Job(Protocol):
-    """Something to be done with a runner and its requests, in small pieces between its steps."""
+    """Work on a runner and its requests, in small pieces between steps. Called on the worker's thread."""
 
     def begin(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
-        """Do it; each `yield` ends a piece. Called on the worker's thread, as is everything here."""
+        """Return a generator that does the work; each `yield` ends a piece.
+
+        Args:
+            runner: The attached runner.
+            sequences: Its requests, by ticket.
+        """
         ...
 
     def end(self, error: Exception | None) -> None:
-        """Learn that it is done, or why it is not."""
+        """Called once when the work is done, or has failed with `error`."""
         ...
 
     def drop(self) -> None:
-        """Learn that there is no runner, or no longer: what was not done never will be."""
+        """Called instead of `end` if the runner was detached before the work was done."""
         ...
 
 
 class Worker:
-    """Owns a runner and the thread it runs on; everyone else sends commands, carried out between two steps.
+    """The thread of an engine, and the runner it runs. Methods queue commands, which run between two steps.
 
     Args:
-        name: The thread's.
-        threads: For how many threads torch may use in the steps. PyTorch counts them per thread that
-            computes, so engines of one process do not disturb each other's.
-        publish: Takes the report of each step, and of the books after commands. Called on the thread.
-        ended: Called last on the thread: with `None` after `stop`, else with what a step or a command raised.
+        name: The name of the thread.
+        threads: The number of threads that torch uses in steps. PyTorch's setting is per calling thread, so
+            engines of one process have separate settings.
+        publish: Called on the thread with the report of each step, and with the counters after commands.
+        ended: Called last on the thread: with `None` after `stop`, else with the error of a step or a
+            command.
     """
 
     def __init__(
@@ -60,7 +66,7 @@ class Worker:
     ) -> None:
         self._publish, self._ended, self._threads = publish, ended, threads
         self._commands: deque[Callable[[], None]] = deque()
-        self._asked: list[Job] = []  # not begun yet
+        self._queued_jobs: list[Job] = []  # not begun yet
         self._jobs: deque[tuple[Job, Pieces]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
@@ -71,11 +77,11 @@ class Worker:
 
     @property
     def others_step(self) -> bool:
-        """Whether other engines of the process have requests to step for."""
+        """Whether other engines of the process have requests."""
         return throttle.others_are_stepping(self._thread.ident)
 
     def attach(self, runner: Runner) -> None:
-        """Serve with `runner` from now on."""
+        """Run the requests of `runner` from now on."""
 
         def command() -> None:
             self._runner = runner
@@ -94,7 +100,7 @@ class Worker:
         self._send(command)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request; its tokens come in reports."""
+        """Add a request; its tokens are published in reports."""
 
         def command() -> None:
             if self._runner is not None:
@@ -104,7 +110,7 @@ class Worker:
         self._send(command)
 
     def remove(self, ticket: int) -> None:
-        """Abort a request, if it still runs; its blocks are free before the next step begins."""
+        """Abort a request if it still runs; its blocks are released before the next step."""
 
         def command() -> None:
             sequence = self._sequences.pop(ticket, None)
@@ -113,20 +119,20 @@ class Worker:
 
         self._send(command)
 
-    def look_for_chores(self) -> None:
-        """Do chores again, if there are any: what they need may have become free."""
+    def retry_background_work(self) -> None:
+        """Resume background work, for which memory may have become free."""
 
         def command() -> None:
             if self._runner is not None:
-                self._runner.tidy = False
+                self._runner.background_done = False
 
         self._send(command)
 
-    def work(self, job: Job) -> None:
-        """Do a job: its first piece before the next step, the others after that and further steps."""
+    def submit(self, job: Job) -> None:
+        """Run a job: its first piece before the next step, the others after that and later steps."""
 
         def command() -> None:
-            self._asked.remove(job)
+            self._queued_jobs.remove(job)
             if self._runner is None:
                 job.drop()
                 return
@@ -135,11 +141,11 @@ class Worker:
                 self._jobs.append((job, pieces))
 
         with self._changed:
-            self._asked.append(job)
+            self._queued_jobs.append(job)
         self._send(command)
 
     def stop(self) -> None:
-        """Make the thread end after the present step; returns at once."""
+        """Make the thread end after the current step; returns at once."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -152,17 +158,17 @@ class Worker:
         error: Exception | None = None
         torch.set_num_threads(self._threads)
         try:
-            with torch.inference_mode(), throttle.engine_thread(self._wanted_within):
-                while self._obey():
-                    self._turn()
+            with torch.inference_mode(), throttle.engine_thread(self._wait_for_command):
+                while self._run_commands():
+                    self._iterate()
         except Exception as exc:
-            # Its frames would keep the model alive for as long as a client keeps the error.
+            # The frames would keep the model alive for as long as a client has the error.
             traceback.clear_frames(exc.__traceback__)
             error = exc
         self._runner = None
         self._sequences.clear()
         self._drop_jobs()
-        self._drop_asked()
+        self._drop_queued_jobs()
         self._ended(error)
 
     def _send(self, command: Callable[[], None]) -> None:
@@ -170,8 +176,8 @@ class Worker:
             self._commands.append(command)
             self._changed.notify()
 
-    def _obey(self) -> bool:
-        """Carry out what was sent, having waited for something to do; false once stopped."""
+    def _run_commands(self) -> bool:
+        """Wait for commands or other work, and run the commands; false once stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._commands or self._has_work())
             if self._stopping:
@@ -179,7 +185,7 @@ class Worker:
             commands, self._commands = self._commands, deque()
         had_commands = bool(commands)
         while commands:
-            # None is kept: who is told of a `detach` may count on it that earlier ones hold no runner.
+            # No reference to a command is kept: when `detach` calls `done`, none may refer to the runner.
             commands.popleft()()
         if had_commands:
             throttle.set_stepping(self._runner is not None and not self._runner.idle)
@@ -187,17 +193,19 @@ class Worker:
                 self._publish(self._runner.report())
         return True
 
-    def _wanted_within(self, seconds: float) -> bool:
+    def _wait_for_command(self, seconds: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._stopping or bool(self._commands), seconds)
 
     def _has_work(self) -> bool:
-        return self._runner is not None and not (self._runner.idle and self._runner.tidy and not self._jobs)
+        return self._runner is not None and not (
+            self._runner.idle and self._runner.background_done and not self._jobs
+        )
 
-    def _turn(self) -> None:
-        """Step if there are requests, then do chores for about as long as that took: they halve the throttle.
+    def _iterate(self) -> None:
+        """Run a step if there are requests, then background work for about as long as the step took.
 
-        Where steps are to keep to a latency, chores wait until there are no requests.
+        If steps have a target latency, background work waits until there are no requests.
         """
         runner, began = self._runner, perf_counter()
         if runner is None:
@@ -205,17 +213,17 @@ class Worker:
         if not runner.idle:
             self._step(runner)
             throttle.set_stepping(not runner.idle)
-        self._work(perf_counter() - began if not runner.idle else None)
+        self._run_jobs(perf_counter() - began if not runner.idle else None)
         if runner.is_timed and not runner.idle:
             return
         until = 2 * perf_counter() - began
-        while not runner.tidy and not self._commands:
-            runner.tidy_up()
+        while not runner.background_done and not self._commands:
+            runner.do_background_work()
             if perf_counter() >= until:
                 return
 
-    def _work(self, step_s: float | None) -> None:
-        """Do pieces of jobs, one of each in turn, for a share of the step's time or until a command comes."""
+    def _run_jobs(self, step_s: float | None) -> None:
+        """Run pieces of jobs in turn, for a share of the step's time or until a command arrives."""
         until = float("inf") if step_s is None else perf_counter() + _JOBS_SHARE * step_s
         while self._jobs and not self._commands:
             job, pieces = self._jobs.popleft()
@@ -225,12 +233,12 @@ class Worker:
                 return
 
     def _advance(self, job: Job, pieces: Pieces) -> bool:
-        """Do one piece; false if it was the last."""
+        """Run one piece of a job; false if it was the last."""
         try:
             next(pieces)
         except StopIteration:
             job.end(None)
-        except Exception as exc:  # a job's fault is no step's
+        except Exception as exc:  # a failed job does not end the thread
             job.end(exc)
         else:
             return True
@@ -242,11 +250,11 @@ class Worker:
             job.drop()
         self._jobs.clear()
 
-    def _drop_asked(self) -> None:
+    def _drop_queued_jobs(self) -> None:
         with self._changed:
-            asked, self._asked = self._asked, []
+            jobs, self._queued_jobs = self._queued_jobs, []
             self._commands.clear()
-        for job in asked:
+        for job in jobs:
             job.drop()
 
     def _step(self, runner: Runner) -> None:

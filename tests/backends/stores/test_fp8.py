@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hotswap.abc import Manifest, TensorSpec
 from hotswap.backends.stores.convert import convert
-from hotswap.backends.torch.fp8 import SCHEMES, encode
+from hotswap.backends.torch.fp8 import SCHEMES, quantize
 from hotswap.backends.torch.quantize import Quantizer, quantizable
 from hotswap.backends.torch.weights import named_tensors, tensor_at
 from hotswap.errors import ConfigError, ShardCorrupt
@@ -72,7 +72,7 @@ def test_the_store_has_quantized_values_and_scales_and_all_else_unchanged(
     assert set(found) == set(model.state_dict()) | {f"{name}.scale" for name in chosen}
     for name, tensor in model.state_dict().items():
         if name in chosen:
-            codes, scales = encode(tensor, SCHEMES[scheme])
+            codes, scales = quantize(tensor, SCHEMES[scheme])
             assert same(found[name], codes)
             assert same(found[f"{name}.scale"], scales)
         else:
@@ -110,7 +110,7 @@ def test_each_rank_groups_what_it_has(scheme: str, tmp_path: Path) -> None:
         assert any(parts[name].shape[-1] % 128 for name in chosen)
         for name, part in parts.items():
             if name in chosen:
-                codes, scales = encode(part, SCHEMES[scheme])
+                codes, scales = quantize(part, SCHEMES[scheme])
                 assert same(found[name], codes)
                 assert same(found[f"{name}.scale"], scales)
             else:

@@ -13,10 +13,10 @@ from hotswap.abc import Engine
 
 
 @dataclass(frozen=True)
-class Wish:
+class ClientPlan:
     """A request, and how it is disturbed.
 
-    It is sent when the wish of index `after` has received a token. Its client leaves after each number of
+    It is sent when the plan of index `after` has received a token. Its client leaves after each number of
     tokens in `leaves`, and sends the rest as a continued request.
     """
 
@@ -25,38 +25,38 @@ class Wish:
     leaves: tuple[int, ...]
 
 
-def make_wishes(
+def make_client_plans(
     random: Random, model: str, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
-) -> list[Wish]:
+) -> list[ClientPlan]:
     """Wishes for the prompts, disturbed at random."""
-    wishes: list[Wish] = []
+    plans: list[ClientPlan] = []
     for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         request = Request(
             id=RequestId(f"r{index}"), model=ModelId(model), prompt=tuple(prompt), sampling=sampling
         )
         after = random.randrange(index) if index and random.random() < 0.7 else None
         leaves = tuple(random.randrange(6) for _ in range(random.choice([0, 0, 1, 2])))
-        wishes.append(Wish(request, after, leaves))
-    return wishes
+        plans.append(ClientPlan(request, after, leaves))
+    return plans
 
 
-async def fulfil(engine: Engine, wishes: Sequence[Wish]) -> list[list[int]]:
-    """Run all wishes side by side and return what each received."""
-    received: list[list[int]] = [[] for _ in wishes]
-    began = [anyio.Event() for _ in wishes]
+async def run_clients(engine: Engine, plans: Sequence[ClientPlan]) -> list[list[int]]:
+    """Run all plans side by side and return what each received."""
+    received: list[list[int]] = [[] for _ in plans]
+    began = [anyio.Event() for _ in plans]
 
     async def client(index: int) -> None:
-        wish = wishes[index]
-        if wish.after is not None:
-            await began[wish.after].wait()
-        for stay in (*wish.leaves, None):
-            if wish.request.sampling.max_tokens > len(received[index]):
+        plan = plans[index]
+        if plan.after is not None:
+            await began[plan.after].wait()
+        for stay in (*plan.leaves, None):
+            if plan.request.sampling.max_tokens > len(received[index]):
                 await _read(
-                    engine, wish.request.continued(received[index]), received[index], stay, began[index]
+                    engine, plan.request.continued(received[index]), received[index], stay, began[index]
                 )
 
     async with anyio.create_task_group() as tasks:
-        for index in range(len(wishes)):
+        for index in range(len(plans)):
             tasks.start_soon(client, index)
     return received
 

@@ -21,13 +21,13 @@ from hotswap.backends.torch import prefix
 from hotswap.backends.torch.batcher import Batcher, Chunk, Plan, Sequence
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.prefix import root_key
-from tests.backends.torch.batches import Bench, make
+from tests.backends.torch.batcher_harness import BatcherHarness, make
 
 BLOCK = 16
 
 
 class Arrivals(RuleBasedStateMachine):
-    """Requests that have much in common come and go while the batcher steps; `Bench` checks everything."""
+    """Requests with common prefixes come and go while the batcher runs; `BatcherHarness` checks each step."""
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -37,7 +37,7 @@ class Arrivals(RuleBasedStateMachine):
         places=st.integers(0, 3),
     )
     def start(self, num_blocks: int, budget: int, max_requests: int, reuse: bool, places: int) -> None:
-        self.bench = Bench(
+        self.bench = BatcherHarness(
             num_blocks=num_blocks,
             block_tokens=4,
             budget=budget,
@@ -74,7 +74,7 @@ class Arrivals(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.bench.batcher.remove(data.draw(st.sampled_from(self.requests)))
-        self.bench.check_books()
+        self.bench.check_accounting()
 
     @rule(extra=st.integers(0, 20))
     def change_budget(self, extra: int) -> None:
@@ -95,13 +95,13 @@ TestArrivals = Arrivals.TestCase
 TestArrivals.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
-def steps_of(bench: Bench) -> Iterator[Plan]:
+def steps_of(bench: BatcherHarness) -> Iterator[Plan]:
     while bench.batcher.running or bench.batcher.waiting:
         yield bench.step()
 
 
 def test_decodes_go_first_and_prompts_fill_the_rest() -> None:
-    bench = Bench(num_blocks=100, block_tokens=BLOCK, budget=20, max_requests=8)
+    bench = BatcherHarness(num_blocks=100, block_tokens=BLOCK, budget=20, max_requests=8)
     old, long, young = make(1, 5, 9), make(2, 50, 9), make(3, 30, 9)
 
     def step() -> list[tuple[Sequence, int]]:
@@ -119,13 +119,13 @@ def test_decodes_go_first_and_prompts_fill_the_rest() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_backlog_takes_no_more_steps_than_it_must(lengths: list[int], budget: int) -> None:
     """With every step full, prompts take the fewest steps there are."""
-    bench = Bench(num_blocks=400, block_tokens=BLOCK, budget=budget, max_requests=8)
+    bench = BatcherHarness(num_blocks=400, block_tokens=BLOCK, budget=budget, max_requests=8)
     bench.add(*(make(ticket, length, 1) for ticket, length in enumerate(lengths, start=1)))
     assert len(list(steps_of(bench))) == -(-sum(lengths) // budget)
 
 
 def test_the_youngest_is_preempted_and_finds_what_is_still_there() -> None:
-    bench = Bench(num_blocks=7, block_tokens=BLOCK, budget=64, max_requests=8)
+    bench = BatcherHarness(num_blocks=7, block_tokens=BLOCK, budget=64, max_requests=8)
     old, young, last = make(1, 30, 60), make(2, 30, 60), make(3, 1, 1)
     bench.add(old, young)
     while not bench.batcher.num_preempted:
@@ -143,7 +143,7 @@ def test_the_youngest_is_preempted_and_finds_what_is_still_there() -> None:
 
 
 def test_of_lower_priorities_the_youngest_is_preempted_first() -> None:
-    bench = Bench(num_blocks=9, block_tokens=BLOCK, budget=64, max_requests=8)
+    bench = BatcherHarness(num_blocks=9, block_tokens=BLOCK, budget=64, max_requests=8)
     low_old, high, low_young = make(1, 30, 60), make(2, 30, 60, priority=1), make(3, 30, 60)
     bench.add(low_old, high, low_young)
     for _ in steps_of(bench):
@@ -152,7 +152,7 @@ def test_of_lower_priorities_the_youngest_is_preempted_first() -> None:
 
 
 def test_a_higher_priority_takes_the_place_of_lower_ones_if_that_seats_it() -> None:
-    bench = Bench(num_blocks=8, block_tokens=BLOCK, budget=64, max_requests=8)
+    bench = BatcherHarness(num_blocks=8, block_tokens=BLOCK, budget=64, max_requests=8)
     first, second = make(1, 40, 20), make(2, 40, 20)
     bench.add(first, second)
     bench.step()
@@ -169,7 +169,7 @@ def test_a_higher_priority_takes_the_place_of_lower_ones_if_that_seats_it() -> N
 
 
 def test_a_higher_priority_goes_before_long_prompts_that_run_already() -> None:
-    bench = Bench(num_blocks=100, block_tokens=BLOCK, budget=16, max_requests=8)
+    bench = BatcherHarness(num_blocks=100, block_tokens=BLOCK, budget=16, max_requests=8)
     bench.add(make(1, 1000, 1))
     bench.step()
     urgent = make(2, 16, 1, priority=1)
@@ -181,7 +181,7 @@ def test_a_higher_priority_goes_before_long_prompts_that_run_already() -> None:
 @settings(max_examples=12, deadline=None)
 def test_nobody_is_overtaken_by_more_than_so_many(places: int, priority: int, crowded: bool) -> None:
     """Whatever keeps arriving with a higher priority, a request ends before what came later."""
-    bench = Bench(
+    bench = BatcherHarness(
         num_blocks=8, block_tokens=BLOCK, budget=32, max_requests=2 if crowded else 4, priority_places=places
     )
     poor = make(1, 40, 20)
@@ -202,14 +202,14 @@ def test_nobody_is_overtaken_by_more_than_so_many(places: int, priority: int, cr
 # ---------------------------------------------------------------------- prefixes
 
 
-def run(bench: Bench, *sequences: Sequence) -> None:
+def run(bench: BatcherHarness, *sequences: Sequence) -> None:
     bench.add(*sequences)
     for _ in steps_of(bench):
         pass
 
 
-def bench_of(num_blocks: int = 40, **options: int) -> Bench:
-    return Bench(num_blocks=num_blocks, block_tokens=BLOCK, budget=64, max_requests=8, **options)
+def bench_of(num_blocks: int = 40, **options: int) -> BatcherHarness:
+    return BatcherHarness(num_blocks=num_blocks, block_tokens=BLOCK, budget=64, max_requests=8, **options)
 
 
 PROMPT = list(range(100, 140))
@@ -273,23 +273,23 @@ def test_what_was_used_longest_ago_makes_room_first() -> None:
 
 
 def shared_blocks_freed_by_the_first_to_go(patch: pytest.MonkeyPatch) -> None:
-    def give(self: Any, blocks: list[int]) -> None:
+    def release(self: Any, blocks: list[int]) -> None:
         for block in blocks:
-            self._holders.pop(block, None)
+            self._ref_counts.pop(block, None)
             if block not in self._free:
                 self._free.append(block)
 
-    patch.setattr(BlockPool, "give", give)
+    patch.setattr(BlockPool, "release", release)
 
 
 def blocks_leaked_by_sharing(patch: pytest.MonkeyPatch) -> None:
-    honest = BlockPool.hold
+    honest = BlockPool.acquire
 
-    def hold(self: Any, blocks: Any) -> None:
+    def acquire(self: Any, blocks: Any) -> None:
         honest(self, blocks)
         honest(self, list(blocks)[:1])
 
-    patch.setattr(BlockPool, "hold", hold)
+    patch.setattr(BlockPool, "acquire", acquire)
 
 
 def blocks_found_after_they_were_handed_out(patch: pytest.MonkeyPatch) -> None:
@@ -297,11 +297,11 @@ def blocks_found_after_they_were_handed_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def held_blocks_still_cached(patch: pytest.MonkeyPatch) -> None:
-    def hold(self: Any, blocks: Any) -> None:
+    def acquire(self: Any, blocks: Any) -> None:
         for block in blocks:
-            self._holders[block] = self._holders.get(block, 0) + 1
+            self._ref_counts[block] = self._ref_counts.get(block, 0) + 1
 
-    patch.setattr(BlockPool, "hold", hold)
+    patch.setattr(BlockPool, "acquire", acquire)
 
 
 def weights_left_out_of_the_keys(patch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def one_token_too_many_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_not_made(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Bench, "_compute", _computing(lambda plan: Plan(plan.chunks, (), plan.fresh)))
+    patch.setattr(BatcherHarness, "_compute", _computing(lambda plan: Plan(plan.chunks, (), plan.fresh)))
 
 
 def copied_blocks_cleared(patch: pytest.MonkeyPatch) -> None:
@@ -352,19 +352,21 @@ def copied_blocks_cleared(patch: pytest.MonkeyPatch) -> None:
         targets = tuple(copy.target for copy in plan.copies)
         return Plan(plan.chunks, plan.copies, plan.fresh + targets)
 
-    patch.setattr(Bench, "_compute", _computing(cleared))
+    patch.setattr(BatcherHarness, "_compute", _computing(cleared))
 
 
 def the_source_of_a_copy_handed_out_as_its_target(patch: pytest.MonkeyPatch) -> None:
-    honest_hold, honest_give = BlockPool.hold, BlockPool.give
+    honest_acquire, honest_release = BlockPool.acquire, BlockPool.release
     # A source is held as a list, a prefix as a tuple.
-    patch.setattr(BlockPool, "hold", lambda self, b: None if isinstance(b, list) else honest_hold(self, b))
+    patch.setattr(
+        BlockPool, "acquire", lambda self, b: None if isinstance(b, list) else honest_acquire(self, b)
+    )
 
-    def give(self: Any, blocks: list[int]) -> None:
-        if len(blocks) != 1 or blocks[0] in self._holders:
-            honest_give(self, blocks)
+    def release(self: Any, blocks: list[int]) -> None:
+        if len(blocks) != 1 or blocks[0] in self._ref_counts:
+            honest_release(self, blocks)
 
-    patch.setattr(BlockPool, "give", give)
+    patch.setattr(BlockPool, "release", release)
 
 
 def tails_found_with_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
@@ -403,7 +405,7 @@ def a_decode_skipped_for_a_prompt(patch: pytest.MonkeyPatch) -> None:
 
 
 def _computing(plan_of: Callable[[Plan], Plan]) -> Any:
-    honest = Bench._compute
+    honest = BatcherHarness._compute
     return lambda self, plan: honest(self, plan_of(plan))
 
 
@@ -450,7 +452,7 @@ def test_a_planted_mistake_is_noticed(
 
 
 def test_the_books_tell_what_the_first_who_waits_needs() -> None:
-    bench = Bench(num_blocks=10, block_tokens=BLOCK, budget=64, max_requests=8)
+    bench = BatcherHarness(num_blocks=10, block_tokens=BLOCK, budget=64, max_requests=8)
     assert bench.batcher.num_next_blocks == 0
     bench.add(make(1, 6 * BLOCK, 9))
     bench.step()
@@ -461,7 +463,7 @@ def test_the_books_tell_what_the_first_who_waits_needs() -> None:
 
 
 def test_the_books_name_who_was_preempted() -> None:
-    bench = Bench(num_blocks=8, block_tokens=BLOCK, budget=64, max_requests=8)
+    bench = BatcherHarness(num_blocks=8, block_tokens=BLOCK, budget=64, max_requests=8)
     bench.add(make(1, 2 * BLOCK, 4 * BLOCK), make(2, 3 * BLOCK, 4 * BLOCK))
     named = {bench.batcher.preempted for _ in steps_of(bench)}
     assert named == {(), (2,)}

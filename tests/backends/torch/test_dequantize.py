@@ -22,11 +22,11 @@ from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine, fp8
 from hotswap.backends.torch.dequantize import Dequantizer
-from hotswap.backends.torch.fp8 import SCHEMES, Scheme, decode, encode
+from hotswap.backends.torch.fp8 import SCHEMES, Scheme, dequantize, quantize
 from hotswap.backends.torch.quantize import Quantizer, quantizable
 from hotswap.backends.torch.weights import named_tensors, place, tensor_at
 from hotswap.errors import OutOfMemory, ShardCorrupt, StoreError, UnsupportedModel
-from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
@@ -37,9 +37,9 @@ schemes = st.sampled_from(list(SCHEMES))
 
 def rounded(weights: Tensor, scheme: Scheme) -> Tensor:
     """What is left of weights that were quantised, in their own dtype."""
-    codes, scales = encode(weights, scheme)
+    codes, scales = quantize(weights, scheme)
     k = weights.shape[-1]
-    values = decode(codes.view(-1, k), scales.view(-1, scales.shape[-1]), scheme)
+    values = dequantize(codes.view(-1, k), scales.view(-1, scales.shape[-1]), scheme)
     return values.view(weights.shape).to(weights.dtype)
 
 
@@ -122,7 +122,7 @@ def test_weights_are_whole_again_within_one_buffer(
     manifest, data = stored(module, scheme, order=order)
     dequantizer = Dequantizer(manifest, dtype=wanted)
     if in_one:
-        flat = torch.full((dequantizer.room_bytes,), 255, dtype=torch.uint8)
+        flat = torch.full((dequantizer.buffer_bytes,), 255, dtype=torch.uint8)
         source = dequantizer.stored_part(flat).copy_(data)
     else:
         flat, source = torch.full((dequantizer.size_bytes,), 255, dtype=torch.uint8), data.clone()
@@ -144,7 +144,7 @@ def test_weights_are_whole_again_within_one_buffer(
 def test_one_buffer_is_hardly_more_than_the_weights_take() -> None:
     module = Odd([(4096, 512)] * 6, torch.bfloat16)
     dequantizer = Dequantizer(stored(module, "fp8-e4m3")[0])
-    assert dequantizer.room_bytes <= 1.02 * dequantizer.size_bytes
+    assert dequantizer.buffer_bytes <= 1.02 * dequantizer.size_bytes
 
 
 # ------------------------------------------------------------------------------------------------- served
@@ -180,8 +180,8 @@ async def test_tokens_are_those_of_the_weights_that_are_left(
     assert expected != before, "weights that nothing was taken from would prove nothing"
     async with store_of(kind, tmp_path) as store, TorchEngine("e0", kv_tokens=512, threads=1) as engine:
         await engine.load(await card_of(store), store)
-        wishes = make_wishes(random, M, plain, [Sampling(max_tokens=30)] * 3)
-        assert await fulfil(engine, wishes) == expected
+        plans = make_client_plans(random, M, plain, [Sampling(max_tokens=30)] * 3)
+        assert await run_clients(engine, plans) == expected
 
 
 async def test_bfloat16_tokens_and_bytes_are_those_of_an_ordinary_model(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ async def tokens(engine: TorchEngine, model: str) -> list[int]:
 async def test_the_budget_counts_what_the_weights_become(tmp_path: Path) -> None:
     make_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
     manifest = convert(tmp_path / "source", tmp_path, model_id=M, quantize="fp8-e4m3")
-    needed = Dequantizer(manifest).room_bytes
+    needed = Dequantizer(manifest).buffer_bytes
     async with NvmeStore(tmp_path) as store:
         card = await card_of(store)
         async with TorchEngine("e0", memory_bytes=needed - 1, threads=1) as engine:
@@ -310,7 +310,7 @@ def test_tied_codes_are_made_whole_once() -> None:
     module.layers[1].weight = module.layers[0].weight
     manifest, data = stored(module, "fp8-e4m3")
     dequantizer = Dequantizer(manifest)
-    flat = torch.empty(dequantizer.room_bytes, dtype=torch.uint8)
+    flat = torch.empty(dequantizer.buffer_bytes, dtype=torch.uint8)
     dequantizer.run(dequantizer.stored_part(flat).copy_(data), flat)
     place_of = {spec.name: spec.offset_bytes for spec in dequantizer.specs}
     assert sorted(_names(dequantizer.specs)) == sorted(module.state_dict())

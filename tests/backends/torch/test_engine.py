@@ -20,7 +20,7 @@ from hotswap.backends.torch.buffers import FlatBuffers
 from hotswap.backends.torch.packed_cache import PackedCache
 from hotswap.backends.torch.runner import Runner
 from hotswap.errors import ConfigError, InstanceLost, InvalidRequest, OutOfMemory, PromptTooLong
-from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
@@ -121,11 +121,11 @@ async def test_sampled_requests_go_on_as_they_would_have() -> None:
         )
         for seed in range(len(prompts))
     ]
-    wishes = make_wishes(random, "m", prompts, samplings)
+    plans = make_client_plans(random, "m", prompts, samplings)
     async with serving(model) as engine:
-        alone = [[t.id for t in await collect(engine, wish.request)] for wish in wishes]
+        alone = [[t.id for t in await collect(engine, plan.request)] for plan in plans]
     async with serving(model, kv_tokens=128, token_budget=24, max_requests=6) as engine:
-        assert await fulfil(engine, wishes) == alone
+        assert await run_clients(engine, plans) == alone
         assert engine.num_preempted > 0
 
 
@@ -213,7 +213,7 @@ async def test_memory_is_not_freed_by_the_event_loop(monkeypatch: pytest.MonkeyP
         (PackedCache, "fit"),
         (PackedCache, "release"),
         (PackedCache, "clear"),
-        (FlatBuffers, "give"),
+        (FlatBuffers, "release"),
         (FlatBuffers, "clear"),
     }
     freeing |= {(AdapterPool, "close")}

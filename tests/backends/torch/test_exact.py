@@ -9,7 +9,7 @@ import pytest
 from hotswap import Sampling
 from hotswap.backends.torch import TorchEngine, attention
 from hotswap.backends.torch.kv import KVCache
-from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import CONFIGS, VOCABULARY, generate, make_model
 
@@ -50,7 +50,7 @@ async def _compare(architecture: str) -> None:
         "e0", kv_tokens=208, kv_block_tokens=16, token_budget=48, max_requests=8, threads=1
     ) as engine:
         await engine.load(card, store)
-        received = await fulfil(engine, make_wishes(random, architecture, prompts, samplings))
+        received = await run_clients(engine, make_client_plans(random, architecture, prompts, samplings))
         assert received == expected
         assert engine.num_preempted > 0, "more blocks than that would test less"
         assert engine.num_reused_tokens > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from hotswap import Sampling
 from hotswap.backends.torch import TorchEngine, admission, attention, batcher, blocks, engine, forward, kv
 from hotswap.errors import InstanceLost, UnsupportedModel
-from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
@@ -60,21 +60,21 @@ def keys_one_slot_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_given_twice(patch: pytest.MonkeyPatch) -> None:
-    honest = blocks.BlockPool.take
+    honest = blocks.BlockPool.allocate
 
-    def take(self: Any, count: int) -> list[int]:
+    def allocate(self: Any, count: int) -> list[int]:
         taken = honest(self, count)
         return [1 if count == 1 else block for block in taken]
 
-    patch.setattr(blocks.BlockPool, "take", take)
+    patch.setattr(blocks.BlockPool, "allocate", allocate)
 
 
 def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
     def release(self: Any, sequence: Any) -> None:
-        self.blocks.give(sequence.blocks)
+        self.blocks.release(sequence.blocks)
         sequence.blocks = []  # and num_computed stays, as if the keys were still there
 
-    honest = batcher.Batcher._seat
+    honest = batcher.Batcher._allocate_prompt
 
     def seat(self: Any, sequence: Any) -> bool:
         num_computed = sequence.num_computed
@@ -83,7 +83,7 @@ def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
         return seated
 
     patch.setattr(batcher.Batcher, "_release", release)
-    patch.setattr(batcher.Batcher, "_seat", seat)
+    patch.setattr(batcher.Batcher, "_allocate_prompt", seat)
 
 
 def last_token_lost_on_resuming(patch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ async def _is_exact(architecture: str) -> bool:
     ) as exact:
         try:
             await exact.load(card, store)
-            return await fulfil(exact, make_wishes(random, "m", prompts, samplings)) == expected
+            return await run_clients(exact, make_client_plans(random, "m", prompts, samplings)) == expected
         except* (UnsupportedModel, InstanceLost):
             pass
     return False

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hotswap.backends.torch.fp8 import CODE_DTYPE, SCHEMES, Scheme, decode, encode
+from hotswap.backends.torch.fp8 import FP8_DTYPE, SCHEMES, Scheme, dequantize, quantize
 from hotswap.backends.torch.quantize import Quantizer, quantizable
 from hotswap.errors import ConfigError, ShardCorrupt
 from tests.backends.torch.zoo import CONFIGS, make_model
@@ -47,9 +47,9 @@ def weights_of(seed: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-126, 3.1e-5, 0.7, 7.5e35])
 def test_every_finite_code_decodes_exactly(scale: float) -> None:
-    codes = torch.tensor([FINITE], dtype=torch.uint8).view(CODE_DTYPE)
+    codes = torch.tensor([FINITE], dtype=torch.uint8).view(FP8_DTYPE)
     scales = torch.full((1, 1), scale)
-    values = decode(codes, scales, CHANNEL)
+    values = dequantize(codes, scales, CHANNEL)
     # In float64 the product of 4 and 24 bits is exact, so this rounds once, to float32.
     wanted = (torch.tensor([[meaning(code) for code in FINITE]]).double() * scales.double()).float()
     assert torch.equal(values, wanted)
@@ -59,7 +59,7 @@ def test_every_finite_code_decodes_exactly(scale: float) -> None:
 @pytest.mark.parametrize("code", [0x00, 0x80, 0x01, 0x07, 0x87, 0x08, 0x7E, 0xFE])
 def test_codes_come_back_as_they_were(code: int) -> None:
     weights = torch.tensor([[448.0, meaning(code), meaning(code)]])  # the first makes the scale 1
-    codes, scales = encode(weights, CHANNEL)
+    codes, scales = quantize(weights, CHANNEL)
     assert codes.view(torch.uint8).tolist() == [[0x7E, code, code]]
     assert scales.tolist() == [[1.0]]
 
@@ -69,8 +69,8 @@ def test_no_weight_is_off_by_more_than_half_a_step(
     seed: int, rows: int, k: int, dtype: torch.dtype, scheme: Scheme
 ) -> None:
     weights = weights_of(seed, rows, k, dtype)
-    codes, scales = encode(weights, scheme)
-    error = (decode(codes, scales, scheme).double() - weights.double()).abs()
+    codes, scales = quantize(weights, scheme)
+    error = (dequantize(codes, scales, scheme).double() - weights.double()).abs()
     # Half a unit of the third bit, or of the smallest subnormal; and a little for rounding the scale.
     bound = torch.maximum(weights.double().abs() * 2.0**-4, spread(scales, scheme, k).double() * 2.0**-10)
     assert (error <= bound * (1 + 2.0**-20)).all()
@@ -82,10 +82,10 @@ def test_products_of_codes_and_scales_are_bfloat16_numbers(
 ) -> None:
     weights = torch.ldexp(weights_of(seed, 3, k, torch.float32), torch.tensor(size)).to(dtype)
     weights = weights.nan_to_num(0, 1, -1)  # of which some dtypes have none so large
-    codes, scales = encode(weights, scheme)
+    codes, scales = quantize(weights, scheme)
     exact = codes.double() * spread(scales, scheme, k).double()
     assert torch.equal(exact.bfloat16().double(), exact)
-    assert torch.equal(decode(codes, scales, scheme).double(), exact)
+    assert torch.equal(dequantize(codes, scales, scheme).double(), exact)
 
 
 @given(st.integers(0, 2**32), widths, dtypes, schemes)
@@ -93,7 +93,7 @@ def test_no_other_scale_of_the_octave_would_be_closer(
     seed: int, k: int, dtype: torch.dtype, scheme: Scheme
 ) -> None:
     weights = weights_of(seed, 3, k, dtype)
-    codes, scales = encode(weights, scheme)
+    codes, scales = quantize(weights, scheme)
     for start in range(0, k, scheme.width(k)):
         group = weights[:, start : start + scheme.width(k)].double()
         coded = codes[:, start : start + scheme.width(k)].double()
@@ -105,7 +105,7 @@ def test_no_other_scale_of_the_octave_would_be_closer(
             other = torch.ldexp(torch.full_like(least, steps), exponent.int())
             other = torch.where(other / 2 >= least, other / 2, other)  # what the logarithm may be off
             other = torch.where(other < least, other * 2, other).clamp_min(2.0**-126)
-            recoded = (group.float() / other[:, None].float()).to(CODE_DTYPE).double()
+            recoded = (group.float() / other[:, None].float()).to(FP8_DTYPE).double()
             others_off = (recoded * other[:, None] - group).square().sum(-1)
             assert (off <= others_off * (1 + 1e-4)).all(), steps
 
@@ -115,18 +115,18 @@ def test_weights_are_closer_than_with_the_largest_as_the_largest_code(scheme: Sc
     weights = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
     groups = weights.view(256, -1, scheme.width(1024))
     scale = groups.abs().amax(-1, keepdim=True) / 448
-    plain = ((groups / scale).to(CODE_DTYPE).float() * scale - groups).norm()
-    off = (decode(*encode(weights, scheme), scheme) - weights).norm()
+    plain = ((groups / scale).to(FP8_DTYPE).float() * scale - groups).norm()
+    off = (dequantize(*quantize(weights, scheme), scheme) - weights).norm()
     assert off < (0.94 if scheme.group else 0.99) * plain
 
 
 @given(st.integers(0, 2**32), widths, schemes)
 def test_a_group_knows_nothing_of_its_neighbours(seed: int, k: int, scheme: Scheme) -> None:
     weights = weights_of(seed, 4, k, torch.bfloat16)
-    codes, scales = encode(weights, scheme)
+    codes, scales = quantize(weights, scheme)
     for group in range(scheme.num_groups(k)):
         columns = slice(group * scheme.width(k), (group + 1) * scheme.width(k))
-        alone, scale = encode(weights[:, columns], CHANNEL)
+        alone, scale = quantize(weights[:, columns], CHANNEL)
         assert torch.equal(alone.view(torch.uint8), codes[:, columns].view(torch.uint8))
         assert torch.equal(scale[:, 0], scales[:, group])
 
@@ -136,7 +136,7 @@ def test_zeros_stay_zeros_of_their_sign(k: int, dtype: torch.dtype, scheme: Sche
     weights = torch.zeros(4, k, dtype=dtype)
     weights[1::2] = -0.0
     weights[2, 0] = 3.0  # zeros beside a weight, too
-    restored = decode(*encode(weights, scheme), scheme)
+    restored = dequantize(*quantize(weights, scheme), scheme)
     assert torch.equal(restored == 0, weights == 0)
     assert torch.equal(restored.signbit(), weights.signbit())
 
@@ -144,7 +144,7 @@ def test_zeros_stay_zeros_of_their_sign(k: int, dtype: torch.dtype, scheme: Sche
 @pytest.mark.parametrize("tiny", [1e-45, 1e-40, 2.0**-126, 2.0**-117])
 def test_weights_too_small_to_scale_vanish_and_take_nothing_along(tiny: float) -> None:
     weights = torch.full((1, 4), tiny)
-    restored = decode(*encode(weights, GROUPED), GROUPED)
+    restored = dequantize(*quantize(weights, GROUPED), GROUPED)
     assert (restored - weights).abs().max() <= 2.0**-136
 
 
@@ -153,17 +153,17 @@ def test_rows_may_be_coded_in_parts_and_stacks_at_once(
     seed: int, experts: int, cut: int, k: int, scheme: Scheme
 ) -> None:
     stack = weights_of(seed, experts * 40, k, torch.bfloat16).view(experts, 40, k)
-    codes, scales = encode(stack, scheme)
+    codes, scales = quantize(stack, scheme)
     for expert, whole, scale in zip(stack, codes, scales, strict=True):
-        parts = [encode(part, scheme) for part in (expert[:cut], expert[cut:])]
+        parts = [quantize(part, scheme) for part in (expert[:cut], expert[cut:])]
         assert torch.equal(torch.cat([c.view(torch.uint8) for c, _ in parts]), whole.view(torch.uint8))
         assert torch.equal(torch.cat([s for _, s in parts]), scale)
 
 
 def test_large_tensors_are_coded_as_small_ones_are() -> None:
     weights = weights_of(0, 3, 1 << 18, torch.bfloat16)  # each row is a block of its own
-    codes, scales = encode(weights, GROUPED)
-    alone, scale = encode(weights[2:], GROUPED)
+    codes, scales = quantize(weights, GROUPED)
+    alone, scale = quantize(weights[2:], GROUPED)
     assert torch.equal(codes[2:].view(torch.uint8), alone.view(torch.uint8))
     assert torch.equal(scales[2:], scale)
 
@@ -171,10 +171,10 @@ def test_large_tensors_are_coded_as_small_ones_are() -> None:
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (2, 0, 300), (2, 3, 300)])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_shapes_are_the_same_for_nothing_and_without_values(shape: tuple[int, ...], device: str) -> None:
-    codes, scales = encode(torch.zeros(shape, device=device), GROUPED)
+    codes, scales = quantize(torch.zeros(shape, device=device), GROUPED)
     assert codes.shape == shape
     assert scales.shape == (*shape[:-1], -(-shape[-1] // 128))
-    assert (codes.dtype, scales.dtype) == (CODE_DTYPE, torch.float32)
+    assert (codes.dtype, scales.dtype) == (FP8_DTYPE, torch.float32)
 
 
 # ----------------------------------------------------------------------------------------- which weights
@@ -249,7 +249,7 @@ def test_the_quantiser_names_codes_and_scales_and_passes_the_rest_on() -> None:
         stored = dict(quantizer(name, tensor))
         if name in quantizer.names:
             assert list(stored) == [name, f"{name}.scale"]
-            assert stored[name].dtype is CODE_DTYPE
+            assert stored[name].dtype is FP8_DTYPE
         else:
             assert stored == {name: tensor}
 

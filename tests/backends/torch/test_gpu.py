@@ -16,12 +16,12 @@ from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore, PinnedStore, SharedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
-from hotswap.backends.torch.adapters.holder import pool_kind
+from hotswap.backends.torch.adapters.manager import pool_kind
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.buffers import in_place
 from tests.backends.torch import test_conformance
 from tests.backends.torch.adapters.test_exact import MIXES, serve_mixed
-from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import CONFIGS, VOCABULARY, generate, make_model
 from tests.kernels.interpreted.check_fp8_engine import kept_and_dequantized
@@ -74,13 +74,13 @@ async def test_tokens_equal_generate_and_memory_comes_back(architecture: str) ->
     card = store.add("m", model)
     model.to("cuda")
     expected = [generate(model, prompt, 24) for prompt in prompts]
-    wishes = make_wishes(random, "m", prompts, [Sampling(max_tokens=24)] * len(prompts))
+    plans = make_client_plans(random, "m", prompts, [Sampling(max_tokens=24)] * len(prompts))
     async with TorchEngine(
         "e0", device="cuda", kv_tokens=256, kv_block_tokens=16, token_budget=48, max_requests=8
     ) as engine:
         for _ in range(2):
             await engine.load(card, store)
-            assert await fulfil(engine, wishes) == expected
+            assert await run_clients(engine, plans) == expected
             await engine.unload()  # raises when the device does not give the memory back
             assert engine.status().state is InstanceState.EMPTY
 

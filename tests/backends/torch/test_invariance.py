@@ -58,7 +58,7 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
             random=random,
             p_preempt=0.1,
             reuse=True,
-            chore=lambda: cache.pack_next(packed),
+            background_work=lambda: cache.pack_next(packed),
         )
         differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
         assert differing == [], f"of {len(lone)}, with a budget of {budget}"
@@ -172,7 +172,7 @@ def _run(
     p_preempt: float,
     reuse: bool = False,
     invariant: bool = True,
-    chore: Callable[[], bool] = lambda: False,
+    background_work: Callable[[], bool] = lambda: False,
     num_blocks: int = 128,
 ) -> Logits:
     """The logits behind every token of every request, by ticket and position."""
@@ -193,7 +193,7 @@ def _run(
         if batcher.running and random.random() < p_preempt:
             batcher._preempt(batcher.running[-1])
         _step(forward, batcher, seen)
-        chore()
+        background_work()
     assert blocks.num_free == blocks.num_blocks
     assert reuse == (batcher.num_reused_tokens > 0)
     return seen

@@ -103,7 +103,7 @@ def test_a_layers_hooks_run_and_its_relatives_are_left_alone() -> None:
 
 
 def test_without_the_kernels_layers_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "kernels", frozenset)
+    monkeypatch.setattr(linear, "supported_dtypes", frozenset)
     monkeypatch.setattr(linear, "_widens", lambda: False)
     module, hidden = made(32, 16, torch.float32), torch.randn(3, 16)
     expected = module(hidden)
@@ -199,7 +199,7 @@ async def packed(engine: TorchEngine, least_bytes: int) -> None:
     """Return once the idle engine has packed so much, and no more than it does by itself."""
     while engine.packed_bytes < least_bytes or not (runner := engine._running_worker._runner):  # noqa: ASYNC110
         await anyio.sleep(0.01)
-    while not runner.tidy:  # noqa: ASYNC110 - another thread packs
+    while not runner.background_done:  # noqa: ASYNC110 - another thread packs
         await anyio.sleep(0.01)
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from hotswap import InstanceState
-from hotswap.backends.torch import SkeletonCache, TorchEngine, attention, examine
+from hotswap.backends.torch import SkeletonCache, TorchEngine, attention, compatibility
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.errors import ShardCorrupt, UnsupportedModel
 from tests.backends.torch.dict_store import DictStore
@@ -120,7 +120,7 @@ async def test_an_architecture_is_examined_once() -> None:
 @pytest.fixture
 def verdicts_forgotten() -> Iterator[None]:
     """A process remembers what it found of an architecture; what a mutant was found to do must not stay."""
-    remembered = examine._examined  # pyright: ignore[reportPrivateUsage]
+    remembered = compatibility._cached_verdict  # pyright: ignore[reportPrivateUsage]
     remembered.cache_clear()
     yield
     remembered.cache_clear()

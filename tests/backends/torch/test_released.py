@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hotswap.backends.torch import device
-from hotswap.backends.torch.device import Released
+from hotswap.backends.torch.device import ReleasedMemory
 from hotswap.errors import MemoryNotReclaimed
 
 
@@ -19,8 +19,8 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-def watched(*tensors: Tensor) -> Released:
-    released = Released(torch.device("cuda"))
+def watched(*tensors: Tensor) -> ReleasedMemory:
+    released = ReleasedMemory(torch.device("cuda"))
     released.watch(*tensors)
     return released
 
@@ -60,7 +60,7 @@ async def test_memory_in_a_cycle_is_collected(emptied: list[bool]) -> None:
 
 async def test_nothing_is_watched_on_a_cpu(emptied: list[bool]) -> None:
     """Whose buffers are kept for the next load."""
-    flat, released = torch.zeros(64), Released(torch.device("cpu"))
+    flat, released = torch.zeros(64), ReleasedMemory(torch.device("cpu"))
     released.watch(flat)
     await released.freed()
     assert emptied == []

@@ -108,7 +108,7 @@ def test_tokens_are_penalised_for_each_time_and_for_once_if_they_were_generated(
     def chosen(*, frequency_penalty: float = 0.0, presence_penalty: float = 0.0) -> int:
         sampling = Sampling(frequency_penalty=frequency_penalty, presence_penalty=presence_penalty)
         sampler = Sampler(sampling, (), (*prompt, *generated), len(prompt))
-        sampler.saw(0)
+        sampler.add_token(0)
         return choose(logits[None], [sampler], [4])[0]
 
     assert chosen() == 0

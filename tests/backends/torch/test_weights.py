@@ -100,7 +100,7 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="no-such-type"):
         load_checkpoint(tmp_path)
     config.write_text('{"model_type": "llama", "quantization_config": {}}')
-    with pytest.raises(UnsupportedModel, match="quantised"):
+    with pytest.raises(UnsupportedModel, match="quantized"):
         load_checkpoint(tmp_path)
     config.write_text("{")
     with pytest.raises(ShardCorrupt, match="JSON"):

@@ -36,7 +36,7 @@ class Chores(Forward):
     def result(self) -> Tensor:
         return torch.zeros(self._num_sampling, 8)
 
-    def improve(self) -> bool:
+    def do_background_work(self) -> bool:
         self.seen.add(len(self.batcher.running) + len(self.batcher.waiting))
         return True
 
@@ -49,7 +49,7 @@ def test_chores_wait_for_requests_only_where_steps_are_timed(is_timed: bool) -> 
         if any(sampled.finish_reason for sampled in report.sampled):
             done.set()
 
-    budget = TokenBudget(1.0, least=8, most=32) if is_timed else None
+    budget = TokenBudget(1.0, min_tokens=8, max_tokens=32) if is_timed else None
     worker = Worker("test", threads=1, publish=publish, ended=lambda error: ended.set())
     worker.attach(Runner(forward, forward.batcher, budget))
     worker.add(Sequence(1, [1, 2, 3], 3, 60, Sampler(Sampling(), (), ())))
@@ -94,7 +94,7 @@ def test_whoever_is_told_of_a_detachment_finds_the_model_gone() -> None:
     watched = weakref.ref(runner)
     worker.attach(runner)
     assert attached.wait(PATIENCE_S)
-    worker.work(Idle(runner))
+    worker.submit(Idle(runner))
     worker.detach(done)
     del runner
     go_on.set()

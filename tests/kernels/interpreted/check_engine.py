@@ -13,7 +13,7 @@ from torch import Tensor
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import read
-from hotswap.backends.torch.adapters.places import RankPages
+from hotswap.backends.torch.adapters.slots import RankPages
 from hotswap.backends.torch.adapters.targets import targets
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
 from hotswap.backends.torch.kv import KVCache, LayerShape
@@ -35,7 +35,7 @@ def test_adapters_give_the_logits_that_torch_gives(tmp_path: Path, monkeypatch: 
     places: list[RankPages | None] = [None]
     for seed, (rank, names) in enumerate([(20, ALL), (5, ("q_proj", "v_proj", "lm_head"))]):
         weights = read(write(tmp_path / str(seed), model, seed=seed, r=rank, names=names), torch.float32)
-        place = pool.take(weights.rank)
+        place = pool.allocate(weights.rank)
         assert place is not None
         pool.put(place, weights)
         places.append(place)

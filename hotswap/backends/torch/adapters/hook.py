@@ -1,4 +1,4 @@
-"""What stands in for a linear layer that adapters change."""
+"""Replaces the `forward` of a linear layer that has adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AdaptedLayer"]
 
 
 class AdaptedLayer(ABC):
-    """Computes a linear layer that adapters change, in place of its `forward` and by calling it."""
+    """Replaces the `forward` of a linear layer: calls the original, then adds what adapters contribute."""
 
     def __init__(self, target: Target) -> None:
         self._layer, self._kept_rows = target.layer, target.kept_rows
@@ -23,18 +23,18 @@ class AdaptedLayer(ABC):
         self._inner: Callable[[Tensor], Tensor] = target.layer.forward
 
     def install(self) -> None:
-        """Take the place of the layer's `forward`; a step that is under way may see it at once."""
+        """Replace the layer's `forward`; takes effect at once, also for a running step."""
         vars(self._layer)["forward"] = self
 
     def remove(self) -> None:
-        """Leave the layer as it was."""
+        """Restore the `forward` that the layer had."""
         if self._former is None:
             vars(self._layer).pop("forward", None)
         else:
             vars(self._layer)["forward"] = self._former
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the layer's output, with what its adapters add to the rows of the running step."""
+        """Return the layer's output, plus the contributions of adapters to the rows of the current step."""
         out = self._inner(hidden)
         step = current()
         if step is not None and step.adapters is not None:
@@ -45,4 +45,4 @@ class AdaptedLayer(ABC):
 
     @abstractmethod
     def _adapt(self, plan: StepPlan, hidden: Tensor, out: Tensor) -> None:
-        """Add to `out` what the plan's adapters make of `hidden`."""
+        """Add the contributions of the plan's adapters for the input `hidden` to `out`."""

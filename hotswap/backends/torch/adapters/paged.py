@@ -1,4 +1,4 @@
-"""Adapters on a GPU: pages of ranks for the kernels, shared by layers with the same input."""
+"""The adapter pool on a GPU: pages of ranks, in the layout of the kernels, shared by layers of one input."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hotswap.backends.torch.adapters.hook import AdaptedLayer
 from hotswap.backends.torch.adapters.peft import AdapterWeights
-from hotswap.backends.torch.adapters.places import RankPages
 from hotswap.backends.torch.adapters.plan import PagedPlan, StepPlan
 from hotswap.backends.torch.adapters.pool import AdapterPool
+from hotswap.backends.torch.adapters.slots import RankPages
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.kernels.segmented_lora import (
     PAGE_RANKS,
@@ -26,48 +26,50 @@ from hotswap.kernels.segmented_lora import (
 
 __all__ = ["PagedLayer", "PagedPool"]
 
-# Layers of one parent that are given the same input, in every model that names them so. Where that is not
-# true of a model, each multiplies its own input by the others' ranks as well, which costs time and changes
-# nothing.
+# Names of sibling layers that usually have the same input. In a model where they do not, each also multiplies
+# its input by the others' ranks, which takes time and does not change results.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 class _Group:
-    """The ranks of layers that share an input.
+    """The page pool of layers that share an input.
 
     Attributes:
-        changed_by: The adapters that change each layer; replaced, never changed: another thread reads it.
+        names: The layers.
+        pool: Their pages.
+        changed_by: The serial numbers of the adapters of each layer. Immutable, and replaced as a whole:
+            the engine's thread reads it.
     """
 
     def __init__(self, names: tuple[str, ...], pool: RankPool) -> None:
         self.names, self.pool = names, pool
         self.changed_by: tuple[frozenset[int], ...] = (frozenset(),) * len(names)
 
-    def put(self, place: RankPages, weights: AdapterWeights) -> None:
-        """Write an adapter's part to its pages, or zeros."""
+    def put(self, slot: RankPages, weights: AdapterWeights) -> None:
+        """Write an adapter's matrices for these layers to its pages; zeros for layers it does not change."""
         parts = [weights.layers.get(name) for name in self.names]
         self.pool.put(
-            RankPlace(place.pages), [None if part is None else (part.down, part.up) for part in parts]
+            RankPlace(slot.pages), [None if part is None else (part.down, part.up) for part in parts]
         )
         self.changed_by = tuple(
-            known if part is None else known | {place.serial}
+            known if part is None else known | {slot.serial}
             for known, part in zip(self.changed_by, parts, strict=True)
         )
 
-    def drop(self, place: RankPages) -> None:
-        """Forget an adapter; its numbers stay until the pages are given anew."""
-        self.changed_by = tuple(known - {place.serial} for known in self.changed_by)
+    def drop(self, slot: RankPages) -> None:
+        """Remove an adapter; its pages are overwritten when they are reallocated."""
+        self.changed_by = tuple(known - {slot.serial} for known in self.changed_by)
 
 
 class PagedLayer(AdaptedLayer):
-    """A layer whose adapters lie in pages, in one slice of its group's pool."""
+    """A layer whose adapters are in pages: one slice of its group's pool."""
 
     def __init__(self, target: Target, group: _Group, piece: int) -> None:
         super().__init__(target)
         self._group, self._piece = group, piece
 
     def _adapt(self, plan: StepPlan, hidden: Tensor, out: Tensor) -> None:
-        assert isinstance(plan, PagedPlan), "the places are of this pool"
+        assert isinstance(plan, PagedPlan), "all slots of a step are of this pool"
         if plan.serials.isdisjoint(self._group.changed_by[self._piece]):
             return
         ranks = plan.ranks(hidden, self._group.pool)
@@ -75,7 +77,7 @@ class PagedLayer(AdaptedLayer):
 
 
 class PagedPool(AdapterPool[RankPages]):
-    """Pages of ranks, the same of each layer for one adapter, which need not be neighbours."""
+    """A pool of pages of ranks; an adapter has the same pages in every layer, not necessarily contiguous."""
 
     alignment = PAGE_RANKS
 
@@ -89,16 +91,16 @@ class PagedPool(AdapterPool[RankPages]):
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._layers: list[PagedLayer] = []
 
-    def take(self, rank: int) -> RankPages | None:
+    def allocate(self, rank: int) -> RankPages | None:
         pages = self._page_allocator.allocate(rank)
         return None if pages is None else RankPages(pages, self.next_serial(), self._width_in)
 
-    def _write(self, place: RankPages, weights: AdapterWeights) -> None:
+    def _write(self, slot: RankPages, weights: AdapterWeights) -> None:
         for name in weights.layers:
             if self._group_of[name] not in self._groups:
                 self._add(self._group_of[name])
         for group in self._groups.values():
-            group.put(place, weights)
+            group.put(slot, weights)
 
     def _add(self, names: tuple[str, ...]) -> None:
         members = [self.targets[name] for name in names]
@@ -117,7 +119,7 @@ class PagedPool(AdapterPool[RankPages]):
             self._layers.append(layer)
 
     def _warm(self, pool: RankPool) -> None:
-        """Have the kernels built before a step needs them."""
+        """Compile the kernels before a step needs them."""
         if self.device.type != "cuda":
             return
         x = torch.zeros(1, pool.width_in, dtype=self.dtype, device=self.device)
@@ -125,10 +127,10 @@ class PagedPool(AdapterPool[RankPages]):
         for tile in tiles_of(self._width_in, self.device):
             segmented_lora(out, x, pool, make_plan([0], [RankPlace((0,))], tile=tile, device=self.device))
 
-    def _forget(self, place: RankPages) -> None:
-        self._page_allocator.free(place.pages)
+    def _forget(self, slot: RankPages) -> None:
+        self._page_allocator.free(slot.pages)
         for group in self._groups.values():
-            group.drop(place)
+            group.drop(slot)
 
     def _clear(self) -> None:
         for layer in self._layers:
@@ -138,7 +140,7 @@ class PagedPool(AdapterPool[RankPages]):
 
 
 def _groups(targets: Mapping[str, Target]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every layer with those that share its ranks' pool, itself included."""
+    """Yield every layer with the layers of its group, itself included."""
     for name, target in targets.items():
         parent, _, own = name.rpartition(".")
         fused = next((names for names in _FUSED if own in names), (own,))

@@ -1,10 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # The reader of safetensors has no types.
-"""Adapters in the format of PEFT: a directory with `adapter_config.json` and `adapter_model.safetensors`.
+"""Reads adapters in PEFT's format: a directory with `adapter_config.json` and `adapter_model.safetensors`.
 
-Read are LoRA matrices of linear layers with alpha, rsLoRA (Kalajdzievski, arXiv:2312.03732) and patterns of
-ranks and alphas. Whatever else a config switches on is refused by its name: applied without it, an adapter
-would be another. Tested with what PEFT 0.21 writes.
+Supports LoRA of linear layers with alpha, rsLoRA (Kalajdzievski, arXiv:2312.03732), and rank and alpha
+patterns. An adapter whose config enables any other option is refused with the name of the option, since
+ignoring it would change results. Tested with PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["AdapterWeights", "LowRank", "PeftCache", "read"]
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 
-# Keys that say how an adapter was trained or named, and nothing of what it computes.
+# Keys about the training or the name of an adapter, without effect on its results.
 _HARMLESS = frozenset(
     {
         "arrow_config",
@@ -56,13 +56,13 @@ _READ = frozenset(
     {"alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern"}
     | {"use_rslora"}
 )
-# Initialisations that leave the base model's weights alone.
+# Initializations that do not change the base model's weights.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """What an adapter adds to one layer: `x @ down.T @ up`, the scaling already in `up`.
+    """The LoRA matrices of one layer, which add `x @ down.T @ up`; the scaling is included in `up`.
 
     Attributes:
         down: `[rank, in]`, PEFT's `lora_A`.
@@ -74,31 +74,34 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """The inner dimension."""
+        """The rank of the matrices."""
         return self.down.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
-    """A whole adapter in host memory, by the names of the layers that it changes."""
+    """An adapter in host memory: its matrices by layer name."""
 
     layers: Mapping[str, LowRank]
 
     @property
     def rank(self) -> int:
-        """The largest of its layers."""
+        """The largest rank of its layers."""
         return max(layer.rank for layer in self.layers.values())
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all matrices."""
+        """The size of all matrices."""
         return sum(layer.down.nbytes + layer.up.nbytes for layer in self.layers.values())
 
 
 class PeftCache:
-    """Adapters that were read, kept in host memory; the longest unasked go first. Any thread may ask.
+    """An LRU cache of adapters in host memory. Thread-safe.
 
-    An adapter whose files have changed since is read again.
+    An adapter whose files have changed is read again.
+
+    Args:
+        limit_bytes: The maximum size of all cached adapters.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -113,7 +116,7 @@ class PeftCache:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-            # Nobody will find these again, and the new ones may take the memory that they leave.
+            # Outdated entries are never found again; drop them before the new version takes memory.
             for outdated in [kept for kept in self._kept if kept[0] == directory and kept[2:] != key[2:]]:
                 del self._kept[outdated]
         weights = read(directory, dtype)
@@ -128,10 +131,10 @@ def read(directory: Path, dtype: torch.dtype) -> AdapterWeights:
     """Read an adapter and convert its matrices to `dtype`.
 
     Raises:
-        ShardMissing: one of the two files is not there.
+        ShardMissing: one of the two files is missing.
         UnsafeFile: the weights are a pickle.
-        ShardCorrupt: a file cannot be parsed, or lacks a half of a pair.
-        UnsupportedAdapter: it is of a kind that is not known, or contains numbers that are not finite.
+        ShardCorrupt: a file cannot be parsed, or lacks one of the two matrices of a layer.
+        UnsupportedAdapter: the kind of adapter is not supported, or it contains numbers that are not finite.
     """
     config = _config(directory)
     pairs: dict[str, dict[str, Tensor]] = {}
@@ -154,7 +157,7 @@ def read(directory: Path, dtype: torch.dtype) -> AdapterWeights:
             raise ShardCorrupt(
                 f"Layer {name!r} of {str(directory)!r} has {shapes}, which is no pair; save it again."
             )
-    # What was read is a view of the mapped file, which may change or be cut short.
+    # The tensors are views of the mapped file, which may change or be truncated.
     count = sum(tensor.numel() for pair in pairs.values() for tensor in pair.values())
     copy, at = torch.empty(count, dtype=dtype), 0
     weights: dict[str, LowRank] = {}
@@ -169,7 +172,7 @@ def read(directory: Path, dtype: torch.dtype) -> AdapterWeights:
 def _pair(
     directory: Path, name: str, pair: dict[str, Tensor], config: dict[str, Any], copy: Tensor
 ) -> LowRank:
-    """A layer's matrices, written to `copy`."""
+    """Write a layer's matrices to `copy`, and return them."""
     (rank, width_in), width_out = pair["A"].shape, len(pair["B"])
     alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if not isinstance(alpha, int | float):
@@ -186,7 +189,7 @@ def _pair(
 
 
 def _refuse_infinite(directory: Path, weights: Mapping[str, LowRank], copy: Tensor) -> None:
-    """Raise `UnsupportedAdapter` if a number of all weights, which `copy` holds, is not finite."""
+    """Raise `UnsupportedAdapter` if any number of `copy`, which contains all weights, is not finite."""
     if _is_finite(copy):
         return
     name = next(name for name, pair in weights.items() if not (_is_finite(pair.down) and _is_finite(pair.up)))
@@ -194,7 +197,7 @@ def _refuse_infinite(directory: Path, weights: Mapping[str, LowRank], copy: Tens
 
 
 def _is_finite(numbers: Tensor) -> bool:
-    """The ends say so, NaN included."""
+    """Whether all numbers are finite: their minimum and maximum are, and `aminmax` propagates NaN."""
     least, most = numbers.aminmax()
     return bool(least.isfinite() & most.isfinite())
 
@@ -216,7 +219,8 @@ def _config(directory: Path) -> dict[str, Any]:
         raise _unsupported(directory, f"is of type {config.get('peft_type')!r}, not LORA")
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise _unsupported(
-            directory, f"began by {config['init_lora_weights']!r}, which changes the base model's weights too"
+            directory,
+            f"was initialized by {config['init_lora_weights']!r}, which changes the base model's weights",
         )
     if config.get("bias", "none") != "none":
         raise _unsupported(directory, f"trains biases ({config['bias']!r})")
@@ -243,7 +247,7 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def _by_pattern(patterns: object, name: str, otherwise: object) -> object:
-    """The value of the first pattern, a regular expression, that the layer's name ends with."""
+    """Return the value of the first pattern, a regular expression, that matches the end of a layer's name."""
     if isinstance(patterns, dict):
         for pattern, value in cast("dict[str, object]", patterns).items():
             if re.match(rf"(.*\.)?({pattern})$", name):

@@ -1,8 +1,8 @@
-"""Which rows of a step go through which ranks of the pool.
+"""The adapter plan of a step: which rows are multiplied by which ranks of the pool.
 
-On a CPU each row goes through the ranks of its own adapter (`hotswap.kernels.low_rank`), on a GPU each
-adapter takes its rows (`hotswap.kernels.segmented_lora`), and where there are kernels for neither, rows go in
-`tiles`.
+On a CPU a kernel multiplies each row by the ranks of its adapter (`hotswap.kernels.low_rank`). On a GPU a
+kernel multiplies the rows of each adapter together (`hotswap.kernels.segmented_lora`). Without these kernels
+rows are multiplied in `tiles`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hotswap.backends.torch.adapters.places import Place, RankPages, RankRange
+from hotswap.backends.torch.adapters.slots import AdapterSlot, RankPages, RankRange
 from hotswap.backends.torch.adapters.tiles import Tiles, lay_tiles
 from hotswap.kernels.segmented_lora import RankPlace, RankPool, SegmentPlan, plan_rows, shrink, tile_for
 
@@ -23,11 +23,11 @@ __all__ = ["Adaptation", "PagedPlan", "RangePlan", "StepPlan", "adaptation"]
 
 @dataclass(slots=True, eq=False)
 class RangePlan:
-    """The rows with adapters, whose places are ranges.
+    """The plan of a step for a pool of ranges.
 
     Attributes:
-        rows_of: Which rows go through which range.
-        device: Where the rows are.
+        rows_of: The rows of each range.
+        device: The device of the rows.
     """
 
     rows_of: Mapping[RankRange, Sequence[int]]
@@ -38,11 +38,14 @@ class RangePlan:
     _tiles: Tiles | None = field(default=None, repr=False)
 
     def spans(self, changed_by: frozenset[RankRange]) -> Tensor | None:
-        """What of a step changes a layer that some adapters change, or `None` if nothing does.
+        """Return the rows of a step that adapters of a layer change; `None` if there are none.
+
+        Args:
+            changed_by: The slots of the adapters of the layer.
 
         Returns:
-            `[n, 3]`, int32: a row, its first rank and the one after its last. Rows of one adapter follow each
-            other; the longest ranges come first, so that several threads end together.
+            `[n, 3]`, int32: a row, its first rank and the one after its last. Rows of one adapter are
+            contiguous; the longest ranges come first, so that threads finish at about the same time.
         """
         if changed_by not in self._spans:
             longest = sorted(
@@ -53,7 +56,7 @@ class RangePlan:
         return self._spans[changed_by]
 
     def tiles(self) -> Tiles:
-        """The same in tiles."""
+        """Return the plan in tiles."""
         if self._tiles is None:
             self._tiles = lay_tiles(self.rows_of, self.device)
         return self._tiles
@@ -61,11 +64,11 @@ class RangePlan:
 
 @dataclass(slots=True, eq=False)
 class PagedPlan:
-    """The rows with adapters, as the kernels take them.
+    """The plan of a step for a pool of pages.
 
     Attributes:
-        segments: What is to be multiplied.
-        serials: Of the adapters.
+        segments: The segments of rows, in the form that the kernels take.
+        serials: The serial numbers of the adapters.
     """
 
     segments: SegmentPlan
@@ -75,7 +78,7 @@ class PagedPlan:
     _ranks: Tensor | None = field(default=None, repr=False)
 
     def ranks(self, hidden: Tensor, pool: RankPool) -> Tensor:
-        """What a pool makes of a layer's input; layers that share both, as queries and keys, do it once."""
+        """Return `hidden` multiplied by a pool's down matrices; cached for layers that share both."""
         if self._ranks is None or self._input is not hidden or self._pool is not pool:
             self._ranks = shrink(hidden.reshape(-1, hidden.shape[-1]), pool, self.segments)
             self._input, self._pool = hidden, pool
@@ -87,42 +90,50 @@ StepPlan: TypeAlias = RangePlan | PagedPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adaptation:
-    """The plans of one step: for layers that get all its rows, and for the last, which gets some.
+    """The adapter plans of one step.
 
     Attributes:
-        tokens: Of all rows.
-        kept: Of those that sample; `None` if none of these has an adapter.
+        tokens: For layers whose input is all rows.
+        kept: For the output head, whose input is the rows that sample; `None` if none of them has an adapter.
     """
 
     tokens: StepPlan
     kept: StepPlan | None
 
 
-def adaptation(pieces: Iterable[tuple[Place, range, int | None]], device: torch.device) -> Adaptation | None:
-    """Plan a step of which pieces have adapters: each with its rows, and its place if it samples."""
-    tokens: dict[Place, list[int]] = {}
-    kept: dict[Place, list[int]] = {}
-    for ranks, rows, place in pieces:
-        tokens.setdefault(ranks, []).extend(rows)
-        if place is not None:
-            kept.setdefault(ranks, []).append(place)
+def adaptation(
+    pieces: Iterable[tuple[AdapterSlot, range, int | None]], device: torch.device
+) -> Adaptation | None:
+    """Return the plans of a step; `None` if it has no adapters.
+
+    Args:
+        pieces: For each piece with an adapter: the slot, its rows in the step, and its row among those that
+            sample, or `None` if it does not sample.
+        device: The device of the step.
+    """
+    tokens: dict[AdapterSlot, list[int]] = {}
+    kept: dict[AdapterSlot, list[int]] = {}
+    for slot, rows, sampled_row in pieces:
+        tokens.setdefault(slot, []).extend(rows)
+        if sampled_row is not None:
+            kept.setdefault(slot, []).append(sampled_row)
     if not tokens:
         return None
     return Adaptation(_plan(tokens, device), _plan(kept, device) if kept else None)
 
 
-def _plan(rows_of: dict[Place, list[int]], device: torch.device) -> StepPlan:
-    """Places of one pool are all of one kind."""
-    paged = {place: rows for place, rows in rows_of.items() if isinstance(place, RankPages)}
+def _plan(rows_of: dict[AdapterSlot, list[int]], device: torch.device) -> StepPlan:
+    """Return the plan of rows; all slots of a pool have the same type."""
+    paged = {slot: rows for slot, rows in rows_of.items() if isinstance(slot, RankPages)}
     if paged:
         return _paged_plan(paged, device)
-    ranges = {place: rows for place, rows in rows_of.items() if isinstance(place, RankRange)}
+    ranges = {slot: rows for slot, rows in rows_of.items() if isinstance(slot, RankRange)}
     return RangePlan(ranges, device)
 
 
 def _paged_plan(rows_of: dict[RankPages, list[int]], device: torch.device) -> PagedPlan:
     num_rows = sum(len(rows) for rows in rows_of.values())
-    tile = tile_for(num_rows, max(place.width_in for place in rows_of), device)
-    by_pages = {RankPlace(place.pages): rows for place, rows in rows_of.items()}
+    tile = tile_for(num_rows, max(slot.width_in for slot in rows_of), device)
+    by_pages = {RankPlace(slot.pages): rows for slot, rows in rows_of.items()}
     segments = plan_rows(by_pages, tile=tile, device=device)
-    return PagedPlan(segments, frozenset(place.serial for place in rows_of))
+    return PagedPlan(segments, frozenset(slot.serial for slot in rows_of))

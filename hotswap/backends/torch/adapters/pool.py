@@ -1,4 +1,4 @@
-"""The adapters of one served model on its device: what pools of ranges and pools of pages have in common."""
+"""The base class of adapter pools: the memory of a served model's adapters on its device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 
 from hotswap.backends.torch.adapters.peft import AdapterWeights
-from hotswap.backends.torch.adapters.places import Place
+from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.errors import UnsupportedAdapter
 
@@ -19,17 +19,23 @@ __all__ = ["AdapterPool", "bytes_per_rank"]
 
 _SERIALS = itertools.count(1)
 
-PlaceT = TypeVar("PlaceT", bound=Place)
+SlotT = TypeVar("SlotT", bound=AdapterSlot)
 
 
-class AdapterPool(ABC, Generic[PlaceT]):
-    """Places for adapters, `num_ranks` ranks in all; belongs to one loaded model.
+class AdapterPool(ABC, Generic[SlotT]):
+    """Slots for the adapters of one loaded model.
 
-    Methods that write numbers may be called from any thread, also while steps run: nobody reads a place that
-    is being written. `put` and `give` are called one at a time.
+    `put` and `close` may be called from any thread, also while steps run: steps do not read a slot before it
+    is written. Calls of `put` and `free` must not overlap.
+
+    Args:
+        targets: The layers of the model that can have adapters.
+        num_ranks: The capacity: the sum of the adapters' ranks.
+        dtype: The dtype of the matrices.
+        device: Their device.
 
     Attributes:
-        alignment: An adapter takes a multiple of so many ranks.
+        alignment: The rank of an adapter is rounded up to a multiple of this.
     """
 
     alignment: ClassVar[int]
@@ -47,8 +53,8 @@ class AdapterPool(ABC, Generic[PlaceT]):
         """Raise `UnsupportedAdapter` if an adapter does not fit the model, or would not fit an empty pool."""
         if self.rounded(weights.rank) > self.num_ranks:
             raise UnsupportedAdapter(
-                f"Adapter {name!r} has rank {weights.rank}, and its engine has room for {self.num_ranks} "
-                "ranks in all; give the engine more adapter_bytes."
+                f"Adapter {name!r} has rank {weights.rank}, and its engine has room for "
+                f"{self.num_ranks} ranks in all; give the engine more adapter_bytes."
             )
         for layer, pair in weights.layers.items():
             target = self.targets.get(layer)
@@ -70,44 +76,44 @@ class AdapterPool(ABC, Generic[PlaceT]):
                 )
 
     @abstractmethod
-    def take(self, rank: int) -> PlaceT | None:
-        """Hand out a place that holds `rank`; `None` if there is none."""
+    def allocate(self, rank: int) -> SlotT | None:
+        """Allocate a slot for an adapter of this rank; `None` if too few ranks are free."""
 
-    def put(self, place: PlaceT, weights: AdapterWeights) -> None:
-        """Write an adapter to a place that was taken; it can be used afterwards."""
+    def put(self, slot: SlotT, weights: AdapterWeights) -> None:
+        """Write an adapter to an allocated slot; steps may use it afterwards. Blocking."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if not self._closed:
-                self._write(place, weights)
+                self._write(slot, weights)
 
-    def give(self, place: PlaceT) -> None:
-        """Take a place back."""
-        self._forget(place)
+    def free(self, slot: SlotT) -> None:
+        """Free a slot."""
+        self._forget(slot)
 
     def close(self) -> None:
-        """Leave the model as it was and free the memory."""
+        """Restore the model's layers and free the memory. Blocking."""
         with self._lock:
             self._closed = True
             self._clear()
 
     def rounded(self, rank: int) -> int:
-        """The ranks that an adapter takes."""
+        """Return the number of ranks that an adapter of this rank takes."""
         return -(-rank // self.alignment) * self.alignment
 
     @staticmethod
     def next_serial() -> int:
-        """A number that was never given."""
+        """Return a new serial number, unique in the process."""
         return next(_SERIALS)
 
     @abstractmethod
-    def _write(self, place: PlaceT, weights: AdapterWeights) -> None: ...
+    def _write(self, slot: SlotT, weights: AdapterWeights) -> None: ...
 
     @abstractmethod
-    def _forget(self, place: PlaceT) -> None: ...
+    def _forget(self, slot: SlotT) -> None: ...
 
     @abstractmethod
     def _clear(self) -> None: ...
 
 
 def bytes_per_rank(targets: Mapping[str, Target], dtype: torch.dtype) -> int:
-    """What one rank of all layers takes."""
+    """Return the memory of one rank in all layers."""
     return sum(target.width_in + target.width_out for target in targets.values()) * dtype.itemsize

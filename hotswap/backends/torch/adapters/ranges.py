@@ -1,7 +1,7 @@
-"""Adapters on a CPU, and on a GPU without kernels: one matrix a layer, in which each has a range of ranks.
+"""The adapter pool on a CPU, or a GPU without kernels: one matrix per layer, a range of ranks per adapter.
 
-A row goes through the ranks of its own adapter in an order that depends neither on who shares the step nor on
-where these lie. Where there is no kernel for that, `tiles` do with few products for all.
+The kernel multiplies a row by the ranks of its adapter in an order that depends neither on the other rows of
+the step nor on the position of the range. Without a kernel, `tiles` compute all adapters in few products.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hotswap.backends.torch.adapters.hook import AdaptedLayer
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank
-from hotswap.backends.torch.adapters.places import RankRange
 from hotswap.backends.torch.adapters.plan import RangePlan, StepPlan
 from hotswap.backends.torch.adapters.pool import AdapterPool
+from hotswap.backends.torch.adapters.slots import RankRange
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.adapters.tiles import Run, Tiles
 from hotswap.backends.torch.buffers import host_bytes
@@ -25,22 +25,21 @@ __all__ = ["RangeLayer", "RangePool", "goes_by_rows"]
 
 
 class RangeLayer(AdaptedLayer):
-    """A layer whose adapters lie in one matrix.
+    """A layer whose adapters are ranges of one matrix.
 
-    All ranks are finite at any time, those that nobody has included: in a tile, what is not to be added is
-    zero times a number.
+    All ranks are finite at any time, unused ones included: tiles multiply them by zero.
     """
 
     def __init__(self, target: Target, num_ranks: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(target)
         self._down = _zeros(num_ranks, target.width_in, dtype, device)
         self._up = _zeros(num_ranks, target.width_out, dtype, device)
-        # Replaced, never changed: another thread is reading them.
+        # Immutable, and replaced as a whole: the engine's thread reads them.
         self._changed_by: frozenset[RankRange] = frozenset()
         self._matrices: dict[tuple[int, int], tuple[Tensor, Tensor] | None] = {}
 
     def put(self, ranks: RankRange, weights: LowRank | None) -> None:
-        """Write an adapter's part to its range; `None` if it does not change this layer."""
+        """Write an adapter's matrices to its range; `None` if it does not change this layer."""
         rank = 0 if weights is None else weights.rank
         if weights is not None:
             self._down[ranks.first : ranks.first + rank] = weights.down
@@ -51,12 +50,12 @@ class RangeLayer(AdaptedLayer):
         self._matrices = {}
 
     def drop(self, ranks: RankRange) -> None:
-        """Forget an adapter; its numbers stay until the range is given anew."""
+        """Remove an adapter; its range is overwritten when it is reallocated."""
         self._changed_by -= {ranks}
         self._matrices = {}
 
     def _adapt(self, plan: StepPlan, hidden: Tensor, out: Tensor) -> None:
-        assert isinstance(plan, RangePlan), "the places are of this pool"
+        assert isinstance(plan, RangePlan), "all slots of a step are of this pool"
         if goes_by_rows(self._down.dtype, self._down.device):
             spans = plan.spans(self._changed_by)
             if spans is not None:
@@ -80,7 +79,7 @@ class RangeLayer(AdaptedLayer):
     def _matrices_of(
         self, run: Run, known: dict[tuple[int, int], tuple[Tensor, Tensor] | None]
     ) -> tuple[Tensor, Tensor] | None:
-        """`[ranks, in]` and `[ranks, out]` of a run; `None` if nobody in it changes this layer."""
+        """Return `[ranks, in]` and `[ranks, out]` of a run; `None` if no adapter in it changes this layer."""
         key = (run.first, run.last)
         if key not in known:
             used = any(r.first < run.last and run.first < r.last for r in self._changed_by)
@@ -89,15 +88,15 @@ class RangeLayer(AdaptedLayer):
 
 
 def goes_by_rows(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is a kernel that takes each row through its own ranks."""
+    """Whether there is a kernel that multiplies each row by its own ranks."""
     return device.type == "cpu" and dtype in DTYPES
 
 
 def _zeros(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory on a CPU until they are written to; torch would write them at once.
+    """Return zeros, whose pages on a CPU are allocated when they are first written, unlike torch's.
 
-    In small pages: an adapter writes a little to many matrices, and clearing a huge page in each of them
-    would take longer than everything else.
+    Without huge pages: an adapter writes a little to many matrices, and clearing a huge page in each of them
+    would take most of the time.
     """
     if device.type != "cpu":
         return torch.zeros(rows, width, dtype=dtype, device=device)
@@ -105,7 +104,7 @@ def _zeros(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> T
 
 
 def _multiply(rows: Tensor, down: Tensor, up: Tensor, run: Run, out: Tensor) -> None:
-    """`out = rows @ down.T @ up`, with what a row has no part in set to zero in between."""
+    """Compute `out = rows @ down.T @ up`, with the ranks of other rows' adapters set to zero in between."""
     inner = torch.mm(rows, down.t())
     if run.blocked is not None:
         inner.masked_fill_(run.blocked, 0)
@@ -113,7 +112,7 @@ def _multiply(rows: Tensor, down: Tensor, up: Tensor, run: Run, out: Tensor) -> 
 
 
 class RangePool(AdapterPool[RankRange]):
-    """Ranges of ranks, one for each adapter, the same in every layer."""
+    """A pool of ranges of ranks; an adapter has the same range in every layer."""
 
     alignment = ALIGNMENT
 
@@ -124,7 +123,7 @@ class RangePool(AdapterPool[RankRange]):
         self._taken: list[RankRange] = []
         self._layers: dict[str, RangeLayer] = {}
 
-    def take(self, rank: int) -> RankRange | None:
+    def allocate(self, rank: int) -> RankRange | None:
         need, at = self.rounded(rank), 0
         for taken in (*self._taken, RankRange(self.num_ranks, self.num_ranks, 0)):
             if taken.first - at >= need:
@@ -134,7 +133,7 @@ class RangePool(AdapterPool[RankRange]):
             at = taken.last
         return None
 
-    def _write(self, place: RankRange, weights: AdapterWeights) -> None:
+    def _write(self, slot: RankRange, weights: AdapterWeights) -> None:
         if goes_by_rows(self.dtype, self.device):
             compile_for(self.dtype)
         for name in weights.layers.keys() - self._layers.keys():
@@ -142,12 +141,12 @@ class RangePool(AdapterPool[RankRange]):
             layer.install()
             self._layers[name] = layer
         for name, layer in self._layers.items():
-            layer.put(place, weights.layers.get(name))
+            layer.put(slot, weights.layers.get(name))
 
-    def _forget(self, place: RankRange) -> None:
-        self._taken = [taken for taken in self._taken if taken != place]
+    def _forget(self, slot: RankRange) -> None:
+        self._taken = [taken for taken in self._taken if taken != slot]
         for layer in tuple(self._layers.values()):  # another thread may be adding some
-            layer.drop(place)
+            layer.drop(slot)
 
     def _clear(self) -> None:
         for layer in self._layers.values():

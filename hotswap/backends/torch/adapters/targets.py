@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # Of transformers, whose Conv1D has no types.
-"""Which layers of a model can have adapters: linear ones that get every row of a step, and the last one."""
+"""Finds the layers that can have adapters: linear layers whose input is every row of a step, and the head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ __all__ = ["Target", "observed", "targets"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A linear layer: the module, its widths, and whether it gets only the rows that sample."""
+    """A linear layer that can have adapters.
+
+    Attributes:
+        layer: The module.
+        width_in: Its input width.
+        width_out: Its output width.
+        kept_rows: Whether its input is only the rows that sample, as for the output head.
+    """
 
     layer: nn.Module
     width_in: int
@@ -29,13 +36,13 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weights that are bound."""
+        """The dtype of the bound weights."""
         return cast("Tensor", self.layer.weight).dtype
 
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """In how many steps a layer was called, and whether it got as many rows as they had each time."""
+    """The number of steps that called a layer, and whether its input always had all rows of the step."""
 
     num_steps: int = 0
     got_all_rows: bool = True
@@ -49,11 +56,10 @@ class _Calls:
 
 @contextmanager
 def observed(module: nn.Module) -> Generator[set[str]]:
-    """Note, while steps run in the block, the linear layers that did not get all rows of each.
+    """Record, for the steps within the block, the linear layers whose input was not all rows of each step.
 
-    An expert of a mixture that sees some of the rows cannot know whose they are. Nothing but numbers of rows
-    is looked at: a layer that always gets all rows in another order would be taken for a good one. The set is
-    complete once the block has ended.
+    An expert of a mixture gets some of the rows, without their requests. Only numbers of rows are compared: a
+    layer that gets all rows in another order would not be detected. The set is complete after the block.
     """
     layers = [(name, layer) for name, layer, _, _ in _linear_layers(module)]
     odd = {name for name, _ in layers}
@@ -69,7 +75,7 @@ def observed(module: nn.Module) -> Generator[set[str]]:
 
 
 def targets(module: nn.Module, odd: Set[str]) -> dict[str, Target]:
-    """Return the layers that can have adapters, by name; `odd` are those that `observed` has ruled out."""
+    """Return the layers that can have adapters, by name; `odd` are the layers that `observed` recorded."""
     models: Any = module
     head = models.get_output_embeddings()
     return {

@@ -1,10 +1,10 @@
-"""Tiles: few products for all adapters of a step, where launching a product costs more than multiplying.
+"""Tiles: a few products for all adapters of a step, for devices where a launch costs more than the product.
 
-Rows are cut into tiles of eight. A tile of one adapter goes through its ranks; a tile of several goes through
-the whole range of their ranks, and what a row has no part in is set to zero between the two products, before
-it could be added to anything. That spares the batch of decodes, in which every request may have another
-adapter, a product for each of them. Grouping rows by adapter is that of SGMV in Chen et al., Punica,
-arXiv:2310.18547, section 4.
+Rows are grouped into tiles of eight. A tile of one adapter is multiplied by that adapter's ranks. A tile of
+several adapters is multiplied by the whole range of their ranks, and the ranks of other rows' adapters are
+set to zero between the two products. So a batch of decodes, in which every request may have another adapter,
+does not take a product per request. Rows are grouped by adapter as in SGMV (Chen et al., Punica,
+arXiv:2310.18547, section 4).
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hotswap.backends.torch.adapters.places import RankRange
+from hotswap.backends.torch.adapters.slots import RankRange
 
 __all__ = ["Run", "Tiles", "lay_tiles"]
 
 _TILE_ROWS = 8
-# Ranks that a tile of several adapters spans at most: more would be multiplied in vain.
+# The maximum range of ranks of a tile with several adapters; the ranks in between are wasted work.
 _MOST_RANKS = 96
-# Ranks of others between two adapters of a tile.
+# The maximum gap between the ranges of two adapters of a tile.
 _MOST_GAP = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Tiles that go through the ranks `first` to `last`.
+    """Tiles that are multiplied by the ranks from `first` to before `last`.
 
     Attributes:
-        rows: Where the tiles lie among the gathered rows.
-        blocked: `[8, last - first]`, true where a row has no part in a rank; `None` if all have in all.
+        first: The first rank.
+        last: The rank after the last.
+        rows: The slice of the gathered rows.
+        blocked: `[8, last - first]`, true for ranks of other rows' adapters; `None` for a single adapter.
     """
 
     first: int
@@ -43,13 +45,13 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Tiles:
-    """The rows with adapters, of all that a layer gets, in tiles of eight.
+    """The rows of a step that have adapters, in tiles of eight.
 
     Attributes:
-        gathered: `[tiles * 8]`, which rows, tile after tile; where a tile is not full its first row again.
-        rows: Which rows get something added.
-        found: Where these are among the gathered; `None` if they are the same.
-        runs: What is to be multiplied.
+        gathered: `[tiles * 8]`, the rows of each tile; partial tiles are padded with their first row.
+        rows: The rows to which the results are added.
+        found: Their indices in `gathered`; `None` if there is no padding.
+        runs: The products.
     """
 
     gathered: Tensor
@@ -60,21 +62,21 @@ class Tiles:
     _hidden: Tensor | None = field(default=None, repr=False)
 
     def rows_of(self, hidden: Tensor) -> Tensor:
-        """`[tiles * 8, in]` of a layer's input; layers with the same, as queries and keys, gather once."""
+        """Return the gathered rows `[tiles * 8, in]` of a layer's input; cached for layers that share it."""
         if self._hidden is None or self._input is not hidden:
             self._hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self.gathered)
             self._input = hidden
         return self._hidden
 
     def add(self, out: Tensor, change: Tensor) -> None:
-        """Add what the tiles got, `[tiles * 8, out]`, to a layer's output in place."""
+        """Add the results of the tiles, `[tiles * 8, out]`, to a layer's output in place."""
         if self.found is not None:
             change = change.index_select(0, self.found)
         out.view(-1, out.shape[-1]).index_add_(0, self.rows, change)
 
 
 def lay_tiles(rows_of: Mapping[RankRange, Sequence[int]], device: torch.device) -> Tiles:
-    """Cut rows, by the ranks that each goes through, into tiles."""
+    """Group rows into tiles, given the rows of each range of ranks."""
     gathered: list[int] = []
     found: list[int] = []
     runs: list[Run] = []
@@ -110,7 +112,7 @@ def lay_tiles(rows_of: Mapping[RankRange, Sequence[int]], device: torch.device) 
 def _shared_tiles(
     rests: Iterable[tuple[RankRange, Sequence[int]]],
 ) -> list[list[tuple[RankRange, Sequence[int]]]]:
-    """Put neighbours of the pool into one tile while there is room and little lies between."""
+    """Put adapters with neighbouring ranges into one tile, within the limits of rows, ranks and gaps."""
     tiles: list[list[tuple[RankRange, Sequence[int]]]] = []
     for ranks, rows in rests:
         tile = tiles[-1] if tiles else []

@@ -5,8 +5,8 @@
     sink     reserves and fills KV blocks for a request that arrives
 
 Blocks that arrived are published like the prefix of an ended request. The stream that follows finds them by
-its tokens (`prefix`), under the root key of the weights that serve here. Blocks that a sink holds are not
-free until the sink is closed.
+its tokens (`prefix`), under the root key of the engine's weights. Blocks that a sink has acquired are in use
+until the sink is closed.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from hotswap.request import Request, RequestId
 
 __all__ = ["PIECE_BYTES", "Announced", "MigrationContext", "aborted", "beside"]
 
-# Bytes that are copied in one go, between two steps; a block is the least.
+# Bytes that are copied at once between two steps; at least one block.
 PIECE_BYTES = 1 << 20
 
 
@@ -82,7 +82,7 @@ class MigrationContext:
         )
 
     def refuse_if_gone(self) -> None:
-        """Raise `InstanceLost` if the engine is lost, `MigrationAborted` if the model has gone."""
+        """Raise `InstanceLost` if the engine is lost, `MigrationAborted` if the model was unloaded."""
         self.life.refuse_if_lost()
         if self.current() is not self:
             raise _gone()
@@ -91,12 +91,12 @@ class MigrationContext:
         """Run a job on the engine's thread between two steps, and wait for it.
 
         Raises:
-            MigrationAborted: the model has gone.
+            MigrationAborted: the model was unloaded.
             InstanceLost: the engine is lost.
         """
         self.refuse_if_gone()
         job = _Job(begin, self.runner, self.post)
-        self.worker.work(job)
+        self.worker.submit(job)
         try:
             await self.life.unless_lost(job.ended.wait())
             if job.error is not None:
@@ -105,9 +105,9 @@ class MigrationContext:
             job.cancelled = True
             job.error = None  # an error and its job refer to each other, and would keep the blocks alive
 
-    def ask(self, begin: Callable[[Runner, Mapping[int, Sequence]], Pieces]) -> None:
+    def queue_job(self, begin: Callable[[Runner, Mapping[int, Sequence]], Pieces]) -> None:
         """Queue a job on the engine's thread before everything that is queued later, without waiting."""
-        self.worker.work(_Job(begin, self.runner, self.post))
+        self.worker.submit(_Job(begin, self.runner, self.post))
 
 
 @dataclass(slots=True, eq=False)
@@ -139,9 +139,9 @@ class _Job:
 
 
 def aborted(stage: str, because: str) -> MigrationAborted:
-    """Return the error that says in which stage a move ended, and why."""
+    """Return the error for a migration that ended in `stage`, with the reason."""
     return MigrationAborted(
-        f"The move ended in {stage}: {because}. The request goes on without it.", stage=stage
+        f"The migration ended in stage {stage!r}: {because}. The request continues without it.", stage=stage
     )
 
 

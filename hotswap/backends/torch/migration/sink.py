@@ -12,7 +12,7 @@ import torch
 from anyio.lowlevel import checkpoint
 from torch import Tensor
 
-from hotswap.backends.torch.adapters.places import Place
+from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.migration.context import PIECE_BYTES, Announced, MigrationContext, aborted, beside
@@ -24,10 +24,10 @@ from hotswap.request import Request
 
 __all__ = ["LAPSE_S", "TorchKVSink", "lent_sink"]
 
-# Pages of at most so many bytes or blocks are written at once, during a step: a client waits for the last
-# copy, which is one of these.
+# Pages of at most this many bytes or blocks are written at once, during a step: the last copy of a migration,
+# for which the client waits, is this small.
 _SMALL_BYTES, _SMALL_BLOCKS = 4 << 20, 4
-# A sink that gets no call for so long frees its blocks (Llumnix's engine: 10 s).
+# The time without a call after which a sink frees its blocks (Llumnix's engine: 10 s).
 LAPSE_S = 10.0
 
 
@@ -35,11 +35,11 @@ class TorchKVSink(KVSink):
     """Reserves and fills KV blocks for a request that arrives.
 
     Args:
-        context: The engine's.
-        request: The request as it was when the move began.
+        context: The engine's migration context.
+        request: The request at the start of the migration.
         layout: The layout of the blocks.
-        ranks: Where its adapter lies.
-        lapse_s: The longest time between two calls.
+        adapter: The slot of its adapter; `None` without one.
+        lapse_s: The longest time between two calls, in seconds.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class TorchKVSink(KVSink):
         context: MigrationContext,
         request: Request,
         layout: KVLayout,
-        ranks: Place | None,
+        adapter: AdapterSlot | None,
         lapse_s: float = LAPSE_S,
     ) -> None:
         self.layout = layout
         self._context, self._request, self._lapse_s = context, request, lapse_s
-        self._root = root_key(context.epoch, 0 if ranks is None else ranks.serial)
-        self._present: list[int] = []  # blocks found in the prefix cache, held
+        self._root = root_key(context.epoch, 0 if adapter is None else adapter.serial)
+        self._present: list[int] = []  # blocks found in the prefix cache and acquired
         self._blocks: list[int] = []  # blocks reserved for tokens that arrive
         self._keys: list[bytes] = []  # of the request's full blocks
         self._num_tokens = 0  # written so far, or found
@@ -62,7 +62,7 @@ class TorchKVSink(KVSink):
         self._timer = asyncio.get_running_loop().call_later(lapse_s, self._lapse)
 
     async def open(self) -> None:
-        """Find and hold the blocks that the prefix cache has of the request's tokens."""
+        """Acquire the blocks of the request's tokens that are in the prefix cache."""
         await self._context.between_steps(self._find)
         announced = Announced(self._request.tokens, self._root, tuple(self._keys))
         self._context.arriving[self._request.id] = announced
@@ -71,7 +71,7 @@ class TorchKVSink(KVSink):
     async def reserve(self, num_tokens: int) -> None:
         self._renew()
         if blocks_for(num_tokens, self.layout.block_tokens) > self.num_present_blocks + len(self._blocks):
-            await self._context.between_steps(partial(self._take, num_tokens))
+            await self._context.between_steps(partial(self._reserve_blocks, num_tokens))
         else:
             await checkpoint()
 
@@ -101,14 +101,14 @@ class TorchKVSink(KVSink):
         if tuple(tokens[: self._request.num_tokens]) != self._request.tokens:
             raise aborted("commit", "the request is not the one that was announced")
         # The stream that follows is queued on the same thread, after this job.
-        self._context.ask(partial(self._publish, list(tokens[: self._num_tokens])))
+        self._context.queue_job(partial(self._publish, list(tokens[: self._num_tokens])))
 
     def close(self) -> None:
         """Release all blocks; published ones stay in the prefix cache until their memory is needed."""
         self._timer.cancel()
         self._context.arriving.pop(self._request.id, None)
         if not self._closed and not self._context.life.is_lost:
-            self._context.ask(self._give)
+            self._context.queue_job(self._release_blocks)
         self._closed = True
 
     def _renew(self) -> None:
@@ -129,21 +129,21 @@ class TorchKVSink(KVSink):
     def _find(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
         tokens, pool = self._request.tokens, runner.batcher.blocks
         found = find_prefix(pool, self._keys_of(tokens), self._root, tokens, self.layout.block_tokens).blocks
-        pool.hold(found)
+        pool.acquire(found)
         self._present = list(found)
         self.num_present_blocks = self._num_published = len(found)
         yield from ()
 
-    def _take(self, num_tokens: int, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+    def _reserve_blocks(self, num_tokens: int, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
         batcher = runner.batcher
         have = self.num_present_blocks + len(self._blocks)
         more = blocks_for(num_tokens, self.layout.block_tokens) - have
         # Each running request may need a block in the next step, and the arriving one two, one for a copy.
         room = batcher.blocks.num_free - len(batcher.running) - len(batcher.parked) - 2
         if more > room:
-            raise aborted("reserve", f"{more} KV blocks are wanted and {max(0, room)} free")
+            raise aborted("reserve", f"{more} KV blocks are needed and {max(0, room)} are free")
         if more > 0:
-            self._blocks += batcher.blocks.take(more)
+            self._blocks += batcher.blocks.allocate(more)
         yield from ()
 
     def _write(
@@ -202,8 +202,8 @@ class TorchKVSink(KVSink):
         extend_keys(self._keys, self._root, tokens, self.layout.block_tokens, num_blocks=num_blocks)
         return self._keys
 
-    def _give(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
-        runner.batcher.blocks.give([*self._present, *self._blocks])
+    def _release_blocks(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+        runner.batcher.blocks.release([*self._present, *self._blocks])
         self._present, self._blocks = [], []
         yield from ()
 

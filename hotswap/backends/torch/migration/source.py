@@ -25,17 +25,17 @@ class TorchKVSource(KVSource):
     """Reads the KV blocks of one request of an engine.
 
     Args:
-        context: The engine's.
+        context: The engine's migration context.
         ticket: The request's ticket in the engine.
         layout: The layout of the blocks.
-        give_up: Ends the request's stream and removes it from the engine; false if it had ended before.
+        end_stream: Ends the request's stream and removes it from the engine; false if it had ended before.
     """
 
     def __init__(
-        self, context: MigrationContext, ticket: int, layout: KVLayout, give_up: Callable[[], bool]
+        self, context: MigrationContext, ticket: int, layout: KVLayout, end_stream: Callable[[], bool]
     ) -> None:
         self.layout = layout
-        self._context, self._ticket, self._give_up = context, ticket, give_up
+        self._context, self._ticket, self._end_stream = context, ticket, end_stream
         self._tokens: tuple[int, ...] = ()
         self._num_tokens = 0
         self._num_read = 0  # of the request's blocks, so far
@@ -69,22 +69,22 @@ class TorchKVSource(KVSource):
 
     async def release(self) -> None:
         self._context.refuse_if_gone()
-        if not self._give_up():
-            raise aborted("release", "the request has ended or was taken away")
+        if not self._end_stream():
+            raise aborted("release", "the request has ended or was evicted")
         self._was_asked_to_stop = False
 
     def resume(self) -> None:
         """Unpark the request if it was parked and not released; nothing can be read afterwards."""
         self._parked = None
         if self._was_asked_to_stop and not self._context.life.is_lost:
-            self._context.ask(self._unpark)
+            self._context.queue_job(self._unpark)
 
     def _room_for(self, num_tokens: int) -> Tensor:
         size_bytes = blocks_for(num_tokens, self.layout.block_tokens) * self.layout.block_bytes
         if len(self._buffer) < size_bytes:
             is_pinned = (
                 self._context.cache.device.type == "cuda"
-            )  # a copy to pageable memory is staged by the driver
+            )  # the driver stages copies to pageable memory
             self._buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         return self._buffer[:size_bytes]
 
@@ -95,14 +95,14 @@ class TorchKVSource(KVSource):
         if self._num_tokens < first_block * self.layout.block_tokens + num_tokens:
             raise aborted("copy", "the request has fewer tokens than that")
         if len(blocks) < num_blocks:
-            raise aborted("copy", "the request has ended or was taken away")
+            raise aborted("copy", "the request has ended or was evicted")
         await beside(partial(self._save, blocks, out), len(out))
         self._require_parked()  # its blocks are reused only after it has left `parked`
 
     def _require_parked(self) -> None:
         self._context.refuse_if_gone()
         if self._parked is not None and self._parked[1] not in self._parked[0].batcher.parked:
-            raise aborted("copy", "the request has ended or was taken away")
+            raise aborted("copy", "the request has ended or was evicted")
 
     def _save(self, blocks: Items[int], out: Tensor) -> None:
         self._context.cache.save(blocks, out)
@@ -127,7 +127,7 @@ class TorchKVSource(KVSource):
         for first in range(first_block, end, most):
             sequence = self._sequence(runner, sequences)
             if sequence.num_computed < first_block * block_tokens + num_tokens:
-                raise aborted("copy", "the request gave its KV blocks back for older ones")
+                raise aborted("copy", "the request was preempted")
             blocks = sequence.blocks[first : min(first + most, end)]
             at = (first - first_block) * block_bytes
             self._save(blocks, out[at : at + len(blocks) * block_bytes])
@@ -158,9 +158,9 @@ class TorchKVSource(KVSource):
     def _sequence(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Sequence:
         sequence = sequences.get(self._ticket)
         if sequence is None:
-            raise aborted("copy", "the request has ended or was taken away")
+            raise aborted("copy", "the request has ended or was evicted")
         if sequence not in (runner.batcher.running if self._parked is None else runner.batcher.parked):
-            raise aborted("copy", "the request waits for KV blocks, which others took")
+            raise aborted("copy", "the request was preempted and waits for KV blocks")
         return sequence
 
 

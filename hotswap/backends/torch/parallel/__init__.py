@@ -1,1 +1,1 @@
-"""One model on several processes: tensor parallel within a stage, pipeline parallel across stages."""
+"""Serves a model with several processes: tensor parallel within a stage, pipeline parallel across stages."""

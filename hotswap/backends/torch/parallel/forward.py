@@ -1,4 +1,4 @@
-"""A model whose parts are in other processes, as the runner sees it."""
+"""The forward pass of a model that is sharded over rank processes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["RankedForward"]
 
 
 class RankedForward(Forward):
-    """Tells every rank what a step computes, and takes the logits from memory that the last stage writes to.
+    """Sends the input of each step to all ranks, and reads the logits from memory shared with the last stage.
 
-    As many steps are under way as there are stages, so that all of them work. What ranks are told is small:
-    token ids, positions and block tables; hidden states never pass through this process.
+    As many steps are in flight as there are stages, so that all stages compute. The input is small: token
+    ids, positions and block tables. Hidden states do not pass through this process.
 
     Args:
-        ranks: Bound to the model, with KV blocks.
-        logits: `[slots, rows, num_logits]` in fp32, shared with the ranks; a slot for each step under way.
-        num_blocks: KV blocks, the same on all ranks.
-        size_bytes: What they take on all ranks together.
-        block_tokens: Tokens of a block.
+        ranks: The ranks, bound to the model and with KV blocks.
+        logits: `[slots, rows, num_logits]` in fp32, shared with the ranks; one slot per step in flight.
+        num_blocks: The number of KV blocks, equal on all ranks.
+        size_bytes: The memory of those blocks on all ranks together.
+        block_tokens: Tokens per block.
     """
 
     def __init__(
@@ -49,6 +49,6 @@ class RankedForward(Forward):
         return logits
 
     def _plain(self, piece: Piece) -> Piece:
-        """The piece with the blocks that it needs: tables of long requests are what there is to send."""
+        """Return the piece with the blocks that it needs: long block tables are most of a message."""
         num_blocks = blocks_for(piece.end, self._block_tokens)
         return Piece(tuple(piece.tokens), piece.start, tuple(piece.blocks[:num_blocks]), piece.samples)

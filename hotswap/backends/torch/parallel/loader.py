@@ -1,4 +1,4 @@
-"""From a manifest to a model that ranks compute: all of them have it, or none."""
+"""Loads models that are sharded over rank processes: all ranks load their shard, or none keeps it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from hotswap.backends.notifier import StatusNotifier
-from hotswap.backends.torch.examine import examine
+from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.parallel.forward import RankedForward
-from hotswap.backends.torch.parallel.messages import Ask, Bind, Command, Done, Drop, OpenCache
+from hotswap.backends.torch.parallel.grid import Grid, RankPosition
+from hotswap.backends.torch.parallel.messages import Bind, Command, Done, Drop, GetStats, OpenCache
 from hotswap.backends.torch.parallel.part import Part, part_of
-from hotswap.backends.torch.parallel.places import Grid, Place
+from hotswap.backends.torch.parallel.preflight import PREFLIGHT_ROWS, run_preflight
 from hotswap.backends.torch.parallel.processes import Ranks
 from hotswap.backends.torch.parallel.shared import SharedMemory
-from hotswap.backends.torch.parallel.trial import TRIAL_ROWS, run_trial
 from hotswap.backends.torch.parallel.weights import PartWeights, Reader
 from hotswap.backends.torch.weights import check_world_size
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
@@ -37,16 +37,16 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedModel(LoadedModel):
-    """A model of which every rank has its part.
+    """A model that is loaded on all ranks.
 
     Attributes:
-        loader: Who made it, and takes it back.
-        card: What the fleet knows of it.
-        context: The longest request, in tokens.
-        eos_token_ids: Its end tokens.
-        vocabulary: Token ids are less than this.
-        layers: What the layers of each rank keep of a token.
-        rank_bytes: What the weights of each rank take.
+        loader: The loader that made it and releases it.
+        card: The model's card.
+        context: The maximum length of a request, in tokens.
+        eos_token_ids: The token ids that end a generation.
+        vocabulary: The number of token ids.
+        layers: The KV cache entry of a token in each layer, by rank.
+        rank_bytes: The memory of the weights, by rank.
         logits: `[slots, rows, num_logits]` in fp32, shared with the ranks.
     """
 
@@ -71,23 +71,23 @@ class RankedModel(LoadedModel):
 
 
 class RankedLoader(Loader):
-    """Makes models that ranks compute, processes of their own, and ends them with the engine.
+    """Loads models on rank processes, which it starts and ends with the engine.
 
-    The store stays in the engine's process. It is read once, into memory that is shared with the ranks; on a
-    CPU they compute with it there. Loads have two phases: every rank is given its part, and only when all of
-    them have it is there a model; an architecture that comes for the first time in its dtype must also show
-    in a trial that they compute the right logits together. If one fails, all let go.
+    The store is used in the engine's process only. Weights are read once, into memory that is shared with the
+    ranks; on a CPU the ranks compute with it in place. A load binds the weights on every rank, and runs a
+    preflight on all ranks if the architecture is new in its dtype. If any rank fails, all release the model.
 
-    Each rank may use an equal share of `memory_bytes`; `weight_bytes` counts all ranks together.
+    Each rank may use an equal part of `memory_bytes`; `weight_bytes` is the sum over all ranks.
 
     Args:
         ranks: The processes, not yet started.
         dtype: See `TorchEngine`.
-        memory_bytes: What weights and KV blocks of all ranks may take together.
-        skeletons: Modules kept between loads, of which only names and shapes are used here.
-        block_tokens: Tokens of a KV block.
-        max_requests: How many rows of logits a step may have.
-        died: Called by the event loop, when a rank ended by itself, or said nothing when it was waited for.
+        memory_bytes: The budget of weights and KV blocks on all ranks together.
+        skeletons: The cache of modules, of which only names and shapes are used here.
+        block_tokens: Tokens per KV block.
+        max_requests: The maximum number of rows of logits of a step.
+        died: Called on the event loop with a reason and a cause, when a rank ended by itself or did not reply
+            in time.
         notifier: See `Loader`.
     """
 
@@ -136,7 +136,7 @@ class RankedLoader(Loader):
         self._ranks.kill()
 
     async def reclaimed(self) -> None:
-        """Ranks answer that they let go of a model only when they have."""
+        """Return at once: ranks have freed a model's memory when they reply to its release."""
 
     async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> RankedModel:
         manifest = await store.manifest(card.id)
@@ -156,10 +156,10 @@ class RankedLoader(Loader):
             self._skeletons.give_back(skeleton, _CPU)
 
     async def open(self, model: RankedModel, budget: KVBudget) -> RankedForward:
-        """Have every rank make its KV blocks, as many as fit the fullest.
+        """Allocate the KV blocks on every rank, as many as the rank with the least free memory has room for.
 
         Raises:
-            OutOfMemory: not one would fit.
+            OutOfMemory: the memory of a rank does not suffice for one block.
             InstanceLost: a rank failed.
         """
         share = self.memory_bytes // self.grid.size
@@ -167,8 +167,8 @@ class RankedLoader(Loader):
         num_blocks = min(budget.num_blocks(layers, model.context, share - size) for layers, size in per_rank)
         if num_blocks < 1:
             raise OutOfMemory(
-                f"Model {model.card.id!r} leaves one of {self.grid.size} ranks, which may use {share:,} "
-                "bytes each, no room for KV blocks; give the engine more."
+                f"Model {model.card.id!r} leaves no memory for KV blocks on one of {self.grid.size} ranks, "
+                f"which may use {share:,} bytes each; give the engine more memory."
             )
         await self._ask([OpenCache(num_blocks, budget.block_tokens, layers) for layers in model.layers])
         block_bytes = sum(layer.bytes_per_token for layers in model.layers for layer in layers)
@@ -181,19 +181,19 @@ class RankedLoader(Loader):
         )
 
     async def release(self, model: RankedModel) -> None:
-        """Have every rank let go of a model. Cannot be interrupted."""
+        """Release a model on every rank. Shielded from cancellation."""
         await self._drop()
         self.weight_bytes -= model.own_bytes
 
     async def sent_bytes(self) -> tuple[int, ...]:
-        """Return what each rank has sent to the next stage since it was started. Not while steps are run."""
-        return tuple(done.sent_bytes for done in await self._ask([Ask()] * self.grid.size))
+        """Return the bytes that each rank has sent to the next stage since its start. Not during steps."""
+        return tuple(done.sent_bytes for done in await self._ask([GetStats()] * self.grid.size))
 
     # ------------------------------------------------------------------ private
 
     def _borrow_skeleton(self, config_text: str) -> Skeleton:
-        """Refuse what a look at the config tells cannot be served, before a byte of weights is read."""
-        examine(config_text)
+        """Borrow the modules of a config; refuses architectures that its check refuses, before any read."""
+        check_config(config_text)
         return self._skeletons.borrow(config_text, _CPU)
 
     def _parts(self, skeleton: Skeleton) -> list[Part]:
@@ -203,7 +203,7 @@ class RankedLoader(Loader):
                 f"A hidden state of {hidden_size} cannot be sent in {self.grid.tp} equal slices; choose "
                 "another tp."
             )
-        return [part_of(skeleton, place) for place in self.grid.places]
+        return [part_of(skeleton, position) for position in self.grid.positions]
 
     def _check_room(self, card: ModelCard, rank_bytes: Sequence[int]) -> None:
         share, largest = self.memory_bytes // self.grid.size, max(rank_bytes)
@@ -216,18 +216,18 @@ class RankedLoader(Loader):
     async def _hand_over(
         self, card: ModelCard, manifest: Manifest, skeleton: Skeleton, weights: Sequence[PartWeights]
     ) -> RankedModel:
-        """Give every rank its part, and take all back if one of them fails or the load is interrupted."""
+        """Bind the weights on every rank; release them on all if a rank fails or the load is cancelled."""
         rank_bytes = tuple(part.memory.size_bytes for part in weights)
-        # A rank that refuses a model amid a trial ends. Whoever waits here is told why; nobody else is.
+        # A rank that refuses a model during a preflight ends: that is the load's error, not an instance loss.
         self._ranks.unwatch(asyncio.get_running_loop())
         try:
             logits, layers = await anyio.to_thread.run_sync(self._bind, manifest, skeleton, weights)
         except InstanceLost as exc:
-            self._died("a rank failed while it was given a model", exc)
+            self._died("a rank failed during a load", exc)
             raise
         except UnsupportedModel:
-            # In the middle of a step: where the other ranks are in theirs nobody knows.
-            await self._start_anew()
+            # It failed within a step, in which the state of the other ranks is unknown.
+            await self._restart_ranks()
             raise
         except BaseException:
             self._watch()
@@ -250,7 +250,7 @@ class RankedLoader(Loader):
     def _bind(
         self, manifest: Manifest, skeleton: Skeleton, weights: Sequence[PartWeights]
     ) -> tuple[Tensor, tuple[tuple[LayerShape, ...], ...]]:
-        shape = (self.grid.pp, max(self._max_requests, TRIAL_ROWS), skeleton.num_logits)
+        shape = (self.grid.pp, max(self._max_requests, PREFLIGHT_ROWS), skeleton.num_logits)
         with ExitStack() as opened:
             logits = opened.enter_context(
                 SharedMemory.make(shape[0] * shape[1] * shape[2] * torch.float32.itemsize)
@@ -261,7 +261,7 @@ class RankedLoader(Loader):
         dtype = main_dtype([spec for part in weights for spec in part.specs])
         key = (skeleton.key, dtype)
         if key not in self._layers:
-            self._layers[key] = run_trial(
+            self._layers[key] = run_preflight(
                 self._ranks,
                 view,
                 kind=skeleton.config.model_type,
@@ -274,28 +274,28 @@ class RankedLoader(Loader):
 
     async def _drop(self) -> None:
         with anyio.CancelScope(shield=True):
-            with suppress(InstanceLost):  # with the process went what it held
+            with suppress(InstanceLost):  # an ended process has no memory to free
                 await self._ask([Drop()] * self.grid.size)
 
     async def _ask(self, commands: Sequence[Command]) -> list[Done]:
-        """Have every rank carry out a command; where one fails to, also by its silence, all are lost."""
+        """Run a command on every rank; if one fails or does not reply in time, the instance is lost."""
         try:
             return await anyio.to_thread.run_sync(self._ranks.call, commands)
         except InstanceLost as exc:
-            self._died("a rank failed when it was asked for something", exc)
+            self._died("a rank failed to run a command", exc)
             raise
 
-    async def _start_anew(self) -> None:
+    async def _restart_ranks(self) -> None:
         with anyio.CancelScope(shield=True):
             await self.stop()
             try:
                 await self.start()
             except InstanceLost as exc:
-                self._died("its ranks could not be started anew", exc)
+                self._died("its ranks could not be restarted", exc)
                 raise
 
     def _watch(self) -> None:
         self._ranks.watch(asyncio.get_running_loop(), self._note_death)
 
-    def _note_death(self, place: Place) -> None:
-        self._died(f"the process of its {place} ended", None)
+    def _note_death(self, position: RankPosition) -> None:
+        self._died(f"the process of its {position} ended", None)

@@ -1,4 +1,4 @@
-"""What the engine's process and its ranks say to each other, over a pair of connected sockets."""
+"""The messages between the engine's process and its ranks, over a pair of connected sockets."""
 
 from __future__ import annotations
 
@@ -9,21 +9,35 @@ from hotswap.backends.torch.forward import Work
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.model import TensorSpec
 
-__all__ = ["Ask", "Bind", "Command", "Done", "Drop", "Failed", "OpenCache", "Reply", "Setup", "Step", "Told"]
+__all__ = [
+    "Bind",
+    "Command",
+    "Done",
+    "Drop",
+    "Failed",
+    "GetStats",
+    "NumberedCommand",
+    "OpenCache",
+    "Reply",
+    "Setup",
+    "Step",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first thing a rank is told.
+    """The first command to a rank: initialize.
 
     Attributes:
-        rank: Which it is, of `tp` × `pp`.
-        rendezvous: A file where the ranks find each other.
-        device: Where it computes.
-        threads: For how many CPU threads.
-        invariant: Whether bits may not depend on the batch.
-        depth: How many steps may be under way.
-        timeout_s: How long a rank waits for another.
+        rank: The number of the rank, of `tp` × `pp`.
+        tp: The number of tensor-parallel ranks of a stage.
+        pp: The number of stages.
+        rendezvous: The path of the file through which the ranks connect.
+        device: The rank's device.
+        threads: Its number of CPU threads.
+        invariant: Whether steps are batch-invariant.
+        depth: The maximum number of steps in flight.
+        timeout_s: The time that a rank waits for another one, in seconds.
     """
 
     rank: int
@@ -39,13 +53,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Take the weights that lie in memory which is sent along, and where logits go, likewise.
+    """Bind a model. Two file descriptors follow: the memory of the weights, and the memory for logits.
 
     Attributes:
         config: The text of the model's config.
-        specs: What lies in the memory of the weights.
-        size_bytes: Of that memory.
-        logits_shape: Of the other: slots, rows, logits of a token; in fp32.
+        specs: The tensors in the memory of the weights.
+        size_bytes: The size of that memory.
+        logits_shape: The shape of the memory for logits, in fp32: slots, rows, logits of a token.
     """
 
     config: str
@@ -56,7 +70,7 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class OpenCache:
-    """Make KV blocks, in place of those there are; without `layers` as layers are first seen."""
+    """Allocate KV blocks, and free existing ones; without `layers`, at the first write of each layer."""
 
     num_blocks: int
     block_tokens: int
@@ -65,33 +79,37 @@ class OpenCache:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Compute; the logits go to a slot of the shared memory. Only the ranks of the last stage answer.
+    """Compute a step, and write the logits to a slot of the shared memory.
 
-    As a trial, all ranks answer; and a trial may be `eager`, by the model's own attention: one piece alone.
+    Attributes:
+        work: The input of the step.
+        slot: The slot for its logits.
+        is_preflight: Whether all ranks reply, and not only those of the last stage.
+        eager: Whether a preflight uses the model's own attention, for a single piece.
     """
 
     work: Work
     slot: int
-    is_trial: bool = False
+    is_preflight: bool = False
     eager: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Let go of model and blocks, or of nothing if there is nothing."""
+    """Release the model and its blocks, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Say how you are: the answer tells it."""
+class GetStats:
+    """Do nothing but reply, with the counters of `Done`."""
 
 
-Command: TypeAlias = Setup | Bind | OpenCache | Step | Drop | Ask
+Command: TypeAlias = Setup | Bind | OpenCache | Step | Drop | GetStats
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A command with its number; replies carry it back."""
+class NumberedCommand:
+    """A command with its number, which the reply repeats."""
 
     number: int
     command: Command
@@ -99,13 +117,13 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A command was carried out.
+    """The reply to a command that succeeded.
 
     Attributes:
-        number: Of the command.
-        layers: What each layer of the stage keeps of a token, as far as they were seen.
+        number: The number of the command.
+        layers: The KV cache entry of a token in each layer of the stage, for layers used so far.
         called: The layers that called attention in a step, in order.
-        sent_bytes: What this rank has sent to the next stage since it started.
+        sent_bytes: The bytes that the rank has sent to the next stage since it started.
     """
 
     number: int
@@ -116,14 +134,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A command was not carried out.
+    """The reply to a command that failed.
 
     Attributes:
-        number: Of the command.
+        number: The number of the command.
         kind: The name of the error's class.
-        message: What it says.
-        traceback: Where it came from.
-        ends: Whether the rank ends for it.
+        message: The error's message.
+        traceback: The error's traceback, as text.
+        ends: Whether the rank ends because of the error.
     """
 
     number: int

@@ -1,8 +1,8 @@
-"""Tensor parallelism by the model's own plan, on plain tensors.
+"""Tensor parallelism by transformers' own plan, on plain tensors.
 
-transformers keeps for each architecture a plan: a style for each kind of layer. Conversion cuts the weights
-by it (`hotswap.backends.stores.slicing`); here the layers get what each style needs around them. A rank so
-holds and computes its part with unmodified modules, and head counts follow from the tensors.
+transformers has a plan per architecture: a parallel style for each kind of layer. Conversion shards the
+weights by it (`hotswap.backends.stores.slicing`). This module adds each style's communication to the layers'
+`forward`. So a rank computes its shard with unmodified modules, and head counts follow from the tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["check_plan", "install"]
 
 _Forward: TypeAlias = Callable[..., Any]
 
-# Styles that need nothing around a layer where no gradients are wanted.
+# Styles without communication in inference.
 _NOTHING = frozenset(
     {
         "colwise",
@@ -38,24 +38,25 @@ _EMBEDDING = frozenset({"embedding_rowwise", "embedding_colwise"})
 
 
 def check_plan(module: Any) -> None:
-    """Raise `UnsupportedModel` if the plan of a model has layers of a style that is not known here."""
+    """Raise `UnsupportedModel` if a model's plan contains an unsupported style."""
     for name, style in _styles(module).items():
         if style not in _NOTHING | _GATHERED | _SUMMED | _ROWWISE | _EMBEDDING:
             raise UnsupportedModel(
-                f"The tensor-parallel plan of {type(module).__name__} runs {name!r} in the way {style!r}, "
-                "which this engine does not know; serve the model with tp=1."
+                f"The tensor-parallel plan of {type(module).__name__} has style {style!r} for {name!r}, "
+                "which this engine does not support; serve the model with tp=1."
             )
 
 
 def install(module: Any, group: Group, whole: Mapping[str, tuple[int, ...]]) -> None:
-    """Put what their styles need around the layers of a model; once for each module.
+    """Wrap the layers of a model with the communication of their styles; call it once per model.
 
-    The output head keeps its slice of the vocabulary: logits are put together where they are wanted.
+    The output head keeps its slice of the vocabulary: each rank writes its slice of the logits to the shared
+    memory.
 
     Args:
         module: The model, with the shapes of one rank.
-        group: The ranks that have its other parts.
-        whole: The shapes of the tensors before they were cut.
+        group: The ranks of the stage.
+        whole: The full shapes of the tensors.
     """
     head = module.get_output_embeddings()
     for name, style in _styles(module).items():
@@ -105,7 +106,7 @@ def _rowwise(layer: nn.Module, group: Group, *, splits: bool) -> _Forward:
 
 
 def _vocabulary(forward: _Forward, group: Group, size: int) -> _Forward:
-    """Each rank looks up the tokens that it has; the others' rows are zero."""
+    """Return an embedding with a sharded vocabulary: each rank looks up its tokens, and rows are summed."""
     width = -(-size // group.size)
     start = group.part * width
     num_mine = max(0, min(width, size - start))

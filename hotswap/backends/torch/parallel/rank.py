@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false
 # torch.distributed has partial types.
-"""The program of one rank: it is told what to do by the engine's process, and ends with it."""
+"""The program of a rank process: runs the commands of the engine's process, and ends with that process."""
 
 from __future__ import annotations
 
@@ -21,50 +21,55 @@ from torch._C._distributed_c10d import FileStore
 
 from hotswap.backends.torch.device import out_of_memory_mapped
 from hotswap.backends.torch.parallel.collectives import Boundary, Group
+from hotswap.backends.torch.parallel.grid import Grid
 from hotswap.backends.torch.parallel.messages import (
-    Ask,
     Bind,
     Command,
     Done,
     Drop,
     Failed,
+    GetStats,
+    NumberedCommand,
     OpenCache,
     Reply,
     Setup,
     Step,
-    Told,
 )
-from hotswap.backends.torch.parallel.places import Grid
 from hotswap.backends.torch.parallel.shared import SharedMemory
 from hotswap.backends.torch.parallel.stage import Stage
 
 __all__ = ["main"]
 
 
-def main(commands: int, life: int) -> None:
-    """Obey what comes over the socket `commands` until `life`, the other, is closed. Does not return."""
-    threading.Thread(target=_end_with, args=(life,), daemon=True).start()
-    connection: Connection[Reply, Told] = Connection(commands)
-    told = connection.recv()
+def main(commands: int, liveness: int) -> None:
+    """Run the commands of a socket until the liveness socket closes. Does not return.
+
+    Args:
+        commands: The file descriptor of the socket for commands and replies.
+        liveness: The file descriptor of the socket that closes when the engine's process ends.
+    """
+    threading.Thread(target=_exit_when_closed, args=(liveness,), daemon=True).start()
+    connection: Connection[Reply, NumberedCommand] = Connection(commands)
+    message = connection.recv()
     rank: _Rank | None = None
     try:
-        assert isinstance(told.command, Setup), "a rank is set up before anything else"
-        rank = _Rank(told.command, connection)
-        connection.send(Done(told.number))
+        assert isinstance(message.command, Setup), "a rank is set up before anything else"
+        rank = _Rank(message.command, connection)
+        connection.send(Done(message.number))
         with torch.inference_mode():
             while True:
-                rank.obey(told := connection.recv())
+                rank.execute(message := connection.recv())
     except BaseException as exc:
-        # Of a step nobody knows what the other ranks have done of it; of the rest, whether memory is sound.
-        connection.send(_failed(told.number, exc, ends=True))
+        # After a failed step the state of the other ranks is unknown, after other errors that of the memory.
+        connection.send(_failed(message.number, exc, ends=True))
     finally:
-        # No clean end: whoever waits for this rank in a collective must notice at once.
+        # Without clean-up, so that ranks that wait for this one in a collective fail at once.
         os._exit(1)
 
 
-def _end_with(life: int) -> None:
-    """End this process when the other end of a socket closes, as it does whatever way its owner ends."""
-    with socket.socket(fileno=life) as end:
+def _exit_when_closed(liveness: int) -> None:
+    """End this process when the other end of a socket closes, as it does even if its process is killed."""
+    with socket.socket(fileno=liveness) as end:
         end.recv(1)
     os._exit(1)
 
@@ -74,9 +79,9 @@ def _failed(number: int, exc: BaseException, *, ends: bool) -> Failed:
 
 
 class _Rank:
-    def __init__(self, setup: Setup, connection: Connection[Reply, Told]) -> None:
+    def __init__(self, setup: Setup, connection: Connection[Reply, NumberedCommand]) -> None:
         self._connection = connection
-        self._place = Grid(setup.tp, setup.pp).places[setup.rank]
+        self._position = Grid(setup.tp, setup.pp).positions[setup.rank]
         self._device = torch.device(setup.device)
         self._invariant = setup.invariant
         torch.set_num_threads(setup.threads)
@@ -86,15 +91,15 @@ class _Rank:
         self._group, self._boundary = self._join(setup)
         self._stage: Stage | None = None
 
-    def obey(self, told: Told) -> None:
-        """Carry out one command. A load that fails is undone and answered; any other error ends the rank."""
+    def execute(self, message: NumberedCommand) -> None:
+        """Run one command and reply. A failed step ends the rank; any other failure releases the model."""
         try:
-            done = self._carry_out(told.number, told.command)
+            done = self._carry_out(message.number, message.command)
         except Exception as exc:
             self._drop()
-            if isinstance(told.command, Step):
+            if isinstance(message.command, Step):
                 raise
-            self._connection.send(_failed(told.number, exc, ends=False))
+            self._connection.send(_failed(message.number, exc, ends=False))
         else:
             if done is not None:
                 self._connection.send(done)
@@ -111,7 +116,7 @@ class _Rank:
                 return self._step(number, command)
             case Drop():
                 self._drop()
-            case Ask():
+            case GetStats():
                 pass
             case Setup():
                 raise AssertionError("a rank is set up once")
@@ -119,13 +124,13 @@ class _Rank:
 
     def _bind(self, command: Bind) -> None:
         logits_bytes = math.prod(command.logits_shape) * torch.float32.itemsize
-        # Both are received in any case: the next command follows them.
+        # Receive both before anything can fail: the next command follows them on the socket.
         with (
             self._receive_memory(command.size_bytes) as weights,
             self._receive_memory(logits_bytes) as logits,
         ):
             self._stage = Stage(
-                self._place,
+                self._position,
                 command,
                 weights=weights.tensor,
                 logits=logits.tensor.view(torch.float32).view(command.logits_shape),
@@ -137,7 +142,7 @@ class _Rank:
 
     def _step(self, number: int, command: Step) -> Done | None:
         called = self._bound.step(command)
-        if not (self._place.is_last or command.is_trial):
+        if not (self._position.is_last or command.is_preflight):
             return None
         return Done(number, self._bound.layers, called)
 
@@ -156,21 +161,21 @@ class _Rank:
         return self._stage
 
     def _join(self, setup: Setup) -> tuple[Group, Boundary]:
-        place = self._place
+        position = self._position
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
-            store=FileStore(setup.rendezvous, place.grid.size),
-            rank=place.rank,
-            world_size=place.grid.size,
+            store=FileStore(setup.rendezvous, position.grid.size),
+            rank=position.rank,
+            world_size=position.grid.size,
             timeout=timedelta(seconds=setup.timeout_s),
             device_id=self._device if self._device.type == "cuda" else None,
         )
         # Every rank makes every group, in the same order.
-        made = [dist.new_group(list(stage)) for stage in _stages(place.grid)]
-        mine = cast("dist.ProcessGroup", made[place.stage])
-        group = Group(place, mine, ordered=setup.invariant)
-        return group, Boundary(place, group, self._device, setup.depth)
+        made = [dist.new_group(list(stage)) for stage in _stages(position.grid)]
+        mine = cast("dist.ProcessGroup", made[position.stage])
+        group = Group(position, mine, ordered=setup.invariant)
+        return group, Boundary(position, group, self._device, setup.depth)
 
 
 def _stages(grid: Grid) -> list[range]:
-    return [grid.places[stage * grid.tp].peers for stage in range(grid.pp)]
+    return [grid.positions[stage * grid.tp].peers for stage in range(grid.pp)]

@@ -1,4 +1,4 @@
-"""Memory that the engine's process and its ranks share: nameless, so that nothing outlives the processes."""
+"""Memory shared by the engine's process and its ranks, without a name, so that it ends with the processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ __all__ = ["SharedMemory"]
 
 
 class SharedMemory:
-    """A file without a name, mapped; its pages go with the last process that has it open or mapped."""
+    """A mapped file without a name; its memory is freed when no process has it open or mapped.
+
+    Args:
+        file: The file descriptor.
+        size_bytes: The size.
+
+    Attributes:
+        tensor: The memory as uint8.
+    """
 
     def __init__(self, file: int, size_bytes: int) -> None:
         self.file, self.size_bytes = file, size_bytes
@@ -25,10 +33,10 @@ class SharedMemory:
 
     @classmethod
     def make(cls, size_bytes: int) -> Self:
-        """Return new memory, all zeros; pages exist once they are written to.
+        """Return new zeroed memory; pages are allocated when they are first written.
 
         Raises:
-            MemoryError: there is no room for it.
+            MemoryError: there is not enough memory.
         """
         try:
             file = nameless_file()
@@ -39,7 +47,7 @@ class SharedMemory:
                 os.close(file)
                 raise
         except (OSError, ValueError) as exc:
-            raise MemoryError(f"There is no room for {size_bytes:,} bytes of shared memory.") from exc
+            raise MemoryError(f"There is not enough memory for {size_bytes:,} shared bytes.") from exc
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +58,7 @@ class SharedMemory:
         self.close()
 
     def close(self) -> None:
-        """Let go of it; the mapping lasts as long as somebody looks at `tensor`."""
+        """Close the file; the mapping lasts as long as a reference to `tensor` exists."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1

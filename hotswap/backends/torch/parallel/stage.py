@@ -1,4 +1,4 @@
-"""What one rank has of a loaded model, and how it takes part in a step."""
+"""One rank's part of a loaded model: its modules, weights and KV blocks, and its share of each step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hotswap.backends.torch.kv import KVCache, LayerShape
 from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.parallel import plan, stages
 from hotswap.backends.torch.parallel.collectives import Boundary, Group
+from hotswap.backends.torch.parallel.grid import RankPosition
 from hotswap.backends.torch.parallel.messages import Bind, OpenCache, Step
 from hotswap.backends.torch.parallel.part import part_of
-from hotswap.backends.torch.parallel.places import Place
 from hotswap.errors import UnsupportedModel
 
 __all__ = ["Stage"]
@@ -25,19 +25,19 @@ class Stage:
     """One rank's part of a model, bound to its weights.
 
     Args:
-        place: The rank's.
-        command: What it was told of the model.
-        weights: uint8, the memory in which its weights lie; a CPU uses them there.
-        logits: `[slots, rows, num_logits]` in fp32, where logits go.
+        position: The position of the rank.
+        command: The command to bind the model.
+        weights: uint8, the memory of its weights; a CPU uses it in place.
+        logits: `[slots, rows, num_logits]` in fp32, the shared memory for logits.
         group: The ranks of the stage.
-        boundary: To the stages before and after.
-        device: Where it computes.
-        invariant: Whether logits have the same bits whatever shares the batch.
+        boundary: The connection to the stages before and after.
+        device: The rank's device.
+        invariant: Whether steps are batch-invariant.
     """
 
     def __init__(
         self,
-        place: Place,
+        position: RankPosition,
         command: Bind,
         *,
         weights: Tensor,
@@ -47,30 +47,30 @@ class Stage:
         device: torch.device,
         invariant: bool,
     ) -> None:
-        self._place, self._group, self._boundary, self._device = place, group, boundary, device
+        self._position, self._group, self._boundary, self._device = position, group, boundary, device
         self._skeleton = Skeleton(command.config, device)
-        part = part_of(self._skeleton, place)
+        part = part_of(self._skeleton, position)
         self._layers = part.layers
         self._logits = logits
         self._embedding_size = int(self._skeleton.module.get_input_embeddings().embedding_dim)
         self._hidden_size = int(self._skeleton.config.get_text_config().hidden_size)
         self._skeleton.narrow(part.shapes)
         self._skeleton.bind(weights.to(device), command.specs)
-        self._entrance = stages.StageInput()
-        if place.grid.tp > 1:
+        self._stage_input = stages.StageInput()
+        if position.grid.tp > 1:
             plan.install(self._skeleton.module, group, part.whole)
-        stages.install(self._skeleton.module, self._skeleton.num_layers, place, self._entrance)
+        stages.install(self._skeleton.module, self._skeleton.num_layers, position, self._stage_input)
         self._invariant, self._linear_only = invariant, self._skeleton.linear_only
         self._cache: KVCache | None = None
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
-        """What each layer of the stage keeps of a token, as far as they were seen."""
+        """The KV cache entry of a token in each layer of the stage, for layers used so far."""
         seen = {} if self._cache is None else self._cache.layers
         return tuple(seen[index] for index in self._layers if index in seen)
 
     def open_cache(self, command: OpenCache) -> None:
-        """Make KV blocks, in place of those there are."""
+        """Allocate KV blocks, and free existing ones."""
         self._cache = None
         self._cache = KVCache(
             command.num_blocks,
@@ -81,7 +81,7 @@ class Stage:
         )
 
     def step(self, command: Step) -> tuple[int, ...]:
-        """Do this stage's share of a step, and return the layers that called attention, in order."""
+        """Compute this stage's share of a step; return the layers that called attention, in order."""
         assert self._cache is not None, "the engine opens a cache before it steps"
         self._cache.copy(command.work.copies)
         self._cache.clear(command.work.fresh)
@@ -96,7 +96,7 @@ class Stage:
         else:
             self._put(logits, command.slot)
         finally:
-            self._entrance.hidden = None
+            self._stage_input.hidden = None
         return tuple(batch.step.layers)
 
     @property
@@ -104,19 +104,19 @@ class Stage:
         return cast("nn.Module", self._skeleton.module)
 
     def _enter(self, num_tokens: int, num_rows: int) -> Tensor | None:
-        """Receive what this stage begins with; return what stands in for embeddings that it does not have."""
-        if self._place.is_first:
+        """Receive the stage's input; return a placeholder for the embeddings if it is not the first stage."""
+        if self._position.is_first:
             return None
         hidden = self._boundary.receive(num_tokens, self._hidden_size, self._skeleton.dtype)
-        # Rows that only pad do not cross.
-        self._entrance.hidden = functional.pad(hidden, (0, 0, 0, num_rows - num_tokens))[None]
+        # Padding rows are not sent.
+        self._stage_input.hidden = functional.pad(hidden, (0, 0, 0, num_rows - num_tokens))[None]
         return hidden.new_zeros(1, num_rows, self._embedding_size)
 
     def _leave(self, hidden: Tensor) -> None:
         if hidden.dtype is not self._skeleton.dtype or hidden.shape[-1] != self._hidden_size:
             raise UnsupportedModel(
-                f"The hidden state between layers is {hidden.dtype} of {hidden.shape[-1]}, not what the "
-                "config says; serve the model with pp=1."
+                f"The hidden state between layers is {hidden.dtype} of width {hidden.shape[-1]}, which does "
+                "not match the config; serve the model with pp=1."
             )
         self._boundary.send(hidden)
 
@@ -131,7 +131,7 @@ class Stage:
         return cast("Tensor", out.logits[0])
 
     def _put(self, logits: Tensor, slot: int) -> None:
-        """Write logits, or this rank's slice of them, to where the engine's process reads them."""
+        """Write logits, or this rank's slice of them, to the memory shared with the engine's process."""
         rows = self._logits[slot, : len(logits)]
         if logits.shape[-1] < rows.shape[-1]:
             rows = self._group.slice_of(rows)

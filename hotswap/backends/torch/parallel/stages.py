@@ -1,8 +1,9 @@
-"""Pipeline parallelism by taking layers out: a stage runs its own layers of an unmodified model.
+"""Pipeline parallelism for unmodified models: a stage runs its own layers and skips those of other stages.
 
-The list of layers keeps its length, since models look up kinds of layers by position; those of other stages
-keep their attributes and only do nothing. The first own layer is given the hidden state that was received,
-so whatever a model does to its embeddings does not matter; the first layer of the next stage ends the pass.
+The list of layers keeps its length, since models look up the kind of a layer by its index. The layers of
+other stages keep their attributes, and their `forward` is replaced. The stage's first layer gets the received
+hidden state as its input, so the model's embeddings have no effect; the first layer of the next stage ends
+the pass.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hotswap.backends.torch.attention import current
-from hotswap.backends.torch.parallel.places import Place
+from hotswap.backends.torch.parallel.grid import RankPosition
 from hotswap.errors import ConfigError, UnsupportedModel
 
 __all__ = ["StageEnd", "StageInput", "find_layers", "install", "needed"]
 
-# What layers are told that every stage computes for itself, from positions alone.
-_OWN = frozenset({"attention_mask", "cache_position", "position_embeddings", "position_ids"})
+# Arguments of layers that every stage computes itself, from positions alone.
+_COMPUTED_BY_EVERY_STAGE = frozenset(
+    {"attention_mask", "cache_position", "position_embeddings", "position_ids"}
+)
 
 
 class StageEnd(Exception):
-    """Ends a pass after a stage's last layer: no error. Carries the hidden state `[1, T, hidden_size]`."""
+    """Ends a pass after a stage's last layer; not an error. Has the hidden state `[1, T, hidden_size]`."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -33,14 +36,14 @@ class StageEnd(Exception):
 
 @dataclass(slots=True)
 class StageInput:
-    """The hidden state `[1, T, hidden_size]` that the first own layer of a stage begins with."""
+    """The input of a stage's first layer: a hidden state `[1, T, hidden_size]`."""
 
     hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The list of a model's layers, and the name it has there."""
+    """The list of a model's layers, and its name in the model."""
 
     name: str
     modules: nn.ModuleList
@@ -50,31 +53,34 @@ def find_layers(module: Any, num_layers: int) -> Layers:
     """Return the layers of a model.
 
     Raises:
-        UnsupportedModel: it has no list of as many layers as its config says.
+        UnsupportedModel: the model has no list of `num_layers` modules.
     """
     named: Iterator[tuple[str, nn.Module]] = module.named_modules()
     for name, found in named:
         if isinstance(found, nn.ModuleList) and len(found) == num_layers:
             return Layers(name, found)
     raise UnsupportedModel(
-        f"{type(module).__name__} has no list of {num_layers} layers that stages could share; serve it with "
+        f"{type(module).__name__} has no list of {num_layers} layers to divide into stages; serve it with "
         "pp=1."
     )
 
 
-def needed(module: Any, num_layers: int, place: Place) -> Callable[[str], bool]:
-    """Return whether a stage needs the tensor of a name: those of its layers, and what stands around them.
+def needed(module: Any, num_layers: int, position: RankPosition) -> Callable[[str], bool]:
+    """Return a predicate of tensor names: whether a stage needs the tensor.
+
+    A stage needs the tensors of its layers and those outside the list of layers, except embeddings and the
+    output head if it does not use them.
 
     Raises:
         ConfigError: there are fewer layers than stages.
     """
-    if place.grid.pp == 1:
+    if position.grid.pp == 1:
         return lambda _: True
-    if place.grid.pp > num_layers:
-        raise ConfigError(f"{num_layers} layers cannot fill {place.grid.pp} stages; lower pp.")
+    if position.grid.pp > num_layers:
+        raise ConfigError(f"{num_layers} layers cannot fill {position.grid.pp} stages; lower pp.")
     lead = find_layers(module, num_layers).name + "."
-    mine = {str(layer) for layer in place.layers(num_layers)}
-    unused = _unused(module, place)
+    mine = {str(layer) for layer in position.layers(num_layers)}
+    unused = _unused(module, position)
 
     def is_needed(name: str) -> bool:
         if name.startswith(lead):
@@ -84,25 +90,25 @@ def needed(module: Any, num_layers: int, place: Place) -> Callable[[str], bool]:
     return is_needed
 
 
-def install(module: Any, num_layers: int, place: Place, entrance: StageInput) -> None:
-    """Make a model run the layers of one stage, beginning with what `entrance` holds."""
-    if place.grid.pp == 1:
+def install(module: Any, num_layers: int, position: RankPosition, stage_input: StageInput) -> None:
+    """Make a model run the layers of one stage, with `stage_input` as the input of the first."""
+    if position.grid.pp == 1:
         return
-    mine = place.layers(num_layers)
+    mine = position.layers(num_layers)
     for index, layer in enumerate(find_layers(module, num_layers).modules):
         if index < mine.start:
             layer.forward = _skip
         elif index >= mine.stop:
             layer.forward = _end
-        elif index == mine.start and not place.is_first:
-            layer.forward = _enter(layer.forward, entrance)
+        elif index == mine.start and not position.is_first:
+            layer.forward = _enter(layer.forward, stage_input)
 
 
-def _unused(module: Any, place: Place) -> set[str]:
-    """Names of the embeddings and of the output head where a stage has no use for them."""
+def _unused(module: Any, position: RankPosition) -> set[str]:
+    """Return the names of the embeddings and of the output head if a stage does not use them."""
     inner, outer = module.get_input_embeddings(), module.get_output_embeddings()
-    idle = [] if place.is_first else [inner]
-    if outer is not None and not place.is_last:
+    idle = [] if position.is_first else [inner]
+    if outer is not None and not position.is_last:
         idle.append(outer)
     ids = {id(layer) for layer in idle}
     named = cast("Iterator[tuple[str, nn.Module]]", module.named_modules(remove_duplicate=False))
@@ -115,20 +121,20 @@ def _unused(module: Any, place: Place) -> set[str]:
 
 
 def _skip(hidden: Any = None, *_: Any, **named: Any) -> tuple[Any, ...]:
-    # In a tuple for models that take the first of what a layer returns; to the others it does not matter.
+    # Some models take the first element of a layer's result; the others accept the tuple, since it is unused.
     return (named.get("hidden_states", hidden),)
 
 
 def _end(hidden: Any = None, *others: Any, **named: Any) -> None:
     hidden = named.get("hidden_states", hidden)
-    told = {key: value for key, value in named.items() if key not in _OWN | {"hidden_states"}}
-    strange = [key for key, value in told.items() if _carries_state(value)]
-    odd = strange or any(_carries_state(other) for other in others) or not isinstance(hidden, Tensor)
-    # In a model's own attention, outside of a step, layers are told masks as tensors.
-    if odd and current() is not None:
+    known = _COMPUTED_BY_EVERY_STAGE | {"hidden_states"}
+    unknown = [key for key, value in named.items() if key not in known and _carries_state(value)]
+    fails = unknown or any(_carries_state(other) for other in others) or not isinstance(hidden, Tensor)
+    # In the model's own attention, outside of steps, masks are tensors too.
+    if fails and current() is not None:
         raise UnsupportedModel(
-            "A layer is told more by those before it than a hidden state "
-            f"({', '.join(strange) or 'unnamed'}), which stages do not send; serve the model with pp=1."
+            "A layer gets more from the layers before it than a hidden state "
+            f"({', '.join(unknown) or 'unnamed'}), which stages do not send; serve the model with pp=1."
         )
     raise StageEnd(hidden)
 
@@ -137,11 +143,11 @@ def _carries_state(value: object) -> bool:
     return isinstance(value, Tensor | Mapping | list)
 
 
-def _enter(forward: Callable[..., Any], entrance: StageInput) -> Callable[..., Any]:
+def _enter(forward: Callable[..., Any], stage_input: StageInput) -> Callable[..., Any]:
     def enter(hidden: Any = None, *others: Any, **named: Any) -> Any:
-        assert entrance.hidden is not None, "a stage that is not the first was given nothing"
+        assert stage_input.hidden is not None, "a later stage has received its input"
         if "hidden_states" in named:
-            return forward(**{**named, "hidden_states": entrance.hidden})
-        return forward(entrance.hidden, *others, **named)
+            return forward(**{**named, "hidden_states": stage_input.hidden})
+        return forward(stage_input.hidden, *others, **named)
 
     return enter

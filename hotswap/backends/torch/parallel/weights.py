@@ -1,4 +1,4 @@
-"""From a store's shards to the memory of ranks: each byte is read once, and kept where a rank needs it."""
+"""Reads a store's shards into the memory of the ranks that need them; each byte is read once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotswap.backends.torch.buffers import check_whole, fetch
+from hotswap.backends.torch.buffers import check_shard_size, fetch
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.fp8 import SCALE_SUFFIX
 from hotswap.backends.torch.modeling import main_dtype
@@ -26,7 +26,7 @@ __all__ = ["PartWeights", "Reader"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartWeights:
-    """The weights of one rank: shared memory, and what lies in it."""
+    """The weights of one rank: shared memory, and the tensors in it."""
 
     memory: SharedMemory
     specs: tuple[TensorSpec, ...]
@@ -34,7 +34,7 @@ class PartWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbouring bytes of a shard's buffer, and where in a rank's memory they go."""
+    """A contiguous range of a store's buffer, and its offset `target` in a rank's memory."""
 
     start: int
     stop: int
@@ -42,15 +42,15 @@ class _Run:
 
 
 class Reader:
-    """Reads the parts that several ranks have of a model.
+    """Reads the weights of all ranks of a model.
 
-    Ranks of one tensor part (one in each stage) have different tensors of one buffer of the store. Its shards
-    are read once, chunk by chunk, and each chunk is copied to whom it concerns.
+    Ranks of one tensor-parallel part, one per stage, need different tensors of one buffer of the store. The
+    shards of the buffer are read once, chunk by chunk, and each chunk is copied to the ranks that need it.
 
     Args:
-        manifest: Of the model, cut for as many ranks as a stage has.
-        parts: What every rank has.
-        dtype: What weights of the model's main dtype are to become; `None` leaves them as they are.
+        manifest: The manifest of the model, sharded for the ranks of a stage.
+        parts: The part of the model on each rank.
+        dtype: The dtype to which weights of the model's main dtype are converted; `None` keeps it.
     """
 
     def __init__(self, manifest: Manifest, parts: Sequence[Part], dtype: torch.dtype | None) -> None:
@@ -63,18 +63,18 @@ class Reader:
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
-        """What the weights of each rank take once they are whole and converted.
+        """The memory of each rank's weights after they are dequantized and converted.
 
         Raises:
-            ShardCorrupt: a quantised tensor does not fit the index.
+            ShardCorrupt: a quantized tensor does not fit the index.
         """
         return tuple(self._size_bytes(own) for own in self._manifests)
 
     async def read(self, store: WeightStore) -> tuple[PartWeights, ...]:
-        """Return the weights of every rank; interrupted, it leaves no memory behind.
+        """Return the weights of every rank. On an error or a cancellation all memory is freed.
 
         Raises:
-            OutOfMemory: there is no room for them.
+            OutOfMemory: there is not enough memory.
             ShardCorrupt: a shard or a tensor does not fit the index.
             StoreError: a shard could not be read.
         """
@@ -84,7 +84,7 @@ class Reader:
             stored.extend(_make(own, own.buffer_bytes) for own in self._manifests)
             targets = [memory.tensor for memory in stored]
             for part in range(self._manifest.world_size):
-                if self._parts[0].place.grid.pp == 1:
+                if self._parts[0].position.grid.pp == 1:
                     await fetch(store, self._manifest, targets[part], rank=part)
                 else:
                     for shard in self._manifest.shards_of(part):
@@ -105,13 +105,13 @@ class Reader:
             async for chunk in chunks:
                 await anyio.to_thread.run_sync(self._copy, chunk, shard.rank, targets)
                 copied += chunk.data.nbytes
-        check_whole(shard, copied)
+        check_shard_size(shard, copied)
 
     def _copy(self, chunk: HostChunk, part: int, targets: Sequence[Tensor]) -> None:
         data = np.frombuffer(chunk.data, dtype=np.uint8)
         first, last = chunk.offset_bytes, chunk.offset_bytes + len(data)
         for mine, runs, target in zip(self._parts, self._runs, targets, strict=True):
-            for run in runs if mine.place.part == part else ():
+            for run in runs if mine.position.part == part else ():
                 start, stop = max(run.start, first), min(run.stop, last)
                 if start < stop:
                     at = run.target + start - run.start
@@ -124,12 +124,12 @@ class Reader:
         return specs[1] if specs else own.buffer_bytes
 
     def _recast(self, own: Manifest) -> tuple[tuple[TensorSpec, ...], int] | None:
-        """The layout in the dtype that is wanted; `None` if that is the one of what is stored."""
+        """Return the layout in the requested dtype; `None` if no conversion is needed."""
         main = main_dtype(self._manifest.tensors)
         return None if self._dtype is None or main is self._dtype else recast(own.tensors, main, self._dtype)
 
     def _finish(self, own: Manifest, stored: SharedMemory) -> PartWeights:
-        """Make whole what is quantised, and convert what is wanted in another dtype."""
+        """Dequantize the stored weights, or convert their dtype, if needed."""
         if own.quantization:
             dequantizer = Dequantizer(own, dtype=self._dtype)
             with stored:
@@ -156,29 +156,29 @@ def _make(manifest: Manifest, size_bytes: int) -> SharedMemory:
 
 
 def _manifest_of(manifest: Manifest, part: Part) -> Manifest:
-    """The manifest of what one rank needs, as if it were all there is; tied tensors stay tied."""
+    """Return a manifest with only the tensors of one rank, in a buffer of their own; tied ones stay tied."""
     wanted = part.shapes.keys() | {name + SCALE_SUFFIX for name in part.shapes}
-    specs = [spec for spec in manifest.tensors_of(part.place.part) if spec.name in wanted]
-    if part.place.grid.pp == 1:
+    specs = [spec for spec in manifest.tensors_of(part.position.part) if spec.name in wanted]
+    if part.position.grid.pp == 1:
         return replace(manifest, tensors=tuple(replace(s, rank=0) for s in specs), shards=(), world_size=1)
-    places: dict[int, int] = {}
+    offsets: dict[int, int] = {}
     end = 0
-    # An empty tensor lies where the next one does, without being tied to it.
+    # An empty tensor has the offset of the next one without being tied to it.
     for spec in sorted(specs, key=lambda spec: (spec.offset_bytes, -spec.size_bytes)):
         if not 0 <= spec.offset_bytes <= manifest.buffer_bytes - spec.size_bytes:
             raise ShardCorrupt(
                 f"Tensor {spec.name!r} of {manifest.model!r} lies outside its buffer; convert it again."
             )
-        if spec.offset_bytes not in places:
-            places[spec.offset_bytes] = end
+        if spec.offset_bytes not in offsets:
+            offsets[spec.offset_bytes] = end
             end += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    own = tuple(replace(spec, offset_bytes=places[spec.offset_bytes], rank=0) for spec in specs)
+    own = tuple(replace(spec, offset_bytes=offsets[spec.offset_bytes], rank=0) for spec in specs)
     return replace(manifest, tensors=own, shards=(), buffer_bytes=end, world_size=1)
 
 
 def _runs(manifest: Manifest, part: Part, own: Manifest) -> tuple[_Run, ...]:
-    """Where the bytes of a rank come from, those that lie side by side in both places as one."""
-    sources = {spec.name: spec for spec in manifest.tensors_of(part.place.part)}
+    """Return the ranges to copy for a rank, with ranges merged that are contiguous in source and target."""
+    sources = {spec.name: spec for spec in manifest.tensors_of(part.position.part)}
     pairs = sorted(
         {(sources[spec.name].offset_bytes, spec.offset_bytes, spec.size_bytes) for spec in own.tensors}
     )

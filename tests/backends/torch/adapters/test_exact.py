@@ -12,11 +12,11 @@ import torch
 
 from hotswap import Adapter, AdapterId, Sampling
 from hotswap.backends.torch import TorchEngine
-from hotswap.backends.torch.adapters import holder, ranges
+from hotswap.backends.torch.adapters import manager, ranges
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.ranges import RangePool
 from tests.backends.torch.adapters.files import ALL, ATTENTION, merged, write
-from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
@@ -54,7 +54,7 @@ async def test_tokens_equal_those_of_the_merged_model(
     architecture: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tiles and pages are for other devices, and right anywhere.
-    monkeypatch.setattr(holder, "pool_kind", lambda device: PagedPool if way == "pages" else RangePool)
+    monkeypatch.setattr(manager, "pool_kind", lambda device: PagedPool if way == "pages" else RangePool)
     if way == "tiles":
         monkeypatch.setattr(ranges, "goes_by_rows", lambda dtype, device: False)
     await serve_mixed(architecture, tmp_path)
@@ -83,10 +83,10 @@ async def serve_mixed(architecture: str, tmp_path: Path, device: str = "cpu") ->
         if len(tokens) == 12
     ), "an adapter that changes nothing would hide a mistake"
 
-    wishes = make_wishes(random, "m", prompts, [Sampling(max_tokens=count) for count in counts])
-    wishes = [
-        replace(wish, request=replace(wish.request, adapter=None if a is None else AdapterId(a)))
-        for wish, a in zip(wishes, named, strict=True)
+    plans = make_client_plans(random, "m", prompts, [Sampling(max_tokens=count) for count in counts])
+    plans = [
+        replace(plan, request=replace(plan.request, adapter=None if a is None else AdapterId(a)))
+        for plan, a in zip(plans, named, strict=True)
     ]
     # Few blocks and a small budget, so that requests are preempted and prompts are cut.
     async with TorchEngine(
@@ -95,4 +95,4 @@ async def serve_mixed(architecture: str, tmp_path: Path, device: str = "cpu") ->
         await engine.load(card, store)
         for adapter in adapters:
             await engine.load_adapter(adapter)
-        assert await fulfil(engine, wishes) == expected
+        assert await run_clients(engine, plans) == expected

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, read
-from hotswap.backends.torch.adapters.places import RankRange
 from hotswap.backends.torch.adapters.plan import adaptation
 from hotswap.backends.torch.adapters.ranges import RangePool
+from hotswap.backends.torch.adapters.slots import RankRange
 from hotswap.backends.torch.adapters.targets import Target, targets
 from hotswap.backends.torch.attention import Step, running
 from hotswap.backends.torch.forward import LocalForward, Piece, Work
@@ -55,15 +55,15 @@ def _compare_a_layer(random: Random, dtype: torch.dtype, width_in: int, width_ou
     alone = {n: _put(pool, weights[n]) for n in range(len(RANKS))}
     hidden = _random(generator, dtype, 200, width_in)
     for _ in range(5):
-        places = dict(alone)
+        slots = dict(alone)
         for n in random.sample(range(len(RANKS)), 3):  # elsewhere
-            pool.give(alone[n])
-            places[n] = alone[n] = _put(pool, weights[n])
-        owner = {row: random.choice([None, *places]) for row in range(random.choice([1, 8, 30, 200]))}
-        together = _outputs(layer, hidden, {row: places[n] for row, n in owner.items() if n is not None})
+            pool.free(alone[n])
+            slots[n] = alone[n] = _put(pool, weights[n])
+        owner = {row: random.choice([None, *slots]) for row in range(random.choice([1, 8, 30, 200]))}
+        together = _outputs(layer, hidden, {row: slots[n] for row, n in owner.items() if n is not None})
         for row in random.sample(list(owner), min(len(owner), 12)):
             mine = owner[row]
-            lone = _outputs(layer, hidden[row : row + 1], {} if mine is None else {0: places[mine]})[0]
+            lone = _outputs(layer, hidden[row : row + 1], {} if mine is None else {0: slots[mine]})[0]
             assert torch.equal(together[row], lone), f"row {row} of {len(owner)}, of adapter {mine}"
             if mine is not None:
                 pair = weights[mine].layers["l"]
@@ -72,8 +72,8 @@ def _compare_a_layer(random: Random, dtype: torch.dtype, width_in: int, width_ou
                 assert torch.allclose(
                     lone.double(), right, rtol=0, atol=TOLERANCE[dtype] * float(right.abs().max())
                 )
-    pool.give(filler)
-    pool.give(other)
+    pool.free(filler)
+    pool.free(other)
     pool.close()
 
 
@@ -82,10 +82,10 @@ def test_dtypes_without_a_kernel_go_in_tiles() -> None:
     pool = RangePool({"l": Target(layer, 40, 24)}, num_ranks=400, dtype=torch.float64, device=CPU)
     generator = torch.Generator().manual_seed(1)
     pairs = [LowRank(*(_random(generator, torch.float64, rank, w) for w in (40, 24))) for rank in RANKS]
-    places = [_put(pool, AdapterWeights({"l": pair})) for pair in pairs]
+    slots = [_put(pool, AdapterWeights({"l": pair})) for pair in pairs]
     hidden = _random(generator, torch.float64, 50, 40)
     owner = {row: row % (len(RANKS) + 1) for row in range(50)}  # the last of them is nobody
-    adapted = {row: places[n] for row, n in owner.items() if n < len(RANKS)}
+    adapted = {row: slots[n] for row, n in owner.items() if n < len(RANKS)}
     with torch.inference_mode():
         found, right = _outputs(layer, hidden, adapted), hidden @ layer.weight.T
         for row in adapted:
@@ -104,12 +104,12 @@ def test_no_step_waits_for_the_compiler() -> None:
     pool.close()
 
 
-def _outputs(layer: nn.Linear, hidden: Tensor, places: dict[int, RankRange]) -> Tensor:
+def _outputs(layer: nn.Linear, hidden: Tensor, slots: dict[int, RankRange]) -> Tensor:
     """The layer's output for a step in which some rows have adapters; the layer itself gives zeros."""
-    by_place: dict[RankRange, list[int]] = {}
-    for row, place in places.items():
-        by_place.setdefault(place, []).append(row)
-    pieces = [(place, range(row, row + 1), None) for place, rows in by_place.items() for row in rows]
+    by_slot: dict[RankRange, list[int]] = {}
+    for row, slot in slots.items():
+        by_slot.setdefault(slot, []).append(row)
+    pieces = [(slot, range(row, row + 1), None) for slot, rows in by_slot.items() for row in rows]
     step = Step(
         cache=KVCache(1, 16, CPU),
         blocks=torch.zeros(len(hidden), dtype=torch.long),
@@ -154,16 +154,16 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(dtype: torch.dtype, tmp_path:
     lone: list[list[Tensor]] = []
     for owner, prompt in zip(owners, prompts, strict=True):
         pool = _pool(model, dtype)
-        place = None if owner is None else _put(pool, loaded[owner])
-        lone += _run(model, [prompt], [place], Random(0), budget=1000)
+        slot = None if owner is None else _put(pool, loaded[owner])
+        lone += _run(model, [prompt], [slot], Random(0), budget=1000)
         pool.close()
 
     pool = _pool(model, dtype)
     filler = _put(pool, loaded[3])
-    places = {n: _put(pool, loaded[n]) for n in random.sample(range(len(RANKS)), len(RANKS))}
-    pool.give(filler)
+    slots = {n: _put(pool, loaded[n]) for n in random.sample(range(len(RANKS)), len(RANKS))}
+    pool.free(filler)
     mixed = _run(
-        model, prompts, [None if owner is None else places[owner] for owner in owners], random, budget=60
+        model, prompts, [None if owner is None else slots[owner] for owner in owners], random, budget=60
     )
     pool.close()
     for number, (alone, together) in enumerate(zip(lone, mixed, strict=True)):
@@ -177,15 +177,15 @@ def _pool(model: Any, dtype: torch.dtype) -> RangePool:
 
 
 def _put(pool: RangePool, weights: AdapterWeights) -> RankRange:
-    place = pool.take(weights.rank)
-    assert place is not None
-    pool.put(place, weights)
-    return place
+    slot = pool.allocate(weights.rank)
+    assert slot is not None
+    pool.put(slot, weights)
+    return slot
 
 
 @torch.inference_mode()
 def _run(
-    model: Any, prompts: list[list[int]], places: list[RankRange | None], random: Random, *, budget: int
+    model: Any, prompts: list[list[int]], slots: list[RankRange | None], random: Random, *, budget: int
 ) -> list[list[Tensor]]:
     """The logits behind the prompt and five tokens of each request, in steps that chance composes."""
     cache = KVCache(BLOCKS * len(prompts), 16, CPU)
@@ -202,7 +202,7 @@ def _run(
             if count:
                 blocks = range(1 + n * BLOCKS, 1 + (n + 1) * BLOCKS)
                 part, last = tokens[n][starts[n] : starts[n] + count], starts[n] + count == len(tokens[n])
-                pieces.append((n, Piece(part, starts[n], blocks, last, places[n])))
+                pieces.append((n, Piece(part, starts[n], blocks, last, slots[n])))
                 starts[n], room = starts[n] + count, room - count
         sampled = [n for n, piece in pieces if piece.samples]
         forward.submit(Work(tuple(piece for _, piece in pieces)))

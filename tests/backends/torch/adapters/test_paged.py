@@ -13,8 +13,8 @@ from torch import Tensor
 from hotswap.backends.torch.adapters import plan
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, read
-from hotswap.backends.torch.adapters.places import RankPages
 from hotswap.backends.torch.adapters.plan import adaptation
+from hotswap.backends.torch.adapters.slots import RankPages
 from hotswap.backends.torch.adapters.targets import targets
 from hotswap.backends.torch.attention import Step, running
 from hotswap.backends.torch.kv import KVCache
@@ -30,10 +30,10 @@ def _pool(model: Any, num_ranks: int = 100) -> PagedPool:
 
 
 def _put(pool: PagedPool, weights: AdapterWeights) -> RankPages:
-    place = pool.take(weights.rank)
-    assert place is not None
-    pool.put(place, weights)
-    return place
+    slot = pool.allocate(weights.rank)
+    assert slot is not None
+    pool.put(slot, weights)
+    return slot
 
 
 def _step(num_rows: int, rows_of: dict[RankPages, range]) -> Step:
@@ -41,7 +41,7 @@ def _step(num_rows: int, rows_of: dict[RankPages, range]) -> Step:
         cache=KVCache(1, 16, CPU),
         blocks=torch.zeros(num_rows, dtype=torch.long),
         offsets=torch.zeros(num_rows, dtype=torch.long),
-        adapters=adaptation([(place, rows, None) for place, rows in rows_of.items()], CPU),
+        adapters=adaptation([(slot, rows, None) for slot, rows in rows_of.items()], CPU),
     )
 
 
@@ -50,7 +50,7 @@ def test_layers_with_one_input_go_down_to_ranks_together(
 ) -> None:
     model = make_model("llama")
     pool = _pool(model)
-    place = _put(pool, read(write(tmp_path / "all", model, names=ALL), torch.float32))
+    slot = _put(pool, read(write(tmp_path / "all", model, names=ALL), torch.float32))
     launched: Counter[int] = Counter()
     honest = shrink
 
@@ -60,7 +60,7 @@ def test_layers_with_one_input_go_down_to_ranks_together(
 
     monkeypatch.setattr(plan, "shrink", count)
     layer = model.model.layers[0]
-    with torch.inference_mode(), running(_step(3, {place: range(3)})):
+    with torch.inference_mode(), running(_step(3, {slot: range(3)})):
         hidden = torch.randn(1, 3, model.config.hidden_size)
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             projection(hidden)
@@ -81,8 +81,8 @@ def test_a_layer_that_no_adapter_of_the_step_changes_is_left_to_itself(tmp_path:
     hidden = torch.randn(1, 4, model.config.hidden_size)
     with torch.inference_mode():
         plain = {layer: layer(hidden) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)}
-        for place, changed in ((first, attention.q_proj), (second, attention.v_proj)):
-            with running(_step(4, {place: range(1, 3)})):
+        for slot, changed in ((first, attention.q_proj), (second, attention.v_proj)):
+            with running(_step(4, {slot: range(1, 3)})):
                 for layer, before in plain.items():
                     after = layer(hidden)
                     assert torch.equal(after[:, ::3], before[:, ::3])
@@ -95,16 +95,16 @@ def test_adapters_find_room_between_others_and_pages_come_back() -> None:
     model = make_model("llama")
     pool = _pool(model, num_ranks=71)
     assert pool.num_ranks == 64
-    places = [pool.take(16) for _ in range(4)]
-    assert None not in places
-    assert pool.take(1) is None
-    for place in (places[0], places[2]):
-        assert place is not None
-        pool.give(place)
-    wide = pool.take(32)
+    slots = [pool.allocate(16) for _ in range(4)]
+    assert None not in slots
+    assert pool.allocate(1) is None
+    for slot in (slots[0], slots[2]):
+        assert slot is not None
+        pool.free(slot)
+    wide = pool.allocate(32)
     assert wide is not None
     assert len(set(wide.pages)) == 2
-    assert wide.serial not in {place.serial for place in places if place is not None}
+    assert wide.serial not in {slot.serial for slot in slots if slot is not None}
 
 
 def test_a_closed_pool_leaves_the_model_as_it_was() -> None:
@@ -113,9 +113,9 @@ def test_a_closed_pool_leaves_the_model_as_it_was() -> None:
     before = vars(layer).get("forward")
     pool = _pool(model)
     rank = torch.randn(4, layer.in_features), torch.randn(4, layer.out_features)
-    place = _put(pool, AdapterWeights({"model.layers.0.self_attn.q_proj": LowRank(*rank)}))
+    slot = _put(pool, AdapterWeights({"model.layers.0.self_attn.q_proj": LowRank(*rank)}))
     assert vars(layer).get("forward") is not before
     pool.close()
     assert vars(layer).get("forward") is before
-    pool.put(place, AdapterWeights({"model.layers.0.self_attn.q_proj": LowRank(*rank)}))
+    pool.put(slot, AdapterWeights({"model.layers.0.self_attn.q_proj": LowRank(*rank)}))
     assert vars(layer).get("forward") is before, "what comes too late changes nothing"

@@ -29,7 +29,7 @@ import signal
 from hotswap.backends.torch.parallel.stage import Stage
 from hotswap.errors import UnsupportedModel
 def step(self, command):
-    if self._place.rank:
+    if self._position.rank:
         signal.pause()
     raise UnsupportedModel("It is of the wrong kind.")
 Stage.step = step

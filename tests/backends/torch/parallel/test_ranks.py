@@ -21,7 +21,7 @@ from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.parallel.processes import RemoteTraceback
 from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, ShardCorrupt, UnsupportedModel
-from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.parallel.support import (
     add,
     ask,
@@ -101,9 +101,9 @@ async def serving(engine: TorchEngine, store: WeightStore, name: str) -> AsyncIt
 async def check_tokens(engine: TorchEngine, name: str, *, sampled: bool = False) -> None:
     """Clients that come, leave and come back read what `generate` gives for each alone."""
     model, prompts = make_model(name), make_prompts(1, *LENGTHS)
-    wishes = make_wishes(Random(2), name, prompts, [Sampling(max_tokens=NUM_TOKENS)] * len(prompts))
+    plans = make_client_plans(Random(2), name, prompts, [Sampling(max_tokens=NUM_TOKENS)] * len(prompts))
     expected = [generate(model, prompt, NUM_TOKENS) for prompt in prompts]
-    assert await fulfil(engine, wishes) == expected
+    assert await run_clients(engine, plans) == expected
 
 
 @pytest.mark.parametrize("name", TENSOR)
@@ -152,9 +152,9 @@ async def test_bits_do_not_depend_on_the_batch(tensor_engine: TorchEngine, cut_s
     prompts = make_prompts(5, *LENGTHS)
     samplings = [Sampling(max_tokens=40, temperature=1.5, seed=at) for at in range(len(prompts))]
     async with serving(tensor_engine, cut_store, "llama"):
-        wishes = make_wishes(Random(0), "llama", prompts, samplings)
-        lone = [await fulfil(tensor_engine, [replace(wish, after=None, leaves=())]) for wish in wishes]
-        assert await fulfil(tensor_engine, wishes) == [tokens for (tokens,) in lone]
+        plans = make_client_plans(Random(0), "llama", prompts, samplings)
+        lone = [await run_clients(tensor_engine, [replace(plan, after=None, leaves=())]) for plan in plans]
+        assert await run_clients(tensor_engine, plans) == [tokens for (tokens,) in lone]
 
 
 async def test_a_model_that_is_cut_for_another_number_of_ranks_is_refused(

@@ -26,7 +26,7 @@ def make(
     return Sequence(ticket, tokens, len(tokens), len(tokens) + count, sampler, priority=priority, root=root)
 
 
-class Bench:
+class BatcherHarness:
     """Steps a batcher and checks, at each step, whatever must hold."""
 
     def __init__(self, *, num_blocks: int, block_tokens: int, budget: int, max_requests: int, **options: int):
@@ -63,14 +63,14 @@ class Bench:
             if sequence.append(_sampled(sequence)) is not None:
                 self.batcher.remove(sequence)
                 self.ended.append(sequence)
-        self.check_books()
+        self.check_accounting()
         return plan
 
-    def check_books(self) -> None:
+    def check_accounting(self) -> None:
         """Every block is free, cached or held, by as many as there are; cached ones can be found."""
         pool = self.pool
         held = Counter(block for s in self.batcher.running for block in s.blocks)
-        assert pool._holders == held, "held blocks have as many holders as requests have them"
+        assert pool._ref_counts == held, "held blocks have as many holders as requests have them"
         free, cached, everything = list(pool._free), list(pool._cached), range(1, pool.num_blocks + 1)
         assert sorted([*free, *cached, *held]) == list(everything), "each block is in one state"
         assert pool.num_free == pool.num_blocks - len(held)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from hotswap.backends.torch import products
-from hotswap.backends.torch.products import RowInvariant
+from hotswap.backends.torch import batch_invariant
+from hotswap.backends.torch.batch_invariant import BatchInvariantMode
 
 NUM_ROWS = 140
 
@@ -37,7 +37,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(name: str, dtype: torch.dtype) 
     @given(outputs=st.integers(1, 1100), inputs=st.integers(1, 1100), rows=st.integers(1, NUM_ROWS))
     def check(outputs: int, inputs: int, rows: int) -> None:
         hidden, weight, bias = _random(dtype, (NUM_ROWS, inputs), (outputs, inputs), (outputs,))
-        with RowInvariant():
+        with BatchInvariantMode():
             whole, part = multiply(hidden, weight, bias), multiply(hidden[:rows], weight, bias)
         assert torch.equal(part, whole[:rows])
         torch.testing.assert_close(whole, multiply(hidden, weight, bias), atol=1e-3, rtol=2e-2)
@@ -53,7 +53,7 @@ def test_an_experts_rows_do_not_depend_on_those_of_others(
     rows, weights = _random(torch.float32, (sum(counts) + extra, 300), (len(counts), 200, 300))
     by = weights.transpose(1, 2).contiguous() if transposed else weights.transpose(1, 2)
     ends = list(accumulate(counts))
-    with RowInvariant():
+    with BatchInvariantMode():
         out = functional.grouped_mm(rows, by, offs=torch.tensor(ends, dtype=torch.int32))
         first = 0
         for weight, last in zip(weights, ends, strict=True):
@@ -77,21 +77,21 @@ def test_what_it_does_not_multiply_is_computed_as_ever() -> None:
             torch.matmul(rows[0], weight[0]),
         ]
 
-    with RowInvariant():
+    with BatchInvariantMode():
         inside = computed()
     assert all(torch.equal(one, other) for one, other in zip(inside, computed(), strict=True))
 
 
 def test_a_product_of_the_wrong_sizes_fails_as_ever() -> None:
     rows, weight = torch.zeros(3, 8), torch.zeros(4, 7)
-    with RowInvariant(), pytest.raises(RuntimeError):
+    with BatchInvariantMode(), pytest.raises(RuntimeError):
         functional.linear(rows, weight)
 
 
 def test_without_onednn_everything_is_computed_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "kernels", frozenset)
+    monkeypatch.setattr(batch_invariant, "supported_dtypes", frozenset)
     rows, weight, bias = _random(torch.float32, (3, 8), (4, 8), (4,))
-    with RowInvariant():
+    with BatchInvariantMode():
         inside = functional.linear(rows, weight, bias)
     assert torch.equal(inside, functional.linear(rows, weight, bias))
 

@@ -1,55 +1,55 @@
-"""Which rank is where in the grid of stages and tensor parts, and which layers it has."""
+"""The grid of ranks: pipeline stages by tensor-parallel parts, and the layers of each stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Grid", "Place"]
+__all__ = ["Grid", "RankPosition"]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """`pp` stages of `tp` ranks each. The ranks of a stage are neighbours, so that they share a node."""
+    """`pp` stages of `tp` ranks each. The ranks of a stage have consecutive numbers, so they share a node."""
 
     tp: int
     pp: int
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.tp * self.pp
 
     @property
-    def places(self) -> tuple[Place, ...]:
-        """The place of every rank, in their order."""
-        return tuple(Place(self, rank) for rank in range(self.size))
+    def positions(self) -> tuple[RankPosition, ...]:
+        """The position of every rank, in order."""
+        return tuple(RankPosition(self, rank) for rank in range(self.size))
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One rank of a grid."""
+class RankPosition:
+    """The position of one rank in a grid."""
 
     grid: Grid
     rank: int
 
     @property
     def stage(self) -> int:
-        """Which run of layers it has."""
+        """The number of its stage."""
         return self.rank // self.grid.tp
 
     @property
     def part(self) -> int:
-        """Which part of each of their tensors."""
+        """The number of its tensor-parallel part."""
         return self.rank % self.grid.tp
 
     @property
     def is_first(self) -> bool:
-        """Whether its stage begins with the embeddings."""
+        """Whether its stage is the first, with the embeddings."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its stage ends with the logits."""
+        """Whether its stage is the last, with the output head."""
         return self.stage == self.grid.pp - 1
 
     @property
@@ -58,7 +58,7 @@ class Place:
         return range(self.stage * self.grid.tp, (self.stage + 1) * self.grid.tp)
 
     def layers(self, num_layers: int) -> range:
-        """The layers of its stage: stages differ by one layer at most."""
+        """Return the layers of its stage; the stages' numbers of layers differ by at most one."""
         first, last = self.stage * num_layers // self.grid.pp, (self.stage + 1) * num_layers // self.grid.pp
         return range(first, last)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from hotswap.backends.torch import TorchEngine, attention, examine, modeling
-from hotswap.backends.torch.examine import Verdict
-from hotswap.backends.torch.miniature import WINDOW, enliven, shrink
+from hotswap.backends.torch import TorchEngine, attention, compatibility, modeling
+from hotswap.backends.torch.compatibility import Verdict
+from hotswap.backends.torch.miniature import WINDOW, randomize, shrink
 from hotswap.errors import ShardCorrupt, UnsupportedModel
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import CONFIGS, make_model
@@ -24,7 +24,7 @@ def text(config: Any, **changes: Any) -> str:
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_what_is_served_exactly_is_said_to_be(architecture: str) -> None:
-    assert examine.examine(text(CONFIGS[architecture]())) is Verdict.EXACT
+    assert compatibility.check_config(text(CONFIGS[architecture]())) is Verdict.EXACT
 
 
 # In none of them would a prompt of a few dozen tokens show it, at the sizes they have.
@@ -47,7 +47,7 @@ LATE: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_long_prompts_would_show_is_refused_by_its_reason(why: str) -> None:
     make, reason = LATE[why]
     with pytest.raises(UnsupportedModel, match=reason):
-        examine.examine(text(make()))
+        compatibility.check_config(text(make()))
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
@@ -60,7 +60,7 @@ def test_rope_that_looks_at_the_row_is_found_without_knowing_its_name(
     config = CONFIGS["llama"]()
     config.rope_parameters = parameters | {"original_max_position_embeddings": 64}
     try:
-        verdict = examine._examine(text(config))  # pyright: ignore[reportPrivateUsage]
+        verdict = compatibility._check_config(text(config))  # pyright: ignore[reportPrivateUsage]
     except UnsupportedModel:
         return
     # transformers scales `dynamic` beyond `max_position_embeddings` only, where nothing is ever served.
@@ -88,7 +88,7 @@ def test_an_engine_that_ignores_a_feature_is_found_at_the_sizes_of_real_models(
     real = {"gemma2": transformers.Gemma2Config, "mistral": transformers.MistralConfig}
     real["gpt_oss"] = transformers.GptOssConfig
     with pytest.raises(UnsupportedModel, match="differs"):
-        examine._examine(text(real[architecture]()))  # pyright: ignore[reportPrivateUsage]
+        compatibility._check_config(text(real[architecture]()))  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_a_refusal_comes_before_any_weight_is_read() -> None:
@@ -104,33 +104,34 @@ async def test_a_refusal_comes_before_any_weight_is_read() -> None:
 
 def test_a_config_is_examined_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     config = text(CONFIGS["llama"](), rms_norm_eps=3e-6)
-    examine.examine(config)
-    monkeypatch.setattr(examine, "preflight", None)
+    compatibility.check_config(config)
+    monkeypatch.setattr(compatibility, "preflight", None)
     assert (
-        examine.examine(text(CONFIGS["llama"](), rms_norm_eps=3e-6, _name_or_path="other")) is Verdict.EXACT
+        compatibility.check_config(text(CONFIGS["llama"](), rms_norm_eps=3e-6, _name_or_path="other"))
+        is Verdict.EXACT
     )
     refused = text(transformers.BloomConfig(), n_layer=3)
     for _ in range(2):
         with pytest.raises(UnsupportedModel):
-            examine.examine(refused)
+            compatibility.check_config(refused)
 
 
 def test_a_config_whose_miniatures_do_not_run_is_unknown() -> None:
     # Nothing can be said of a module that nobody could build; its load will tell.
     config = text(CONFIGS["llama"](), hidden_act="no-such-activation")
-    assert examine.examine(config) is Verdict.UNKNOWN
+    assert compatibility.check_config(config) is Verdict.UNKNOWN
 
 
 def test_floats_that_json_does_not_know_are_read_as_transformers_writes_them() -> None:
     config = transformers.GraniteMoeHybridConfig(layer_types=["attention"] * 4, num_hidden_layers=4)
     assert "__float__" in config.to_json_string()
-    assert examine.examine(config.to_json_string()) is Verdict.EXACT
+    assert compatibility.check_config(config.to_json_string()) is Verdict.EXACT
 
 
 @pytest.mark.parametrize("config", ["", "[]"])
 def test_a_config_that_is_none_is_corrupt(config: str) -> None:
     with pytest.raises(ShardCorrupt):
-        examine.examine(config)
+        compatibility.check_config(config)
 
 
 def test_a_miniature_has_every_kind_of_layer_and_all_its_features() -> None:
@@ -148,7 +149,7 @@ def test_no_parameter_of_a_miniature_is_without_effect_by_its_value() -> None:
     model: Any = transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(**next(shrink(CONFIGS["qwen2"]().to_dict())))
     )
-    enliven(model)
+    randomize(model)
     for name, parameter in model.named_parameters():
         assert parameter.abs().max() > 0.1, name
         assert not torch.equal(parameter, torch.ones_like(parameter)), name

@@ -20,14 +20,20 @@ from hotswap.abc import ModelCard, Scheduler
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import SkeletonCache, TorchEngine, linear, loader
-from hotswap.backends.torch.adapters import holder
+from hotswap.backends.torch.adapters import manager
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.adapters.ranges import RangePool
-from hotswap.backends.torch.coded import Coding, attach, detach, keeps_by_default, linear_weights
 from hotswap.backends.torch.dequantize import Dequantizer
 from hotswap.backends.torch.fp8 import SCHEMES
-from hotswap.backends.torch.linear import LEAST_ROWS, kernels, product
+from hotswap.backends.torch.fp8_linear import (
+    QuantizedWeights,
+    attach,
+    detach,
+    keeps_fp8_by_default,
+    linear_weights,
+)
+from hotswap.backends.torch.linear import MIN_ROWS, invariant_linear, supported_dtypes
 from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.weights import Views, tensor_at
 from hotswap.errors import ConfigError, ShardCorrupt
@@ -35,13 +41,13 @@ from hotswap.kernels.fp8_gemm import Fp8Weight, dequantize_rows, pack
 from hotswap.kernels.targets import TARGETS, Device
 from hotswap.policies import LeastLoadedRouter
 from tests.backends.torch.adapters.files import write
-from tests.backends.torch.clients import fulfil, make_wishes
+from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.test_dequantize import Odd, fake_quantize, stored
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
 A, B = ModelId("a"), ModelId("b")
 PROMPT = (5, 6, 7, 8)
-_CODED = "hotswap.backends.torch.coded"
+_CODED = "hotswap.backends.torch.fp8_linear"
 
 
 @asynccontextmanager
@@ -81,9 +87,9 @@ def coded(layer: nn.Linear, scheme: str, dtype: torch.dtype) -> tuple[nn.Sequent
     """A layer computed from its codes, and its weight made whole."""
     module = nn.Sequential(layer)
     manifest, flat = stored(module, scheme)
-    coding = Coding(frozenset({"0.weight"}), SCHEMES[scheme], layer.weight.dtype, dtype)
+    quantized = QuantizedWeights(frozenset({"0.weight"}), SCHEMES[scheme], layer.weight.dtype, dtype)
     specs = {spec.name: spec for spec in manifest.tensors}
-    (made,) = attach(module, coding, specs, Views(flat))
+    (made,) = attach(module, quantized, specs, Views(flat))
     return module, dequantize_rows(made.weight, slice(None), dtype)
 
 
@@ -93,13 +99,13 @@ def test_a_layer_gives_the_bits_of_its_whole_weight_for_any_number_of_rows(
     dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "_widens", lambda: wide)
-    if dtype not in kernels():
+    if dtype not in supported_dtypes():
         pytest.skip(f"there is no kernel for {dtype} here")
 
     @given(
         outputs=st.integers(1, 300),
         inputs=st.sampled_from([1, 64, 100, 128, 300, 512]),
-        rows=st.integers(LEAST_ROWS, 40),
+        rows=st.integers(MIN_ROWS, 40),
         bias=st.booleans(),
         scheme=st.sampled_from(list(SCHEMES)),
     )
@@ -112,9 +118,9 @@ def test_a_layer_gives_the_bits_of_its_whole_weight_for_any_number_of_rows(
         assert torch.equal(module(hidden[:rows]), found[:rows])
         if wide and dtype is torch.bfloat16:
             its_bias = layer.bias.float() if bias else None
-            assert torch.equal(found, product(hidden.float(), whole.float(), its_bias).to(dtype))
+            assert torch.equal(found, invariant_linear(hidden.float(), whole.float(), its_bias).to(dtype))
         else:
-            assert torch.equal(found, product(hidden, whole, layer.bias))
+            assert torch.equal(found, invariant_linear(hidden, whole, layer.bias))
 
     check()
 
@@ -126,27 +132,27 @@ def test_a_layer_is_left_as_it_was_and_its_hooks_run() -> None:
     before = layer(hidden)
     module = nn.Sequential(layer)
     manifest, flat = stored(module, "fp8-e4m3")
-    coding = Coding(linear_weights(module), SCHEMES["fp8-e4m3"], torch.float32, torch.float32)
-    made = attach(module, coding, {spec.name: spec for spec in manifest.tensors}, Views(flat))
+    quantized = QuantizedWeights(linear_weights(module), SCHEMES["fp8-e4m3"], torch.float32, torch.float32)
+    made = attach(module, quantized, {spec.name: spec for spec in manifest.tensors}, Views(flat))
     assert not torch.equal(layer(hidden), before)
     detach(made)
     assert torch.equal(layer(hidden), before)
     assert seen == [0, 0, 0]
 
 
-@pytest.mark.skipif(torch.float32 not in kernels(), reason="oneDNN has no kernel here")
+@pytest.mark.skipif(torch.float32 not in supported_dtypes(), reason="oneDNN has no kernel here")
 def test_a_model_of_kept_layers_needs_no_more_rows_and_no_watching_than_another() -> None:
     model = make_model("llama")
     skeleton = Skeleton(json.dumps(model.config.to_dict()), torch.device("cpu"))
     manifest, flat = stored(model, "fp8-e4m3")
     dequantizer = Dequantizer(manifest, keep=linear_weights(skeleton.module))
-    coding = Coding(dequantizer.kept, dequantizer.scheme, torch.float32, torch.float32)
-    skeleton.bind(flat, manifest.tensors, coding)
-    made = skeleton.coded
+    quantized = QuantizedWeights(dequantizer.kept, dequantizer.scheme, torch.float32, torch.float32)
+    skeleton.bind(flat, manifest.tensors, quantized)
+    made = skeleton.fp8_linears
     assert len(made) == len(dequantizer.kept) > 0
     assert skeleton.linear_only
     skeleton.unbind()
-    assert skeleton.coded == ()
+    assert skeleton.fp8_linears == ()
     assert not any(vars(coded.layer).get("forward") is coded for coded in made)
 
 
@@ -155,9 +161,11 @@ def test_codes_that_do_not_fit_a_layer_are_refused() -> None:
     specs = {spec.name: spec for spec in manifest.tensors}
     for other in (nn.Linear(32, 64), nn.Linear(64, 31), nn.Linear(300, 32)):
         module = nn.Sequential(other)
-        coding = Coding(linear_weights(module), SCHEMES["fp8-e4m3"], torch.float32, torch.float32)
+        quantized = QuantizedWeights(
+            linear_weights(module), SCHEMES["fp8-e4m3"], torch.float32, torch.float32
+        )
         with pytest.raises(ShardCorrupt, match=r"'0\.weight'.*convert the model again"):
-            attach(module, coding, specs, Views(flat))
+            attach(module, quantized, specs, Views(flat))
         assert "forward" not in vars(other)
 
 
@@ -190,7 +198,7 @@ def test_some_weights_stay_codes_and_the_others_become_whole_within_one_buffer(
     expected = torch.empty(whole.size_bytes, dtype=torch.uint8)
     whole.run(data, expected)
     if in_one:
-        flat = torch.full((dequantizer.room_bytes,), 255, dtype=torch.uint8)
+        flat = torch.full((dequantizer.buffer_bytes,), 255, dtype=torch.uint8)
         source = dequantizer.stored_part(flat).copy_(data)
     else:
         flat, source = torch.full((dequantizer.size_bytes,), 255, dtype=torch.uint8), data
@@ -244,8 +252,8 @@ async def test_tokens_are_those_of_the_dequantised_model(
     expected = [generate(model, prompt, 30) for prompt in plain]
     async with store_of(tmp_path, lends=lends) as store, make_engine() as engine:
         await engine.load(await card_of(store, A), store)
-        wishes = make_wishes(random, A, plain, [Sampling(max_tokens=30)] * 3)
-        assert await fulfil(engine, wishes) == expected
+        plans = make_client_plans(random, A, plain, [Sampling(max_tokens=30)] * 3)
+        assert await run_clients(engine, plans) == expected
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
@@ -283,7 +291,7 @@ async def test_what_fits_as_codes_is_preloaded_beside_the_one_that_serves(tmp_pa
         cards = [await card_of(store, name) for name in (A, B)]
         manifest = await store.manifest(A)
         memory_bytes = 2 * manifest.buffer_bytes + (128 << 10)
-        assert memory_bytes < 2 * Dequantizer(manifest).room_bytes, "whole they would not fit"
+        assert memory_bytes < 2 * Dequantizer(manifest).buffer_bytes, "whole they would not fit"
         async with make_engine(memory_bytes=memory_bytes, kv_tokens=256) as engine:
             await engine.load(cards[0], store)
             assert engine.can_preload(cards[1])
@@ -371,7 +379,7 @@ async def test_a_fleet_swaps_to_a_model_of_codes_and_moves_its_requests_with_the
 async def test_adapters_change_layers_that_are_kept_as_codes(
     kind: type[AdapterPool[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holder, "pool_kind", lambda device: kind)
+    monkeypatch.setattr(manager, "pool_kind", lambda device: kind)
     model = make_model("llama", dtype=torch.bfloat16)
     put(tmp_path, A, model)
     adapter = Adapter("tuned", A, write(tmp_path / "adapter", model, seed=3, size=4.0))
@@ -396,12 +404,12 @@ def test_codes_are_kept_by_default_where_a_kernel_decodes_them(monkeypatch: pyte
         for runs in (True, False):
             monkeypatch.setattr(f"{_CODED}.runs_triton", lambda device, runs=runs: runs)
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
-                known[f"{name} {runs} {dtype}"] = keeps_by_default(here, dtype)
+                known[f"{name} {runs} {dtype}"] = keeps_fp8_by_default(here, dtype)
     assert {name for name, keeps in known.items() if keeps} == {
         "sm_90 True torch.bfloat16",
         "sm_90 True torch.float16",
     }
-    assert not keeps_by_default(torch.device("cpu"), torch.bfloat16)
+    assert not keeps_fp8_by_default(torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
@@ -414,7 +422,7 @@ async def test_the_default_goes_by_the_dtype_that_is_computed_in(
         asked.append(dtype)
         return dtype is torch.bfloat16
 
-    monkeypatch.setattr(loader, "keeps_by_default", note)
+    monkeypatch.setattr(loader, "keeps_fp8_by_default", note)
     put(tmp_path, A, make_model("llama", dtype=torch.bfloat16))
     async with store_of(tmp_path, lends=True) as store, make_engine(dtype=dtype, keep_fp8=None) as engine:
         await engine.load(await card_of(store, A), store)

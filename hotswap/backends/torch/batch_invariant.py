@@ -1,10 +1,9 @@
-"""Products that are not those of linear layers, with bits that do not depend on the number of rows.
+"""Batch-invariant versions of the matrix products that models compute outside linear layers.
 
-Routers, mixtures of experts and a few heads multiply by weights of their own through PyTorch's functions,
-whose libraries round a row by how many others there are: fp32 rows of a thousand numbers, for one, up to a
-hundred rows and more where two threads share them. What computes linear layers does not (see `linear`), so
-while a step runs these functions are computed by it. Keys, values and scores, which
-`attention` multiplies in batches, pass.
+Routers, mixtures of experts and some output heads multiply by weights through PyTorch's functions. The CPU
+libraries behind these round a row differently for different numbers of rows: fp32 rows of a thousand numbers,
+for example, up to a hundred rows and more with two threads. The kernels of linear layers do not (see
+`linear`), so during a step these functions use them. Batched products, those of attention, are left alone.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hotswap.backends.torch.linear import LEAST_ROWS, kernels, product
+from hotswap.backends.torch.linear import MIN_ROWS, invariant_linear, supported_dtypes
 
-__all__ = ["RowInvariant"]
+__all__ = ["BatchInvariantMode"]
 
 
-class RowInvariant(TorchFunctionMode):
-    """While it is entered, what this thread multiplies by a matrix is rounded alike for any number of rows.
+class BatchInvariantMode(TorchFunctionMode):
+    """Makes products with matrices on this thread batch-invariant while it is entered.
 
-    What it cannot multiply here, other dtypes and devices, is computed as ever.
+    Products of other dtypes and devices, which have no such kernel, are computed as usual.
     """
 
     def __torch_function__(
@@ -42,14 +41,14 @@ class RowInvariant(TorchFunctionMode):
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """`hidden @ weight.T + bias`; `None` if that is not for us."""
+    """Return `hidden @ weight.T + bias`; `None` if no batch-invariant kernel applies."""
     if weight.ndim != 2 or not _multiplies(hidden, weight, bias) or hidden.shape[-1] != weight.shape[1]:
         return None
     rows = hidden.reshape(-1, hidden.shape[-1])
     num_rows = len(rows)
-    if num_rows < LEAST_ROWS:
-        rows = functional.pad(rows, (0, 0, 0, LEAST_ROWS - num_rows))
-    out = product(rows.contiguous(), weight, bias)[:num_rows]
+    if num_rows < MIN_ROWS:
+        rows = functional.pad(rows, (0, 0, 0, MIN_ROWS - num_rows))
+    out = invariant_linear(rows.contiguous(), weight, bias)[:num_rows]
     return out.view(*hidden.shape[:-1], len(weight))
 
 
@@ -57,7 +56,7 @@ def _multiplies(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     dtypes = {tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None}
     return (
         len(dtypes) == 1
-        and dtypes <= kernels()
+        and dtypes <= supported_dtypes()
         and hidden.device.type == weight.device.type == "cpu"
         and min(hidden.numel(), weight.numel()) > 0
         and (bias is None or bias.ndim == 1)
@@ -73,7 +72,7 @@ def _addmm(bias: Tensor, left: Tensor, right: Tensor, **others: Any) -> Tensor |
 
 
 def _grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor | None = None, **others: Any) -> Tensor | None:
-    """Rows `[S, in]`, the first `offs[0]` by `right[0]`, those up to `offs[1]` by `right[1]`, and so on."""
+    """Multiply rows `[S, in]`: the first `offs[0]` by `right[0]`, those up to `offs[1]` by `right[1]`, ..."""
     if (
         offs is None
         or left.ndim != 2
@@ -90,7 +89,7 @@ def _grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor | None = None, **ot
     for weight, last in zip(right, ends, strict=True):
         if last > first:
             part = _linear(left[first:last], weight.t())
-            assert part is not None, "its dtype and device were looked at"
+            assert part is not None, "its dtype and device were checked"
             out[first:last] = part
         first = last
     return out
@@ -99,7 +98,7 @@ def _grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor | None = None, **ot
 _torch: Any = torch
 _OURS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     functional.linear: _linear,
-    _torch._grouped_mm: _grouped_mm,  # what the public function calls, past any mode
+    _torch._grouped_mm: _grouped_mm,  # the public function calls it without a mode
     torch.addmm: _addmm,
     torch.matmul: _matmul,
     torch.mm: _matmul,

@@ -1,7 +1,7 @@
-"""Linear layers whose weights stay codes and scales where they are computed with: half the bytes.
+"""Linear layers that compute with FP8 weights as stored, which take half the bytes of bf16.
 
-They are chosen by the manifest: a linear layer of the modules whose weight has scales beside it. What else is
-quantised, such as stacks of experts, is made whole when it is loaded.
+The manifest chooses them: every `nn.Linear` whose weight is stored with scales. Other quantized tensors, such
+as stacked expert weights, are dequantized at load.
 """
 
 from __future__ import annotations
@@ -15,45 +15,53 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotswap.backends.torch.fp8 import SCALE_SUFFIX, Scheme
-from hotswap.backends.torch.linear import kernels, product, widened
+from hotswap.backends.torch.linear import invariant_linear, supported_dtypes, widened
 from hotswap.backends.torch.weights import Views
 from hotswap.errors import ConfigError, ShardCorrupt
 from hotswap.kernels.fp8_gemm import FUSED_DTYPES, Fp8Weight, Workspace, fp8_linear, warm_up
 from hotswap.kernels.targets import device_of, runs_triton
 from hotswap.model import TensorSpec
 
-__all__ = ["Coding", "Fp8Linear", "attach", "detach", "keeps_by_default", "linear_weights", "prepare"]
+__all__ = [
+    "Fp8Linear",
+    "QuantizedWeights",
+    "attach",
+    "detach",
+    "keeps_fp8_by_default",
+    "linear_weights",
+    "prepare",
+]
 
 _WEIGHT: Final = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
-    """Which weights of a model are kept as codes, and what they stand for.
+class QuantizedWeights:
+    """The weights of a model that stay quantized, and their format.
 
     Attributes:
-        names: Of the weights, as modules call them.
-        scheme: How they are grouped.
-        before: The dtype that they had.
+        names: The names of the weights in the modules.
+        scheme: The quantization scheme.
+        original_dtype: The dtype of the weights before they were quantized.
         dtype: The dtype that the model computes in.
     """
 
     names: frozenset[str]
     scheme: Scheme
-    before: torch.dtype
+    original_dtype: torch.dtype
     dtype: torch.dtype
 
 
 class Fp8Linear:
-    """What computes a linear layer from codes, in place of its `forward`; hooks of the layer run as ever.
+    """Replaces the `forward` of a linear layer and computes it from FP8 values; hooks of the layer still run.
 
-    On a CPU some rows of the weight are made whole at a time and multiplied as a linear layer's is, so bits
-    depend neither on the batch nor on the block, and are those of the whole weight.
+    On a CPU it dequantizes some rows of the weight at a time and multiplies them as an ordinary linear layer
+    does. The results have the bits of the fully dequantized weight, for any batch and block size.
 
     Args:
         layer: The layer; its weight is a placeholder without values.
-        weight: What it stands for.
-        space: Shared by the layers of one model.
+        weight: The FP8 weight.
+        space: Scratch memory, shared by the layers of one model.
     """
 
     def __init__(self, layer: nn.Linear, weight: Fp8Weight, space: Workspace) -> None:
@@ -64,15 +72,15 @@ class Fp8Linear:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether a row's bits do not depend on how many others there are."""
-        return self.weight.qweight.device.type == "cpu" and self.layer.weight.dtype in kernels()
+        """Whether the bits of a row do not depend on the number of rows."""
+        return self.weight.qweight.device.type == "cpu" and self.layer.weight.dtype in supported_dtypes()
 
     @property
     def _is_wide(self) -> bool:
         return widened() and self.layer.weight.dtype is torch.bfloat16
 
     def remove(self) -> None:
-        """Leave the layer as it was."""
+        """Restore the `forward` that the layer had."""
         if self._former is None:
             vars(self.layer).pop("forward", None)
         else:
@@ -87,14 +95,14 @@ class Fp8Linear:
         return self._multiply(hidden, bias)
 
     def _multiply(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        ours = hidden.device.type == "cpu" and hidden.dtype in kernels()
+        ours = hidden.device.type == "cpu" and hidden.dtype in supported_dtypes()
         return fp8_linear(
-            hidden, self.weight, bias, workspace=self._space, multiply=product if ours else F.linear
+            hidden, self.weight, bias, workspace=self._space, multiply=invariant_linear if ours else F.linear
         )
 
 
-def keeps_by_default(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether codes are kept if nobody said: where a kernel decodes them inside products in `dtype`."""
+def keeps_fp8_by_default(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights stay quantized by default: on GPUs with a kernel for products with FP8 weights."""
     if dtype not in FUSED_DTYPES:
         return False
     target = device_of(device).target
@@ -102,27 +110,33 @@ def keeps_by_default(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def linear_weights(module: nn.Module) -> frozenset[str]:
-    """Return the names of the weights of linear layers, all names where a module has several."""
+    """Return the names of the weights of all `nn.Linear` layers; tied layers with all their names."""
     named = cast("Iterator[tuple[str, nn.Module]]", module.named_modules(remove_duplicate=False))
     return frozenset(f"{name}{_WEIGHT}" for name, layer in named if type(layer) is nn.Linear)
 
 
 def attach(
-    module: nn.Module, coding: Coding, specs: Mapping[str, TensorSpec], views: Views
+    module: nn.Module, quantized: QuantizedWeights, specs: Mapping[str, TensorSpec], views: Views
 ) -> tuple[Fp8Linear, ...]:
-    """Have the linear layers that `coding` names computed from their codes, and return what computes them.
+    """Replace the linear layers named by `quantized` with `Fp8Linear`s, and return these.
+
+    Args:
+        module: The model.
+        quantized: The weights that stay quantized.
+        specs: The tensors of the flat buffer, by name.
+        views: The flat buffer.
 
     Raises:
-        ShardCorrupt: codes or scales are not of the shape that the architecture has.
+        ShardCorrupt: FP8 values or scales do not have the shape of the architecture's weight.
     """
     made: list[Fp8Linear] = []
     space: Workspace | None = None
     try:
-        for name in sorted(coding.names):
+        for name in sorted(quantized.names):
             layer = module.get_submodule(name.removesuffix(_WEIGHT))
-            assert isinstance(layer, nn.Linear), "only these were named"
-            if not isinstance(vars(layer).get("forward"), Fp8Linear):  # else it has another name too
-                weight = _weight_of(name, layer, coding, specs, views)
+            assert isinstance(layer, nn.Linear), "`linear_weights` names no others"
+            if not isinstance(vars(layer).get("forward"), Fp8Linear):  # a tied layer has several names
+                weight = _weight_of(name, layer, quantized, specs, views)
                 space = space or Workspace(weight.qweight.device)
                 made.append(Fp8Linear(layer, weight, space))
     except BaseException:
@@ -132,30 +146,30 @@ def attach(
 
 
 def _weight_of(
-    name: str, layer: nn.Linear, coding: Coding, specs: Mapping[str, TensorSpec], views: Views
+    name: str, layer: nn.Linear, quantized: QuantizedWeights, specs: Mapping[str, TensorSpec], views: Views
 ) -> Fp8Weight:
-    codes, scales = views.at(specs[name]), views.at(specs[name + SCALE_SUFFIX])
+    values, scales = views.at(specs[name]), views.at(specs[name + SCALE_SUFFIX])
     shape = (layer.out_features, layer.in_features)
     try:
-        weight = Fp8Weight(codes, scales, shape[1], coding.scheme.group, coding.before)
+        weight = Fp8Weight(values, scales, shape[1], quantized.scheme.group, quantized.original_dtype)
     except ConfigError:
         weight = None
     if weight is None or weight.shape != shape:
         raise ShardCorrupt(
-            f"Tensor {name!r} has codes {list(codes.shape)} and scales {list(scales.shape)}, the "
-            f"architecture wants {list(shape)}; convert the model again."
+            f"Tensor {name!r} has FP8 values {list(values.shape)} and scales {list(scales.shape)}, the "
+            f"architecture needs {list(shape)}; convert the model again."
         )
     return weight
 
 
 def detach(layers: Iterable[Fp8Linear]) -> None:
-    """Let go of codes: layers are computed as they were before."""
+    """Restore the layers' own `forward` and drop references to FP8 values."""
     for layer in layers:
         layer.remove()
 
 
 def prepare(layers: Iterable[Fp8Linear], dtype: torch.dtype) -> None:
-    """Build the kernels that layers will need, so that no request waits for a compiler. Blocking."""
+    """Compile the kernels that the layers need, so that no request waits for a compiler. Blocking."""
     given: list[Any] = [(layer.weight, cast("Tensor | None", layer.layer.bias)) for layer in layers]
     if given:
         warm_up(given, dtype, Workspace(given[0][0].qweight.device))

@@ -1,7 +1,7 @@
-"""Before ranks serve an architecture: is it one that they can, and do they compute what it should?
+"""The preflight of a model on ranks: compares their logits with those of the model's own attention.
 
-As the preflight of a single process (`hotswap.backends.torch.preflight`), carried out by all ranks: steps in
-chunks and batches are compared with the model's own attention on whole prompts, both over stages and parts.
+Like the preflight in one process (`hotswap.backends.torch.preflight`), run by all ranks: the logits of chunks
+and batches are compared with those of the model's own attention on whole prompts, which ranks compute too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hotswap.backends.torch.parallel.processes import Ranks
 from hotswap.backends.torch.preflight import STEPS, difference, prompts_of, tolerance_of
 from hotswap.errors import UnsupportedModel
 
-__all__ = ["TRIAL_ROWS", "run_trial"]
+__all__ = ["PREFLIGHT_ROWS", "run_preflight"]
 
-# Rows of logits that a trial needs.
-TRIAL_ROWS = 2
+# The rows of logits that a preflight needs.
+PREFLIGHT_ROWS = 2
 
 
-def run_trial(
+def run_preflight(
     ranks: Ranks,
     logits: Tensor,
     *,
@@ -34,21 +34,21 @@ def run_trial(
     block_tokens: int,
     dtype: torch.dtype,
 ) -> tuple[tuple[LayerShape, ...], ...]:
-    """Return what the layers of each rank keep of a token, having checked that ranks can serve the model.
+    """Check that ranks can serve a model exactly; return each rank's KV cache entries of a token, by layer.
 
-    Blocking. Needs no KV blocks, and leaves some behind.
+    Blocking. Allocates KV blocks on the ranks and does not free them.
 
     Args:
-        ranks: Bound to the model.
+        ranks: The ranks, bound to the model.
         logits: `[slots, rows, num_logits]` in fp32, shared with them.
         kind: The architecture, for messages.
-        num_layers: Of the model.
+        num_layers: The number of layers of the model.
         vocabulary: The number of token ids.
-        block_tokens: Tokens of a KV block.
-        dtype: What the model computes in.
+        block_tokens: Tokens per KV block.
+        dtype: The dtype that the model computes in.
 
     Raises:
-        UnsupportedModel: they cannot; or a rank raised it, and the ranks must be started anew.
+        UnsupportedModel: the check failed, or a rank raised it; the ranks must be restarted.
         InstanceLost: a rank failed otherwise.
     """
     prompts = prompts_of(vocabulary)
@@ -67,7 +67,8 @@ def run_trial(
         paged += logits[0, : len(pieces)].clone()
         for request, _ in step:
             piece = Piece(prompts[request][: ends[request]], 0, blocks[request], True)
-            ranks.finish(ranks.submit(Step(Work((piece,)), 0, is_trial=True, eager=True)), is_trial=True)
+            number = ranks.submit(Step(Work((piece,)), 0, is_preflight=True, eager=True))
+            ranks.finish(number, is_preflight=True)
             whole.append(logits[0, 0].clone())
     _compare(torch.stack(paged), torch.stack(whole), kind, tolerance_of(dtype))
     return shapes
@@ -85,22 +86,22 @@ def _deal_blocks(prompts: Sequence[Sequence[int]], block_tokens: int) -> tuple[l
 def _step(
     ranks: Ranks, pieces: Sequence[Piece], kind: str, num_layers: int
 ) -> tuple[tuple[LayerShape, ...], ...]:
-    answers = ranks.finish(ranks.submit(Step(Work(tuple(pieces)), 0, is_trial=True)), is_trial=True)
-    for place, answer in zip(ranks.grid.places, answers, strict=True):
-        expected = list(place.layers(num_layers))
+    answers = ranks.finish(ranks.submit(Step(Work(tuple(pieces)), 0, is_preflight=True)), is_preflight=True)
+    for position, answer in zip(ranks.grid.positions, answers, strict=True):
+        expected = list(position.layers(num_layers))
         if sorted(answer.called) != expected:
             raise UnsupportedModel(
-                f"The {kind!r} model has {len(expected)} layers on {place}, which called attention "
-                f"{len(answer.called)} times, where each should once; serve it with another engine."
+                f"The {len(expected)} layers of the {kind!r} model on {position} called attention "
+                f"{len(answer.called)} times in a pass instead of once each; serve it with another engine."
             )
     return tuple(answer.layers for answer in answers)
 
 
 def _compare(paged: Tensor, whole: Tensor, kind: str, tolerance: float) -> None:
     error = difference(paged, whole)
-    if not error <= tolerance:  # also when it is not a number
+    if not error <= tolerance:  # also if it is NaN
         raise UnsupportedModel(
             f"The {kind!r} model computed in chunks differs by {error:.1e} of its largest logit from its own "
-            f"attention, where {tolerance:.0e} is allowed: it keeps state, or masks keys, in a way of its "
-            "own; serve it with another engine."
+            f"attention, where {tolerance:.0e} is allowed: it keeps state outside attention or builds "
+            "its own masks; serve it with another engine."
         )

@@ -1,4 +1,4 @@
-"""What comes between the reading of an adapter and its place: swaps, drops, want of memory, other engines."""
+"""What comes between the reading of an adapter and its slot: swaps, drops, want of memory, other engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from hotswap import Adapter, AdapterId
 from hotswap.backends.torch import SkeletonCache, TorchEngine
-from hotswap.backends.torch.adapters.holder import pool_kind
+from hotswap.backends.torch.adapters.manager import pool_kind
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank, PeftCache, read
 from hotswap.backends.torch.adapters.pool import AdapterPool
@@ -102,7 +102,7 @@ async def test_no_adapter_goes_while_another_is_being_put(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store, gate = DictStore(), Gate()
-    put, give = AdapterPool.put, AdapterPool.give
+    put, give = AdapterPool.put, AdapterPool.free
     given: list[bool] = []
     card = store.add("m", MODEL)
     first, second = (Adapter(n, "m", write(tmp_path / n, MODEL, r=4 + len(n))) for n in ("x", "yy"))
@@ -119,7 +119,7 @@ async def test_no_adapter_goes_while_another_is_being_put(
         await engine.load(card, store)
         await engine.load_adapter(first)
         monkeypatch.setattr(AdapterPool, "put", put_later)
-        monkeypatch.setattr(AdapterPool, "give", note)
+        monkeypatch.setattr(AdapterPool, "free", note)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.load_adapter, second)
             await gate.wait_until_reached()
