@@ -1,7 +1,7 @@
-"""An engine without a model: it steps a batcher, and remembers what every slot of every block holds.
+"""A test harness without a model: runs the steps of a batcher and records the content of every KV slot.
 
-A slot's content is written down as what its keys and values depend on: the weights, and all tokens up to its
-own. Whoever reads a slot that holds anything else has read another's.
+The content of a slot is recorded as what its keys and values depend on: the weights, and all tokens up to its
+own. A request that reads a slot with another content has read a wrong block.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Slot = tuple[bytes, tuple[int, ...]]
 def make(
     ticket: int, prompt: int | list[int], count: int, *, priority: int = 0, root: bytes = b"m"
 ) -> Sequence:
-    """A request; a number instead of a prompt is its length."""
+    """Return a sequence; an integer `prompt` is the length of a generated one."""
     tokens = [ticket * 1000 + at for at in range(prompt)] if isinstance(prompt, int) else list(prompt)
     sampler = Sampler(Sampling(), (), ())
     return Sequence(ticket, tokens, len(tokens), len(tokens) + count, sampler, priority=priority, root=root)
 
 
 class BatcherHarness:
-    """Steps a batcher and checks, at each step, whatever must hold."""
+    """Runs the steps of a batcher and checks all its invariants at each step."""
 
     def __init__(self, *, num_blocks: int, block_tokens: int, budget: int, max_requests: int, **options: int):
         self.pool = BlockPool(num_blocks)
@@ -51,7 +51,7 @@ class BatcherHarness:
             self.batcher.add(sequence)
 
     def step(self) -> Plan:
-        """Compute one step, as a model would, and sample."""
+        """Compute one step, as a model does, and sample."""
         decoding = [s for s in self.batcher.running if s.num_pending == 1]
         plan = self.batcher.schedule()
         self._check(plan, decoding)
@@ -59,7 +59,7 @@ class BatcherHarness:
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.is_last]
         self.batcher.advance(plan.chunks)
         for sequence in sampling:
-            # The same weights and tokens go on in the same way, so that requests meet again.
+            # Equal weights and tokens give equal samples, so that requests share later blocks too.
             if sequence.append(_sampled(sequence)) is not None:
                 self.batcher.remove(sequence)
                 self.ended.append(sequence)
@@ -67,13 +67,13 @@ class BatcherHarness:
         return plan
 
     def check_accounting(self) -> None:
-        """Every block is free, cached or held, by as many as there are; cached ones can be found."""
+        """Check that every block is free, cached or in use, with the right reference count."""
         pool = self.pool
-        held = Counter(block for s in self.batcher.running for block in s.blocks)
-        assert pool._ref_counts == held, "held blocks have as many holders as requests have them"
+        used = Counter(block for s in self.batcher.running for block in s.blocks)
+        assert pool._ref_counts == used, "the reference count is the number of requests that use a block"
         free, cached, everything = list(pool._free), list(pool._cached), range(1, pool.num_blocks + 1)
-        assert sorted([*free, *cached, *held]) == list(everything), "each block is in one state"
-        assert pool.num_free == pool.num_blocks - len(held)
+        assert sorted([*free, *cached, *used]) == list(everything), "each block is in one state"
+        assert pool.num_free == pool.num_blocks - len(used)
         assert set(pool._contents) >= set(cached)
         assert not set(pool._contents) & set(free)
         assert {block: content.key for block, content in pool._contents.items()} == {
@@ -83,7 +83,7 @@ class BatcherHarness:
         assert all(not s.blocks and not s.num_computed for s in self.batcher.waiting)
         for block, content in pool._contents.items():
             for at, token in enumerate(content.tokens):
-                assert self.memory[block, at][1][-1] == token, "a block holds what it is found by"
+                assert self.memory[block, at][1][-1] == token, "a block has the content of its key"
         for sequence in self.batcher.running:
             self._check_slots(sequence, sequence.num_computed)
 
@@ -128,7 +128,7 @@ class BatcherHarness:
                 slot = self._slot(sequence, at)
                 self._write(sequence.blocks[at // block_tokens], at % block_tokens, slot)
             self._check_slots(sequence, chunk.end)
-            # What is masked must be clear: it is multiplied by zero, which a NaN outlives.
+            # Masked slots must be cleared: they are multiplied by zero, and a NaN would stay a NaN.
             for at in range(chunk.end, len(sequence.blocks) * block_tokens):
                 assert (sequence.blocks[at // block_tokens], at % block_tokens) not in self.memory
             self.num_computed_tokens += chunk.num_tokens
@@ -146,7 +146,7 @@ class BatcherHarness:
         for at in range(end):
             block, offset = divmod(at, self.batcher.block_tokens)
             slot = self.memory.get((sequence.blocks[block], offset))
-            assert slot == self._slot(sequence, at), "everyone reads its own"
+            assert slot == self._slot(sequence, at), "a request reads its own content"
 
 
 def _sampled(sequence: Sequence) -> int:

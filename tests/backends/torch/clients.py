@@ -1,4 +1,4 @@
-"""Clients of an engine that come, leave and come back in an order that a seed decides."""
+"""Random clients of an engine: they send, abort and continue requests, in an order given by a seed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hotswap.abc import Engine
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """A request, and how it is disturbed.
+    """A request, and when its client sends and aborts it.
 
-    It is sent when the plan of index `after` has received a token. Its client leaves after each number of
-    tokens in `leaves`, and sends the rest as a continued request.
+    The client sends the request when the plan of index `after` has received a token. It aborts the stream
+    after each number of tokens in `leaves`, and sends the rest as a continued request.
     """
 
     request: Request
@@ -28,7 +28,7 @@ class ClientPlan:
 def make_client_plans(
     random: Random, model: str, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
 ) -> list[ClientPlan]:
-    """Wishes for the prompts, disturbed at random."""
+    """Return random plans for the prompts."""
     plans: list[ClientPlan] = []
     for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         request = Request(
@@ -41,7 +41,7 @@ def make_client_plans(
 
 
 async def run_clients(engine: Engine, plans: Sequence[ClientPlan]) -> list[list[int]]:
-    """Run all plans side by side and return what each received."""
+    """Run all plans concurrently and return the tokens of each."""
     received: list[list[int]] = [[] for _ in plans]
     began = [anyio.Event() for _ in plans]
 

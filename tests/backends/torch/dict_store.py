@@ -1,4 +1,4 @@
-"""A store that holds models in a dict: manifests and flat bytes, made from modules."""
+"""A weight store in memory: manifests and flat buffers in dicts, made from modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 18
 
 @dataclass
 class DictStore(WeightStore):
-    """Lends chunks of buffers in memory. `on_chunk` is called before each is lent, to look on or to fail."""
+    """Lends chunks of buffers in memory; `on_chunk` is called before each, for observation or errors."""
 
     manifests: dict[str, Manifest] = field(default_factory=dict[str, Manifest])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -31,7 +31,7 @@ class DictStore(WeightStore):
     num_lent: int = 0
 
     def add(self, name: str, module: Any, **changes: Any) -> ModelCard:
-        """Take in a model, and return its card; `changes` are of the manifest."""
+        """Add a model and return its card; `changes` replace fields of the manifest."""
         specs, size_bytes = layout(module)
         flat = torch.zeros(size_bytes, dtype=torch.uint8)
         fill(flat, module, specs)
@@ -61,7 +61,7 @@ class DictStore(WeightStore):
         return self.card(name)
 
     def card(self, name: str) -> ModelCard:
-        """The card of a model that was added."""
+        """Return the card of an added model."""
         return ModelCard.of(Model(name), self.manifests[name])
 
     async def manifest(self, model: ModelId) -> Manifest:
@@ -83,7 +83,7 @@ class DictStore(WeightStore):
         for index, at in enumerate(range(0, len(data), _CHUNK_BYTES)):
             self.on_chunk(shard.model, index)
             await checkpoint()
-            # Every other chunk cannot be written to, like one of a mapped file.
+            # Every other chunk is read-only, like one of a mapped file.
             lent = data[at : at + _CHUNK_BYTES]
             yield HostChunk(offset_bytes=at, data=lent.toreadonly() if index % 2 else lent, tier="dict")
 

@@ -1,4 +1,4 @@
-"""What the rows of a step see is what the model's own mask shows them."""
+"""The rows of a step attend to exactly the keys of the model's own mask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATTERNS: dict[str, MaskFunction] = {
 
 
 @given(PIECES, st.sampled_from(sorted(PATTERNS)))
-def test_rows_see_what_the_mask_shows(spans: list[tuple[int, int]], name: str) -> None:
+def test_rows_attend_to_the_keys_of_the_mask(spans: list[tuple[int, int]], name: str) -> None:
     function = PATTERNS[name]
     cache = KVCache(40, 16, torch.device("cpu"))
     pieces = [Piece([1] * m, start, [1] * blocks_for(start + m, 16), True) for start, m in spans]
@@ -45,7 +45,7 @@ def test_rows_see_what_the_mask_shows(spans: list[tuple[int, int]], name: str) -
         assert torch.equal(shown, expected)
 
 
-def test_nothing_is_hidden_within_where_windows_and_chunks_are_all() -> None:
+def test_windows_and_chunks_need_no_mask_within_their_key_range() -> None:
     cache = KVCache(8, 16, torch.device("cpu"))
     pieces = [Piece([1] * 20, 10, [1, 2], True), Piece([1], 5, [3], True)]
     paged = assemble(pieces, cache, invariant=True).step.paged

@@ -1,4 +1,4 @@
-"""Functions that multiply by weights round a row alike, however many rows there are, and compute the same."""
+"""In `BatchInvariantMode` functions that multiply by weights are right, and round a row independently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hotswap.backends.torch.batch_invariant import BatchInvariantMode
 
 NUM_ROWS = 140
 
-# Each multiplies rows by a weight `[out, in]` that lies as it wants it, with a bias or without.
+# Each multiplies rows by a weight `[out, in]`, in the layout it needs, with or without a bias.
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "linear": lambda rows, weight, bias: functional.linear(rows, weight, bias),
     "linear of a row": lambda rows, weight, bias: functional.linear(rows[None], weight, bias)[0],
@@ -31,7 +31,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_rows_bits_do_not_depend_on_the_others(name: str, dtype: torch.dtype) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(name: str, dtype: torch.dtype) -> None:
     multiply = FUNCTIONS[name]
 
     @given(outputs=st.integers(1, 1100), inputs=st.integers(1, 1100), rows=st.integers(1, NUM_ROWS))
@@ -47,7 +47,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(name: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=5), extra=st.integers(0, 3))
-def test_an_experts_rows_do_not_depend_on_those_of_others(
+def test_the_rows_of_an_expert_do_not_depend_on_those_of_others(
     counts: list[int], extra: int, transposed: bool
 ) -> None:
     rows, weights = _random(torch.float32, (sum(counts) + extra, 300), (len(counts), 200, 300))
@@ -63,7 +63,7 @@ def test_an_experts_rows_do_not_depend_on_those_of_others(
     assert out[first:].eq(0).all(), "rows of no expert"
 
 
-def test_what_it_does_not_multiply_is_computed_as_ever() -> None:
+def test_other_products_are_computed_as_usual() -> None:
     rows, weight, bias = _random(torch.float64, (3, 8), (4, 8), (4,))
     batch, keys = _random(torch.float32, (2, 3, 8), (2, 8, 5))
     empty = torch.zeros(0, 8)
@@ -82,13 +82,13 @@ def test_what_it_does_not_multiply_is_computed_as_ever() -> None:
     assert all(torch.equal(one, other) for one, other in zip(inside, computed(), strict=True))
 
 
-def test_a_product_of_the_wrong_sizes_fails_as_ever() -> None:
+def test_a_product_of_mismatched_sizes_fails_as_usual() -> None:
     rows, weight = torch.zeros(3, 8), torch.zeros(4, 7)
     with BatchInvariantMode(), pytest.raises(RuntimeError):
         functional.linear(rows, weight)
 
 
-def test_without_onednn_everything_is_computed_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_all_products_are_computed_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_invariant, "supported_dtypes", frozenset)
     rows, weight, bias = _random(torch.float32, (3, 8), (4, 8), (4,))
     with BatchInvariantMode():

@@ -1,4 +1,4 @@
-"""The batcher fills its budget, starves nobody, and its books balance; what it shares is what was shared."""
+"""The batcher fills its budget, starves no request, releases all blocks, and shares only equal prefixes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Arrivals(RuleBasedStateMachine):
     def add(self, data: st.DataObject, length: int, count: int, priority: int, root: bytes) -> None:
         tokens = [0] * length
         goes_on: bool = data.draw(st.booleans())
-        if self.requests and goes_on:  # goes on where another was, or turns away from it
+        if self.requests and goes_on:  # shares a prefix with another request
             other = data.draw(st.sampled_from(self.requests))
             tokens = [*other.tokens[:length], *tokens[len(other.tokens) :]]
             tokens[-1] = data.draw(st.integers(0, 1))
@@ -87,7 +87,7 @@ class Arrivals(RuleBasedStateMachine):
         while batcher.running or batcher.waiting:
             self.bench.step()
             steps += 1
-            assert steps < 3000, "somebody starves"
+            assert steps < 3000, "a request starves"
         assert self.bench.pool.num_free == self.bench.pool.num_blocks
 
 
@@ -124,7 +124,7 @@ def test_a_backlog_takes_no_more_steps_than_it_must(lengths: list[int], budget: 
     assert len(list(steps_of(bench))) == -(-sum(lengths) // budget)
 
 
-def test_the_youngest_is_preempted_and_finds_what_is_still_there() -> None:
+def test_the_youngest_is_preempted_and_reuses_its_cached_blocks() -> None:
     bench = BatcherHarness(num_blocks=7, block_tokens=BLOCK, budget=64, max_requests=8)
     old, young, last = make(1, 30, 60), make(2, 30, 60), make(3, 1, 1)
     bench.add(old, young)
@@ -138,7 +138,7 @@ def test_the_youngest_is_preempted_and_finds_what_is_still_there() -> None:
     list(steps_of(bench))
     assert bench.ended == [old, last, young] or bench.ended == [old, young, last]
     assert 0 < bench.batcher.num_reused_tokens < num_tokens
-    assert young.num_reused == 0, "when it first came there was nothing"
+    assert young.num_reused == 0, "nothing was cached at its first admission"
     assert bench.num_computed_tokens > num_computed
 
 
@@ -151,7 +151,7 @@ def test_of_lower_priorities_the_youngest_is_preempted_first() -> None:
     assert bench.ended == [high, low_old, low_young]
 
 
-def test_a_higher_priority_takes_the_place_of_lower_ones_if_that_seats_it() -> None:
+def test_a_higher_priority_preempts_lower_ones_if_that_admits_it() -> None:
     bench = BatcherHarness(num_blocks=8, block_tokens=BLOCK, budget=64, max_requests=8)
     first, second = make(1, 40, 20), make(2, 40, 20)
     bench.add(first, second)
@@ -179,8 +179,10 @@ def test_a_higher_priority_goes_before_long_prompts_that_run_already() -> None:
 
 @given(places=st.integers(0, 20), priority=st.integers(0, 3), crowded=st.booleans())
 @settings(max_examples=12, deadline=None)
-def test_nobody_is_overtaken_by_more_than_so_many(places: int, priority: int, crowded: bool) -> None:
-    """Whatever keeps arriving with a higher priority, a request ends before what came later."""
+def test_a_request_is_overtaken_by_a_bounded_number_of_arrivals(
+    places: int, priority: int, crowded: bool
+) -> None:
+    """A request ends although requests of higher priority keep arriving."""
     bench = BatcherHarness(
         num_blocks=8, block_tokens=BLOCK, budget=32, max_requests=2 if crowded else 4, priority_places=places
     )
@@ -191,7 +193,7 @@ def test_nobody_is_overtaken_by_more_than_so_many(places: int, priority: int, cr
         bench.step()
         if poor in bench.ended:
             break
-    # Those that it may not overtake, and those that ran beside it.
+    # The requests that may overtake it, and those that ran at the same time.
     num_before = bench.ended.index(poor) if poor in bench.ended else len(bench.ended)
     for _ in steps_of(bench):
         pass
@@ -215,7 +217,7 @@ def bench_of(num_blocks: int = 40, **options: int) -> BatcherHarness:
 PROMPT = list(range(100, 140))
 
 
-def test_a_prompt_seen_before_is_computed_from_where_it_differs() -> None:
+def test_a_prompt_is_computed_from_where_it_differs_from_a_cached_one() -> None:
     bench = bench_of()
     run(bench, make(1, PROMPT, 5))
     again, longer, other = make(2, PROMPT, 5), make(3, PROMPT + [7] * 9, 5), make(4, [*PROMPT[:20], 9], 5)
@@ -225,7 +227,7 @@ def test_a_prompt_seen_before_is_computed_from_where_it_differs() -> None:
     assert (again.num_reused, longer.num_reused, other.num_reused) == (39, 40, 20)
 
 
-def test_a_conversation_goes_on_from_its_last_token() -> None:
+def test_a_conversation_reuses_all_tokens_but_the_last() -> None:
     bench = bench_of()
     first = make(1, PROMPT, 9)
     run(bench, first)
@@ -234,14 +236,14 @@ def test_a_conversation_goes_on_from_its_last_token() -> None:
     assert second.num_reused == len(first.tokens) - 1, "the last token was sampled and never computed"
 
 
-def test_requests_side_by_side_share_blocks() -> None:
+def test_concurrent_requests_share_blocks() -> None:
     bench = bench_of()
     bench.add(make(1, PROMPT, 20))
     bench.step()
     used = bench.pool.num_blocks - bench.pool.num_free
     bench.add(make(2, PROMPT, 20), make(3, PROMPT, 20))
     bench.step()
-    assert bench.pool.num_blocks - bench.pool.num_free == used + 2, "one each for what they write themselves"
+    assert bench.pool.num_blocks - bench.pool.num_free == used + 2, "one block each for their own tokens"
 
 
 def test_other_weights_and_other_adapters_share_nothing() -> None:
@@ -252,7 +254,7 @@ def test_other_weights_and_other_adapters_share_nothing() -> None:
         assert sequence.num_reused == 0
 
 
-def test_it_can_be_switched_off() -> None:
+def test_prefix_reuse_can_be_disabled() -> None:
     bench = bench_of(prefix_reuse=False)
     run(bench, make(1, PROMPT, 5))
     again = make(2, PROMPT, 5)
@@ -260,16 +262,16 @@ def test_it_can_be_switched_off() -> None:
     assert (again.num_reused, bench.pool.num_cached) == (0, 0)
 
 
-def test_what_was_used_longest_ago_makes_room_first() -> None:
+def test_the_least_recently_used_prefix_is_dropped_first() -> None:
     bench = bench_of(num_blocks=10)
     for ticket, first in enumerate((1, 2, 3, 1), start=1):  # three blocks each
         run(bench, make(ticket, [first] * 40, 5))
-    run(bench, make(5, [4] * 50, 5))  # one more than are free and belong to one of them
+    run(bench, make(5, [4] * 50, 5))  # one block more than are free and cached for one prefix
     found = [bench.pool.find_start(b"m", [first]) is not None for first in (1, 2, 3, 4)]
     assert found == [True, False, True, True]
 
 
-# ---------------------------------------------------------------------- mistakes that it must notice
+# ---------------------------------------------------------------------- mistakes that the checks must detect
 
 
 def shared_blocks_freed_by_the_first_to_go(patch: pytest.MonkeyPatch) -> None:
@@ -283,11 +285,11 @@ def shared_blocks_freed_by_the_first_to_go(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_leaked_by_sharing(patch: pytest.MonkeyPatch) -> None:
-    honest = BlockPool.acquire
+    original = BlockPool.acquire
 
     def acquire(self: Any, blocks: Any) -> None:
-        honest(self, blocks)
-        honest(self, list(blocks)[:1])
+        original(self, blocks)
+        original(self, list(blocks)[:1])
 
     patch.setattr(BlockPool, "acquire", acquire)
 
@@ -296,7 +298,7 @@ def blocks_found_after_they_were_handed_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "_forget", lambda self, block: self._contents.pop(block))
 
 
-def held_blocks_still_cached(patch: pytest.MonkeyPatch) -> None:
+def used_blocks_still_cached(patch: pytest.MonkeyPatch) -> None:
     def acquire(self: Any, blocks: Any) -> None:
         for block in blocks:
             self._ref_counts[block] = self._ref_counts.get(block, 0) + 1
@@ -305,39 +307,39 @@ def held_blocks_still_cached(patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_left_out_of_the_keys(patch: pytest.MonkeyPatch) -> None:
-    honest = Batcher.add
+    original = Batcher.add
 
     def add(self: Any, sequence: Sequence) -> None:
         sequence.root = b"one for all"
-        honest(self, sequence)
+        original(self, sequence)
 
     patch.setattr(Batcher, "add", add)
 
 
 def blocks_known_by_their_tokens_alone(patch: pytest.MonkeyPatch) -> None:
-    honest = prefix.block_content
+    original = prefix.block_content
 
     def content(parent: bytes, tokens: Any) -> Any:
-        return honest(b"", tokens)
+        return original(b"", tokens)
 
     patch.setattr(prefix, "block_content", content)
     patch.setattr(batching, "block_content", content)
 
 
 def nothing_left_to_compute(patch: pytest.MonkeyPatch) -> None:
-    honest = prefix.find_prefix
+    original = prefix.find_prefix
 
     def find(pool: Any, keys: Any, root: bytes, tokens: list[int], block_tokens: int) -> Any:
-        return honest(pool, keys, root, [*tokens, 0], block_tokens)
+        return original(pool, keys, root, [*tokens, 0], block_tokens)
 
     patch.setattr(batching, "find_prefix", find)
 
 
 def one_token_too_many_copied(patch: pytest.MonkeyPatch) -> None:
-    honest = BlockPool.find_start
+    original = BlockPool.find_start
 
     def find_start(self: Any, parent: bytes, tokens: Any) -> tuple[int, int] | None:
-        found = honest(self, parent, tokens)
+        found = original(self, parent, tokens)
         return found and (found[0], min(found[1] + 1, len(tokens)))
 
     patch.setattr(BlockPool, "find_start", find_start)
@@ -356,24 +358,24 @@ def copied_blocks_cleared(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_source_of_a_copy_handed_out_as_its_target(patch: pytest.MonkeyPatch) -> None:
-    honest_acquire, honest_release = BlockPool.acquire, BlockPool.release
-    # A source is held as a list, a prefix as a tuple.
+    original_acquire, original_release = BlockPool.acquire, BlockPool.release
+    # A copy's source is acquired as a list, a prefix as a tuple.
     patch.setattr(
-        BlockPool, "acquire", lambda self, b: None if isinstance(b, list) else honest_acquire(self, b)
+        BlockPool, "acquire", lambda self, b: None if isinstance(b, list) else original_acquire(self, b)
     )
 
     def release(self: Any, blocks: list[int]) -> None:
         if len(blocks) != 1 or blocks[0] in self._ref_counts:
-            honest_release(self, blocks)
+            original_release(self, blocks)
 
     patch.setattr(BlockPool, "release", release)
 
 
 def tails_found_with_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
-    honest = Batcher._publish
+    original = Batcher._publish
 
     def publish(self: Any, sequence: Sequence, at: int, num_tokens: int) -> None:
-        honest(self, sequence, at, min(num_tokens + 1, self.block_tokens))
+        original(self, sequence, at, min(num_tokens + 1, self.block_tokens))
 
     patch.setattr(Batcher, "_publish", publish)
 
@@ -389,31 +391,31 @@ def blocks_found_before_they_are_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Batcher, "advance", advance)
 
 
-def a_row_left_empty(patch: pytest.MonkeyPatch) -> None:
-    honest = Batcher._prefills
-    patch.setattr(Batcher, "_prefills", lambda self, budget: honest(self, budget - 1))
+def a_row_of_the_budget_left_unused(patch: pytest.MonkeyPatch) -> None:
+    original = Batcher._prefills
+    patch.setattr(Batcher, "_prefills", lambda self, budget: original(self, budget - 1))
 
 
 def the_first_preempted(patch: pytest.MonkeyPatch) -> None:
-    honest = Batcher._preempt
-    patch.setattr(Batcher, "_preempt", lambda self, _: honest(self, self.running[0]))
+    original = Batcher._preempt
+    patch.setattr(Batcher, "_preempt", lambda self, _: original(self, self.running[0]))
 
 
 def a_decode_skipped_for_a_prompt(patch: pytest.MonkeyPatch) -> None:
-    honest = Batcher._decodes
-    patch.setattr(Batcher, "_decodes", lambda self: honest(self)[: max(1, self.token_budget // 3)])
+    original = Batcher._decodes
+    patch.setattr(Batcher, "_decodes", lambda self: original(self)[: max(1, self.token_budget // 3)])
 
 
 def _computing(plan_of: Callable[[Plan], Plan]) -> Any:
-    honest = BatcherHarness._compute
-    return lambda self, plan: honest(self, plan_of(plan))
+    original = BatcherHarness._compute
+    return lambda self, plan: original(self, plan_of(plan))
 
 
 MISTAKES = [
     shared_blocks_freed_by_the_first_to_go,
     blocks_leaked_by_sharing,
     blocks_found_after_they_were_handed_out,
-    held_blocks_still_cached,
+    used_blocks_still_cached,
     weights_left_out_of_the_keys,
     blocks_known_by_their_tokens_alone,
     nothing_left_to_compute,
@@ -423,7 +425,7 @@ MISTAKES = [
     the_source_of_a_copy_handed_out_as_its_target,
     tails_found_with_a_token_too_many,
     blocks_found_before_they_are_full,
-    a_row_left_empty,
+    a_row_of_the_budget_left_unused,
     the_first_preempted,
     a_decode_skipped_for_a_prompt,
 ]
@@ -438,20 +440,20 @@ SEARCH = settings(
 )
 
 
-def test_nothing_is_noticed_where_nothing_was_planted() -> None:
+def test_the_correct_batcher_passes_all_checks() -> None:
     run_state_machine_as_test(Arrivals, settings=settings(SEARCH, max_examples=40))
 
 
 @pytest.mark.parametrize("plant", MISTAKES, ids=lambda plant: plant.__name__)
-def test_a_planted_mistake_is_noticed(
+def test_an_injected_mistake_is_detected(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - a mistake may trip over itself before it is checked
+    with pytest.raises(Exception):  # noqa: B017, PT011 - a mistake may fail with any error before it is checked
         run_state_machine_as_test(Arrivals, settings=SEARCH)
 
 
-def test_the_books_tell_what_the_first_who_waits_needs() -> None:
+def test_the_blocks_that_the_first_waiting_request_needs_are_counted() -> None:
     bench = BatcherHarness(num_blocks=10, block_tokens=BLOCK, budget=64, max_requests=8)
     assert bench.batcher.num_next_blocks == 0
     bench.add(make(1, 6 * BLOCK, 9))
@@ -462,7 +464,7 @@ def test_the_books_tell_what_the_first_who_waits_needs() -> None:
     assert bench.batcher.preempted == ()
 
 
-def test_the_books_name_who_was_preempted() -> None:
+def test_preempted_requests_are_named() -> None:
     bench = BatcherHarness(num_blocks=8, block_tokens=BLOCK, budget=64, max_requests=8)
     bench.add(make(1, 2 * BLOCK, 4 * BLOCK), make(2, 3 * BLOCK, 4 * BLOCK))
     named = {bench.batcher.preempted for _ in steps_of(bench)}

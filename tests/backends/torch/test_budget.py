@@ -1,4 +1,4 @@
-"""The token budget is found by measuring steps: within its bounds, close to the target, and not misled."""
+"""The token budget follows measured step times: in its bounds, close to the target, robust to outliers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN, MAX = 64, 8192
 
 
 def run(budget: TokenBudget, step_s: Callable[[int], float], steps: int) -> list[float]:
-    """Full steps, one after the other, and how long each took."""
+    """Run full steps, and return the time of each."""
     times: list[float] = []
     for _ in range(steps):
         num_tokens = budget.tokens
@@ -24,7 +24,7 @@ def run(budget: TokenBudget, step_s: Callable[[int], float], steps: int) -> list
 
 
 @given(fixed_s=st.floats(0, 0.08), token_s=st.floats(1e-6, 1e-2))
-def test_it_finds_what_fits_and_no_less(fixed_s: float, token_s: float) -> None:
+def test_it_finds_the_largest_budget_within_the_target(fixed_s: float, token_s: float) -> None:
     budget = TokenBudget(0.1, min_tokens=MIN, max_tokens=MAX)
     times = run(budget, lambda num_tokens: fixed_s + token_s * num_tokens, 300)
     fitting = (0.1 - fixed_s) / token_s
@@ -41,7 +41,7 @@ def test_few_steps_are_late_however_much_they_vary(seed: int, spread: float) -> 
 
 
 @given(outlier=st.floats(1, 1e4))
-def test_one_step_that_was_held_up_is_soon_forgotten(outlier: float) -> None:
+def test_one_slow_step_has_a_short_effect(outlier: float) -> None:
     budget = TokenBudget(0.1, min_tokens=MIN, max_tokens=MAX)
 
     def step_s(num_tokens: int) -> float:
@@ -63,7 +63,7 @@ def test_it_follows_when_steps_become_slower_and_faster() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 1e3)), max_size=50))
-def test_it_stays_within_its_bounds_and_repeats_itself(steps: list[tuple[int, float]]) -> None:
+def test_it_stays_within_its_bounds_and_is_deterministic(steps: list[tuple[int, float]]) -> None:
     budgets = [TokenBudget(0.1, min_tokens=MIN, max_tokens=MAX) for _ in range(2)]
     for step in steps:
         for budget in budgets:
@@ -73,7 +73,7 @@ def test_it_stays_within_its_bounds_and_repeats_itself(steps: list[tuple[int, fl
 
 
 @given(num_tokens=st.integers(1, 10_000), step_s=st.floats(0, 0.1))
-def test_a_step_with_room_left_says_nothing_of_the_budget(num_tokens: int, step_s: float) -> None:
+def test_steps_below_the_budget_and_the_target_are_ignored(num_tokens: int, step_s: float) -> None:
     budget = TokenBudget(0.1, min_tokens=MIN, max_tokens=MAX)
     run(budget, lambda n: 0.02 + 1e-4 * n, 300)
     before = budget.tokens

@@ -1,4 +1,4 @@
-"""A config alone tells whether an architecture is served exactly, also where only long prompts show it."""
+"""The check of a config predicts whether its architecture is served exactly, also for long prompts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def text(config: Any, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_what_is_served_exactly_is_said_to_be(architecture: str) -> None:
+def test_supported_architectures_are_exact(architecture: str) -> None:
     assert compatibility.check_config(text(CONFIGS[architecture]())) is Verdict.EXACT
 
 
-# In none of them would a prompt of a few dozen tokens show it, at the sizes they have.
+# At their default sizes a prompt of a few dozen tokens would not show these features.
 LATE: dict[str, tuple[Callable[[], Any], str]] = {
     "chooses 2048 keys by an index": (lambda: transformers.DeepseekV32Config(), "index"),
     "scales queries by their row after 8192": (lambda: transformers.Llama4TextConfig(), "row"),
@@ -44,16 +44,14 @@ LATE: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("why", LATE)
-def test_what_long_prompts_would_show_is_refused_by_its_reason(why: str) -> None:
+def test_features_that_only_long_prompts_show_are_refused_with_the_reason(why: str) -> None:
     make, reason = LATE[why]
     with pytest.raises(UnsupportedModel, match=reason):
         compatibility.check_config(text(make()))
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_rope_that_looks_at_the_row_is_found_without_knowing_its_name(
-    rope: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_dependent_rope_is_detected_by_its_results(rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling, "_ROW_WISE_ROPE", frozenset[str]())
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8} if rope == "longrope" else {}
     parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0, **factors}
@@ -63,35 +61,39 @@ def test_rope_that_looks_at_the_row_is_found_without_knowing_its_name(
         verdict = compatibility._check_config(text(config))  # pyright: ignore[reportPrivateUsage]
     except UnsupportedModel:
         return
-    # transformers scales `dynamic` beyond `max_position_embeddings` only, where nothing is ever served.
+    # transformers scales `dynamic` beyond `max_position_embeddings` only, which is never served.
     assert (rope, verdict) == ("dynamic", Verdict.EXACT)
 
 
 @pytest.mark.parametrize(
     ("architecture", "ignored"), [("gemma2", "softcap"), ("mistral", "attention_mask"), ("gpt_oss", "s_aux")]
 )
-def test_an_engine_that_ignores_a_feature_is_found_at_the_sizes_of_real_models(
+def test_an_ignored_feature_is_detected_at_real_sizes(
     architecture: str, ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = attention.paged_attention
+    original = attention.paged_attention
 
-    def deaf(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any) -> Any:
+    def without_feature(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any
+    ) -> Any:
         if ignored == "attention_mask":
             attention_mask = attention.MaskPattern(lambda b, h, q, k: q >= k)
-        return honest(module, query, key, value, attention_mask, **{**given, ignored: None})
+        return original(module, query, key, value, attention_mask, **{**given, ignored: None})
 
-    def blind(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any) -> Any:
+    def without_mask(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any) -> Any:
         pattern = attention.MaskPattern(lambda b, h, q, k: q >= k)
-        return honest(module, query, key, value, pattern, **given)
+        return original(module, query, key, value, pattern, **given)
 
-    monkeypatch.setattr(attention, "paged_attention", blind if ignored == "attention_mask" else deaf)
+    monkeypatch.setattr(
+        attention, "paged_attention", without_mask if ignored == "attention_mask" else without_feature
+    )
     real = {"gemma2": transformers.Gemma2Config, "mistral": transformers.MistralConfig}
     real["gpt_oss"] = transformers.GptOssConfig
     with pytest.raises(UnsupportedModel, match="differs"):
         compatibility._check_config(text(real[architecture]()))  # pyright: ignore[reportPrivateUsage]
 
 
-async def test_a_refusal_comes_before_any_weight_is_read() -> None:
+async def test_an_architecture_is_refused_before_weights_are_read() -> None:
     store = DictStore()
     store.add("m", make_model(transformers.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2)))
     read: list[int] = []
@@ -102,7 +104,7 @@ async def test_a_refusal_comes_before_any_weight_is_read() -> None:
     assert read == []
 
 
-def test_a_config_is_examined_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_is_checked_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     config = text(CONFIGS["llama"](), rms_norm_eps=3e-6)
     compatibility.check_config(config)
     monkeypatch.setattr(compatibility, "preflight", None)
@@ -117,19 +119,19 @@ def test_a_config_is_examined_once_in_a_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_config_whose_miniatures_do_not_run_is_unknown() -> None:
-    # Nothing can be said of a module that nobody could build; its load will tell.
+    # A model that cannot be built cannot be checked; its load decides.
     config = text(CONFIGS["llama"](), hidden_act="no-such-activation")
     assert compatibility.check_config(config) is Verdict.UNKNOWN
 
 
-def test_floats_that_json_does_not_know_are_read_as_transformers_writes_them() -> None:
+def test_infinities_and_nans_are_read_in_the_form_of_transformers() -> None:
     config = transformers.GraniteMoeHybridConfig(layer_types=["attention"] * 4, num_hidden_layers=4)
     assert "__float__" in config.to_json_string()
     assert compatibility.check_config(config.to_json_string()) is Verdict.EXACT
 
 
 @pytest.mark.parametrize("config", ["", "[]"])
-def test_a_config_that_is_none_is_corrupt(config: str) -> None:
+def test_an_invalid_config_is_corrupt(config: str) -> None:
     with pytest.raises(ShardCorrupt):
         compatibility.check_config(config)
 
@@ -145,7 +147,7 @@ def test_a_miniature_has_every_kind_of_layer_and_all_its_features() -> None:
     assert small["tie_word_embeddings"] is True
 
 
-def test_no_parameter_of_a_miniature_is_without_effect_by_its_value() -> None:
+def test_every_parameter_of_a_miniature_has_an_effect() -> None:
     model: Any = transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(**next(shrink(CONFIGS["qwen2"]().to_dict())))
     )

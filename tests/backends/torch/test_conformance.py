@@ -1,4 +1,4 @@
-"""The torch engine keeps the contract that every engine keeps."""
+"""The torch engine passes the conformance suite of engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.backends.torch.zoo import make_model
 
 class TestTorchEngine(EngineConformance):
     models = (Model("a"), Model("b"))
-    step_s = 60.0  # on a machine however busy
+    step_s = 60.0  # also on a busy machine
     can_lose = True
     device: ClassVar[str] = "cpu"
     skeletons: ClassVar[SkeletonCache]

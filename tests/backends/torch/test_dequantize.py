@@ -1,4 +1,4 @@
-"""Quantised models at load: exact values, within one buffer, from every store, and nothing believed."""
+"""Loads of quantized models: exact values, within one buffer, from every store, with untrusted manifests."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ schemes = st.sampled_from(list(SCHEMES))
 
 
 def rounded(weights: Tensor, scheme: Scheme) -> Tensor:
-    """What is left of weights that were quantised, in their own dtype."""
-    codes, scales = quantize(weights, scheme)
+    """Return weights rounded to their quantized values, in their own dtype."""
+    quantized, scales = quantize(weights, scheme)
     k = weights.shape[-1]
-    values = dequantize(codes.view(-1, k), scales.view(-1, scales.shape[-1]), scheme)
+    values = dequantize(quantized.view(-1, k), scales.view(-1, scales.shape[-1]), scheme)
     return values.view(weights.shape).to(weights.dtype)
 
 
 def fake_quantize(model: Any, scheme: str) -> Any:
-    """Round the weights of a model to what FP8 keeps of them; it stays an ordinary model."""
+    """Round the weights of a model to their quantized values; it stays an ordinary model."""
     state = dict(named_tensors(model))
     with torch.no_grad():
         for name in quantizable(model):
@@ -53,7 +53,7 @@ def fake_quantize(model: Any, scheme: str) -> Any:
 
 
 def stored(module: Any, scheme: str, *, order: Sequence[int] | None = None) -> tuple[Manifest, Tensor]:
-    """A quantised model as a manifest and its buffer; `order` lays its tensors out in another order."""
+    """Return the manifest and the buffer of a quantized model; `order` shuffles the order of its tensors."""
     quantizer = Quantizer(scheme, module)
     parts = [
         (name, part, (id(tensor), index))
@@ -82,7 +82,7 @@ def stored(module: Any, scheme: str, *, order: Sequence[int] | None = None) -> t
 
 
 class Odd(nn.Module):
-    """Layers whose stored parts grow and shrink: with K of 1 codes and scales are larger than the weights."""
+    """Layers that grow or shrink when dequantized: with K of 1 the stored parts exceed the weights."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ blocks = st.sampled_from([1, 300, 1 << 18])
     st.booleans(),
     blocks,
 )
-def test_weights_are_whole_again_within_one_buffer(
+def test_weights_are_dequantized_within_one_buffer(
     sizes: list[tuple[int, int]],
     scheme: str,
     dtype: torch.dtype,
@@ -130,7 +130,7 @@ def test_weights_are_whole_again_within_one_buffer(
         patch.setitem(fp8._BLOCK_WEIGHTS, "cpu", block_weights)  # so that small tensors have many blocks
         dequantizer.run(source, flat)
     if not in_one:
-        assert torch.equal(source, data), "what is lent is not written to"
+        assert torch.equal(source, data), "lent memory is not written"
     found = {spec.name: tensor_at(flat, spec) for spec in dequantizer.specs}
     chosen, state = quantizable(module), module.state_dict()
     assert found.keys() == state.keys()
@@ -141,7 +141,7 @@ def test_weights_are_whole_again_within_one_buffer(
         assert torch.equal(found[name], before.to(target))
 
 
-def test_one_buffer_is_hardly_more_than_the_weights_take() -> None:
+def test_the_buffer_is_hardly_larger_than_the_weights() -> None:
     module = Odd([(4096, 512)] * 6, torch.bfloat16)
     dequantizer = Dequantizer(stored(module, "fp8-e4m3")[0])
     assert dequantizer.buffer_bytes <= 1.02 * dequantizer.size_bytes
@@ -152,7 +152,7 @@ def test_one_buffer_is_hardly_more_than_the_weights_take() -> None:
 
 @asynccontextmanager
 async def store_of(kind: str, root: Path) -> AsyncGenerator[WeightStore]:
-    """A store that lends its memory, one that reads into the engine's, or one that gives chunks alone."""
+    """Open a store that lends its memory, or one that reads into the engine's."""
     disk = NvmeStore(root)
     chosen = TieredStore(PinnedStore("64 MiB"), disk) if kind == "lends" else disk
     async with chosen as store:
@@ -166,7 +166,7 @@ async def card_of(store: WeightStore) -> ModelCard:
 @pytest.mark.parametrize("kind", ["lends", "reads"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "mixtral"])
-async def test_tokens_are_those_of_the_weights_that_are_left(
+async def test_tokens_equal_those_of_the_rounded_weights(
     architecture: str, scheme: str, kind: str, tmp_path: Path
 ) -> None:
     random = Random(3)
@@ -177,14 +177,14 @@ async def test_tokens_are_those_of_the_weights_that_are_left(
     before = [generate(model, prompt, 30) for prompt in plain]
     fake_quantize(model, scheme)
     expected = [generate(model, prompt, 30) for prompt in plain]
-    assert expected != before, "weights that nothing was taken from would prove nothing"
+    assert expected != before, "quantization must change tokens, or the test proves nothing"
     async with store_of(kind, tmp_path) as store, TorchEngine("e0", kv_tokens=512, threads=1) as engine:
         await engine.load(await card_of(store), store)
         plans = make_client_plans(random, M, plain, [Sampling(max_tokens=30)] * 3)
         assert await run_clients(engine, plans) == expected
 
 
-async def test_bfloat16_tokens_and_bytes_are_those_of_an_ordinary_model(tmp_path: Path) -> None:
+async def test_bfloat16_tokens_equal_those_of_an_ordinary_model(tmp_path: Path) -> None:
     model = make_model("llama", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "source")
     manifest = convert(tmp_path / "source", tmp_path, model_id=M, quantize="fp8-e4m3")
@@ -211,7 +211,7 @@ async def tokens(engine: TorchEngine, model: str) -> list[int]:
         return [token.id async for token in stream]
 
 
-async def test_the_budget_counts_what_the_weights_become(tmp_path: Path) -> None:
+async def test_the_budget_counts_the_dequantized_size(tmp_path: Path) -> None:
     make_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
     manifest = convert(tmp_path / "source", tmp_path, model_id=M, quantize="fp8-e4m3")
     needed = Dequantizer(manifest).buffer_bytes
@@ -224,7 +224,7 @@ async def test_the_budget_counts_what_the_weights_become(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("fault", [StoreError("EIO"), None])
-async def test_a_load_that_breaks_off_gives_everything_back(fault: StoreError | None) -> None:
+async def test_a_load_that_fails_or_is_cancelled_frees_its_memory(fault: StoreError | None) -> None:
     model = make_model("llama", dtype=torch.bfloat16)
     store = DictStore()
     card = store.add(M, model)
@@ -256,7 +256,7 @@ async def test_a_load_that_breaks_off_gives_everything_back(fault: StoreError | 
         assert len(await tokens(engine, M)) == 20
 
 
-# ------------------------------------------------------------------------------------------- not believed
+# ------------------------------------------------------------------------------------- untrusted manifests
 
 
 def spoiled(manifest: Manifest, which: str, **changes: Any) -> Manifest:
@@ -275,14 +275,14 @@ def spoiled(manifest: Manifest, which: str, **changes: Any) -> Manifest:
         ("embedding.weight", {"name": "layers.0.bias.scale"}),
     ],
 )
-def test_codes_and_scales_that_do_not_belong_together_are_refused(name: str, changes: Any) -> None:
+def test_values_and_scales_that_do_not_match_are_refused(name: str, changes: Any) -> None:
     manifest, _ = stored(Odd([(20, 15), (6, 3)], torch.bfloat16), "fp8-e4m3")
     with pytest.raises(ShardCorrupt, match="convert the model again"):
         Dequantizer(spoiled(manifest, name, **changes))
 
 
 @pytest.mark.parametrize("dtype", ["", "load", "int8", "float33"])
-def test_a_dtype_that_is_none_is_refused(dtype: str) -> None:
+def test_an_invalid_original_dtype_is_refused(dtype: str) -> None:
     manifest, _ = stored(Odd([(2, 3)], torch.bfloat16), "fp8-e4m3")
     with pytest.raises(ShardCorrupt, match=f"{dtype!r}"):
         Dequantizer(replace(manifest, unquantized_dtype=dtype))
@@ -305,7 +305,7 @@ def _names(specs: Sequence[TensorSpec]) -> list[str]:
     return [spec.name for spec in specs]
 
 
-def test_tied_codes_are_made_whole_once() -> None:
+def test_tied_weights_are_dequantized_once() -> None:
     module = Odd([(20, 256), (20, 256)], torch.bfloat16)
     module.layers[1].weight = module.layers[0].weight
     manifest, data = stored(module, "fp8-e4m3")

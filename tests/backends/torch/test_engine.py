@@ -1,4 +1,4 @@
-"""What a client sees of the torch engine beyond what every engine does."""
+"""Behaviour of the torch engine for its clients, beyond the conformance suite."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ async def serving(
         yield engine
 
 
-async def test_a_generation_that_is_to_be_held_to_a_grammar_is_refused() -> None:
-    """Rather than given whatever the model says."""
+async def test_a_request_with_a_grammar_is_refused() -> None:
+    """The engine has no grammars, and does not silently ignore them."""
     async with serving(make_model("llama")) as engine:
         for grammar in ({"regex": "a+"}, {"json_schema": "{}"}):
             with pytest.raises(InvalidRequest, match="grammar"):
@@ -85,7 +85,7 @@ async def test_a_generation_ends_with_the_context() -> None:
         assert tokens[-1].finish_reason == "length"
 
 
-async def test_what_would_outgrow_the_blocks_is_refused_at_once() -> None:
+async def test_a_request_larger_than_all_blocks_is_refused_at_once() -> None:
     async with serving(make_model("llama"), kv_tokens=64) as engine:
         assert engine.status().max_tokens == 64
         with pytest.raises(PromptTooLong, match="max_tokens"):
@@ -93,7 +93,7 @@ async def test_what_would_outgrow_the_blocks_is_refused_at_once() -> None:
         assert len(await collect(engine, ask([1] * 60, max_tokens=5))) == 5
 
 
-async def test_requests_that_make_no_sense_are_refused_and_harm_nobody() -> None:
+async def test_invalid_requests_are_refused_and_the_engine_still_serves() -> None:
     async with serving(make_model("llama")) as engine:
         for prompt in ([1, VOCABULARY], [-1]):
             with pytest.raises(InvalidRequest, match="vocabulary"):
@@ -103,7 +103,7 @@ async def test_requests_that_make_no_sense_are_refused_and_harm_nobody() -> None
         assert engine.status().state is InstanceState.SERVING
 
 
-async def test_sampled_requests_go_on_as_they_would_have() -> None:
+async def test_sampled_tokens_do_not_depend_on_preemption_and_continuation() -> None:
     model = make_model("qwen3")
     random = Random(0)
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(random.choice([3, 40]))] for _ in range(8)]
@@ -129,7 +129,7 @@ async def test_sampled_requests_go_on_as_they_would_have() -> None:
         assert engine.num_preempted > 0
 
 
-async def test_a_step_that_fails_loses_the_instance_and_unload_brings_it_back(
+async def test_a_failed_step_loses_the_instance_and_unload_restarts_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(self: Runner) -> None:
@@ -153,7 +153,7 @@ async def test_a_step_that_fails_loses_the_instance_and_unload_brings_it_back(
         )
 
 
-async def test_engines_of_one_process_do_not_mix_their_batches() -> None:
+async def test_engines_of_one_process_have_separate_batches() -> None:
     names = ("llama", "qwen3", "gpt2")
     store, skeletons = DictStore(), SkeletonCache()
     models = {name: make_model(name) for name in names}
@@ -208,7 +208,7 @@ async def test_kv_blocks_take_no_more_than_the_memory_has() -> None:
 
 
 async def test_memory_is_not_freed_by_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To give gigabytes back takes as long as many steps."""
+    """Freeing gigabytes takes as long as many steps."""
     freeing = {
         (PackedCache, "fit"),
         (PackedCache, "release"),
@@ -221,11 +221,11 @@ async def test_memory_is_not_freed_by_the_event_loop(monkeypatch: pytest.MonkeyP
     here = threading.get_ident()
 
     def watch(owner: type, name: str) -> None:
-        honest = getattr(owner, name)
+        original = getattr(owner, name)
 
         def call(*arguments: Any) -> Any:
             seen[owner, name] = seen.get((owner, name), True) and threading.get_ident() != here
-            return honest(*arguments)
+            return original(*arguments)
 
         monkeypatch.setattr(owner, name, call)
 

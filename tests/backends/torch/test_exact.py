@@ -1,4 +1,4 @@
-"""In fp32 every architecture gives the greedy tokens of transformers' own `generate`, however disturbed."""
+"""In fp32 greedy tokens equal transformers' own `generate` for every architecture, under random clients."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ async def test_tokens_equal_generate(architecture: str) -> None:
 
 # With a window, a cap, sinks, and values of another width than keys.
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
-async def test_so_they_do_where_blocks_are_gathered(
+async def test_tokens_equal_generate_on_devices_that_gather_blocks(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on devices that the kernel does not compute on."""
+    """These devices have no kernel that reads blocks in place."""
     monkeypatch.setattr(KVCache, "in_place", False)
     monkeypatch.setattr(attention, "attend", None)
     await _compare(architecture)
@@ -40,7 +40,7 @@ async def _compare(architecture: str) -> None:
     counts = [random.choice([1, 40, 60, 60]) for _ in range(NUM_REQUESTS)]
     expected = [generate(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
     distinct = sum(len(set(tokens)) for tokens in expected) / sum(counts)
-    assert distinct > 0.25, "text that repeats itself would hide a mistake"
+    assert distinct > 0.25, "repetitive text could hide a mistake"
 
     store = DictStore()
     card = store.add(architecture, model)
@@ -52,5 +52,5 @@ async def _compare(architecture: str) -> None:
         await engine.load(card, store)
         received = await run_clients(engine, make_client_plans(random, architecture, prompts, samplings))
         assert received == expected
-        assert engine.num_preempted > 0, "more blocks than that would test less"
+        assert engine.num_preempted > 0, "too many blocks: the test must preempt"
         assert engine.num_reused_tokens > 0

@@ -1,4 +1,4 @@
-"""The exactness tests can fail: each of these mistakes, planted in the engine, is noticed."""
+"""The exactness tests can fail: they detect each of these mistakes, injected into the engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    honest = attention.MaskPattern.visible
+    original = attention.MaskPattern.visible
 
     def visible(self: Any, positions: Tensor, num_keys: int) -> Tensor:
-        mask: Tensor = honest(self, positions, num_keys)
+        mask: Tensor = original(self, positions, num_keys)
         oldest = mask & ~torch.cat([torch.zeros_like(mask[..., :1]), mask[..., :-1]], -1)
         wrong: Tensor = mask & ~(oldest & (mask.sum(-1, keepdim=True) > 23))
         return wrong
@@ -33,10 +33,10 @@ def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def own_key_dropped_while_decoding(patch: pytest.MonkeyPatch) -> None:
-    honest = attention.MaskPattern.visible
+    original = attention.MaskPattern.visible
 
     def visible(self: Any, positions: Tensor, num_keys: int) -> Tensor:
-        mask: Tensor = honest(self, positions, num_keys)
+        mask: Tensor = original(self, positions, num_keys)
         keys = torch.arange(num_keys)
         own = keys == positions[:, None]
         wrong: Tensor = mask & ~(own & (keys > 30)) if _is_of_decodes(positions) else mask
@@ -50,20 +50,20 @@ def _is_of_decodes(positions: Tensor) -> bool:
 
 
 def keys_one_slot_late(patch: pytest.MonkeyPatch) -> None:
-    honest = kv.KVCache.write
+    original = kv.KVCache.write
 
     def write(self: Any, layer: int, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         late = torch.where(blocks > 12, (offsets + 1) % self.block_tokens, offsets)
-        honest(self, layer, key, value, blocks, late)
+        original(self, layer, key, value, blocks, late)
 
     patch.setattr(kv.KVCache, "write", write)
 
 
 def blocks_given_twice(patch: pytest.MonkeyPatch) -> None:
-    honest = blocks.BlockPool.allocate
+    original = blocks.BlockPool.allocate
 
     def allocate(self: Any, count: int) -> list[int]:
-        taken = honest(self, count)
+        taken = original(self, count)
         return [1 if count == 1 else block for block in taken]
 
     patch.setattr(blocks.BlockPool, "allocate", allocate)
@@ -74,11 +74,11 @@ def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
         self.blocks.release(sequence.blocks)
         sequence.blocks = []  # and num_computed stays, as if the keys were still there
 
-    honest = batcher.Batcher._allocate_prompt
+    original = batcher.Batcher._allocate_prompt
 
     def seat(self: Any, sequence: Any) -> bool:
         num_computed = sequence.num_computed
-        seated = honest(self, sequence)
+        seated = original(self, sequence)
         sequence.num_computed = max(num_computed, sequence.num_computed)
         return seated
 
@@ -87,10 +87,10 @@ def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
 
 
 def last_token_lost_on_resuming(patch: pytest.MonkeyPatch) -> None:
-    honest = admission.to_sequence
+    original = admission.to_sequence
 
     def to_sequence(request: Any, ticket: int, model: Any, adapter: Any, **given: Any) -> Any:
-        sequence = honest(request, ticket, model, adapter, **given)
+        sequence = original(request, ticket, model, adapter, **given)
         if request.generated:
             sequence.tokens[-1] = sequence.tokens[0]
         return sequence
@@ -99,10 +99,10 @@ def last_token_lost_on_resuming(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_by_chunk(patch: pytest.MonkeyPatch) -> None:
-    honest = forward.assemble
+    original = forward.assemble
 
     def assemble(pieces: Any, cache: Any, **least: Any) -> Any:
-        batch = honest(pieces, cache, **least)
+        batch = original(pieces, cache, **least)
         start, paged = 0, batch.step.paged
         assert paged is not None
         for positions in paged.parts:
@@ -116,10 +116,10 @@ def positions_by_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def padding_of_a_batch_attended_to(patch: pytest.MonkeyPatch) -> None:
-    honest = attention.MaskPattern.visible
+    original = attention.MaskPattern.visible
 
     def visible(self: Any, positions: Tensor, num_keys: int) -> Tensor:
-        mask: Tensor = honest(self, positions, num_keys)
+        mask: Tensor = original(self, positions, num_keys)
         wrong: Tensor = mask | (torch.arange(num_keys) >= num_keys - 1) & _is_of_decodes(positions)
         return wrong
 
@@ -139,7 +139,7 @@ FAULTS: dict[Plant, str] = {
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-async def test_a_planted_fault_is_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_injected_fault_is_detected(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await _is_exact(FAULTS[plant]), "without the fault"
     plant(monkeypatch)
     assert not await _is_exact(FAULTS[plant])

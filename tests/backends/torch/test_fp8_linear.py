@@ -1,4 +1,4 @@
-"""FP8 weights that stay codes where they are computed with: half the bytes, and the same tokens."""
+"""Linear layers whose FP8 weights stay quantized: half the memory, and the tokens of dequantized weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
 A, B = ModelId("a"), ModelId("b")
 PROMPT = (5, 6, 7, 8)
-_CODED = "hotswap.backends.torch.fp8_linear"
+_MODULE = "hotswap.backends.torch.fp8_linear"
 
 
 @asynccontextmanager
@@ -83,8 +83,8 @@ async def tokens(engine: TorchEngine, request: Request) -> list[int]:
 # ------------------------------------------------------------------------------------------------- a layer
 
 
-def coded(layer: nn.Linear, scheme: str, dtype: torch.dtype) -> tuple[nn.Sequential, torch.Tensor]:
-    """A layer computed from its codes, and its weight made whole."""
+def make_fp8_layer(layer: nn.Linear, scheme: str, dtype: torch.dtype) -> tuple[nn.Sequential, torch.Tensor]:
+    """Return a layer computed from FP8 values, and its dequantized weight."""
     module = nn.Sequential(layer)
     manifest, flat = stored(module, scheme)
     quantized = QuantizedWeights(frozenset({"0.weight"}), SCHEMES[scheme], layer.weight.dtype, dtype)
@@ -95,7 +95,7 @@ def coded(layer: nn.Linear, scheme: str, dtype: torch.dtype) -> tuple[nn.Sequent
 
 @pytest.mark.parametrize("wide", [False, True], ids=["as stored", "widened"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_layer_gives_the_bits_of_its_whole_weight_for_any_number_of_rows(
+def test_a_layer_has_the_bits_of_its_dequantized_weight_for_any_number_of_rows(
     dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "_widens", lambda: wide)
@@ -113,7 +113,7 @@ def test_a_layer_gives_the_bits_of_its_whole_weight_for_any_number_of_rows(
         torch.manual_seed(outputs * inputs)
         layer = nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
         hidden = torch.randn(40, inputs).to(dtype)
-        module, whole = coded(layer, scheme, dtype)
+        module, whole = make_fp8_layer(layer, scheme, dtype)
         found = module(hidden)
         assert torch.equal(module(hidden[:rows]), found[:rows])
         if wide and dtype is torch.bfloat16:
@@ -125,7 +125,7 @@ def test_a_layer_gives_the_bits_of_its_whole_weight_for_any_number_of_rows(
     check()
 
 
-def test_a_layer_is_left_as_it_was_and_its_hooks_run() -> None:
+def test_detaching_restores_a_layer_and_its_hooks_run() -> None:
     layer = nn.Linear(64, 32).requires_grad_(False)
     hidden, seen = torch.randn(4, 64), list[int]()
     layer.register_forward_hook(lambda *_: seen.append(0))
@@ -141,7 +141,7 @@ def test_a_layer_is_left_as_it_was_and_its_hooks_run() -> None:
 
 
 @pytest.mark.skipif(torch.float32 not in supported_dtypes(), reason="oneDNN has no kernel here")
-def test_a_model_of_kept_layers_needs_no_more_rows_and_no_watching_than_another() -> None:
+def test_a_model_with_fp8_layers_is_batch_invariant_without_the_mode() -> None:
     model = make_model("llama")
     skeleton = Skeleton(json.dumps(model.config.to_dict()), torch.device("cpu"))
     manifest, flat = stored(model, "fp8-e4m3")
@@ -153,10 +153,10 @@ def test_a_model_of_kept_layers_needs_no_more_rows_and_no_watching_than_another(
     assert skeleton.linear_only
     skeleton.unbind()
     assert skeleton.fp8_linears == ()
-    assert not any(vars(coded.layer).get("forward") is coded for coded in made)
+    assert not any(vars(linear.layer).get("forward") is linear for linear in made)
 
 
-def test_codes_that_do_not_fit_a_layer_are_refused() -> None:
+def test_fp8_weights_that_do_not_fit_a_layer_are_refused() -> None:
     manifest, flat = stored(nn.Sequential(nn.Linear(64, 32)), "fp8-e4m3")
     specs = {spec.name: spec for spec in manifest.tensors}
     for other in (nn.Linear(32, 64), nn.Linear(64, 31), nn.Linear(300, 32)):
@@ -182,7 +182,7 @@ def test_codes_that_do_not_fit_a_layer_are_refused() -> None:
     in_one=st.booleans(),
     packs=st.booleans(),
 )
-def test_some_weights_stay_codes_and_the_others_become_whole_within_one_buffer(
+def test_some_weights_stay_quantized_and_the_others_are_dequantized_within_one_buffer(
     sizes: list[tuple[int, int]],
     scheme: str,
     kept: int,
@@ -217,7 +217,7 @@ def test_some_weights_stay_codes_and_the_others_become_whole_within_one_buffer(
         assert torch.equal(pack(weight).qweight, weight.qweight) or not packs
 
 
-def test_a_weight_with_a_name_that_is_no_linear_layers_is_made_whole() -> None:
+def test_a_weight_tied_to_another_kind_of_layer_is_dequantized() -> None:
     module = Odd([(20, 256), (20, 256)], torch.bfloat16)
     module.layers[1].weight = module.layers[0].weight
     manifest, _ = stored(module, "fp8-e4m3")
@@ -226,7 +226,7 @@ def test_a_weight_with_a_name_that_is_no_linear_layers_is_made_whole() -> None:
     assert Dequantizer(manifest, keep={"layers.0.weight"}).kept == frozenset()
 
 
-def test_what_all_stays_as_it_is_can_be_used_where_it_lies() -> None:
+def test_a_buffer_without_changes_can_be_used_in_place() -> None:
     manifest, _ = stored(Odd([(20, 256), (8, 100)], torch.bfloat16), "fp8-e4m3")
     everything = {spec.name for spec in manifest.tensors}
     assert Dequantizer(manifest, keep=everything).as_stored
@@ -241,7 +241,7 @@ def test_what_all_stays_as_it_is_can_be_used_where_it_lies() -> None:
 @pytest.mark.parametrize("lends", [True, False])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "phi", "mixtral", "deepseek_v3"])
-async def test_tokens_are_those_of_the_dequantised_model(
+async def test_tokens_equal_those_of_the_dequantized_model(
     architecture: str, scheme: str, lends: bool, tmp_path: Path
 ) -> None:
     random = Random(3)
@@ -257,7 +257,7 @@ async def test_tokens_are_those_of_the_dequantised_model(
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
-async def test_tokens_are_those_of_weights_made_whole_in_any_dtype(
+async def test_tokens_equal_those_of_dequantized_weights_in_any_dtype(
     dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     put(tmp_path, A, make_model("llama", dtype=torch.bfloat16))
@@ -270,7 +270,7 @@ async def test_tokens_are_those_of_weights_made_whole_in_any_dtype(
     assert received[0] == received[1]
 
 
-async def test_codes_that_a_store_lends_take_nothing_and_those_that_are_read_their_own_bytes(
+async def test_lent_fp8_weights_take_no_memory_and_read_ones_their_own_size(
     tmp_path: Path,
 ) -> None:
     manifest = put(tmp_path, A, make_model("llama", dtype=torch.bfloat16))
@@ -284,14 +284,14 @@ async def test_codes_that_a_store_lends_take_nothing_and_those_that_are_read_the
     assert manifest.weight_bytes <= taken[False, True] <= manifest.buffer_bytes < taken[False, False]
 
 
-async def test_what_fits_as_codes_is_preloaded_beside_the_one_that_serves(tmp_path: Path) -> None:
+async def test_a_model_that_fits_only_quantized_is_preloaded_beside_another(tmp_path: Path) -> None:
     for name, seed in ((A, 1), (B, 2)):
         put(tmp_path, name, make_model("llama", dtype=torch.bfloat16, seed=seed))
     async with store_of(tmp_path, lends=False) as store:
         cards = [await card_of(store, name) for name in (A, B)]
         manifest = await store.manifest(A)
         memory_bytes = 2 * manifest.buffer_bytes + (128 << 10)
-        assert memory_bytes < 2 * Dequantizer(manifest).buffer_bytes, "whole they would not fit"
+        assert memory_bytes < 2 * Dequantizer(manifest).buffer_bytes, "dequantized they would not fit"
         async with make_engine(memory_bytes=memory_bytes, kv_tokens=256) as engine:
             await engine.load(cards[0], store)
             assert engine.can_preload(cards[1])
@@ -303,8 +303,8 @@ async def test_what_fits_as_codes_is_preloaded_beside_the_one_that_serves(tmp_pa
             assert len(await tokens(engine, ask(B))) == 24
 
 
-async def test_a_request_is_evicted_goes_on_and_the_skeleton_serves_others_in_between(tmp_path: Path) -> None:
-    """Also of the same architecture, in one engine and in another that makes its weights whole."""
+async def test_an_evicted_request_continues_after_the_skeleton_served_other_models(tmp_path: Path) -> None:
+    """With models of one architecture, in this engine and in another one that dequantizes weights."""
     model = make_model("llama")
     put(tmp_path, A, model)
     put(tmp_path, B, make_model("llama", seed=7), None)
@@ -341,7 +341,7 @@ class Idle(Scheduler):
         return ()
 
 
-async def test_a_fleet_swaps_to_a_model_of_codes_and_moves_its_requests_with_their_blocks(
+async def test_a_fleet_swaps_to_an_fp8_model_and_migrates_its_requests(
     tmp_path: Path,
 ) -> None:
     model, other = make_model("llama"), make_model("qwen3")
@@ -376,7 +376,7 @@ async def test_a_fleet_swaps_to_a_model_of_codes_and_moves_its_requests_with_the
 
 
 @pytest.mark.parametrize("kind", [RangePool, PagedPool])
-async def test_adapters_change_layers_that_are_kept_as_codes(
+async def test_adapters_change_layers_with_fp8_weights(
     kind: type[AdapterPool[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager, "pool_kind", lambda device: kind)
@@ -396,13 +396,13 @@ async def test_adapters_change_layers_that_are_kept_as_codes(
     assert received[0] == received[1]
 
 
-def test_codes_are_kept_by_default_where_a_kernel_decodes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_weights_are_kept_by_default_on_devices_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     here, known = torch.device("cuda:0"), dict[str, bool]()
     for name in ("sm_70", "sm_90"):
         card = Device("a card of a test", TARGETS[name], 132)
-        monkeypatch.setattr(f"{_CODED}.device_of", lambda device, card=card: card)
+        monkeypatch.setattr(f"{_MODULE}.device_of", lambda device, card=card: card)
         for runs in (True, False):
-            monkeypatch.setattr(f"{_CODED}.runs_triton", lambda device, runs=runs: runs)
+            monkeypatch.setattr(f"{_MODULE}.runs_triton", lambda device, runs=runs: runs)
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 known[f"{name} {runs} {dtype}"] = keeps_fp8_by_default(here, dtype)
     assert {name for name, keeps in known.items() if keeps} == {
@@ -413,7 +413,7 @@ def test_codes_are_kept_by_default_where_a_kernel_decodes_them(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
-async def test_the_default_goes_by_the_dtype_that_is_computed_in(
+async def test_the_default_depends_on_the_compute_dtype(
     dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[torch.dtype] = []
@@ -426,11 +426,11 @@ async def test_the_default_goes_by_the_dtype_that_is_computed_in(
     put(tmp_path, A, make_model("llama", dtype=torch.bfloat16))
     async with store_of(tmp_path, lends=True) as store, make_engine(dtype=dtype, keep_fp8=None) as engine:
         await engine.load(await card_of(store, A), store)
-        assert (engine.status().weight_bytes == 0) == (dtype is None), "what is lent takes nothing"
+        assert (engine.status().weight_bytes == 0) == (dtype is None), "lent weights take no memory"
         await engine.unload()
     assert asked == [dtype or torch.bfloat16]
 
 
-def test_ranks_make_weights_whole() -> None:
+def test_ranks_refuse_to_keep_fp8_weights() -> None:
     with pytest.raises(ConfigError, match="keep_fp8"):
         TorchEngine("e0", tp=2, keep_fp8=True)

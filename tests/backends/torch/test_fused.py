@@ -1,4 +1,4 @@
-"""What computes as a norm or a rotation does is fused in whatever model it is, and nothing else."""
+"""RMSNorms and rotary embeddings are fused in every model, and nothing else is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hotswap.backends.torch.fused import fuse
 from hotswap.backends.torch.modeling import Skeleton
 from tests.backends.torch.zoo import CONFIGS, make_model
 
-WITHOUT = {"gpt2", "opt"}  # which have neither
+WITHOUT = {"gpt2", "opt"}  # no RMSNorm and no rotary embeddings
 
 
 def fused(module: nn.Module) -> list[str]:
@@ -21,7 +21,7 @@ def fused(module: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("architecture", sorted(set(CONFIGS) - WITHOUT))
-def test_every_norm_and_every_rotation_of_the_zoo_is_found(architecture: str) -> None:
+def test_every_norm_and_rotation_of_all_architectures_is_fused(architecture: str) -> None:
     model = make_model(architecture)
     wanted = [
         type(module).__name__
@@ -29,14 +29,14 @@ def test_every_norm_and_every_rotation_of_the_zoo_is_found(architecture: str) ->
         if "RMSNorm" in type(module).__name__
         or "apply_rotary_pos_emb" in getattr(type(module).forward, "__code__", fuse.__code__).co_names
     ]
-    if architecture == "gpt_oss":  # whose halves are turned by cosines that are half as wide
+    if architecture == "gpt_oss":  # its cosines have half the width
         wanted = [name for name in wanted if name != "GptOssAttention"]
     assert wanted
     assert fused(model) == wanted
 
 
 @pytest.mark.parametrize("architecture", sorted(WITHOUT))
-def test_models_without_them_are_left_as_they_are(architecture: str) -> None:
+def test_models_without_norms_and_rotations_are_not_changed(architecture: str) -> None:
     assert fused(make_model(architecture)) == []
 
 
@@ -54,7 +54,7 @@ def test_logits_stay_those_of_the_model(architecture: str, dtype: torch.dtype) -
 
 
 class Norm(nn.Module):
-    """An RMSNorm, which others below are not quite."""
+    """An RMSNorm; the classes below differ from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class WithBuffer(Norm):
         self.register_buffer("factor", torch.ones(1))
 
 
-def test_what_is_almost_a_norm_computes_itself() -> None:
+def test_modules_that_differ_from_a_norm_are_not_fused() -> None:
     others = (WithoutEpsilon, EpsilonOutside, Centred, InItsOwnDtype, Halved, OfBatches, WithBuffer)
     assert fused(nn.Sequential(Norm(), *(other() for other in others), nn.LayerNorm(64), nn.PReLU(64))) == [
         "Norm"
@@ -125,7 +125,7 @@ def test_norms_of_one_class_may_differ_in_epsilon() -> None:
 
 
 def apply_rotary_pos_emb(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As GPT-J does it: neighbours are turned, not halves."""
+    """The rotation of GPT-J: of neighbouring elements instead of halves."""
 
     def turned(x: Tensor) -> Tensor:
         neighbours = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
@@ -139,12 +139,12 @@ class Attention(nn.Module):
         return apply_rotary_pos_emb(queries, keys, cos, sin)
 
 
-def test_a_rotation_of_another_kind_computes_itself() -> None:
+def test_a_rotation_of_another_kind_is_not_fused() -> None:
     assert fused(Attention()) == []
 
 
-def test_the_reference_of_a_preflight_is_the_model_itself() -> None:
-    """Else a fault of what is fused would be on both sides, and nobody would see it."""
+def test_the_reference_of_a_preflight_is_not_fused() -> None:
+    """Otherwise both sides would have the faults of fused kernels, and the comparison would pass."""
     skeleton = Skeleton(json.dumps(CONFIGS["llama"]().to_dict()), torch.device("cpu"))
     parts = [one.module for one in skeleton._fused]
     assert parts

@@ -1,4 +1,4 @@
-"""The same on a CUDA device, where weights, blocks and steps lie."""
+"""The torch engine with weights, KV blocks and steps on a CUDA device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def tokens_of(engine: TorchEngine, request: Request) -> list[int]:
 
 
 def make_wide(seed: int = 0) -> Any:
-    """A model of 160 MiB: more than what may stay on the device after an unload."""
+    """Return a model of 160 MiB, more than may stay allocated after an unload."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=1024,
@@ -60,13 +60,13 @@ def make_wide(seed: int = 0) -> Any:
 
 
 class TestTorchEngine(test_conformance.TestTorchEngine):
-    """The contract of engines, moves and adapters included."""
+    """The conformance suite, including migration and adapters."""
 
     device = "cuda"
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-async def test_tokens_equal_generate_and_memory_comes_back(architecture: str) -> None:
+async def test_tokens_equal_generate_and_memory_is_freed(architecture: str) -> None:
     random = Random(1)
     model = make_model(architecture)
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in (2, 17, 33, 60, 130)]
@@ -81,7 +81,7 @@ async def test_tokens_equal_generate_and_memory_comes_back(architecture: str) ->
         for _ in range(2):
             await engine.load(card, store)
             assert await run_clients(engine, plans) == expected
-            await engine.unload()  # raises when the device does not give the memory back
+            await engine.unload()  # raises if the memory is not freed
             assert engine.status().state is InstanceState.EMPTY
 
 
@@ -91,7 +91,7 @@ async def test_tokens_equal_those_of_the_merged_model(architecture: str, tmp_pat
     await serve_mixed(architecture, tmp_path, device="cuda")
 
 
-async def test_an_unload_gives_all_its_memory_back() -> None:
+async def test_an_unload_frees_all_its_memory() -> None:
     store = DictStore()
     cards = [store.add(name, make_wide(seed)) for seed, name in enumerate("ab")]
     async with TorchEngine("e0", device="cuda", kv_tokens=65_536, memory_bytes="4 GiB") as engine:
@@ -106,8 +106,10 @@ async def test_an_unload_gives_all_its_memory_back() -> None:
         assert free[-1] >= free[0] - (8 << 20), "swaps leak memory of the device"
 
 
-async def test_an_unload_does_not_count_what_others_take_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As other engines of the process do, and as segments do that hold a tensor of somebody else's."""
+async def test_an_unload_ignores_memory_that_others_allocate_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other engines of the process allocate memory, and other tensors may keep segments of the allocator."""
     store, others = DictStore(), list[torch.Tensor]()
     card = store.add("a", make_wide())
     async with TorchEngine("e0", device="cuda", kv_tokens=4096, memory_bytes="1 GiB") as engine:
@@ -126,7 +128,7 @@ async def test_an_unload_does_not_count_what_others_take_meanwhile(monkeypatch: 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
 async def test_weights_come_from_pinned_memory(kind: str, tmp_path: Path) -> None:
-    """Shared memory must lie in a file system of memory: files of a disk cannot be pinned."""
+    """Shared memory must be on a memory file system: files on a disk cannot be pinned."""
     model = make_model("llama")
     model.save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path, model_id="m")
@@ -150,6 +152,6 @@ async def _served_from(host: PinnedStore | SharedStore, folder: Path, expected: 
 
 
 @pytest.mark.parametrize("scheme", ["fp8-e4m3", "fp8-e4m3-channel"])
-async def test_tokens_of_codes_are_those_of_weights_made_whole(scheme: str, tmp_path: Path) -> None:
-    kept, whole = await kept_and_dequantized(scheme, tmp_path, "cuda")
-    assert kept == whole
+async def test_tokens_of_fp8_weights_equal_those_of_dequantized_ones(scheme: str, tmp_path: Path) -> None:
+    kept, dequantized = await kept_and_dequantized(scheme, tmp_path, "cuda")
+    assert kept == dequantized

@@ -1,4 +1,4 @@
-"""Without its libraries the backend says what to install."""
+"""Without its libraries the backend raises an error with the package to install."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""On a CPU a request's logits have the same bits whatever shares its batch or blocks, however it is cut.
+"""On a CPU the bits of a request's logits depend neither on its batch, nor on shared blocks or chunks.
 
-And whether its linear layers are packed yet: lone runs here use none that is, the mixed ones pack as they go.
+Nor on packed weights: the lone runs here use none, the mixed runs pack layers between steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
     # One is longer than a chunk of values, and longer than every window.
     lengths = (3, 20, 70, 130, 260, 600)
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
-    for prompt in prompts[:-1]:  # which share their beginnings, some amid a block
+    for prompt in prompts[:-1]:  # common prefixes, some of which end within a block
         shared = random.randrange(len(prompt))
         prompt[:shared] = prompts[-1][:shared]
     lone: Logits = {}
@@ -67,7 +67,7 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "mixtral"])
-def test_so_are_they_where_onednn_computes_linear_layers(
+def test_logits_are_those_of_a_lone_run_with_onednn(
     architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_linear, "supported", lambda _: False)
@@ -76,10 +76,10 @@ def test_so_are_they_where_onednn_computes_linear_layers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("architecture", "watched"), [("llama", False), ("mixtral", True), ("gpt2", False)])
-def test_only_steps_with_products_of_other_layers_are_watched_over(
+def test_only_models_with_other_products_run_in_the_invariant_mode(
     architecture: str, watched: bool, dtype: torch.dtype
 ) -> None:
-    """The watch looks at every function that a model calls, in vain for most models."""
+    """The mode intercepts every function call of a model, which most models do not need."""
     model = make_model(architecture, dtype=dtype)
     one = [Piece([1], 0, [1], True)]
     cache = KVCache(1, BLOCK_TOKENS, CPU)
@@ -89,8 +89,8 @@ def test_only_steps_with_products_of_other_layers_are_watched_over(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_so_are_those_of_long_contexts(architecture: str, dtype: torch.dtype) -> None:
-    """Whose decodes gather more blocks than they have, from a length on that one of these reaches."""
+def test_logits_of_long_contexts_are_those_of_a_lone_run(architecture: str, dtype: torch.dtype) -> None:
+    """From a length on that one of these prompts has, decodes gather more blocks than they have."""
     random = Random(4)
     config = zoo.CONFIGS[architecture]()
     config.max_position_embeddings = 8192
@@ -127,10 +127,10 @@ _WIDE: dict[str, Any] = {
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", _WIDE)
-def test_so_are_those_of_wide_layers_that_no_linear_layer_computes(
+def test_logits_of_wide_products_outside_linear_layers_are_those_of_a_lone_run(
     architecture: str, dtype: torch.dtype, num_threads: int, threads: Callable[[int], None]
 ) -> None:
-    """Whose products PyTorch itself rounds by the number of rows, here and there up to 128 of them."""
+    """PyTorch itself rounds these products differently for different numbers of rows, up to 128."""
     threads(num_threads)
     random = Random(5)
     model = _paged(make_model(_WIDE[architecture], dtype=dtype, sharpness=2.0))
@@ -144,8 +144,8 @@ def test_so_are_those_of_wide_layers_that_no_linear_layer_computes(
     assert differing == [], f"of {len(lone)}"
 
 
-def test_without_it_bits_do_depend_on_the_batch() -> None:
-    """Which is why the mode exists; if this fails, it has become needless."""
+def test_without_the_invariant_mode_bits_depend_on_the_batch() -> None:
+    """If this fails, the mode is no longer needed."""
     random = Random(3)
     model = _paged(make_model("llama"))
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(40)] for _ in range(6)]
@@ -175,7 +175,7 @@ def _run(
     background_work: Callable[[], bool] = lambda: False,
     num_blocks: int = 128,
 ) -> Logits:
-    """The logits behind every token of every request, by ticket and position."""
+    """Return the logits after every token of every request, by ticket and position."""
     blocks = BlockPool(num_blocks)
     cache = KVCache(num_blocks, BLOCK_TOKENS, CPU)
     batcher = Batcher(

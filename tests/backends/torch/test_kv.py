@@ -1,4 +1,4 @@
-"""What a block held before it was handed out reaches nobody."""
+"""The KV cache: old contents of blocks have no effect, and copies of blocks are exact."""
 
 from __future__ import annotations
 
@@ -51,24 +51,26 @@ def test_blocks_full_of_nan_change_nothing(in_place: bool, monkeypatch: pytest.M
     assert run(model, cache) == expected
 
 
-def test_a_cache_is_as_large_as_its_layers_say() -> None:
+def test_the_size_of_a_cache_follows_from_its_layers() -> None:
     cache = KVCache(10, 32, CPU, LAYERS)
     assert cache.size_bytes == 11 * 32 * bytes_per_token(LAYERS)
     assert tuple(cache.layers.values()) == LAYERS
 
 
-def test_what_moves_blocks_is_built_ahead_and_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_copy_blocks_are_compiled_ahead_and_copy_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cache, moved = KVCache(4, 16, CPU, LAYERS), list[tuple[str, int]]()
     for pool in (*cache._keys.values(), *cache._values.values()):
         pool.fill_(7.0)
     cache.build_kernels()  # a CPU has none
 
     def noting(name: str) -> Any:
-        honest = getattr(kv, name)
+        original = getattr(kv, name)
 
         def note(table: Any, blocks: Any, staging: torch.Tensor) -> None:
             moved.append((name, len(staging)))
-            honest(table, blocks, staging)
+            original(table, blocks, staging)
 
         return note
 
@@ -82,7 +84,7 @@ def test_what_moves_blocks_is_built_ahead_and_moves_nothing(monkeypatch: pytest.
     assert len(moved) == 2, "a cache without layers has nothing to move"
 
 
-# Neighbours of other shapes and dtypes, and a layer that keeps no values.
+# Layers of different shapes and dtypes, and one without values.
 UNLIKE = (
     LayerShape(kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float32),
     LayerShape(kv_heads=2, key_dim=16, value_dim=8, dtype=torch.float32),
@@ -92,8 +94,8 @@ UNLIKE = (
 
 
 @pytest.mark.parametrize("layers", [LAYERS, UNLIKE, UNLIKE[3:]])
-def test_blocks_staged_on_a_device_are_those_of_a_cpu(layers: tuple[LayerShape, ...]) -> None:
-    """What one engine saves another restores, wherever each has its blocks."""
+def test_staged_copies_equal_direct_ones(layers: tuple[LayerShape, ...]) -> None:
+    """Blocks that one engine saves can be restored by another, on any device."""
     random, cache, other = Random(1), KVCache(9, 4, CPU, layers), KVCache(9, 4, CPU, layers)
     blocks = random.sample(range(1, 10), 5)
     data = torch.tensor([random.randrange(256) for _ in range(5 * cache.block_bytes)], dtype=torch.uint8)
@@ -107,8 +109,8 @@ def test_blocks_staged_on_a_device_are_those_of_a_cpu(layers: tuple[LayerShape, 
         assert order != blocks or torch.equal(out, data)
 
 
-def test_blocks_are_moved_of_layers_that_came_later_too() -> None:
-    """A cache that was told no shapes learns them from what arrives."""
+def test_blocks_of_layers_that_were_added_later_are_copied() -> None:
+    """A cache without layer shapes takes them from the first writes."""
     cache = KVCache(3, 4, CPU)
     for layer in range(2):
         key, value = torch.full((1, 2, 4, 8), layer + 1.0), torch.full((1, 2, 4, 8), layer + 5.0)

@@ -1,4 +1,4 @@
-"""On a CPU, weights are used where the store has them: loading copies nothing, and nobody writes there."""
+"""On a CPU weights are used in the store's memory: a load copies nothing, and the memory is not written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAGE = 4096
 
 
 class NoReading(TieredStore):
-    """Refuses to give a chunk: whoever loads from it borrowed."""
+    """Raises an error on reads: a load that succeeds has borrowed the memory."""
 
     def open(self, shard: Shard) -> NoReturn:
         raise AssertionError(f"{shard.file!r} was read")
@@ -38,7 +38,7 @@ class NoReading(TieredStore):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The two models, on a disk."""
+    """A directory with the two models."""
     directory = tmp_path_factory.mktemp("root")
     source = DictStore()
     for model in (LLAMA, QWEN):
@@ -60,8 +60,8 @@ async def card_of(store: TieredStore, model: ModelId) -> ModelCard:
     return ModelCard.of(Model(model), await store.manifest(model))
 
 
-def places(engine: TorchEngine) -> set[int]:
-    """Where the parameters of the model that is served begin."""
+def addresses(engine: TorchEngine) -> set[int]:
+    """Return the addresses of the serving model's parameters."""
     model = engine._models.serving
     assert isinstance(model, LocalModel)
     return {parameter.data_ptr() for parameter in model.skeleton.module.parameters()}
@@ -75,7 +75,7 @@ def span(buffer: HostBuffer | None) -> range:
 
 @contextmanager
 def unwritable(memory: range) -> Generator[None]:
-    """Have the kernel end the process that writes there."""
+    """Make memory read-only: a write to it ends the process."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def protect(flags: int) -> None:
@@ -89,7 +89,7 @@ def unwritable(memory: range) -> Generator[None]:
         protect(3)
 
 
-async def test_parameters_lie_in_the_stores_memory(root: Path) -> None:
+async def test_parameters_are_views_of_the_stores_memory(root: Path) -> None:
     async with store_of(root) as store, engine(memory_bytes="1 MiB") as one, engine() as other:
         card = await card_of(store, LLAMA)
         await store.prefetch(LLAMA)
@@ -97,13 +97,13 @@ async def test_parameters_lie_in_the_stores_memory(root: Path) -> None:
         await other.load(card, store)
         async with store.lend(await store.manifest(LLAMA)) as buffer:
             memory = span(buffer)
-        assert len(places(one)) > 20
-        assert all(place in memory for place in places(one))
-        assert places(one) == places(other)
+        assert len(addresses(one)) > 20
+        assert all(address in memory for address in addresses(one))
+        assert addresses(one) == addresses(other)
         assert one.status().weight_bytes == 0
 
 
-async def test_nobody_writes_to_what_is_lent(root: Path) -> None:
+async def test_lent_memory_is_not_written(root: Path) -> None:
     expected = generate(make_model(LLAMA), PROMPT, 6)
     async with store_of(root) as store, engine() as engine_, AsyncExitStack() as loan:
         manifest = await store.manifest(LLAMA)
@@ -149,7 +149,7 @@ async def test_another_dtype_is_converted_from_the_loan(root: Path) -> None:
         assert engine_.status().weight_bytes > 0
 
 
-async def test_a_swap_says_what_was_made_available_and_from_where(root: Path) -> None:
+async def test_a_swap_reports_the_loaded_bytes_and_their_tier(root: Path) -> None:
     async with Fleet(
         engines=[engine()],
         store=store_of(root),

@@ -1,4 +1,4 @@
-"""Packed weights change the speed of a linear layer and nothing else, and stay within their budget."""
+"""Packed weights change the speed of a linear layer and no bits, and stay within their memory limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.test_engine import ask, collect
 from tests.backends.torch.zoo import generate, make_model
 
-CHECKED = "crc32c:0"  # a store that takes checksums, which are not compared here
+CHECKED = "crc32c:0"  # any checksum: it identifies the weights, and is not compared here
 
 
 def made(outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = True) -> nn.Sequential:
@@ -39,13 +39,13 @@ def pack_all(cache: PackedCache, module: nn.Module, key: str | None = None) -> P
 
 @pytest.fixture(params=[False, True], ids=["as stored", "widened"])
 def widened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This CPU is taken for one without bf16, or for one with it."""
+    """Treats this CPU as one with bf16 instructions, and as one without."""
     monkeypatch.setattr(linear, "_widens", lambda: request.param)
 
 
 @pytest.fixture(params=["by our kernel", "by oneDNN", "by oneDNN in fp32"])
 def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This CPU is taken as it is, for one without AVX-512, or for one without a kernel for bf16 as well."""
+    """Treats this CPU as it is, as one without AVX-512, and as one without a bf16 kernel too."""
     if request.param != "by our kernel":
         monkeypatch.setattr(packed_linear, "supported", lambda _: False)
     if request.param == "by oneDNN in fp32":
@@ -86,7 +86,7 @@ def test_a_widened_layer_is_as_precise_as_one_in_its_own_dtype(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("computed")
-def test_a_layers_hooks_run_and_its_relatives_are_left_alone() -> None:
+def test_a_layers_hooks_run_and_subclasses_are_not_replaced() -> None:
     class Router(nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return super().forward(hidden) * 2
@@ -114,7 +114,7 @@ def test_without_the_kernels_layers_stay_as_they_were(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("computed")
-def test_the_cache_stays_within_its_room_and_lets_idle_models_go_first() -> None:
+def test_the_cache_stays_within_its_limit_and_drops_unloaded_models_first() -> None:
     modules = {name: made(64, 64, torch.float32) for name in "abc"}
     one = 2 * 64 * 64 * 4
     cache = PackedCache(2 * one)
@@ -132,7 +132,7 @@ def test_the_cache_stays_within_its_room_and_lets_idle_models_go_first() -> None
     assert torch.isfinite(modules["c"](torch.randn(3, 64))).all()
 
 
-def test_packed_weights_come_back_with_their_model_and_with_no_other() -> None:
+def test_packed_weights_are_found_again_by_their_model_only() -> None:
     cache = PackedCache(1 << 20)
     module, other = made(64, 64, torch.float32), made(64, 64, torch.float32)
     packed = pack_all(cache, module, "a")
@@ -146,7 +146,7 @@ def test_packed_weights_come_back_with_their_model_and_with_no_other() -> None:
     assert before - cache.used_bytes == 2 * 64 * 64 * 4, "no key would find them again"
 
 
-async def test_an_engine_packs_by_and_by_and_keeps_it_across_swaps() -> None:
+async def test_an_engine_packs_between_steps_and_keeps_packed_weights_across_swaps() -> None:
     store, names = DictStore(), ("llama", "qwen3")
     models = {name: make_model(name) for name in names}
     for name, model in models.items():
@@ -178,7 +178,7 @@ async def test_an_engine_packs_by_and_by_and_keeps_it_across_swaps() -> None:
     assert engine.packed_bytes == 0
 
 
-async def test_the_model_that_serves_is_packed_again_once_a_preload_beside_it_has_gone() -> None:
+async def test_the_serving_model_is_packed_again_after_a_preload_is_dropped() -> None:
     store = DictStore()
     card, other = store.add("llama", make_model("llama")), store.add("other", make_model("llama", seed=1))
     async with TorchEngine("e0", kv_tokens=512, memory_bytes="64 MiB", threads=1) as engine:
@@ -190,13 +190,13 @@ async def test_the_model_that_serves_is_packed_again_once_a_preload_beside_it_ha
         await engine.load(card, store)
         await packed(engine, whole)
         await engine.preload(other, store)
-        assert engine.packed_bytes < whole, "or there was nothing to come back"
+        assert engine.packed_bytes < whole, "the preload must have dropped packed weights"
         await engine.drop_preload()
         await packed(engine, whole)
 
 
 async def packed(engine: TorchEngine, least_bytes: int) -> None:
-    """Return once the idle engine has packed so much, and no more than it does by itself."""
+    """Wait until the idle engine has packed at least this much and has no background work left."""
     while engine.packed_bytes < least_bytes or not (runner := engine._running_worker._runner):  # noqa: ASYNC110
         await anyio.sleep(0.01)
     while not runner.background_done:  # noqa: ASYNC110 - another thread packs
@@ -204,7 +204,7 @@ async def packed(engine: TorchEngine, least_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("packed_bytes", [0, "100 KiB"])
-async def test_an_engine_takes_no_more_than_it_was_given(packed_bytes: int | str) -> None:
+async def test_packed_weights_stay_within_the_engines_limit(packed_bytes: int | str) -> None:
     model, store = make_model("llama"), DictStore()
     card = store.add("m", model)
     async with TorchEngine("e0", kv_tokens=512, packed_bytes=packed_bytes, threads=1) as engine:

@@ -1,4 +1,4 @@
-"""Both ends of a move hold on to what they use and let go of the rest, whoever goes and whenever."""
+"""KV sources and sinks of a migration keep blocks while they use them, and release them on any end."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def ask(name: str = "r", *, prompt_tokens: int = 3, max_tokens: int = 200) -> Re
     )
 
 
-async def test_a_request_goes_on_whose_stop_was_cancelled_during_a_step(
+async def test_a_request_continues_after_its_stop_was_cancelled_during_a_step(
     store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, go_on = threading.Event(), threading.Event()
-    honest = Runner.step
+    original = Runner.step
 
     def step(self: Runner) -> Report:
         began.set()
         go_on.wait()
-        return honest(self)
+        return original(self)
 
     request = ask()
     async with serving(store) as engine, engine.stream(request) as tokens, AsyncExitStack() as move:
@@ -76,8 +76,8 @@ async def test_a_request_goes_on_whose_stop_was_cancelled_during_a_step(
         assert len(await tokens.collect()) == 199
 
 
-async def test_what_was_announced_of_a_request_is_believed_of_that_very_one_alone(store: DictStore) -> None:
-    """Or another would be given the blocks of tokens that it does not have, or of another adapter's."""
+async def test_announced_keys_are_used_for_the_announced_request_only(store: DictStore) -> None:
+    """Another request could otherwise get blocks of other tokens, or of another adapter."""
     async with serving(store) as engine:
         context, request = engine._migration_context(), ask(prompt_tokens=100)
         async with engine.import_kv(request):
@@ -90,19 +90,19 @@ async def test_what_was_announced_of_a_request_is_believed_of_that_very_one_alon
         assert context.keys_of(request, root) == ()
 
 
-async def test_blocks_are_kept_while_they_are_written_although_the_move_is_cancelled(
+async def test_blocks_stay_allocated_while_a_cancelled_migration_still_writes_them(
     store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, go_on = threading.Event(), threading.Event()
-    honest = KVCache.restore
+    original = KVCache.restore
 
     def restore(self: KVCache, blocks: Sequence[int], data: Tensor) -> None:
         began.set()
         go_on.wait()
-        honest(self, blocks, data)
+        original(self, blocks, data)
 
     async def look(engine: TorchEngine) -> int:
-        """The free blocks, once the engine's thread has done what it was asked and reported it."""
+        """Return the number of free blocks, after the engine's thread has run all queued jobs."""
         for _ in range(3):
             async with engine.import_kv(ask("another")):
                 pass
@@ -122,10 +122,10 @@ async def test_blocks_are_kept_while_they_are_written_although_the_move_is_cance
                 await sink.write(await source.read(0, 96))
 
         monkeypatch.setattr(KVCache, "restore", restore)
-        monkeypatch.setattr(context, "PIECE_BYTES", 0)  # what is smaller is written in one go
+        monkeypatch.setattr(context, "PIECE_BYTES", 0)  # smaller pages are written at once
         task = asyncio.get_running_loop().create_task(move())
         await anyio.to_thread.run_sync(began.wait)
-        task.cancel()  # as `asyncio.timeout` does, which no shield holds back
+        task.cancel()  # like `asyncio.timeout`, which anyio's shields do not delay
         num_blocks = other.status().num_kv_blocks
         assert await look(other) == num_blocks - 3
         go_on.set()

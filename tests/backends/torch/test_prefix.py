@@ -1,4 +1,4 @@
-"""Blocks of earlier requests are used again, change no token, and outlive neither weights nor need."""
+"""Blocks of earlier requests are reused, change no token, and are dropped with their weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PROMPT = [(37 * at) % 500 + 2 for at in range(90)]
 
 
 async def read(engine: TorchEngine, prompt: list[int], count: int = 12) -> tuple[list[int], int]:
-    """A request's tokens, and how many of its prompt were not computed for it."""
+    """Return a request's tokens, and the number of its tokens that were reused."""
     async with engine.stream(ask(prompt, max_tokens=count)) as tokens:
         return [token.id async for token in tokens], tokens.num_reused_tokens
 
 
 async def test_a_prompt_is_computed_from_where_it_differs_and_gives_the_same_tokens() -> None:
-    model = make_model("mistral")  # whose window is shorter than what is shared
+    model = make_model("mistral")  # its window is shorter than the shared prefix
     answer = generate(model, PROMPT, 12)
     async with serving(model) as engine:
         assert await read(engine, PROMPT) == (answer, 0)
@@ -30,16 +30,16 @@ async def test_a_prompt_is_computed_from_where_it_differs_and_gives_the_same_tok
         # What was sampled last was never computed.
         assert await read(engine, following) == (generate(model, following, 12), len(PROMPT) + 11)
         view = engine.status()
-        assert view.num_free_kv_blocks == view.num_kv_blocks, "what is only kept is free"
+        assert view.num_free_kv_blocks == view.num_kv_blocks, "cached blocks count as free"
         assert engine.num_reused_tokens == 89 + 75 + len(PROMPT) + 11
         assert "0 of them cached" not in repr(engine)
 
 
-async def test_requests_side_by_side_share_what_they_have_in_common() -> None:
+async def test_concurrent_requests_share_common_prefixes() -> None:
     model = make_model("llama")
     prompts = [[*PROMPT, at] for at in range(6)]
     got: dict[int, list[int]] = {}
-    # Without sharing, no more than two would find room.
+    # Without sharing, at most two requests would fit.
     async with serving(model, kv_tokens=256, token_budget=128) as engine:
 
         async def run(at: int) -> None:
@@ -52,13 +52,13 @@ async def test_requests_side_by_side_share_what_they_have_in_common() -> None:
     assert got == {at: generate(model, prompt, 20) for at, prompt in enumerate(prompts)}
 
 
-async def test_nothing_is_used_again_once_it_is_switched_off() -> None:
+async def test_nothing_is_reused_if_prefix_reuse_is_disabled() -> None:
     async with serving(make_model("llama"), prefix_reuse=False) as engine:
         assert await read(engine, PROMPT) == await read(engine, PROMPT)
         assert engine.num_reused_tokens == 0
 
 
-async def test_blocks_of_weights_that_are_gone_are_never_found_again() -> None:
+async def test_blocks_of_unloaded_weights_are_never_reused() -> None:
     old, new = make_model("llama", seed=1), make_model("llama", seed=2)
     stores = {}
     for name, model in (("old", old), ("new", new)):
@@ -85,9 +85,9 @@ async def test_a_penalty_counts_reused_tokens_as_seen() -> None:
 async def test_the_token_budget_is_measured_for_an_itl_target() -> None:
     model = make_model("llama")
     async with serving(model, itl_target_s=1e-6, max_requests=8, token_budget=100) as engine:
-        assert engine.token_budget == 8 + 16, "it begins at the least"
+        assert engine.token_budget == 8 + 16, "it begins with the smallest budget"
         assert (await read(engine, PROMPT))[0] == generate(model, PROMPT, 12)
-        assert engine.token_budget == 8 + 16, "and cannot go below, however far the target is"
+        assert engine.token_budget == 8 + 16, "and cannot go below it"
     async with serving(model, itl_target_s=1e3, max_requests=8, token_budget=100) as engine:
         assert (await read(engine, PROMPT * 4))[0] == generate(model, PROMPT * 4, 12)
         assert engine.token_budget == 100

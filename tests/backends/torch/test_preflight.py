@@ -1,4 +1,4 @@
-"""Architectures that would be served wrongly are refused when they are loaded, by a reason."""
+"""A load refuses architectures that would be served wrongly, with the reason."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def _load(store: DictStore, name: str = "m", skeletons: SkeletonCache | No
 
 
 @pytest.mark.parametrize("why", REFUSED)
-async def test_an_architecture_that_cannot_be_followed_is_refused(why: str) -> None:
+async def test_an_unsupported_architecture_is_refused(why: str) -> None:
     store = DictStore()
     store.add("m", make_model(REFUSED[why](), sharpness=2.0), max_context_tokens=128)
     with pytest.raises(UnsupportedModel):
@@ -90,7 +90,7 @@ async def test_a_config_that_cannot_be_served_is_refused(config: str) -> None:
 
 
 @pytest.mark.parametrize("config", ["", "[]", "{"], ids=str)
-async def test_a_config_that_is_none_is_corrupt(config: str) -> None:
+async def test_an_invalid_config_is_corrupt(config: str) -> None:
     store = DictStore()
     store.add("m", make_model("llama"), config=config)
     with pytest.raises(ShardCorrupt):
@@ -106,7 +106,7 @@ async def test_weights_of_another_architecture_are_corrupt() -> None:
         await _load(store)
 
 
-async def test_an_architecture_is_examined_once() -> None:
+async def test_an_architecture_is_verified_once() -> None:
     store, skeletons = DictStore(), SkeletonCache()
     store.add("a", make_model("llama", seed=1))
     store.add("b", make_model("llama", seed=2))
@@ -119,7 +119,7 @@ async def test_an_architecture_is_examined_once() -> None:
 
 @pytest.fixture
 def verdicts_forgotten() -> Iterator[None]:
-    """A process remembers what it found of an architecture; what a mutant was found to do must not stay."""
+    """Clears the process-wide cache of verdicts, so that those of a mutant are not reused."""
     remembered = compatibility._cached_verdict  # pyright: ignore[reportPrivateUsage]
     remembered.cache_clear()
     yield
@@ -127,13 +127,13 @@ def verdicts_forgotten() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("verdicts_forgotten")
-async def test_a_soft_cap_that_is_ignored_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = attention.paged_attention
+async def test_an_ignored_soft_cap_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = attention.paged_attention
 
-    def deaf(*args: Any, softcap: float | None = None, **others: Any) -> Any:
-        return honest(*args, **others)
+    def without_feature(*args: Any, softcap: float | None = None, **others: Any) -> Any:
+        return original(*args, **others)
 
-    monkeypatch.setattr(attention, "paged_attention", deaf)
+    monkeypatch.setattr(attention, "paged_attention", without_feature)
     store = DictStore()
     store.add("m", make_model(CONFIGS["gemma2"]()))
     with pytest.raises(UnsupportedModel, match="differs"):

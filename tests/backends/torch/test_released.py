@@ -1,4 +1,4 @@
-"""What an unload waits for on a GPU: that nothing uses the memory that was let go of."""
+"""An unload on a GPU waits until no tensor uses the released memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hotswap.errors import MemoryNotReclaimed
 
 @pytest.fixture
 def emptied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """How often the allocator gave memory back; tensors of a CPU stand for those of a GPU."""
+    """Records the calls of `empty_cache`; CPU tensors are used in place of GPU ones."""
     calls: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(True))
     return calls
@@ -25,8 +25,8 @@ def watched(*tensors: Tensor) -> ReleasedMemory:
     return released
 
 
-async def test_memory_is_free_whatever_the_rest_of_the_device_does(emptied: list[bool]) -> None:
-    """The driver is not asked: others take memory, and the allocator keeps segments with others' tensors."""
+async def test_memory_is_free_although_others_use_the_device(emptied: list[bool]) -> None:
+    """Free memory is not measured: others allocate, and the allocator keeps segments with others' tensors."""
     flat, others = torch.zeros(64), torch.zeros(64)
     released = watched(flat)
     del flat
@@ -44,9 +44,9 @@ async def test_memory_that_a_view_still_uses_is_not_free(
     del flat, other
     with pytest.raises(MemoryNotReclaimed, match="1 tensors"):
         await released.freed()
-    assert emptied == [True], "what is free was kept as well"
+    assert emptied == [True], "unused memory is returned to the driver anyway"
     assert len(view) == 8
-    await released.freed()  # an unload is told of what it let go of itself
+    await released.freed()  # the next unload does not wait for these tensors
 
 
 async def test_memory_in_a_cycle_is_collected(emptied: list[bool]) -> None:
@@ -59,7 +59,7 @@ async def test_memory_in_a_cycle_is_collected(emptied: list[bool]) -> None:
 
 
 async def test_nothing_is_watched_on_a_cpu(emptied: list[bool]) -> None:
-    """Whose buffers are kept for the next load."""
+    """Its buffers are cached for the next load."""
     flat, released = torch.zeros(64), ReleasedMemory(torch.device("cpu"))
     released.watch(flat)
     await released.freed()

@@ -40,7 +40,7 @@ def draw(
     penalty=st.floats(0.5, 2),
     seen=st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=8),
 )
-def test_what_is_drawn_is_what_transformers_would_allow(
+def test_sampled_tokens_are_those_that_transformers_allows(
     seed: int, temperature: float, top_k: int, top_p: float, penalty: float, seen: list[int]
 ) -> None:
     logits = logits_of(seed)
@@ -66,7 +66,7 @@ def test_draws_follow_the_softmax() -> None:
     assert (frequency - (logits / 1.5).softmax(-1)).abs().max() < 5 * 0.5 / count**0.5
 
 
-def test_the_batch_a_request_is_drawn_in_does_not_matter() -> None:
+def test_samples_do_not_depend_on_the_batch() -> None:
     samplings = [Sampling(temperature=t, seed=seed) for t in (0.0, 0.7, 1.3) for seed in (0, 1)]
     logits = torch.stack([logits_of(seed) for seed in range(len(samplings))])
     together = choose(logits, [Sampler(s, (), ()) for s in samplings], range(len(samplings)))

@@ -1,4 +1,4 @@
-"""Swapping models for ever neither changes a token nor costs memory."""
+"""Many swaps change no token and leak no memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def tokens_of(engine: TorchEngine, request: Request) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory as Linux tells it")
 @pytest.mark.parametrize("idle_bytes", ["1 GiB", 0], ids=["pages kept", "pages returned"])
-async def test_a_hundred_swaps_there_and_back(idle_bytes: int | str) -> None:
+async def test_a_hundred_swaps_leak_no_memory(idle_bytes: int | str) -> None:
     # Sixteen megabytes of weights each, so that a leak of one swap in a hundred would show.
     wide: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -69,8 +69,8 @@ async def test_a_hundred_swaps_there_and_back(idle_bytes: int | str) -> None:
             assert await tokens_of(engine, ask(name)) == expected[name]
 
         await engine.load(cards["a"], store)
-        # Until the allocator has what it turns over: it takes some megabytes more in the first swaps, and
-        # perhaps many in a process that has run other tests.
+        # Warm up the allocator: it takes some more megabytes in the first swaps, or many in a process that
+        # has run other tests.
         for name in "ba" * 20:
             await swap(name)
         gc.collect()
@@ -81,10 +81,10 @@ async def test_a_hundred_swaps_there_and_back(idle_bytes: int | str) -> None:
         assert abs(resident_bytes() - start) < 16 << 20
 
 
-async def test_a_swap_to_a_known_architecture_looks_at_tensors_and_not_at_modules_again(
+async def test_a_swap_to_a_known_architecture_does_not_walk_its_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Engines of the process that step meanwhile wait for what a swap does in Python."""
+    """The Python code of a swap delays the steps of other engines in the process."""
     store, models = DictStore(), {name: make_model("llama", seed=seed) for seed, name in enumerate("ab")}
     cards = {name: store.add(name, model) for name, model in models.items()}
     expected = generate(models["b"], PROMPT, NUM_TOKENS)
@@ -102,8 +102,8 @@ async def test_a_swap_to_a_known_architecture_looks_at_tensors_and_not_at_module
         assert await tokens_of(engine, ask("b")) == expected
 
 
-async def test_a_hundred_disturbances_leave_the_books_balanced() -> None:
-    """Evictions, preloads, aborts, losses and cancelled verbs in random order; then everything is free."""
+async def test_a_hundred_disturbances_release_all_resources() -> None:
+    """Evictions, preloads, aborts, losses and cancelled calls in random order; then all memory is free."""
     random = Random(7)
     names = ("llama", "gpt2", "mistral")
     store = DictStore()

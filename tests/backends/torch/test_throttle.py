@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 
 
 class Pauses(list[float]):
-    """Records the pauses of an engine's thread instead of waiting; one of them may be ended by a command."""
+    """Records the pauses of an engine's thread instead of waiting; a command may end one of them."""
 
     ended_by_command: int | None = None
 
@@ -56,7 +56,7 @@ def another_steps(now: Callable[[], bool] = lambda: True) -> Iterator[None]:
         thread.join()
 
 
-def test_work_beside_the_steps_of_others_pauses_for_longer_than_it_lasted(pauses: Pauses) -> None:
+def test_work_during_other_engines_steps_pauses_for_longer_than_it_took(pauses: Pauses) -> None:
     with throttle.engine_thread(pauses):
         throttle.pause(1e-4)
         assert pauses == []
@@ -88,7 +88,7 @@ def test_a_thread_that_steps_itself_does_not_pause_and_a_command_ends_a_pause(pa
         assert not throttle.pause(1e-4)
 
 
-def test_a_thread_of_no_engine_does_not_pause(pauses: Pauses) -> None:
+def test_a_thread_outside_engines_does_not_pause(pauses: Pauses) -> None:
     with another_steps():
         assert throttle.pause(1e-4)
         assert throttle.others_are_stepping(None)
@@ -97,7 +97,7 @@ def test_a_thread_of_no_engine_does_not_pause(pauses: Pauses) -> None:
 
 
 @pytest.mark.skipif(not packed_linear.supported(torch.float32), reason="this CPU packs a layer at once")
-def test_a_layer_is_packed_in_pieces_to_the_bits_of_the_whole(pauses: Pauses) -> None:
+def test_a_layer_packed_in_pieces_has_the_bits_of_one_packed_at_once(pauses: Pauses) -> None:
     model = nn.Sequential(nn.Linear(1000, 333, bias=False))
     layers = linear_layers(model)
     cache = PackedCache(1 << 30)
@@ -114,7 +114,7 @@ def test_a_layer_is_packed_in_pieces_to_the_bits_of_the_whole(pauses: Pauses) ->
 
 @pytest.mark.skipif(not packed_linear.supported(torch.float32), reason="this CPU packs a layer at once")
 @pytest.mark.parametrize("ended_by_command", [0, 1], ids=["before it", "in the middle of it"])
-def test_a_thread_that_gets_a_command_packs_the_layer_later(ended_by_command: int) -> None:
+def test_a_thread_that_receives_a_command_packs_the_layer_later(ended_by_command: int) -> None:
     layers = linear_layers(nn.Sequential(nn.Linear(1000, 333, bias=False)))
     cache, pauses = PackedCache(1 << 30), Pauses()
     packed = cache.acquire(None, layers)
@@ -128,7 +128,7 @@ def test_a_thread_that_gets_a_command_packs_the_layer_later(ended_by_command: in
 
 
 @pytest.mark.skipif(not packed_linear.supported(torch.float32), reason="this CPU packs a layer at once")
-async def test_an_engine_is_swapped_in_the_middle_of_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_swap_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throttle, "_LONGEST_S", 90.0)
     store, paused = DictStore(), Event()
     card = store.add("m", make_model("llama"))

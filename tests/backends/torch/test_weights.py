@@ -1,4 +1,4 @@
-"""The flat layout holds every tensor once, and comes back as it went in."""
+"""The flat layout has every tensor once, and tensors are read back unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.backends.torch.zoo import CONFIGS, make_model
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_tensors_come_back_from_the_buffer(architecture: str) -> None:
+def test_tensors_are_read_back_from_the_buffer(architecture: str) -> None:
     model = make_model(architecture)
     specs, size_bytes = layout(model)
     flat = torch.zeros(size_bytes, dtype=torch.uint8)
@@ -34,7 +34,7 @@ def test_tensors_come_back_from_the_buffer(architecture: str) -> None:
     assert all(spec.offset_bytes % ALIGNMENT_BYTES == 0 for spec in specs)
 
 
-def test_tied_names_share_their_bytes() -> None:
+def test_tied_names_have_one_offset() -> None:
     specs, size_bytes = layout(make_model("qwen2"))
     places = {spec.name: spec.offset_bytes for spec in specs}
     assert places["lm_head.weight"] == places["model.embed_tokens.weight"]
@@ -48,7 +48,7 @@ def test_the_layout_needs_no_values() -> None:
     assert layout(model) == layout(model.to("meta"))
 
 
-def test_another_dtype_converts_the_main_one_alone() -> None:
+def test_only_tensors_of_the_main_dtype_are_converted() -> None:
     model = make_model("qwen2", dtype=torch.bfloat16)
     model.model.norm.weight.data = model.model.norm.weight.data.float()
     specs, size_bytes = layout(model)
@@ -66,7 +66,7 @@ def test_another_dtype_converts_the_main_one_alone() -> None:
 @pytest.mark.parametrize(
     "change", [{"offset_bytes": 1 << 40}, {"size_bytes": 4}, {"dtype": "nonsense"}], ids=str
 )
-def test_a_spec_that_lies_is_refused(change: dict[str, object]) -> None:
+def test_an_inconsistent_spec_is_refused(change: dict[str, object]) -> None:
     specs, size_bytes = layout(make_model("llama"))
     with pytest.raises(ShardCorrupt, match=specs[0].name):
         tensor_at(torch.zeros(size_bytes, dtype=torch.uint8), replace(specs[0], **change))  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_read_in_its_own_dtype(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_invalid_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ShardMissing, match=r"config\.json"):
         load_checkpoint(tmp_path)
     config = tmp_path / "config.json"

@@ -1,4 +1,4 @@
-"""When the worker does chores, and what it has let go of when it says that a model is detached."""
+"""The worker's background work, and the references that are gone when it reports a detached model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 
 
 class Chores(Forward):
-    """A model of nothing but chores, without end; it notes beside how many requests they are done."""
+    """A model with endless background work; records the number of requests during each piece."""
 
     def __init__(self) -> None:
         self.num_blocks, self.size_bytes = 64, 0
@@ -42,7 +42,7 @@ class Chores(Forward):
 
 
 @pytest.mark.parametrize("is_timed", [False, True])
-def test_chores_wait_for_requests_only_where_steps_are_timed(is_timed: bool) -> None:
+def test_background_work_waits_for_requests_only_if_steps_are_timed(is_timed: bool) -> None:
     forward, ended, done = Chores(), threading.Event(), threading.Event()
 
     def publish(report: Report) -> None:
@@ -54,7 +54,7 @@ def test_chores_wait_for_requests_only_where_steps_are_timed(is_timed: bool) -> 
     worker.attach(Runner(forward, forward.batcher, budget))
     worker.add(Sequence(1, [1, 2, 3], 3, 60, Sampler(Sampling(), (), ())))
     assert done.wait(PATIENCE_S)
-    while 0 not in forward.seen:  # chores go on when it has ended
+    while 0 not in forward.seen:  # background work continues after the request
         assert not ended.is_set()
     worker.stop()
     worker.join()
@@ -63,7 +63,7 @@ def test_chores_wait_for_requests_only_where_steps_are_timed(is_timed: bool) -> 
 
 @dataclass
 class Idle:
-    """A job that is done at once and keeps its runner, as a copy of KV blocks does."""
+    """A job that ends at once and has a reference to its runner, like a copy of KV blocks."""
 
     runner: Runner
 
@@ -75,8 +75,8 @@ class Idle:
     def drop(self) -> None: ...
 
 
-def test_whoever_is_told_of_a_detachment_finds_the_model_gone() -> None:
-    """Also when jobs came in the same breath: the next model may need the memory at once."""
+def test_no_reference_to_the_model_is_left_when_detach_reports() -> None:
+    """Also after jobs that were queued together with it: the next model may need the memory at once."""
     forward, attached, go_on = Chores(), threading.Event(), threading.Event()
     gone: list[bool] = []
     told = threading.Event()

@@ -1,4 +1,4 @@
-"""Small random models of many architectures, made so that their greedy text is not a fixed point."""
+"""Small random models of many architectures, scaled so that their greedy text varies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=32),
     "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=24),
-    # A soft cap that bites: with the default of 50 a model without it would pass for right.
+    # A soft cap with an effect: with the default of 50 a model without it would have equal tokens.
     "gemma2": lambda: transformers.Gemma2Config(**COMMON, **_GEMMA, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**COMMON, **_GEMMA),
     "phi": lambda: transformers.PhiConfig(**COMMON),
@@ -100,7 +100,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def make_model(
     config: str | Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, sharpness: float | None = None
 ) -> Any:
-    """A random model whose weight matrices are scaled up, so that its choices vary."""
+    """Return a random model whose weight matrices are scaled up by `sharpness`, so that its tokens vary."""
     if sharpness is None:
         sharpness = 12.0 if config in ("gpt2", "qwen3_moe") else 8.0
     made = CONFIGS[config]() if isinstance(config, str) else copy.deepcopy(config)
@@ -119,7 +119,7 @@ def make_model(
 
 
 def linear_only(model: Any) -> bool:
-    """Whether the engine finds that linear layers are all that multiplies by weights of the model."""
+    """Whether linear layers are the only products with weights, as the engine finds."""
     specs, size_bytes = layout(model)
     skeleton = Skeleton(json.dumps(model.config.to_dict()), torch.device("cpu"))
     skeleton.bind(torch.zeros(size_bytes, dtype=torch.uint8), specs)
@@ -127,7 +127,7 @@ def linear_only(model: Any) -> bool:
 
 
 def generate(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What transformers' own `generate` gives for the prompt alone, greedily."""
+    """Return the greedy tokens of transformers' own `generate` for the prompt alone."""
     ids = torch.tensor([list(prompt)], device=model.device)
     with torch.inference_mode():
         out = model.generate(

@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them, and the models that they make of their base."""
+"""Writes adapter files in PEFT's format, and merges adapters into their base model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SAVED_CONFIG: dict[str, Any] = {
 
 
 def linear_layers(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The layers whose last name is among `names`, with their widths."""
+    """Return the layers whose last name is among `names`, with their widths."""
     found: dict[str, tuple[int, int]] = {}
     for name, layer in model.named_modules():
         if name.rpartition(".")[2] in names:
@@ -77,7 +77,7 @@ def write(
     tensors: Mapping[str, Tensor] | None = None,
     **config: Any,
 ) -> Path:
-    """Write a random adapter for the layers of `model` called `names`; `config` and `tensors` change it."""
+    """Write a random adapter for layers of `model` named `names`; `config` and `tensors` override parts."""
     chosen = {**SAVED_CONFIG, "target_modules": list(names), **config}
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Tensor] = {}
@@ -94,13 +94,13 @@ def write(
 
 
 def merged(model: Any, directory: Path) -> Any:
-    """A copy of `model` with an adapter in its weights: `W + scaling * B @ A`, PEFT's own `merge`."""
+    """Return a copy of `model` with an adapter merged: `W + scaling * B @ A`, as PEFT's own `merge`."""
     from safetensors.torch import load_file
 
     config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
     tensors = load_file(directory / "adapter_model.safetensors")
     whole = copy.deepcopy(model)
-    if (head := whole.get_output_embeddings()) is not None:  # tied to the embeddings it may not change them
+    if (head := whole.get_output_embeddings()) is not None:  # a tied head must not change the embeddings
         head.weight = nn.Parameter(head.weight.detach().clone())
     for key, down in tensors.items():
         if ".lora_A." not in key:

@@ -1,4 +1,4 @@
-"""What PEFT writes is read, and the tokens are those that it gives itself."""
+"""Adapters saved by PEFT are read, and the tokens equal those of PEFT itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about what PEFT calls
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by transformers for calls of PEFT
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 async def test_tokens_equal_those_of_peft(architecture: str, tmp_path: Path) -> None:
     peft: Any = import_module("peft")  # untyped

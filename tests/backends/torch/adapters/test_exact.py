@@ -1,4 +1,4 @@
-"""In fp32 a request with an adapter gets the tokens of `generate` on the merged model, however disturbed."""
+"""In fp32 a request with an adapter gets the tokens of `generate` on the merged model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MIXES = {
 async def test_tokens_equal_those_of_the_merged_model(
     architecture: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Tiles and pages are for other devices, and right anywhere.
+    # Tiles and pages are for other devices, and must be right on all.
     monkeypatch.setattr(manager, "pool_kind", lambda device: PagedPool if way == "pages" else RangePool)
     if way == "tiles":
         monkeypatch.setattr(ranges, "goes_by_rows", lambda dtype, device: False)
@@ -81,7 +81,7 @@ async def serve_mixed(architecture: str, tmp_path: Path, device: str = "cpu") ->
         adapter is None or tokens != generate(model, prompt, len(tokens))
         for adapter, prompt, tokens in zip(named, prompts, expected, strict=True)
         if len(tokens) == 12
-    ), "an adapter that changes nothing would hide a mistake"
+    ), "every adapter must change tokens, or the test proves nothing"
 
     plans = make_client_plans(random, "m", prompts, [Sampling(max_tokens=count) for count in counts])
     plans = [

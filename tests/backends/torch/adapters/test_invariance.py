@@ -1,4 +1,4 @@
-"""The bits of a request with an adapter depend neither on who shares its steps nor on where that lies."""
+"""The bits of a request with an adapter depend neither on its batch nor on the adapter's slot."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model
 CPU = torch.device("cpu")
 RANKS = (1, 4, 8, 8, 16, 24, 64)
 BLOCKS = 12
-# bf16 keeps 8 bits: of the product in between, of the result, and of neither in fp32.
+# bf16 rounds to 8 bits twice: the product in between and the result.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_adapters_add_to_a_row_is_the_same_to_the_bit(dtype: torch.dtype, threads: int) -> None:
+def test_the_contribution_of_an_adapter_to_a_row_has_equal_bits_in_any_step(
+    dtype: torch.dtype, threads: int
+) -> None:
     with using(threads):
         for width_in, width_out in ((64, 128), (128, 64), (1024, 512)):
             _compare_a_layer(Random(width_in), dtype, width_in, width_out)
@@ -77,14 +79,14 @@ def _compare_a_layer(random: Random, dtype: torch.dtype, width_in: int, width_ou
     pool.close()
 
 
-def test_dtypes_without_a_kernel_go_in_tiles() -> None:
+def test_dtypes_without_a_kernel_use_tiles() -> None:
     layer = nn.Linear(40, 24, bias=False, dtype=torch.float64)
     pool = RangePool({"l": Target(layer, 40, 24)}, num_ranks=400, dtype=torch.float64, device=CPU)
     generator = torch.Generator().manual_seed(1)
     pairs = [LowRank(*(_random(generator, torch.float64, rank, w) for w in (40, 24))) for rank in RANKS]
     slots = [_put(pool, AdapterWeights({"l": pair})) for pair in pairs]
     hidden = _random(generator, torch.float64, 50, 40)
-    owner = {row: row % (len(RANKS) + 1) for row in range(50)}  # the last of them is nobody
+    owner = {row: row % (len(RANKS) + 1) for row in range(50)}  # the last number is no adapter
     adapted = {row: slots[n] for row, n in owner.items() if n < len(RANKS)}
     with torch.inference_mode():
         found, right = _outputs(layer, hidden, adapted), hidden @ layer.weight.T
@@ -105,7 +107,7 @@ def test_no_step_waits_for_the_compiler() -> None:
 
 
 def _outputs(layer: nn.Linear, hidden: Tensor, slots: dict[int, RankRange]) -> Tensor:
-    """The layer's output for a step in which some rows have adapters; the layer itself gives zeros."""
+    """Return the layer's output for a step in which some rows have adapters; the layer itself gives zeros."""
     by_slot: dict[RankRange, list[int]] = {}
     for row, slot in slots.items():
         by_slot.setdefault(slot, []).append(row)
@@ -187,7 +189,7 @@ def _put(pool: RangePool, weights: AdapterWeights) -> RankRange:
 def _run(
     model: Any, prompts: list[list[int]], slots: list[RankRange | None], random: Random, *, budget: int
 ) -> list[list[Tensor]]:
-    """The logits behind the prompt and five tokens of each request, in steps that chance composes."""
+    """Return the logits after the prompt and five tokens of each request, in random batches."""
     cache = KVCache(BLOCKS * len(prompts), 16, CPU)
     forward = LocalForward(model, cache, invariant=True, linear_only=linear_only(model))
     tokens, starts = [list(prompt) for prompt in prompts], [0] * len(prompts)

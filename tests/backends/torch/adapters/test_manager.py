@@ -1,4 +1,4 @@
-"""What comes between the reading of an adapter and its slot: swaps, drops, want of memory, other engines."""
+"""Loads of adapters that overlap swaps, drops and allocation failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_pages_are_for_devices_on_which_kernels_run(monkeypatch: pytest.MonkeyPa
 
 
 class Gate:
-    """Where a thread of a test waits until it is let through."""
+    """A barrier at which a test's thread waits until the test opens it."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -64,15 +64,15 @@ class Gate:
         assert await anyio.to_thread.run_sync(self.reached.wait, PATIENCE_S)
 
 
-async def test_an_adapter_read_for_a_model_that_went_and_came_back_is_not_held(
+async def test_an_adapter_read_before_a_reload_of_its_model_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    store, gate, honest = DictStore(), Gate(), PeftCache.get
+    store, gate, original = DictStore(), Gate(), PeftCache.get
     card, adapter = store.add("m", MODEL), Adapter("x", "m", write(tmp_path, MODEL))
 
     def get(self: PeftCache, directory: Path, dtype: torch.dtype) -> AdapterWeights:
         gate.pass_through()
-        return honest(self, directory, dtype)
+        return original(self, directory, dtype)
 
     monkeypatch.setattr(PeftCache, "get", get)
     errors: list[str] = []
@@ -98,7 +98,7 @@ async def test_an_adapter_read_for_a_model_that_went_and_came_back_is_not_held(
         assert engine.status().adapters == ("x",)
 
 
-async def test_no_adapter_goes_while_another_is_being_put(
+async def test_no_adapter_is_dropped_while_another_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store, gate = DictStore(), Gate()
@@ -131,7 +131,7 @@ async def test_no_adapter_goes_while_another_is_being_put(
         assert engine.status().adapters == ("yy",)
 
 
-async def test_an_adapter_too_large_for_an_empty_engine_is_refused_for_good(tmp_path: Path) -> None:
+async def test_an_adapter_too_large_for_an_empty_engine_is_unsupported(tmp_path: Path) -> None:
     store = DictStore()
     card = store.add("m", MODEL)
     async with make_engine(adapter_bytes="150 KiB") as engine:
@@ -145,7 +145,7 @@ async def test_an_adapter_too_large_for_an_empty_engine_is_refused_for_good(tmp_
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-async def test_want_of_memory_is_told_as_such(
+async def test_allocation_failures_are_raised_as_out_of_memory(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*_: Any) -> NoReturn:
@@ -163,7 +163,7 @@ async def test_want_of_memory_is_told_as_such(
         assert engine.status().adapters == ("x",)
 
 
-def test_a_layer_of_another_dtype_than_the_others_takes_no_adapter() -> None:
+def test_a_layer_of_another_dtype_than_the_others_cannot_have_adapters() -> None:
     layers = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8, dtype=torch.bfloat16)}
     targets = {name: Target(layer, 8, 8) for name, layer in layers.items()}
     pool = RangePool(targets, num_ranks=8, dtype=torch.float32, device=torch.device("cpu"))
@@ -173,7 +173,7 @@ def test_a_layer_of_another_dtype_than_the_others_takes_no_adapter() -> None:
         pool.check("x", AdapterWeights({"a": pair, "b": pair}))
 
 
-def test_what_was_read_does_not_change_with_its_file(tmp_path: Path) -> None:
+def test_weights_that_were_read_do_not_change_with_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, MODEL) / "adapter_model.safetensors"
     weights = read(tmp_path, torch.float32)
     before = {name: (pair.down.clone(), pair.up.clone()) for name, pair in weights.layers.items()}

@@ -1,4 +1,4 @@
-"""Adapters in pages: what is shared, what is given back, and how few launches a step takes."""
+"""The pool of pages: shared down products, freed pages, and restored layers."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def _step(num_rows: int, rows_of: dict[RankPages, range]) -> Step:
     )
 
 
-def test_layers_with_one_input_go_down_to_ranks_together(
+def test_layers_with_one_input_share_the_down_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model("llama")
     pool = _pool(model)
     slot = _put(pool, read(write(tmp_path / "all", model, names=ALL), torch.float32))
     launched: Counter[int] = Counter()
-    honest = shrink
+    original = shrink
 
     def count(x: Tensor, ranks: RankPool, segments: Any) -> Tensor:
         launched[ranks.num_slices] += 1
-        return honest(x, ranks, segments)
+        return original(x, ranks, segments)
 
     monkeypatch.setattr(plan, "shrink", count)
     layer = model.model.layers[0]
@@ -72,7 +72,7 @@ def test_layers_with_one_input_go_down_to_ranks_together(
     pool.close()
 
 
-def test_a_layer_that_no_adapter_of_the_step_changes_is_left_to_itself(tmp_path: Path) -> None:
+def test_a_layer_without_adapters_in_the_step_is_not_changed(tmp_path: Path) -> None:
     model = make_model("llama")
     pool = _pool(model)
     first = _put(pool, read(write(tmp_path / "q", model, names=("q_proj",)), torch.float32))
@@ -90,8 +90,8 @@ def test_a_layer_that_no_adapter_of_the_step_changes_is_left_to_itself(tmp_path:
     pool.close()
 
 
-def test_adapters_find_room_between_others_and_pages_come_back() -> None:
-    """One of 32 ranks fits where two of 16 that were no neighbours have gone."""
+def test_freed_pages_are_reallocated_without_being_neighbours() -> None:
+    """An adapter of rank 32 fits in the pages of two of rank 16 that were not neighbours."""
     model = make_model("llama")
     pool = _pool(model, num_ranks=71)
     assert pool.num_ranks == 64
@@ -107,7 +107,7 @@ def test_adapters_find_room_between_others_and_pages_come_back() -> None:
     assert wide.serial not in {slot.serial for slot in slots if slot is not None}
 
 
-def test_a_closed_pool_leaves_the_model_as_it_was() -> None:
+def test_closing_a_pool_restores_the_model() -> None:
     model = make_model("llama")
     layer = model.model.layers[0].self_attn.q_proj
     before = vars(layer).get("forward")
@@ -118,4 +118,4 @@ def test_a_closed_pool_leaves_the_model_as_it_was() -> None:
     pool.close()
     assert vars(layer).get("forward") is before
     pool.put(slot, AdapterWeights({"model.layers.0.self_attn.q_proj": LowRank(*rank)}))
-    assert vars(layer).get("forward") is before, "what comes too late changes nothing"
+    assert vars(layer).get("forward") is before, "a write after the end has no effect"

@@ -1,4 +1,4 @@
-"""What is read of an adapter's files, and what is refused by name."""
+"""Reads of adapter files: supported options, and refusals that name the reason."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SKELETONS = SkeletonCache()
     ],
     ids=lambda config: next(iter(config)),
 )
-def test_what_cannot_be_applied_is_refused_by_name(config: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_options_are_refused_by_name(config: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path, MODEL, **config)
     word = str(config.get("init_lora_weights") or config.get("peft_type") or next(iter(config)))
     with pytest.raises(UnsupportedAdapter, match="bias" if word == "bias" else word):
@@ -61,7 +61,7 @@ def test_what_cannot_be_applied_is_refused_by_name(config: dict[str, Any], tmp_p
     ],
     ids=["dora", "embedding", "infinite", "ranks", "empty", "half"],
 )
-def test_tensors_that_make_no_sense_are_refused(
+def test_invalid_tensors_are_refused(
     tensors: dict[str, Tensor], error: type[HotswapError], tmp_path: Path
 ) -> None:
     write(tmp_path, MODEL, tensors=tensors)
@@ -69,7 +69,7 @@ def test_tensors_that_make_no_sense_are_refused(
         read(tmp_path, torch.float32)
 
 
-def test_missing_damaged_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
+def test_missing_damaged_and_unsafe_files_raise_different_errors(tmp_path: Path) -> None:
     with pytest.raises(ShardMissing, match="adapter_config"):
         read(tmp_path, torch.float32)
     write(tmp_path, MODEL)
@@ -87,7 +87,7 @@ def test_missing_damaged_and_unsafe_files_are_told_apart(tmp_path: Path) -> None
         read(tmp_path, torch.float32)
 
 
-def test_an_adapter_is_read_once_and_again_when_it_has_changed(
+def test_an_adapter_is_read_again_only_if_its_files_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = PeftCache(1 << 20)
@@ -98,7 +98,7 @@ def test_an_adapter_is_read_once_and_again_when_it_has_changed(
     del first
 
     def read_alone(directory: Path, dtype: torch.dtype) -> AdapterWeights:
-        assert outdated() is None, "the version before takes memory while the next is read"
+        assert outdated() is None, "the outdated version is freed before the new one is read"
         return read(directory, dtype)
 
     monkeypatch.setattr("hotswap.backends.torch.adapters.peft.read", read_alone)
@@ -148,7 +148,7 @@ async def test_an_adapter_must_fit_the_model_that_is_served(tmp_path: Path) -> N
         assert engine.status().adapters == ()
 
 
-async def test_layers_are_left_as_they_were(tmp_path: Path) -> None:
+async def test_layers_are_restored_after_an_unload(tmp_path: Path) -> None:
     store, skeletons = DictStore(), SkeletonCache()
     card = store.add("m", MODEL)
     adapter = Adapter("x", "m", write(tmp_path, MODEL))

@@ -1,4 +1,4 @@
-"""Which layers adapters may change is found out once, by what layers get in steps."""
+"""The layers that can have adapters are found once, by the rows they get in steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 
 
-async def test_an_engine_that_finds_out_what_another_knows_takes_nothing_from_it(
+async def test_a_repeated_preflight_does_not_change_the_targets_of_another_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both look into one cache, and the second begins its preflight when the first has ended its own."""
-    store, skeletons, honest = DictStore(), SkeletonCache(), preflight.preflight
+    """Both share a skeleton cache, and the second runs its preflight after the first has finished."""
+    store, skeletons, original = DictStore(), SkeletonCache(), preflight.preflight
     card = store.add("m", make_model("llama"))
     seen: list[int] = []
 
@@ -42,7 +42,7 @@ async def test_an_engine_that_finds_out_what_another_knows_takes_nothing_from_it
 
         def look(*arguments: Any, **named: Any) -> Any:
             seen.append(num_targets())
-            layers = honest(*arguments, **named)
+            layers = original(*arguments, **named)
             seen.append(num_targets())
             return layers
 
@@ -53,7 +53,7 @@ async def test_an_engine_that_finds_out_what_another_knows_takes_nothing_from_it
         assert num_targets() == expected
 
 
-def test_only_layers_that_every_step_calls_with_all_its_rows_can_have_adapters() -> None:
+def test_only_layers_that_get_all_rows_of_every_step_can_have_adapters() -> None:
     module = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("always", "some_rows", "sometimes", "never")})
     cache, zeros = KVCache(1, 16, torch.device("cpu")), torch.zeros(8, dtype=torch.long)
     with observed(module) as odd:

@@ -1,4 +1,4 @@
-"""Checkpoints cut for ranks, and engines that have some."""
+"""Helpers: models sharded for ranks, and engines with several ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 
 def add(root: Path, name: str, model: Any, *, tp: int = 1, **options: Any) -> Manifest:
-    """Put a model into the store at `root`, cut for `tp` ranks."""
+    """Add a model to the store at `root`, sharded for `tp` ranks."""
     source = root.parent / f"{name}-source"
     model.save_pretrained(source)
     return convert(source, root, model_id=name, world_size=tp, **options)

@@ -1,4 +1,4 @@
-"""Ranks that refuse a model, end, or fall silent while one is loaded or unloaded: EMPTY, or LOST and back."""
+"""Ranks that refuse a model, end or hang during a load or an unload: the engine is EMPTY, or LOST."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.patience import PATIENCE_S
 
 EMPTY, LOST = InstanceState.EMPTY, InstanceState.LOST
 BROKEN = "raise RuntimeError('no such device')"
-# The second says nothing, so that the end of the first is seen before anybody gives up waiting for both.
+# The second rank hangs, so that the first one's error is received before the timeout.
 REFUSING = f"""
 import signal
 from hotswap.backends.torch.parallel.stage import Stage
@@ -43,19 +43,19 @@ def stored() -> tuple[DictStore, ModelCard]:
 
 
 def be_impatient(engine: TorchEngine, patch: pytest.MonkeyPatch) -> None:
-    """Until ranks are started again: to find each other they need longer."""
-    honest = Ranks.start
+    """Shorten the timeout until ranks are restarted, which takes longer."""
+    original = Ranks.start
 
     def start(ranks: Ranks) -> None:
         ranks.timeout_s = 10 * PATIENCE_S  # longer than a test may last
-        honest(ranks)
+        original(ranks)
 
     patch.setattr(Ranks, "start", start)
     loader_of(engine)._ranks.timeout_s = 1.0
 
 
 @pytest.mark.slow
-async def test_a_refused_model_leaves_ranks_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_load_another_model_after_a_refused_one(monkeypatch: pytest.MonkeyPatch) -> None:
     store, card = stored()
     prompt = make_prompts(1, 20)[0]
     program = processes._PROGRAM
@@ -75,7 +75,7 @@ async def test_a_refused_model_leaves_ranks_for_the_next(monkeypatch: pytest.Mon
             await anyio.sleep(0.01)
 
 
-async def test_an_engine_whose_ranks_do_not_start_anew_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_whose_ranks_cannot_restart_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     store, card = stored()
     monkeypatch.setattr(processes, "_PROGRAM", REFUSING)
     async with make_engine(pp=2) as engine:
@@ -89,7 +89,7 @@ async def test_an_engine_whose_ranks_do_not_start_anew_is_lost(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "falls silent"])
-async def test_a_rank_that_fails_during_a_load_is_the_loss_of_the_instance(
+async def test_a_rank_failure_during_a_load_loses_the_instance(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, card = stored()
@@ -105,7 +105,7 @@ async def test_a_rank_that_fails_during_a_load_is_the_loss_of_the_instance(
 
 
 @pytest.mark.slow
-async def test_a_silent_rank_is_replaced_when_its_model_goes_and_not_waited_for_at_the_end(
+async def test_a_hanging_rank_is_replaced_at_an_unload_and_killed_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, card = stored()
@@ -124,5 +124,5 @@ async def test_a_silent_rank_is_replaced_when_its_model_goes_and_not_waited_for_
 
 
 def once(call: Callable[[], None]) -> Callable[[str, int], None]:
-    """What a store calls at each chunk; it does something at the first."""
+    """Return an `on_chunk` for a store that calls `call` at the first chunk."""
     return lambda model, index: call() if not index else None

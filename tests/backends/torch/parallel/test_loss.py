@@ -1,4 +1,4 @@
-"""A rank that dies takes its instance along, and nothing else; no rank outlives its engine's process."""
+"""A killed rank loses its instance and nothing else; no rank outlives its engine's process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ NUM_TOKENS = 60
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs: a zombie, which its parent's reaper has yet to see, does not."""
+    """Whether the process runs; a zombie, which its parent has not reaped yet, does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-async def test_streams_of_a_killed_rank_finish_elsewhere_and_the_instance_comes_back(tmp_path: Path) -> None:
+async def test_streams_of_a_killed_rank_continue_elsewhere_and_the_instance_restarts(tmp_path: Path) -> None:
     model = make_model("llama")
     add(tmp_path / "store", "m", model)
     prompts = make_prompts(6, 3, 17, 40, 90, 25, 60)
@@ -78,7 +78,9 @@ async def test_streams_of_a_killed_rank_finish_elsewhere_and_the_instance_comes_
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["after its first command", "before it"])
-async def test_a_rank_that_cannot_start_says_why(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_cannot_start_reports_the_reason(
+    is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits = "import sys; open(int(sys.argv[1]), 'rb').read(1);" if is_told else ""
     monkeypatch.setattr(processes, "_PROGRAM", f"{waits} raise RuntimeError('no such device')")
     if not is_told:
@@ -93,7 +95,7 @@ async def test_a_rank_that_cannot_start_says_why(is_told: bool, monkeypatch: pyt
 
 
 def _after_the_end(setup: Callable[..., Setup]) -> Callable[..., Setup]:
-    """What is sent to ranks, made only when their processes have ended."""
+    """Return a `_setup` that waits until the rank processes have ended."""
 
     def make(ranks: Ranks, *arguments: Any) -> Setup:
         for process in ranks._processes:
@@ -103,7 +105,7 @@ def _after_the_end(setup: Callable[..., Setup]) -> Callable[..., Setup]:
     return make
 
 
-async def test_a_rank_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_does_not_reply_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_PROGRAM", "import signal; signal.pause()")
     with pytest.raises(InstanceLost, match="did not reply for"):
         async with make_engine(tp=2, rank_timeout_s=0.2):
@@ -131,11 +133,11 @@ async def test_no_rank_outlives_a_process_that_was_killed() -> None:
         [sys.executable, "-c", _PARENT], env=os.environ | {"PYTHONPATH": path}, stderr=None
     ) as parent:
         assert parent.stdout is not None
-        # A pipe gives what has come so far, which may be half a line.
+        # A read of a pipe may return a part of a line.
         line = await BufferedByteReceiveStream(parent.stdout).receive_until(b"\n", 1024)
         pids = [int(pid) for pid in line.split()]
         assert len(pids) == 2
         assert all(map(is_alive, pids))
         parent.kill()
-        while any(map(is_alive, pids)):  # noqa: ASYNC110 - nobody tells of processes that are not ours
+        while any(map(is_alive, pids)):  # noqa: ASYNC110 - there is no event for the end of another's child process
             await anyio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Several batches under way at once change no token, and share the work evenly."""
+"""Several batches in flight change no token, and have equal sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_TOKENS = 40
 
 
 class Pipeline(Forward):
-    """Computes the oldest work only when its result is asked for, as the last of several stages does."""
+    """Computes a step only when its result is requested, so that several are in flight, as with stages."""
 
     def __init__(self, forward: LocalForward, depth: int) -> None:
         self.num_blocks, self.size_bytes, self.depth = forward.num_blocks, forward.size_bytes, depth
@@ -89,11 +89,11 @@ def test_tokens_are_those_of_lone_runs(model: Any, depth: int, num_blocks: int) 
     assert runner.batcher.blocks.num_free == num_blocks
     assert all(sequence.blocks == [] for sequence in sequences)
     if num_blocks == 9:
-        assert runner.batcher.num_preempted, "or the test is about nothing"
+        assert runner.batcher.num_preempted, "the test must preempt"
 
 
 @torch.inference_mode()
-def test_one_that_leaves_while_its_token_is_under_way_disturbs_no_request(model: Any) -> None:
+def test_removing_a_request_with_a_batch_in_flight_does_not_affect_others(model: Any) -> None:
     prompts = make_prompts(9, 20, 30, 40)
     wanted = expected(model, prompts)
     runner, _ = make_runner(model, 2, num_blocks=12)
@@ -114,8 +114,8 @@ def test_one_that_leaves_while_its_token_is_under_way_disturbs_no_request(model:
 
 
 @torch.inference_mode()
-def test_batches_under_way_are_equally_large(model: Any) -> None:
-    """While there is a backlog every batch fills its share of the budget, and all stages have one."""
+def test_batches_in_flight_have_equal_sizes(model: Any) -> None:
+    """While there is a backlog every batch fills its share of the budget, and every stage has a batch."""
     runner, pipeline = make_runner(model, 2, num_blocks=64, budget=32)
     for at, prompt in enumerate(make_prompts(1, *[60] * 8)):
         length = len(prompt) + NUM_TOKENS
@@ -129,6 +129,6 @@ def test_batches_under_way_are_equally_large(model: Any) -> None:
     for _ in range(8):
         runner.step()
     decodes = [len(work.pieces) for work in pipeline.works[begun:]]
-    assert set(decodes) == {4}, "eight that decode are two batches of four"
+    assert set(decodes) == {4}, "eight decodes are two batches of four"
     while not runner.idle:
         runner.step()

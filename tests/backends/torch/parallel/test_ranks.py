@@ -1,4 +1,4 @@
-"""Ranks compute what one process does: real processes, weights cut by the stores, every token compared."""
+"""Ranks give the tokens of one process: real processes, sharded weights, every token compared."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PIPELINE = ("llama", "gemma2", "gemma3", "gpt2", "mixtral", "qwen2")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cut_store(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[NvmeStore]:
-    """Models cut for two tensor-parallel ranks."""
+    """Models sharded for two tensor-parallel ranks."""
     root = tmp_path_factory.mktemp("cut") / "store"
     for name in TENSOR:
         add(root, name, make_model(name), tp=2)
@@ -54,7 +54,7 @@ async def cut_store(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def whole_store(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[NvmeStore]:
-    """Models that are not cut."""
+    """Models that are not sharded."""
     root = tmp_path_factory.mktemp("whole") / "store"
     for name in PIPELINE:
         add(root, name, make_model(name))
@@ -99,7 +99,7 @@ async def serving(engine: TorchEngine, store: WeightStore, name: str) -> AsyncIt
 
 
 async def check_tokens(engine: TorchEngine, name: str, *, sampled: bool = False) -> None:
-    """Clients that come, leave and come back read what `generate` gives for each alone."""
+    """Check that random clients receive the tokens of `generate` for each request alone."""
     model, prompts = make_model(name), make_prompts(1, *LENGTHS)
     plans = make_client_plans(Random(2), name, prompts, [Sampling(max_tokens=NUM_TOKENS)] * len(prompts))
     expected = [generate(model, prompt, NUM_TOKENS) for prompt in prompts]
@@ -107,7 +107,7 @@ async def check_tokens(engine: TorchEngine, name: str, *, sampled: bool = False)
 
 
 @pytest.mark.parametrize("name", TENSOR)
-async def test_two_parts(tensor_engine: TorchEngine, cut_store: NvmeStore, name: str) -> None:
+async def test_two_tensor_parallel_ranks(tensor_engine: TorchEngine, cut_store: NvmeStore, name: str) -> None:
     async with serving(tensor_engine, cut_store, name):
         await check_tokens(tensor_engine, name)
 
@@ -119,12 +119,12 @@ async def test_two_stages(pipeline_engine: TorchEngine, whole_store: NvmeStore, 
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-async def test_two_stages_of_two_parts(grid_engine: TorchEngine, cut_store: NvmeStore, name: str) -> None:
+async def test_two_stages_of_two_ranks(grid_engine: TorchEngine, cut_store: NvmeStore, name: str) -> None:
     async with serving(grid_engine, cut_store, name):
         await check_tokens(grid_engine, name)
 
 
-async def test_a_slice_of_one_hidden_state_crosses_the_boundary(
+async def test_each_rank_sends_a_slice_of_the_hidden_state(
     grid_engine: TorchEngine, pipeline_engine: TorchEngine, cut_store: NvmeStore, whole_store: NvmeStore
 ) -> None:
     """Hidden size × tokens × item size / tp from each rank of the first stage, and nothing from the last."""
@@ -139,7 +139,7 @@ async def test_a_slice_of_one_hidden_state_crosses_the_boundary(
             assert sent == [HIDDEN_SIZE * num_computed * 4 // tp] * tp + [0] * tp
 
 
-async def test_each_rank_holds_its_part_alone(
+async def test_each_rank_has_only_its_part(
     grid_engine: TorchEngine, cut_store: NvmeStore, whole_store: NvmeStore
 ) -> None:
     whole = (await whole_store.manifest(ModelId("llama"))).weight_bytes
@@ -148,7 +148,7 @@ async def test_each_rank_holds_its_part_alone(
 
 
 async def test_bits_do_not_depend_on_the_batch(tensor_engine: TorchEngine, cut_store: NvmeStore) -> None:
-    """Sampled tokens are those of a lone run: a bit of a logit would tip one of hundreds of close draws."""
+    """Sampled tokens equal those of a lone run: a changed bit would change one of hundreds of samples."""
     prompts = make_prompts(5, *LENGTHS)
     samplings = [Sampling(max_tokens=40, temperature=1.5, seed=at) for at in range(len(prompts))]
     async with serving(tensor_engine, cut_store, "llama"):
@@ -157,7 +157,7 @@ async def test_bits_do_not_depend_on_the_batch(tensor_engine: TorchEngine, cut_s
         assert await run_clients(tensor_engine, plans) == [tokens for (tokens,) in lone]
 
 
-async def test_a_model_that_is_cut_for_another_number_of_ranks_is_refused(
+async def test_a_model_sharded_for_another_number_of_ranks_is_refused(
     tensor_engine: TorchEngine, whole_store: NvmeStore
 ) -> None:
     card = await card_of(whole_store, "llama")
@@ -200,7 +200,7 @@ async def test_all_ranks_load_or_none(tensor_engine: TorchEngine, cut_store: Nvm
         await check_tokens(tensor_engine, "llama")
 
 
-async def test_a_cancelled_load_leaves_no_rank_with_anything(
+async def test_a_cancelled_load_frees_the_memory_of_all_ranks(
     tensor_engine: TorchEngine, cut_store: NvmeStore
 ) -> None:
     card = await card_of(cut_store, "llama")
@@ -218,7 +218,7 @@ async def test_a_cancelled_load_leaves_no_rank_with_anything(
         await check_tokens(tensor_engine, "llama")
 
 
-async def test_what_does_not_fit_a_rank_is_refused(cut_store: NvmeStore) -> None:
+async def test_a_model_too_large_for_a_rank_is_refused(cut_store: NvmeStore) -> None:
     engine = make_engine(tp=2, memory_bytes="500 KiB")
     loader = loader_of(engine)
     with pytest.raises(OutOfMemory, match="of one rank"):
@@ -227,8 +227,8 @@ async def test_what_does_not_fit_a_rank_is_refused(cut_store: NvmeStore) -> None
 
 
 @pytest.mark.parametrize("way", ["dtype", "fp8"])
-async def test_room_is_asked_for_what_weights_become(way: str, tmp_path: Path) -> None:
-    """They are converted, or made whole, in the engine's process, before any rank is asked."""
+async def test_the_limit_counts_the_size_after_conversion(way: str, tmp_path: Path) -> None:
+    """The engine's process converts and dequantizes weights, so it checks the limit before any read."""
     quantize = "fp8-e4m3" if way == "fp8" else None
     model = make_model("llama", dtype=torch.bfloat16)
     manifest = add(tmp_path / "store", "m", model, tp=2, quantize=quantize)
@@ -243,7 +243,7 @@ async def test_room_is_asked_for_what_weights_become(way: str, tmp_path: Path) -
             await loader.load(await card_of(store, "m"), store, others_bytes=0)
 
 
-async def test_ranks_hold_one_model(pipeline_engine: TorchEngine, whole_store: NvmeStore) -> None:
+async def test_ranks_cannot_preload(pipeline_engine: TorchEngine, whole_store: NvmeStore) -> None:
     card = await card_of(whole_store, "qwen2")
     async with serving(pipeline_engine, whole_store, "llama"):
         assert not pipeline_engine.can_preload(card)
@@ -251,10 +251,8 @@ async def test_ranks_hold_one_model(pipeline_engine: TorchEngine, whole_store: N
             await pipeline_engine.preload(card, whole_store)
 
 
-async def test_a_killed_rank_is_the_loss_of_the_instance(
-    grid_engine: TorchEngine, cut_store: NvmeStore
-) -> None:
-    """While it serves, and again while it is empty; each time it comes back with other processes."""
+async def test_a_killed_rank_loses_the_instance(grid_engine: TorchEngine, cut_store: NvmeStore) -> None:
+    """While it serves; `unload` restarts it with new processes."""
     prompt = make_prompts(4, 30)[0]
     expected = generate(make_model("llama"), prompt, 300)
     await grid_engine.load(await card_of(cut_store, "llama"), cut_store)

@@ -1,4 +1,4 @@
-"""An engine of ranks tells its listener of every change of its status."""
+"""An engine with ranks notifies its listener of every change of its status."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.backends.torch.parallel.support import add, ask, card_of, loader_of, 
 from tests.backends.torch.zoo import make_model
 
 
-def test_a_listener_is_told_of_loads_requests_and_a_rank_that_is_killed(tmp_path: Path) -> None:
+def test_a_listener_is_notified_of_loads_requests_and_a_killed_rank(tmp_path: Path) -> None:
     add(tmp_path / "store", "m", make_model("llama"))
 
     async def scenario() -> None:
