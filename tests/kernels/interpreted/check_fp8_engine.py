@@ -42,7 +42,7 @@ async def kept_and_dequantized(scheme: str, tmp_path: Path, device: str = "cpu")
                 async with engine.stream(request) as stream:
                     received.append([token.id async for token in stream])
                 serving = engine._models.serving
-                layers = getattr(serving, "skeleton").coded  # noqa: B009 - of a model in this process
+                layers = getattr(serving, "skeleton").fp8_linears  # noqa: B009 - of a model in this process
                 assert all(layer.weight.is_packed for layer in layers)
                 assert bool(layers) is keep
     return received
