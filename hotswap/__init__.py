@@ -19,7 +19,7 @@ from hotswap.action import (
     SwapRecord,
 )
 from hotswap.errors import HotswapError, InvalidRequest, PromptTooLong
-from hotswap.model import Adapter, Model
+from hotswap.model import Adapter, Model, OnChange
 from hotswap.request import (
     AdapterId,
     FinishReason,
@@ -80,6 +80,7 @@ __all__ = [
     "ModelId",
     "ModelView",
     "Models",
+    "OnChange",
     "PhaseRecord",
     "PromptLogprobs",
     "PromptTooLong",

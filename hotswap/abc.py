@@ -44,7 +44,17 @@ from hotswap.migration import (
     Stopped,
     SupportsMigration,
 )
-from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, ModelCard, Shard, TensorSpec
+from hotswap.model import (
+    Adapter,
+    HostBuffer,
+    HostChunk,
+    Manifest,
+    Model,
+    ModelCard,
+    OnChange,
+    Shard,
+    TensorSpec,
+)
 from hotswap.request import (
     AdapterId,
     FinishReason,
@@ -121,6 +131,7 @@ __all__ = [
     "MoveChoice",
     "MoveView",
     "Mover",
+    "OnChange",
     "PinAdapters",
     "Prefetch",
     "PromptLogprobs",

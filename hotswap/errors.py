@@ -4,6 +4,7 @@ HotswapError
   ConfigError(ValueError)      fix the set-up
     UnknownModel, UnknownAdapter           never registered
     UnsupportedModel, UnsupportedAdapter   the engine cannot run it exactly
+    SourceChanged                          files are not those that were imported or registered
     WrongLoop                              the fleet belongs to another event loop
   FleetClosed                  the fleet has ended or has not begun
   RequestError                 give up on this request
@@ -57,6 +58,7 @@ __all__ = [
     "RequestEvicted",
     "ShardCorrupt",
     "ShardMissing",
+    "SourceChanged",
     "StoreError",
     "SwapFailed",
     "SwapRefused",
@@ -100,6 +102,10 @@ class UnsupportedModel(ConfigError):
 
 class UnsupportedAdapter(ConfigError):
     """An adapter that does not fit its model, or that the engine cannot apply exactly."""
+
+
+class SourceChanged(ConfigError):
+    """The files of a model or an adapter are not those that were imported or registered under its name."""
 
 
 class WrongLoop(ConfigError):

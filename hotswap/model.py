@@ -5,11 +5,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias, get_args
 
 from hotswap.errors import ConfigError
 from hotswap.request import AdapterId, ModelId
 
-__all__ = ["Adapter", "HostBuffer", "HostChunk", "Manifest", "Model", "ModelCard", "Shard", "TensorSpec"]
+__all__ = [
+    "Adapter",
+    "HostBuffer",
+    "HostChunk",
+    "Manifest",
+    "Model",
+    "ModelCard",
+    "OnChange",
+    "Shard",
+    "TensorSpec",
+]
+
+OnChange: TypeAlias = Literal["refuse", "convert", "serve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +33,10 @@ class Model:
     has the model under its id. `min_replicas` is the minimum that the shipped schedulers keep and restore.
     `weight` is the weight *w* of the swap policy: twice the value for half the throughput.
     `max_context_tokens` limits the model's own context.
+
+    `on_change` is what an import does when the checkpoint is not the one that the store's weights were
+    converted from: `"refuse"` it by `SourceChanged`, `"convert"` it anew with the options of before, or
+    `"serve"` the weights that there are, with a warning.
     """
 
     id: str
@@ -27,6 +44,7 @@ class Model:
     min_replicas: int = 0
     weight: float = 1.0
     max_context_tokens: int | None = None
+    on_change: OnChange = "refuse"
 
     def __post_init__(self) -> None:
         if not self.id or "/" in self.id or "\\" in self.id or self.id in {".", ".."}:
@@ -40,6 +58,10 @@ class Model:
         if self.max_context_tokens is not None and self.max_context_tokens < 1:
             raise ConfigError(
                 f"max_context_tokens of {self.id!r} is {self.max_context_tokens}; give 1 or more."
+            )
+        if self.on_change not in get_args(OnChange):
+            raise ConfigError(
+                f"on_change of {self.id!r} is {self.on_change!r}; give 'refuse', 'convert' or 'serve'."
             )
 
 

@@ -12,11 +12,11 @@ from hotswap.backends.stores.fields import Fields, parse_object
 from hotswap.backends.stores.layout import SIDE_FILES
 from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile
 
-__all__ = ["Checkpoint", "read_checkpoint"]
+__all__ = ["MOST_HEADER_BYTES", "Checkpoint", "read_checkpoint", "weight_files"]
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _FETCH_AGAIN = "Fetch the checkpoint again."
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def read_checkpoint(source: Path) -> Checkpoint:
     config = _json(source, "config.json")
     if config is None:
         raise ShardMissing(f"There is no checkpoint at {str(source)!r}: it has no config.json.")
-    for file in _weight_files(source):
+    for file in weight_files(source):
         _check_safetensors(file)
     text_config = _text_config(config.raw)
     architectures = config.get("architectures")
@@ -92,7 +92,12 @@ def _eos(fields: Fields | None) -> tuple[int, ...]:
     return tuple(token for token in values if type(token) is int and token >= 0)
 
 
-def _weight_files(source: Path) -> list[Path]:
+def weight_files(source: Path) -> list[Path]:
+    """Return the files that a checkpoint's weights are in, which exist.
+
+    Raises:
+        ShardMissing, UnsafeFile, ShardCorrupt: as `read_checkpoint`.
+    """
     index = _json(source, "model.safetensors.index.json")
     if index is not None:
         return [
@@ -126,7 +131,7 @@ def _check_safetensors(path: Path) -> None:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
+        if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
             raise ShardCorrupt(f"{str(path)!r} is no safetensors file, or truncated. {_FETCH_AGAIN}")
         header = parse_object(file.read(length), path, remedy=_FETCH_AGAIN)
     tensors = (header.record(name) for name in header.raw if name != "__metadata__")

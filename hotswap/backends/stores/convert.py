@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint
+from hotswap.backends.stores.fingerprint import ConversionOptions, Fingerprint
 from hotswap.backends.stores.index import VERSION
-from hotswap.backends.stores.layout import check_file_name
+from hotswap.backends.stores.layout import SOURCE_NAME, check_file_name
 from hotswap.backends.stores.writer import Progress, WriteOptions, writing
-from hotswap.errors import BackendMissing, ConfigError
+from hotswap.errors import BackendMissing, ConfigError, StoreError
 from hotswap.model import Manifest
 from hotswap.request import ModelId
 
@@ -68,27 +69,40 @@ def convert(
         ConfigError: the model exists and `replace_existing` is false, there is no such dtype or
             scheme, or `memory_bytes` are too few for a model that cannot be streamed.
         BackendMissing: torch or transformers are not installed.
+        StoreError: the checkpoint changed meanwhile, or writing failed.
     """
     source, root = Path(source), Path(root)
     check_file_name(model_id, root)
     if world_size < 1:
         raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
     checkpoint = read_checkpoint(source)
-    if progress is not None:
-        progress(Progress(phase="read", done_bytes=0, total_bytes=0))
+    options = ConversionOptions(dtype=dtype, world_size=world_size, quantize=quantize)
+
+    def tell_reading() -> None:
+        if progress is not None:
+            progress(Progress(phase="read", done_bytes=0, total_bytes=0))
+
+    tell_reading()
+    fingerprint = Fingerprint.of(source, options, progress=tell_reading)
     with _open(source, dtype, memory_bytes) as blueprint:
         copy, quantizer = _plan(blueprint, world_size, quantize)
         manifest = _manifest(ModelId(model_id), checkpoint, copy, quantizer)
         if admit is not None:
             admit(manifest.buffer_bytes * world_size)
-        options = WriteOptions(
+        writing_options = WriteOptions(
             max_file_bytes=max_file_bytes,
             replace_existing=replace_existing,
             progress=progress,
             key=_key(source, manifest, max_file_bytes, quantizer),
         )
-        with writing(root, manifest, side_files=checkpoint.side_files, options=options) as writer:
+        side_files = {**checkpoint.side_files, SOURCE_NAME: fingerprint.dump()}
+        with writing(root, manifest, side_files=side_files, options=writing_options) as writer:
             copy.run(writer.ranks)
+            if change := fingerprint.difference(source):
+                raise StoreError(
+                    f"The checkpoint at {str(source)!r} changed while it was converted: {change}. "
+                    "Convert it again when it is complete."
+                )
     return writer.manifest
 
 

@@ -4,6 +4,7 @@
     <root>/<model>/rank-0-of-1.000.bin     the first bytes of rank 0's buffer; a multiple of 4096 long
     <root>/<model>/rank-0-of-1.001.bin     the next, where the buffer is longer than one file may be
     <root>/<model>/tokenizer.json ...      copied from the checkpoint
+    <root>/<model>/source.json             what the checkpoint's files were (`fingerprint`)
 
 The index alone tells the place of every byte, so a model is read in large aligned pieces, not tensor by
 tensor.
@@ -23,6 +24,8 @@ __all__ = [
     "DTYPE_BYTES",
     "INDEX_NAME",
     "SIDE_FILES",
+    "SOURCE_NAME",
+    "STORED_FILES",
     "Checksum",
     "align",
     "check_file_name",
@@ -32,6 +35,8 @@ __all__ = [
 
 INDEX_NAME: Final = "index.json"
 SIDE_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+SOURCE_NAME: Final = "source.json"  # what the checkpoint was, see `fingerprint`
+STORED_FILES: Final = (*SIDE_FILES, SOURCE_NAME)  # that go along when a model goes to another tier
 ALIGNMENT_BYTES: Final = 4096
 
 DTYPE_BYTES: Final = {

@@ -18,8 +18,10 @@ from hotswap.backends.stores.convert import convert
 from hotswap.backends.stores.disk import DiskReader
 from hotswap.backends.stores.disk_directory import DiskDirectory, ReadLock
 from hotswap.backends.stores.files import FileCalls, read_small
+from hotswap.backends.stores.fingerprint import ConversionOptions
+from hotswap.backends.stores.imported import ImportedModel
 from hotswap.backends.stores.indexes import Indexes, models_in
-from hotswap.backends.stores.layout import ALIGNMENT_BYTES, SIDE_FILES, check_file_name
+from hotswap.backends.stores.layout import ALIGNMENT_BYTES, STORED_FILES, check_file_name
 from hotswap.backends.stores.pieces import Verify
 from hotswap.backends.stores.reading import ReadContext, background
 from hotswap.backends.stores.ring import BufferPool
@@ -148,12 +150,20 @@ class NvmeStore(WeightStore):
         lock = self._importing.setdefault(id, anyio.Lock())
         async with lock:
             try:
-                await self.manifest(id)
+                manifest = await self.manifest(id)
             except ShardMissing:
                 if model.source is None:
                     raise
-                await self._convert(id, Path(model.source))
-                await self.manifest(id)
+                await self._convert(id, Path(model.source), ConversionOptions(), replace_existing=False)
+            else:
+                if model.source is None:
+                    return
+                imported = ImportedModel(self.root / id, manifest)
+                options = await to_thread.run_sync(imported.options_to_convert_again, model)
+                if options is None:
+                    return
+                await self._convert(id, Path(model.source), options, replace_existing=True)
+            await self.manifest(id)
 
     @asynccontextmanager
     async def admit(self, manifest: Manifest) -> AsyncGenerator[Admission]:
@@ -241,7 +251,9 @@ class NvmeStore(WeightStore):
         used_bytes = sum(self._resident.values())
         return f"<NvmeStore {str(self.root)!r} [{len(self._resident)} models, {used_bytes} bytes]>"
 
-    async def _convert(self, model: ModelId, source: Path) -> None:
+    async def _convert(
+        self, model: ModelId, source: Path, options: ConversionOptions, *, replace_existing: bool
+    ) -> None:
         """Convert in a worker thread; a cancellation stops it at the next piece, and waits for that."""
         cancelled = threading.Event()
 
@@ -257,7 +269,17 @@ class NvmeStore(WeightStore):
                     evicted = stack.enter_context(self._models.reserve(model, size_bytes)).evicted
                     self._forget(*evicted)
 
-                convert(source, self.root, model_id=model, admit=admit, progress=go_on)
+                convert(
+                    source,
+                    self.root,
+                    model_id=model,
+                    dtype=options.dtype,
+                    world_size=options.world_size,
+                    quantize=options.quantize,
+                    replace_existing=replace_existing,
+                    admit=admit,
+                    progress=go_on,
+                )
 
         async def watch() -> None:
             try:
@@ -295,7 +317,7 @@ class NvmeStore(WeightStore):
     def _read_side_files(self, model: ModelId) -> dict[str, bytes]:
         check_file_name(model, self.root)
         files: dict[str, bytes] = {}
-        for name in SIDE_FILES:
+        for name in STORED_FILES:
             with suppress(ShardMissing):
                 files[name] = read_small(self.root / model / name)
         return files

@@ -143,8 +143,18 @@ class TieredStore(WeightStore):
     async def import_model(self, model: Model) -> None:
         for tier in self.tiers:
             if isinstance(tier, SupportsImport):
-                return await tier.import_model(model)
+                await tier.import_model(model)
+                await self._drop_former(ModelId(model.id), tier)
+                return
         raise ConfigError(f"No tier of {self!r} can import model {model.id!r}; add a NvmeStore.")
+
+    async def _drop_former(self, model: ModelId, source: WeightStore) -> None:
+        """Drop a model from the host tier that was converted anew since it was loaded there."""
+        if self._host is None:
+            return
+        with suppress(ShardMissing):
+            if await self._host.manifest(model) != await source.manifest(model):
+                await self._host.drop(model)
 
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
         for tier in self.tiers:

@@ -13,7 +13,7 @@ from obstore import exceptions
 
 from hotswap.backends.stores.files import BlockFile, open_regular, read_small
 from hotswap.backends.stores.index import parse_index
-from hotswap.backends.stores.layout import INDEX_NAME, SIDE_FILES, Checksum
+from hotswap.backends.stores.layout import INDEX_NAME, STORED_FILES, Checksum
 from hotswap.backends.stores.remote.location import Location
 from hotswap.backends.stores.remote.objects import reason
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError
@@ -47,7 +47,7 @@ class LocalModel:
 
     def side_files(self) -> dict[str, bytes]:
         """The tokenizer and its files, by name."""
-        return {name: read_small(self.directory / name) for name in SIDE_FILES if self._has(name)}
+        return {name: read_small(self.directory / name) for name in STORED_FILES if self._has(name)}
 
     def pieces(self, file: str, shards: list[Shard]) -> Iterator[bytes]:
         """Read a data file in pieces; raises `ShardCorrupt` at its end if a checksum is wrong."""

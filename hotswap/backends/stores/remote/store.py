@@ -16,7 +16,7 @@ from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.layout import (
     ALIGNMENT_BYTES,
     INDEX_NAME,
-    SIDE_FILES,
+    STORED_FILES,
     check_file_name,
 )
 from hotswap.backends.stores.reading import background
@@ -140,7 +140,7 @@ class RemoteStore(WeightStore):
         Raises:
             StoreError: one of them could not be read; missing ones are left out.
         """
-        found = {name: await self._side_file(model, name) for name in SIDE_FILES}
+        found = {name: await self._side_file(model, name) for name in STORED_FILES}
         return {name: text for name, text in found.items() if text is not None}
 
     async def push(
