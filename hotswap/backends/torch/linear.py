@@ -4,10 +4,9 @@
 
 hotswap's kernel (`packed_linear`) computes them if the CPU has the instructions for it, else oneDNN's inner
 product. Both accept a weight as stored or packed, with the same bits for either; oneDNN does so for inputs of
-two rows or more, measured for fp32 and bf16 with one and several threads. So a layer may be packed or
-unpacked
-at any time, also during a stream: only the speed changes. The choice of the kernel depends on the CPU and the
-dtype alone.
+two rows or more, measured for fp32 and bf16 with one and several threads, and with AMX for 32 rows at a time.
+So a layer may be packed or unpacked at any time, also during a stream: only the speed changes. The choice of
+the kernel depends on the CPU and the dtype alone.
 
 On an x86 CPU without bf16 instructions, bf16 products take up to four times as long as fp32 ones. There a
 bf16 layer is *widened*: packed as fp32, its input and output converted. The products of bf16 numbers are
@@ -32,12 +31,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hotswap.backends.torch import throttle
 from hotswap.backends.torch.buffers import host_bytes
 from hotswap.backends.torch.device import multiplies_bf16
 from hotswap.kernels import packed_linear
+from hotswap.kernels.processor import instructions
 
 __all__ = [
     "MIN_ROWS",
@@ -56,6 +57,9 @@ log = logging.getLogger("hotswap")
 MIN_ROWS = 4
 # The number of rows for which oneDNN packs a weight: that of a decode batch. It does not change bits.
 _TYPICAL_ROWS = 32
+# oneDNN sums in another order for another number of rows with AMX, so it always gets this many. Then a row
+# has the same bits wherever it stands, with one thread and with two; of 64 rows it has not.
+_MATRIX_UNIT_ROWS = 32
 # Outputs whose weights are converted to fp32 at once, so that they are in the cache when they are multiplied.
 _CONVERTED_OUTPUTS = 256
 
@@ -122,7 +126,21 @@ def _in_fp32(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _by_onednn(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute a layer with oneDNN; its weight is as stored or packed by oneDNN."""
     multiply, _ = _operators()
-    return multiply(hidden, weight, bias, "none", [], "")
+    if hidden.dtype is not torch.bfloat16 or not _has_matrix_unit():
+        return multiply(hidden, weight, bias, "none", [], "")
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    num_rows = len(rows)
+    rows = functional.pad(rows, (0, 0, 0, -num_rows % _MATRIX_UNIT_ROWS))
+    blocks = torch.split(rows, _MATRIX_UNIT_ROWS)
+    parts = [multiply(block, weight, bias, "none", [], "") for block in blocks]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out[:num_rows].view(*hidden.shape[:-1], out.shape[-1])
+
+
+@cache
+def _has_matrix_unit() -> bool:
+    """Whether oneDNN multiplies bf16 by AMX."""
+    return "amx_bf16" in instructions()
 
 
 @cache
