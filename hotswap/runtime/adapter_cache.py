@@ -18,9 +18,10 @@ import anyio
 
 from hotswap import telemetry as tm
 from hotswap.engine import SupportsAdapters
-from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted
+from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted, SourceChanged
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, RequestId
+from hotswap.runtime.adapter_files import AdapterFiles
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
 from hotswap.telemetry import Telemetry
@@ -44,6 +45,7 @@ class AdapterCaches:
 
     def __init__(self, state: FleetState, telemetry: Telemetry) -> None:
         self._state, self._telemetry = state, telemetry
+        self.files = AdapterFiles(state)
         self._caches: dict[InstanceId, _AdapterCache] = {}
 
     @asynccontextmanager
@@ -57,6 +59,7 @@ class AdapterCaches:
         Raises:
             RequestEvicted: the instance swaps to another model, or is unloaded.
             UnsupportedAdapter, StoreError: the adapter cannot be had; nothing was dropped for it.
+            SourceChanged: its files are not those of this version any more.
             OutOfMemory: the instance has no room for it even after it has dropped all others.
             InstanceLost: the instance is gone.
         """
@@ -98,7 +101,9 @@ class AdapterCaches:
     def _of(self, instance: Instance) -> _AdapterCache:
         cache = self._caches.get(instance.id)
         if cache is None or cache.instance is not instance:  # another may have had its name
-            cache = self._caches[instance.id] = _AdapterCache(instance, self._state, self._telemetry)
+            cache = self._caches[instance.id] = _AdapterCache(
+                instance, self.files, self._state, self._telemetry
+            )
         return cache
 
     def __repr__(self) -> str:
@@ -114,8 +119,10 @@ class _AdapterCache:
     move uses it here already is no new user.
     """
 
-    def __init__(self, instance: Instance, state: FleetState, telemetry: Telemetry) -> None:
-        self.instance = instance
+    def __init__(
+        self, instance: Instance, files: AdapterFiles, state: FleetState, telemetry: Telemetry
+    ) -> None:
+        self.instance, self._files = instance, files
         self._state, self._telemetry = state, telemetry
         self._turn = anyio.Lock()
         self._users: dict[AdapterId, Counter[RequestId]] = defaultdict(Counter)
@@ -259,7 +266,8 @@ class _AdapterCache:
         self._refuse_if_gone(adapter)
         try:
             with self._telemetry.span(tm.SPAN_ADAPTER, attributes, parent=span) as load:
-                await engine.load_adapter(adapter)
+                async with self._files.unchanged(adapter):
+                    await engine.load_adapter(adapter)
                 seconds = anyio.current_time() - started_s
                 load.set_attribute(tm.SECONDS, seconds)
             self._require_held(adapter)
@@ -271,6 +279,10 @@ class _AdapterCache:
             raise
         except InstanceError:
             self._refuse_if_gone(adapter)
+            raise
+        except SourceChanged:  # perhaps while it was read
+            with anyio.CancelScope(shield=True):
+                await engine.drop_adapter(adapter.version)
             raise
         else:
             # One series for all versions of an adapter.

@@ -61,7 +61,8 @@ class Adapters:
     def add(self, adapter: Adapter) -> None:
         """Let requests name an adapter from now on; again changes nothing.
 
-        An instance reads its files when the first request for it is there.
+        An instance reads its files when the first request for it is there. From now on they must stay as they
+        are: later loads of a version whose files have changed end by `SourceChanged`.
 
         Raises:
             ConfigError: its model has another of the same name, is not registered or was rolled to another,
@@ -103,7 +104,7 @@ class Adapters:
         Raises:
             UnknownAdapter: the model has none of that name, or it was removed meanwhile; add it.
             ConfigError: it has the source that the old version has, or its model was rolled to another.
-            UnsupportedAdapter, StoreError: the new version cannot be had.
+            UnsupportedAdapter, StoreError, SourceChanged: the new version cannot be had.
             InstanceError: an engine failed to take it.
         """
         self._refuse_rolled(adapter.model)
@@ -218,7 +219,9 @@ class Adapters:
         """Return the next version; a number is never given twice, or an old version would be taken for it."""
         epoch = self._num_versions.get(_key(adapter), 0)
         self._num_versions[_key(adapter)] = epoch + 1
-        return replace(adapter, epoch=epoch)
+        version = replace(adapter, epoch=epoch)
+        self._caches.files.note(version)
+        return version
 
     def _install(self, adapter: Adapter) -> None:
         self._state.adapters[_key(adapter)] = adapter
