@@ -23,6 +23,7 @@ from hotswap.router import Router
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Admission
+from hotswap.runtime.closing import Closing
 from hotswap.runtime.control import Control
 from hotswap.runtime.flow import Flow
 from hotswap.runtime.lifetime import Lifetime
@@ -87,6 +88,7 @@ class Core(AsyncContextManagerMixin):
         self.telemetry = telemetry = Telemetry(tracer_provider, meter_provider)
         self.state = state = FleetState(store)
         self.lifetime = Lifetime()
+        self.closing = Closing(state, self.lifetime)
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)
         self.adapters = Adapters(state, self.caches, self.lifetime, telemetry)

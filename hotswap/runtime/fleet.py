@@ -143,11 +143,11 @@ class Fleet(AsyncContextManagerMixin):
             PromptTooLong: the prompt leaves no room in the model's context.
             ModelTooLarge: no engine could ever hold the model.
             QueueFull: it would have to wait and too many do; it says when to come back.
-            FleetClosed: the fleet is not open.
+            FleetClosed: the fleet is not open, or closes gracefully.
             WrongLoop: the fleet is open on another event loop.
         """
         core = self._core
-        core.lifetime.check_open()
+        core.closing.check_admits()
         check_priority(InvalidRequest, priority)
         check_seconds(InvalidRequest, deadline_s=deadline_s)
         check_names(model=model, adapter=adapter)
@@ -164,13 +164,14 @@ class Fleet(AsyncContextManagerMixin):
             deadline_s=deadline_s,
         )
         try:
-            tasks = core.lifetime.tasks  # the fleet may have closed while a text was encoded
+            core.closing.check_admits()  # the fleet may have closed while a text was encoded
             ticket = core.admission.enter(new.request, new.arrival, refusable=True)
         except HotswapError as exc:
             request.fail(exc)
             request.end()
             raise
-        tasks.start_soon(core.flow.run, request, ticket, name=f"request {new.request.id}")
+        core.state.begin(request)
+        core.lifetime.tasks.start_soon(core.flow.run, request, ticket, name=f"request {new.request.id}")
         try:
             yield FleetStream(request)
         finally:
@@ -343,6 +344,20 @@ class Fleet(AsyncContextManagerMixin):
         """
         work = self._core.state.min_replicas_served()
         await self._core.lifetime.run(work, "the wait for min_replicas")
+
+    async def close_gracefully(self, deadline_s: float | None = None) -> int:
+        """Admit no new request, and return once those that run or wait have ended; then leave the block.
+
+        New requests end by `FleetClosed` at once; those left after `deadline_s` seconds do then, and their
+        number is returned. Everything else works as before. A second call waits as well, and its deadline
+        counts too. A cancellation has requests admitted again, unless another call still waits or has
+        returned.
+
+        Raises:
+            ConfigError: `deadline_s` is no number of seconds.
+            FleetClosed: the fleet is not open, or its block was left meanwhile.
+        """
+        return await self._core.lifetime.run(self._core.closing.run(deadline_s), "its graceful close")
 
     # -- what can be seen
 

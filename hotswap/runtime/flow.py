@@ -262,12 +262,11 @@ class Flow:
     telemetry: Telemetry
 
     async def run(self, request: ClientRequest, ticket: Ticket) -> None:
-        """Carry a request until it ends.
+        """Carry a request that has begun (`FleetState.begin`) until it ends.
 
         What it does after each event says `lifecycle.step`. Its errors are its client's, never the fleet's.
         """
         request.scope.deadline = request.deadline_at_s
-        self.state.begin(request)
         try:
             with request.scope:
                 error = await self._until_it_ends(request, ticket)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import signal
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import anyio
 import pytest
+from anyio import wait_all_tasks_blocked
 
 from hotswap import Adapter, Fleet, FleetView, InstanceId, Model, ModelId, Sampling
 from hotswap.abc import Action, Migrate, ModelCard, Scheduler, Swap, WeightStore
 from hotswap.backends.sim import DeviceProfile, SimEngine
-from hotswap.errors import LoadsExhausted, OutOfMemory, SwapFailed
+from hotswap.errors import FleetClosed, LoadsExhausted, OutOfMemory, SwapFailed
 from hotswap.offline.virtual_time import virtual_time
 from tests.house.tree import PACKAGE, ROOT
 from tests.runtime.support import PROFILE, engine_of, sim_fleet, store_of, until
@@ -173,12 +176,20 @@ def test_every_name_is_in_the_file_that_the_page_names() -> None:
     assert [(file.name, name) for file, name in named(PAGE) if name not in defined(file)] == []
 
 
+def codes_of(page: str) -> list[CodeType]:
+    """The examples of a page, which may await."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    return [
+        compile(code, page, "exec", flags=flags)
+        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ]
+
+
 @virtual_time
 async def test_the_operations_of_a_fleet_run_as_the_page_has_them() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    compiled, _ = codes_of("operations.md")
     store = store_of("llama-8b", "qwen-4b")
-    compiled = compile(code, "operations.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     async with sim_fleet("llama-8b", scheduler=Script(), store=store) as fleet:
         for instance in fleet.view().instances:
             await fleet.swap(instance.id, to="llama-8b")
@@ -188,6 +199,21 @@ async def test_the_operations_of_a_fleet_run_as_the_page_has_them() -> None:
         view = fleet.view()
     assert {instance.id: instance.model for instance in view.instances} == {"e0": "qwen-4b", "e3": None}
     assert [model.id for model in view.models] == ["qwen-4b"]
+
+
+async def test_a_fleet_shuts_down_on_a_signal_as_the_page_has_it() -> None:
+    _, compiled = codes_of("operations.md")
+    async with sim_fleet("a", scheduler=Script()) as fleet, anyio.create_task_group() as tasks:
+
+        async def serve() -> None:
+            await eval(compiled, {"fleet": fleet, "anyio": anyio, "signal": signal})
+
+        tasks.start_soon(serve)
+        await wait_all_tasks_blocked()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await wait_all_tasks_blocked()
+        with pytest.raises(FleetClosed):
+            await fleet.generate("a", (1,))
 
 
 @virtual_time

@@ -1,0 +1,76 @@
+"""Closing a fleet gracefully: it admits no more requests, and ends when those under way have ended."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import anyio
+
+from hotswap.checks import check_seconds
+from hotswap.errors import ConfigError, FleetClosed
+from hotswap.runtime.lifetime import Lifetime
+from hotswap.runtime.state import FleetState
+
+__all__ = ["Closing"]
+
+log = logging.getLogger("hotswap")
+
+
+class Closing:
+    """Whether a fleet still admits requests, and the wait for the last of them.
+
+    Args:
+        state: Of the fleet.
+        lifetime: Of the fleet.
+    """
+
+    def __init__(self, state: FleetState, lifetime: Lifetime) -> None:
+        self._state, self._lifetime = state, lifetime
+        self._num_callers = 0
+        self._is_closed = False
+
+    def check_admits(self) -> None:
+        """Raise `FleetClosed` if a new request comes too late, or too early, and `WrongLoop` as ever."""
+        self._lifetime.check_open()
+        if self._num_callers or self._is_closed:
+            raise FleetClosed("The fleet is closing and takes no new requests; ask another fleet.")
+
+    async def run(self, deadline_s: float | None) -> int:
+        """Admit none, wait for those under way, and end at the deadline those that are left.
+
+        Return how many these were. A cancellation of the last caller has requests admitted again.
+        """
+        check_seconds(ConfigError, deadline_s=deadline_s)
+        self._num_callers += 1
+        try:
+            log.info("The fleet closes; %d requests are under way.", len(self._state.requests))
+            with anyio.move_on_after(math.inf if deadline_s is None else deadline_s):
+                await self._requests_ended()
+            num_ended = self._end_requests(deadline_s)
+            await self._requests_ended()
+            self._lifetime.check_open()  # its block may have been left, which ends requests too
+            self._is_closed = True
+        finally:
+            self._num_callers -= 1
+        return num_ended
+
+    async def _requests_ended(self) -> None:
+        while self._state.requests:
+            await self._state.changed(self._state.version)
+
+    def _end_requests(self, deadline_s: float | None) -> int:
+        left = tuple(self._state.requests.values())
+        for active in left:
+            active.abort(
+                FleetClosed(
+                    f"The fleet closed {deadline_s} s after it began to; request {active.request.id!r} had "
+                    f"not finished, and {active.num_generated} tokens were given. Ask another fleet."
+                )
+            )
+        if left:
+            log.warning("The fleet closed before %d requests had finished; they ended unfinished.", len(left))
+        return len(left)
+
+    def __repr__(self) -> str:
+        return f"<Closing [{'closed' if self._is_closed else 'closing' if self._num_callers else 'open'}]>"
