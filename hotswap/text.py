@@ -1,12 +1,15 @@
-"""The `Tokenizer` protocol, and `TextStream`, which decodes tokens incrementally and finds stop strings."""
+"""Text of models: `Tokenizer`, `ChatTemplate`, and `TextStream`, which decodes and finds stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["TextStream", "Tokenizer"]
+from hotswap.chat import Chat
+
+__all__ = ["ChatTemplate", "TextSettings", "TextStream", "Tokenizer"]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -26,6 +29,36 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `tokens`, special ones left out by default, incomplete characters as U+FFFD."""
         ...
+
+
+@runtime_checkable
+class ChatTemplate(Protocol):
+    """Writes conversations as a model has learnt to read them."""
+
+    def render(self, chat: Chat) -> str:
+        """Return the text of `chat`, with the start token if the model wants one; called in worker threads.
+
+        Time and memory that it takes are bounded, whatever the messages say.
+
+        Raises:
+            InvalidRequest: the template refuses the messages, or takes too long or too much for them.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """What the files beside weights say of text.
+
+    Attributes:
+        tokenizer: That of an adapter which has one of its own; `None` if it is the model's.
+        chat_template: How conversations are written; `None` if that is not said.
+        generation_config: The model's own sampling parameters, by transformers' names.
+    """
+
+    tokenizer: Tokenizer | None = None
+    chat_template: ChatTemplate | None = None
+    generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class TextStream:
