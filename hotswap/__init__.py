@@ -18,6 +18,7 @@ from hotswap.action import (
     SwapOutcome,
     SwapRecord,
 )
+from hotswap.chat import Chat
 from hotswap.errors import HotswapError, InvalidRequest, PromptTooLong
 from hotswap.model import Adapter, Model, OnChange
 from hotswap.request import (
@@ -60,6 +61,7 @@ __all__ = [
     "AdapterId",
     "AdapterView",
     "Adapters",
+    "Chat",
     "Completion",
     "DrainRecord",
     "FinishReason",

@@ -12,7 +12,8 @@ Stores
     `WeightStore`, `WrapperStore` to wrap another; `Manifest`, `Shard`, `TensorSpec`, `HostChunk`,
     `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
     `SupportsLend`, `SupportsNodes`, `SupportsPrefetch`, `SupportsReadInto`, `SupportsTokenizer` (with
-    `Tokenizer`, and `TextStream` to decode with it).
+    `Tokenizer`, and `TextStream` to decode with it), `SupportsTextSettings` (with `TextSettings`, and the
+    `ChatTemplate` that writes a `Chat`).
 Policies
     `Router`, `Scheduler` and `Mover`; `FleetView` and its parts, which they read, ranked by a `Rank`, `Count`
     or `CountRank`; the actions that a scheduler returns (`Swap`, `Unload`, `Prefetch`, `PinAdapters`,
@@ -32,6 +33,7 @@ from hotswap.action import (
     Swap,
     Unload,
 )
+from hotswap.chat import Chat
 from hotswap.engine import Engine, StatusListener, SupportsAdapters, SupportsPreload, WrapperEngine
 from hotswap.migration import (
     KVLayout,
@@ -74,13 +76,14 @@ from hotswap.store import (
     SupportsNodes,
     SupportsPrefetch,
     SupportsReadInto,
+    SupportsTextSettings,
     SupportsTokenizer,
     WeightStore,
     WrapperStore,
 )
 from hotswap.store_view import Residency, StoreView, TierView
 from hotswap.stream import TokenQueue, TokenStream
-from hotswap.text import TextStream, Tokenizer
+from hotswap.text import ChatTemplate, TextSettings, TextStream, Tokenizer
 from hotswap.transport import Channel, Frame
 from hotswap.view import (
     AdapterView,
@@ -103,6 +106,8 @@ __all__ = [
     "AdapterId",
     "AdapterView",
     "Channel",
+    "Chat",
+    "ChatTemplate",
     "Count",
     "CountRank",
     "Engine",
@@ -155,9 +160,11 @@ __all__ = [
     "SupportsPrefetch",
     "SupportsPreload",
     "SupportsReadInto",
+    "SupportsTextSettings",
     "SupportsTokenizer",
     "Swap",
     "TensorSpec",
+    "TextSettings",
     "TextStream",
     "TierView",
     "Token",

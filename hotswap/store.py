@@ -9,9 +9,9 @@ from typing import Protocol, Self, runtime_checkable
 
 from anyio import AsyncContextManagerMixin
 
-from hotswap.model import HostBuffer, HostChunk, Manifest, Model, Shard
+from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
-from hotswap.text import Tokenizer
+from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import StoreView
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "SupportsNodes",
     "SupportsPrefetch",
     "SupportsReadInto",
+    "SupportsTextSettings",
     "SupportsTokenizer",
     "WeightStore",
     "WrapperStore",
@@ -160,6 +161,29 @@ class SupportsTokenizer(Protocol):
 
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
         """Return the model's tokenizer, `None` if the checkpoint has none."""
+        ...
+
+
+@runtime_checkable
+class SupportsTextSettings(Protocol):
+    """A store that keeps what a checkpoint says of text beside the weights: chat templates, defaults."""
+
+    async def text_settings(self, model: ModelId) -> TextSettings | None:
+        """Return what the model's files say of text; `None` if the store has none of them.
+
+        Raises:
+            ShardCorrupt: a file cannot be used.
+            StoreError: a file cannot be read.
+        """
+        ...
+
+    async def adapter_settings(self, adapter: Adapter) -> TextSettings:
+        """Return what the files of an adapter say of text, as far as they differ from its model's.
+
+        Raises:
+            UnsupportedAdapter: its tokenizer cannot be used with the model.
+            StoreError: a file cannot be used or read.
+        """
         ...
 
 

@@ -76,6 +76,15 @@ class HfTokenizer:
         """The tokenizer as the text of a `tokenizer.json`, without truncation and padding."""
         return self._tokenizer.to_str()
 
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """The tokens beside the vocabulary proper, by id: special ones, mostly."""
+        return {id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    def id_of(self, piece: str) -> int | None:
+        """Return the token that the vocabulary writes so; `None` if it has none."""
+        return self._tokenizer.token_to_id(piece)
+
     def piece(self, token: int) -> str | None:
         """Return how the vocabulary writes a token; `None` if it has none of that id."""
         return self._tokenizer.id_to_token(token)

@@ -65,6 +65,7 @@ NOT_NAMED = {
     "SupportsPrefetch": "an ability that the fleet asks a store for",
     "SupportsPreload": "an ability that the fleet asks an engine for",
     "SupportsReadInto": "an ability that other stores ask a store for",
+    "SupportsTextSettings": "an ability that the fleet asks a store for",
     "SupportsTokenizer": "an ability that the fleet asks a store for",
     "TextStream": "decodes tokens as they come, for programs that use engines without a fleet",
     "TokenQueue": "the stream of most engines: what gives one gives a `TokenStream`",

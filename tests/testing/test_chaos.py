@@ -22,6 +22,7 @@ from hotswap.abc import (
     SupportsPrefetch,
     SupportsPreload,
     SupportsReadInto,
+    SupportsTextSettings,
     SupportsTokenizer,
     WrapperEngine,
     WrapperStore,
@@ -45,7 +46,14 @@ from hotswap.testing.conformance import EngineConformance, WeightStoreConformanc
 PROFILE = DeviceProfile(memory_bytes=1 << 20)
 CARD = ModelCard(id=ModelId("a"), weight_bytes=100_000, max_context_tokens=4096)
 ENGINE_ABILITIES = (SupportsPreload, SupportsAdapters, SupportsMigration)
-STORE_ABILITIES = (SupportsPrefetch, SupportsLend, SupportsReadInto, SupportsImport, SupportsTokenizer)
+STORE_ABILITIES = (
+    SupportsPrefetch,
+    SupportsLend,
+    SupportsReadInto,
+    SupportsImport,
+    SupportsTextSettings,
+    SupportsTokenizer,
+)
 
 
 def make_engine(**options: Any) -> SimEngine:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from hotswap.backends.stores.fields import Fields, parse_object
-from hotswap.backends.stores.layout import SIDE_FILES
+from hotswap.backends.stores.text_files import read_text_files
 from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile
 
 __all__ = ["MOST_HEADER_BYTES", "Checkpoint", "read_checkpoint", "weight_files"]
@@ -49,7 +49,8 @@ def read_checkpoint(source: Path) -> Checkpoint:
     Raises:
         ShardMissing: there is no config, or no weights, or a part of them is missing.
         UnsafeFile: it holds pickled weights only, or its index names a file outside the directory.
-        ShardCorrupt: a config is not JSON, or a weight file is truncated or no safetensors.
+        ShardCorrupt: a config is not JSON, a weight file is truncated or no safetensors, or a file of text is
+            longer than any.
     """
     config = _json(source, "config.json")
     if config is None:
@@ -59,19 +60,25 @@ def read_checkpoint(source: Path) -> Checkpoint:
     text_config = _text_config(config.raw)
     architectures = config.get("architectures")
     names = cast("list[object]", architectures) if isinstance(architectures, list) else []
-    generation = _json(source, "generation_config.json")
+    side_files = read_text_files(source)
+    generation = _parsed(source / "generation_config.json", side_files.get("generation_config.json"))
     return Checkpoint(
         config=json.dumps(config.raw),
         architecture=str(names[0]) if names else "",
-        eos_token_ids=_eos(generation) or _eos(Fields(text_config, source, _FETCH_AGAIN)),
+        # Either file may have an end token that the other lacks, as after a fine-tuning.
+        eos_token_ids=tuple(dict.fromkeys((*_eos(generation), *_eos(text_config)))),
         max_context_tokens=_first(text_config, "max_position_embeddings", "n_positions", "n_ctx") or 2**31,
-        side_files={name: (source / name).read_bytes() for name in SIDE_FILES if (source / name).is_file()},
+        side_files=side_files,
     )
 
 
 def _json(source: Path, name: str) -> Fields | None:
     path = source / name
-    return parse_object(path.read_bytes(), path, remedy=_FETCH_AGAIN) if path.is_file() else None
+    return _parsed(path, path.read_bytes() if path.is_file() else None)
+
+
+def _parsed(path: Path, text: bytes | None) -> Fields | None:
+    return None if text is None else parse_object(text, path, remedy=_FETCH_AGAIN)
 
 
 def _text_config(config: dict[str, object]) -> dict[str, object]:
@@ -86,8 +93,8 @@ def _first(config: dict[str, object], *names: str) -> int:
     return next((value for value in values if type(value) is int and value > 0), 0)
 
 
-def _eos(fields: Fields | None) -> tuple[int, ...]:
-    value = fields.get("eos_token_id") if fields is not None else None
+def _eos(config: Fields | dict[str, object] | None) -> tuple[int, ...]:
+    value = config.get("eos_token_id") if config is not None else None
     values = cast("list[object]", value) if isinstance(value, list) else [value]
     return tuple(token for token in values if type(token) is int and token >= 0)
 

@@ -24,9 +24,7 @@ FORMAT: Final = "hotswap-source"
 VERSION: Final = 1
 
 # What a conversion reads beside the weights. A file that a later release adds is not held against older ones.
-_SMALL_FILES = tuple(
-    sorted({"config.json", "chat_template.jinja", "model.safetensors.index.json", *SIDE_FILES})
-)
+_SMALL_FILES = tuple(sorted({"config.json", "model.safetensors.index.json", *SIDE_FILES}))
 _PIECE_BYTES = 4 << 20
 
 

@@ -3,7 +3,7 @@
     <root>/<model>/index.json              format and version, config, tensors, shards, a checksum over it all
     <root>/<model>/rank-0-of-1.000.bin     the first bytes of rank 0's buffer; a multiple of 4096 long
     <root>/<model>/rank-0-of-1.001.bin     the next, where the buffer is longer than one file may be
-    <root>/<model>/tokenizer.json ...      copied from the checkpoint
+    <root>/<model>/tokenizer.json ...      copied from the checkpoint (`text_files`)
     <root>/<model>/source.json             what the checkpoint's files were (`fingerprint`)
 
 The index alone tells the place of every byte, so a model is read in large aligned pieces, not tensor by
@@ -34,7 +34,14 @@ __all__ = [
 ]
 
 INDEX_NAME: Final = "index.json"
-SIDE_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+SIDE_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates.json",
+)
 SOURCE_NAME: Final = "source.json"  # what the checkpoint was, see `fingerprint`
 STORED_FILES: Final = (*SIDE_FILES, SOURCE_NAME)  # that go along when a model goes to another tier
 ALIGNMENT_BYTES: Final = 4096

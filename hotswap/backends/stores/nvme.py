@@ -26,13 +26,14 @@ from hotswap.backends.stores.pieces import Verify
 from hotswap.backends.stores.reading import ReadContext, background
 from hotswap.backends.stores.ring import BufferPool
 from hotswap.backends.stores.shielded import in_thread
+from hotswap.backends.stores.text_files import parse_text_settings, read_adapter_settings
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
 from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError
 from hotswap.hardware import parse_bytes
-from hotswap.model import HostChunk, Manifest, Model, Shard
+from hotswap.model import Adapter, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
-from hotswap.text import Tokenizer
+from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import Residency, StoreView, TierView
 
 __all__ = ["NvmeStore"]
@@ -230,6 +231,15 @@ class NvmeStore(WeightStore):
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
         return await to_thread.run_sync(self._load_tokenizer, model, limiter=self._context.limiter)
 
+    async def text_settings(self, model: ModelId) -> TextSettings | None:
+        return await to_thread.run_sync(self._load_settings, model, limiter=self._context.limiter)
+
+    async def adapter_settings(self, adapter: Adapter) -> TextSettings:
+        model = ModelId(adapter.model)
+        manifest, files = await self.manifest(model), await self.side_files(model)
+        read = partial(read_adapter_settings, adapter, manifest, files)
+        return await to_thread.run_sync(read, limiter=self._context.limiter)
+
     def view(self) -> StoreView:
         tier = TierView(
             name=self.name,
@@ -334,6 +344,10 @@ class NvmeStore(WeightStore):
             _log.warning("Model %r is served without text: %s", model, exc)
             return None
         return HfTokenizer.parse(text, name=str(self.root / model / "tokenizer.json"))
+
+    def _load_settings(self, model: ModelId) -> TextSettings | None:
+        files = self._read_side_files(model)
+        return parse_text_settings(files, self.root / model) if files else None
 
     def _path(self, shard: Shard) -> Path:
         check_file_name(shard.model, self.root)

@@ -20,10 +20,10 @@ from hotswap.backends.stores.reading import background
 from hotswap.backends.stores.shielded import shielded
 from hotswap.backends.stores.write_through import WriteThroughStore, with_write_through
 from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
-from hotswap.model import HostBuffer, HostChunk, Manifest, Model, Shard
+from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
-from hotswap.store import SupportsImport, SupportsTokenizer, WeightStore
-from hotswap.text import Tokenizer
+from hotswap.store import SupportsImport, SupportsTextSettings, SupportsTokenizer, WeightStore
+from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import Residency, StoreView
 
 __all__ = ["TieredStore"]
@@ -161,6 +161,27 @@ class TieredStore(WeightStore):
             if isinstance(tier, SupportsTokenizer) and (found := await tier.tokenizer(model)) is not None:
                 return found
         return None
+
+    async def text_settings(self, model: ModelId) -> TextSettings | None:
+        for tier in self.tiers:
+            if (
+                isinstance(tier, SupportsTextSettings)
+                and (found := await tier.text_settings(model)) is not None
+            ):
+                return found
+        return None
+
+    async def adapter_settings(self, adapter: Adapter) -> TextSettings:
+        failure: StoreError | None = None
+        for tier in self.tiers:
+            if isinstance(tier, SupportsTextSettings):
+                try:
+                    return await tier.adapter_settings(adapter)
+                except ShardMissing as exc:  # the model is on a lower tier
+                    failure = more_specific(failure, exc)
+        if failure is not None:
+            raise failure
+        return TextSettings()
 
     def view(self) -> StoreView:
         views = [tier.view() for tier in self.tiers]

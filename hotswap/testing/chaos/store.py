@@ -12,19 +12,20 @@ from typing import cast
 import anyio
 
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError
-from hotswap.model import HostBuffer, HostChunk, Manifest, Model, Shard
+from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
 from hotswap.store import (
     SupportsImport,
     SupportsLend,
     SupportsPrefetch,
     SupportsReadInto,
+    SupportsTextSettings,
     SupportsTokenizer,
     WeightStore,
     WrapperStore,
 )
 from hotswap.testing.chaos.injector import Injector, StoreFaults
-from hotswap.text import Tokenizer
+from hotswap.text import TextSettings, Tokenizer
 
 __all__ = ["ChaosStore", "chaotic_store"]
 
@@ -48,6 +49,8 @@ def chaotic_store(store: WeightStore, random: Random, faults: StoreFaults | None
         bases.append(_Importing)
     if isinstance(store, SupportsTokenizer):
         bases.append(_Tokenizing)
+    if isinstance(store, SupportsTextSettings):
+        bases.append(_Settling)
     made = cast("type[ChaosStore]", type("ChaosStore", (*bases, ChaosStore), {}))
     return made(store, random, faults)
 
@@ -201,3 +204,15 @@ class _Tokenizing(ChaosStore):
         """See `SupportsTokenizer`."""
         assert isinstance(self.wrapped, SupportsTokenizer)
         return await self.wrapped.tokenizer(model)
+
+
+class _Settling(ChaosStore):
+    async def text_settings(self, model: ModelId) -> TextSettings | None:
+        """See `SupportsTextSettings`."""
+        assert isinstance(self.wrapped, SupportsTextSettings)
+        return await self.wrapped.text_settings(model)
+
+    async def adapter_settings(self, adapter: Adapter) -> TextSettings:
+        """See `SupportsTextSettings`."""
+        assert isinstance(self.wrapped, SupportsTextSettings)
+        return await self.wrapped.adapter_settings(adapter)

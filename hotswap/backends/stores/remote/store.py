@@ -25,12 +25,13 @@ from hotswap.backends.stores.remote.location import Location
 from hotswap.backends.stores.remote.objects import Objects, RetryPolicy
 from hotswap.backends.stores.remote.push import LocalModel, Upload
 from hotswap.backends.stores.ring import BufferPool
+from hotswap.backends.stores.text_files import parse_text_settings, read_adapter_settings
 from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from hotswap.hardware import parse_bytes
-from hotswap.model import HostChunk, Manifest, Shard
+from hotswap.model import Adapter, HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
-from hotswap.text import Tokenizer
+from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import Residency, StoreView, TierView
 
 __all__ = ["RemoteStore"]
@@ -133,6 +134,16 @@ class RemoteStore(WeightStore):
         from hotswap.backends.tokenizer import HfTokenizer
 
         return await to_thread.run_sync(HfTokenizer.parse, text)
+
+    async def text_settings(self, model: ModelId) -> TextSettings | None:
+        files = await self.side_files(model)
+        where = f"{self.url}/{model}"
+        return await to_thread.run_sync(parse_text_settings, files, where) if files else None
+
+    async def adapter_settings(self, adapter: Adapter) -> TextSettings:
+        model = ModelId(adapter.model)
+        manifest, files = await self.manifest(model), await self.side_files(model)
+        return await to_thread.run_sync(read_adapter_settings, adapter, manifest, files)
 
     async def side_files(self, model: ModelId) -> dict[str, bytes]:
         """Return the small files beside a model's weights, by name, for a tier that keeps a copy.
