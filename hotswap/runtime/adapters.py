@@ -20,6 +20,7 @@ from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
+from hotswap.runtime.texts import Texts
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
 
@@ -41,13 +42,19 @@ class Adapters:
         caches: What instances hold.
         lifetime: Of the fleet.
         telemetry: Records updates and loads ahead of requests.
+        texts: Reads the text files of new versions.
     """
 
     def __init__(
-        self, state: FleetState, caches: AdapterCaches, lifetime: Lifetime, telemetry: Telemetry
+        self,
+        state: FleetState,
+        caches: AdapterCaches,
+        lifetime: Lifetime,
+        telemetry: Telemetry,
+        texts: Texts,
     ) -> None:
         self._state, self._caches = state, caches
-        self._lifetime, self._telemetry = lifetime, telemetry
+        self._lifetime, self._telemetry, self._texts = lifetime, telemetry, texts
         self._num_versions: dict[tuple[str, str], int] = {}
         self._updating = anyio.Lock()
 
@@ -61,8 +68,9 @@ class Adapters:
     def add(self, adapter: Adapter) -> None:
         """Let requests name an adapter from now on; again changes nothing.
 
-        An instance reads its files when the first request for it is there. From now on they must stay as they
-        are: later loads of a version whose files have changed end by `SourceChanged`.
+        Its files are read when the first request for it is there. Texts of such requests are encoded by its
+        own tokenizer, and chats written by its own template, if it has them. From now on they must stay as
+        they are: later loads of a version whose files have changed end by `SourceChanged`.
 
         Raises:
             ConfigError: its model has another of the same name, is not registered or was rolled to another,
@@ -119,6 +127,7 @@ class Adapters:
             attributes = {tm.ADAPTER: new.version, tm.MODEL: new.model}
             with self._telemetry.span(tm.SPAN_ADAPTER_UPDATE, attributes) as span:
                 try:
+                    await self._texts.of_adapter(new)
                     await self._load(new, old, span)
                     if self._state.adapters.get(_key(old)) is not old:
                         raise UnknownAdapter(
@@ -143,6 +152,7 @@ class Adapters:
         old = self.named(ModelId(model), adapter)
         del self._state.adapters[_key(old)]
         self._state.demand.forget(old)
+        self._texts.forget_adapter(old)
         await self._retire(old)
 
     def forget(self, model: ModelId) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from random import Random
@@ -13,9 +13,10 @@ import anyio
 from anyio import AsyncContextManagerMixin
 
 from hotswap.action import MigrationRecord, SwapRecord
-from hotswap.checks import check_positive_seconds
+from hotswap.chat import Chat
+from hotswap.checks import check_names, check_positive_seconds, check_priority, check_seconds
 from hotswap.engine import Engine
-from hotswap.errors import ConfigError
+from hotswap.errors import ConfigError, HotswapError, InvalidRequest
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
 from hotswap.request import ModelId, Request, RequestId
@@ -25,7 +26,7 @@ from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Admission
 from hotswap.runtime.closing import Closing
 from hotswap.runtime.control import Control
-from hotswap.runtime.flow import Flow
+from hotswap.runtime.flow import ClientRequest, Flow
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.metrics import LastView, observe_fleet
 from hotswap.runtime.models import Models
@@ -36,7 +37,7 @@ from hotswap.runtime.state import FleetState
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swaps import Swaps
 from hotswap.runtime.texts import Texts
-from hotswap.sampling import AS_MANY_AS_FIT, Sampling
+from hotswap.sampling import AS_MANY_AS_FIT, Sampling, to_sampling
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 from hotswap.telemetry import Telemetry
@@ -91,7 +92,8 @@ class Core(AsyncContextManagerMixin):
         self.closing = Closing(state, self.lifetime)
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)
-        self.adapters = Adapters(state, self.caches, self.lifetime, telemetry)
+        self.texts = Texts(state.store)
+        self.adapters = Adapters(state, self.caches, self.lifetime, telemetry, self.texts)
         self.swaps = Swaps(
             state,
             self.admission,
@@ -108,7 +110,6 @@ class Core(AsyncContextManagerMixin):
             telemetry=telemetry,
             on_record=on_migration,
         )
-        self.texts = Texts()
         self.models = Models(state, self.texts, self.swaps, self.adapters, self.lifetime)
         self.operations = Operations(
             state, self.admission, self.swaps, self.moves, self.adapters, self.caches
@@ -171,6 +172,60 @@ class Core(AsyncContextManagerMixin):
         for instance in self.state.instances.values():
             instance.end_first_token(self.telemetry)
 
+    @asynccontextmanager
+    async def running(
+        self,
+        model: str,
+        prompt: str | Sequence[int] | Chat,
+        sampling: Sampling | None,
+        *,
+        adapter: str | None,
+        priority: int,
+        deadline_s: float | None,
+        add_special_tokens: bool | None,
+    ) -> AsyncGenerator[ClientRequest]:
+        """Make a request of what a client asks for, and carry it until it ends or the block does.
+
+        Arguments and errors are those of `Fleet.stream`.
+        """
+        self.closing.check_admits()
+        check_priority(InvalidRequest, priority)
+        check_seconds(InvalidRequest, deadline_s=deadline_s)
+        check_names(model=model, adapter=adapter)
+        sampling = to_sampling(sampling)
+        while True:
+            name, named = self._named(model, adapter)
+            text = self.texts.of(name) if named is None else await self.texts.of_adapter(named)
+            tokens = await text.encode(prompt, sampling, add_special_tokens=add_special_tokens)
+            resolved = await text.resolve(sampling)
+            # Meanwhile the model may have been rolled to another, or the adapter may have a new version.
+            if (name, named) == self._named(model, adapter):
+                break
+        new = self.new_request(name, tokens, resolved, adapter=adapter, priority=priority)
+        request = ClientRequest(
+            new.request,
+            adapter=new.adapter,
+            arrival=new.arrival,
+            telemetry=self.telemetry,
+            text=text,
+            deadline_s=deadline_s,
+        )
+        try:
+            self.closing.check_admits()  # the fleet may have closed while a text was encoded
+            ticket = self.admission.enter(new.request, new.arrival, refusable=True)
+        except HotswapError as exc:
+            request.fail(exc)
+            request.end()
+            raise
+        self.state.begin(request)
+        self.lifetime.tasks.start_soon(self.flow.run, request, ticket, name=f"request {new.request.id}")
+        try:
+            yield request
+        finally:
+            request.scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await request.ended.wait()
+
     def new_request(
         self,
         model: ModelId,
@@ -188,9 +243,8 @@ class Core(AsyncContextManagerMixin):
             UnknownModel, UnknownAdapter: the fleet has none of that name.
             InvalidRequest, PromptTooLong, ModelTooLarge: it could never be served.
         """
-        model = self.state.aliases.get(model, model)
+        model, named = self._named(model, adapter)
         card = self.state.card(model)
-        named = None if adapter is None else self.adapters.named(model, adapter)
         arrival = self.state.next_arrival()
         request = Request(
             id=RequestId(f"{self._name}-{arrival:07d}"),
@@ -205,6 +259,13 @@ class Core(AsyncContextManagerMixin):
         if named is not None:
             self.state.demand.ask(named)
         return NewRequest(request, named, arrival)
+
+    def _named(self, model: str, adapter: str | None) -> tuple[ModelId, Adapter | None]:
+        """Return the model and the adapter that serve requests for these names now."""
+        name = ModelId(model)
+        name = self.state.aliases.get(name, name)
+        self.state.card(name)
+        return name, None if adapter is None else self.adapters.named(name, adapter)
 
     def _settled(self, sampling: Sampling, *, most_tokens: int) -> Sampling:
         """Return what is asked for with nothing left open."""

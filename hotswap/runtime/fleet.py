@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import anyio
 from anyio import AsyncContextManagerMixin
 
 from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
-from hotswap.checks import check_names, check_priority, check_seconds
+from hotswap.chat import Chat
 from hotswap.engine import Engine
-from hotswap.errors import HotswapError, InvalidRequest
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
-from hotswap.request import ModelId
 from hotswap.router import Router
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.completion import Completion
 from hotswap.runtime.core import Core
-from hotswap.runtime.flow import ClientRequest, FleetStream
+from hotswap.runtime.flow import FleetStream
 from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.operations import RollStreams
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.views import LiveView
-from hotswap.sampling import Sampling, to_sampling
+from hotswap.sampling import Sampling
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 from hotswap.view import FleetView, InstanceId
@@ -120,75 +117,53 @@ class Fleet(AsyncContextManagerMixin):
     async def stream(
         self,
         model: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Chat,
         sampling: Sampling | None = None,
         *,
         adapter: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
-        add_special_tokens: bool = True,
+        add_special_tokens: bool | None = None,
     ) -> AsyncGenerator[FleetStream]:
         """Ask a model to continue `prompt` and lend its stream; leaving the block ends the request.
 
-        A text prompt needs a tokenizer beside the model's weights; token ids work always. Texts get the
-        special tokens that the model wants around them (a start token, mostly) unless they begin with them,
-        or `add_special_tokens` is false. A higher `priority` leaves the queue earlier, ahead of at most 64
-        earlier requests for each level. After `deadline_s` seconds the stream ends by `DeadlineExceeded`.
+        A text prompt needs a tokenizer beside the model's weights, a `Chat` a chat template; token ids work
+        always. Texts get the special tokens that the model wants around them (a start token, mostly) unless
+        they begin with them, chats those of their template; `add_special_tokens` says otherwise. A higher
+        `priority` leaves the queue earlier, ahead of at most 64 earlier requests for each level. After
+        `deadline_s` seconds the stream ends by `DeadlineExceeded`.
 
         Raises:
             UnknownModel: the model is not registered.
-            UnknownAdapter: the model has no such adapter.
-            InvalidRequest: the prompt is empty, or text without a tokenizer, or an argument has a wrong type
-                or is out of range.
+            UnknownAdapter, UnsupportedAdapter: the model has no such adapter, or lacks tokens of it.
+            InvalidRequest: the prompt is empty, or cannot be written or encoded, or an argument is wrong.
             PromptTooLong: the prompt leaves no room in the model's context.
             ModelTooLarge: no engine could ever hold the model.
             QueueFull: it would have to wait and too many do; it says when to come back.
             FleetClosed: the fleet is not open, or closes gracefully.
             WrongLoop: the fleet is open on another event loop.
         """
-        core = self._core
-        core.closing.check_admits()
-        check_priority(InvalidRequest, priority)
-        check_seconds(InvalidRequest, deadline_s=deadline_s)
-        check_names(model=model, adapter=adapter)
-        name, sampling = ModelId(model), to_sampling(sampling)
-        tokens = await core.texts.encode(name, prompt, sampling, add_special_tokens=add_special_tokens)
-        sampling = await core.texts.resolve(name, sampling)
-        new = core.new_request(name, tokens, sampling, adapter=adapter, priority=priority)
-        request = ClientRequest(
-            new.request,
-            adapter=new.adapter,
-            arrival=new.arrival,
-            telemetry=core.telemetry,
-            texts=core.texts,
+        async with self._core.running(
+            model,
+            prompt,
+            sampling,
+            adapter=adapter,
+            priority=priority,
             deadline_s=deadline_s,
-        )
-        try:
-            core.closing.check_admits()  # the fleet may have closed while a text was encoded
-            ticket = core.admission.enter(new.request, new.arrival, refusable=True)
-        except HotswapError as exc:
-            request.fail(exc)
-            request.end()
-            raise
-        core.state.begin(request)
-        core.lifetime.tasks.start_soon(core.flow.run, request, ticket, name=f"request {new.request.id}")
-        try:
+            add_special_tokens=add_special_tokens,
+        ) as request:
             yield FleetStream(request)
-        finally:
-            request.scope.cancel()
-            with anyio.CancelScope(shield=True):
-                await request.ended.wait()
 
     async def generate(
         self,
         model: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Chat,
         sampling: Sampling | None = None,
         *,
         adapter: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
-        add_special_tokens: bool = True,
+        add_special_tokens: bool | None = None,
     ) -> Completion:
         """Return the whole generation at once; arguments and errors are those of `stream`."""
         async with self.stream(
@@ -201,6 +176,40 @@ class Fleet(AsyncContextManagerMixin):
             add_special_tokens=add_special_tokens,
         ) as stream:
             return await stream.complete()
+
+    async def chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> Completion:
+        """Return a model's answer to a conversation, which the model's own chat template writes.
+
+        Arguments and errors are those of `Chat` and `stream`; `stream(model, Chat(messages))` gives tokens.
+        """
+        chat = Chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return await self.generate(
+            model,
+            chat,
+            sampling,
+            adapter=adapter,
+            priority=priority,
+            deadline_s=deadline_s,
+            add_special_tokens=add_special_tokens,
+        )
 
     # -- by hand
 

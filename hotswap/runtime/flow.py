@@ -21,7 +21,7 @@ from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Next, Requeue, departure
 from hotswap.runtime.queue import Ticket
 from hotswap.runtime.state import FleetState
-from hotswap.runtime.texts import Texts
+from hotswap.runtime.texts import ModelText
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.telemetry import Telemetry
 
@@ -40,7 +40,7 @@ class ClientRequest(ActiveRequest):
         adapter: Adapter | None,
         arrival: int,
         telemetry: Telemetry,
-        texts: Texts,
+        text: ModelText,
         deadline_s: float | None,
     ) -> None:
         super().__init__(request, adapter, arrival, telemetry.start(tm.SPAN_REQUEST, _attributes(request)))
@@ -54,8 +54,8 @@ class ClientRequest(ActiveRequest):
         self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         self.queue_s: float | None = None
         self.ttft_s: float | None = None
-        self._texts = texts
-        self._text = texts.stream(request)
+        self._model_text = text
+        self._text = text.stream(request)
         self._telemetry = telemetry
         self._hop_scope: anyio.CancelScope | None = None
         self._error: BaseException | None = None
@@ -106,7 +106,7 @@ class ClientRequest(ActiveRequest):
             text = self._text.push(token.id, last=finish is not None, is_end=finish == "stop")
             if self._text.matched_stop is not None:
                 self.matched_stop, finish = self._text.matched_stop, "stop"
-        top = self._texts.with_text(self.request.model, token.top_logprobs)
+        top = self._model_text.with_text(token.top_logprobs)
         self.tokens.put(replace(token, text=text, finish_reason=finish, top_logprobs=top))
         if finish is not None:
             self.finish_reason = finish
@@ -116,7 +116,7 @@ class ClientRequest(ActiveRequest):
         """Keep what an engine tells of the prompt, before the request's first token."""
         self.num_reused_tokens = min(stream.num_reused_tokens, len(self.request.prompt))
         self.prompt_logprobs = tuple(
-            replace(entry, top_logprobs=self._texts.with_text(self.request.model, entry.top_logprobs))
+            replace(entry, top_logprobs=self._model_text.with_text(entry.top_logprobs))
             for entry in stream.prompt_logprobs
         )
 

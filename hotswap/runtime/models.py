@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
 from hotswap.checks import check_seconds
 from hotswap.engine import SupportsPreload
 from hotswap.errors import ConfigError, ModelTooLarge, PromptTooLong, UnknownModel
+from hotswap.generation import sampling_of, unmapped
 from hotswap.model import Model, ModelCard
 from hotswap.request import ModelId, Request
 from hotswap.runtime.adapters import Adapters
@@ -19,11 +21,14 @@ from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
 from hotswap.runtime.texts import Texts
-from hotswap.store import SupportsImport, SupportsTokenizer
+from hotswap.sampling import Sampling
+from hotswap.store import SupportsImport, SupportsTextSettings, SupportsTokenizer
 
 __all__ = ["Models"]
 
 V = TypeVar("V")
+
+log = logging.getLogger("hotswap")
 
 
 class Models:
@@ -31,7 +36,7 @@ class Models:
 
     Args:
         state: Of the fleet.
-        texts: Gets each model's tokenizer.
+        texts: Gets each model's tokenizer and chat template.
         swaps: Unloads a model that is removed.
         adapters: Those of a model are removed with it.
         lifetime: Of the fleet, which bounds both verbs.
@@ -43,6 +48,7 @@ class Models:
         self._state, self._texts, self._lifetime = state, texts, lifetime
         self._swaps, self._adapters = swaps, adapters
         self._adding: set[ModelId] = set()
+        self._told: set[ModelId] = set()
 
     def __len__(self) -> int:
         return len(self._state.registered)
@@ -50,6 +56,30 @@ class Models:
     def __iter__(self) -> Iterator[Model]:
         """The registered models, as they were given."""
         return iter(tuple(self._state.registered.values()))
+
+    def sampling(self, model: str, **fields: Any) -> Sampling:
+        """Return a model's own sampling parameters, as its `generation_config.json` gives them.
+
+        `fields` are those of `Sampling` and go before the model's: `fleet.models.sampling("llama",
+        max_tokens=500)`. A file that draws at random (`do_sample`) gives a temperature, others a greedy
+        answer. What the file asks for and no field can say is logged, once for each model.
+
+        Raises:
+            UnknownModel: the fleet has no such model.
+            InvalidRequest: the file or `fields` have a value that cannot be used.
+        """
+        name = ModelId(model)
+        name = self._state.aliases.get(name, name)
+        self._state.card(name)
+        config = self._texts.of(name).generation_config
+        if name not in self._told and (names := unmapped(config)):
+            self._told.add(name)
+            log.warning(
+                "generation_config.json of model %r asks for %s, which is not applied.",
+                name,
+                ", ".join(names),
+            )
+        return sampling_of(config, **fields)
 
     def register(self, models: Iterable[Model]) -> None:
         """Take the models in that a fleet begins with; `open` reads them.
@@ -64,7 +94,7 @@ class Models:
             self._state.registered[name] = model
 
     async def open(self) -> None:
-        """Read the manifest and the tokenizer of every model, importing what the store lacks."""
+        """Read the manifest and the text files of every model, importing what the store lacks."""
         for name, model in self._state.registered.items():
             self._state.models[name] = await self._read(model)
 
@@ -125,6 +155,7 @@ class Models:
             raise
         self._adapters.forget(name)
         self._texts.forget(name)
+        self._told.discard(name)
         state.remove_model(name)
 
     async def _read(self, model: Model) -> ModelCard:
@@ -132,10 +163,9 @@ class Models:
         if model.source is not None and isinstance(store, SupportsImport):
             await store.import_model(model)
         card = ModelCard.of(model, await store.manifest(name))
-        if isinstance(store, SupportsTokenizer):
-            tokenizer = await store.tokenizer(name)
-            if tokenizer is not None:
-                self._texts.use(name, tokenizer)
+        tokenizer = await store.tokenizer(name) if isinstance(store, SupportsTokenizer) else None
+        settings = await store.text_settings(name) if isinstance(store, SupportsTextSettings) else None
+        self._texts.use(name, tokenizer, settings)
         return card
 
     # ------------------------------------------------------------------ removal

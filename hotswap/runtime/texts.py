@@ -2,56 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, Lock, to_thread
 
+from hotswap.chat import Chat
 from hotswap.checks import to_token_ids
-from hotswap.errors import InvalidRequest
-from hotswap.request import ModelId, Request, TokenLogprob
+from hotswap.errors import InvalidRequest, UnsupportedAdapter
+from hotswap.model import Adapter
+from hotswap.request import AdapterId, ModelId, Request, TokenLogprob
 from hotswap.sampling import Sampling
-from hotswap.text import TextStream, Tokenizer
+from hotswap.store import SupportsTextSettings, WeightStore
+from hotswap.text import ChatTemplate, TextSettings, TextStream, Tokenizer
 
-__all__ = ["Texts"]
+__all__ = ["ModelText", "Texts"]
 
 # Worker threads of all texts of a fleet. They are of its own: callers may hold all of the default ones.
 _NUM_ENCODERS = 4
 
+T = TypeVar("T")
 
-class Texts:
-    """The tokenizers of a fleet's models, and what is done with them."""
 
-    def __init__(self) -> None:
-        self._tokenizers: dict[ModelId, Tokenizer] = {}
-        self._encoders = CapacityLimiter(_NUM_ENCODERS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """How texts of a model, or of one of its adapters, are read and written.
 
-    def use(self, model: ModelId, tokenizer: Tokenizer) -> None:
-        """Encode and decode for a model with a tokenizer."""
-        self._tokenizers[model] = tokenizer
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer, if it has one.
+        chat_template: How its conversations are written, if that is said.
+        generation_config: Its own sampling parameters, by transformers' names.
+        threads: Where long work is done, while streams go on.
+    """
 
-    def forget(self, model: ModelId) -> None:
-        """Forget the tokenizer of a model."""
-        self._tokenizers.pop(model, None)
+    model: ModelId
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    generation_config: Mapping[str, Any]
+    threads: CapacityLimiter
 
     async def encode(
-        self, model: ModelId, prompt: str | Sequence[int], sampling: Sampling, *, add_special_tokens: bool
+        self,
+        prompt: str | Sequence[int] | Chat,
+        sampling: Sampling,
+        *,
+        add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
-        """Return a prompt as token ids; texts are encoded in worker threads, while streams go on.
+        """Return a prompt as token ids; texts are written and encoded in worker threads.
+
+        A text gets special tokens round it, and a chat does not, whose template writes them;
+        `add_special_tokens` says otherwise.
 
         Raises:
-            InvalidRequest: it is text, and the model has no tokenizer, or it is neither text nor token ids.
+            InvalidRequest: it is text and the model has no tokenizer, or a chat and it has no template or one
+                that refuses it, or it is neither text, chat nor token ids.
         """
-        if isinstance(prompt, str):
-            tokens = await self._encode(model, "The prompt", prompt, add_special_tokens=add_special_tokens)
+        if isinstance(prompt, Chat):
+            text = await self._render(prompt)
+            tokens = await self._encode("The chat", text, add_special_tokens=bool(add_special_tokens))
+        elif isinstance(prompt, str):
+            tokens = await self._encode(
+                "The prompt", prompt, add_special_tokens=add_special_tokens is not False
+            )
         else:
             tokens = to_token_ids("prompt", prompt)
         kept = sampling.truncate_prompt_tokens
         return tokens if kept is None else tokens[-kept:]
 
-    async def resolve(self, model: ModelId, sampling: Sampling) -> Sampling:
-        """Return sampling parameters with all that takes the model's tokenizer as token ids: `bad_words`.
+    async def resolve(self, sampling: Sampling) -> Sampling:
+        """Return sampling parameters with all that takes the tokenizer as token ids: `bad_words`.
 
         A word is forbidden as it is written at the beginning of a text, and after a space.
 
@@ -63,7 +85,7 @@ class Texts:
         words = list(sampling.bad_words_ids)
         for at, word in enumerate(sampling.bad_words):
             for text in dict.fromkeys((word, f" {word.lstrip()}")):
-                ids = await self._encode(model, f"bad_words[{at}]", text, add_special_tokens=False)
+                ids = await self._encode(f"bad_words[{at}]", text, add_special_tokens=False)
                 if ids and ids not in words:
                     words.append(ids)
         return replace(sampling, bad_words=(), bad_words_ids=tuple(words))
@@ -75,10 +97,9 @@ class Texts:
             InvalidRequest: it has stop strings, and the model has no tokenizer.
         """
         sampling = request.sampling
-        tokenizer = self._tokenizers.get(request.model)
-        if tokenizer is not None:
+        if self.tokenizer is not None:
             return TextStream(
-                tokenizer,
+                self.tokenizer,
                 prompt=request.prompt,
                 stop=sampling.stop,
                 min_tokens=sampling.min_tokens,
@@ -91,26 +112,112 @@ class Texts:
             )
         return None
 
-    def with_text(self, model: ModelId, tokens: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+    def with_text(self, tokens: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """Return tokens with how each reads by itself, special ones too; as they are without a tokenizer."""
-        tokenizer = self._tokenizers.get(model)
-        if tokenizer is None or not tokens:
+        if self.tokenizer is None or not tokens:
             return tokens
-        return tuple(
-            replace(token, text=tokenizer.decode((token.id,), skip_special_tokens=False)) for token in tokens
-        )
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
+        return tuple(replace(token, text=decode((token.id,))) for token in tokens)
 
-    async def _encode(
-        self, model: ModelId, name: str, text: str, *, add_special_tokens: bool
-    ) -> tuple[int, ...]:
-        tokenizer = self._tokenizers.get(model)
-        if tokenizer is None:
-            raise InvalidRequest(f"{name} is text, but model {model!r} has no tokenizer; give token ids.")
+    async def _render(self, chat: Chat) -> str:
+        if self.chat_template is None:
+            raise InvalidRequest(
+                f"Model {self.model!r} has no chat template; give the prompt as text, or convert it again "
+                "from a checkpoint that has one."
+            )
+        return await self._in_thread(partial(self.chat_template.render, chat))
+
+    async def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                f"{name} is text, but model {self.model!r} has no tokenizer; give token ids."
+            )
         try:
             text.encode()
         except UnicodeEncodeError as exc:
             raise InvalidRequest(
                 f"{name} has a lone surrogate at character {exc.start}, which is no text; give valid Unicode."
             ) from exc
-        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return tuple(await to_thread.run_sync(encode, limiter=self._encoders))
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return tuple(await self._in_thread(encode))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await to_thread.run_sync(work, limiter=self.threads)
+
+
+class Texts:
+    """The texts of a fleet's models, and of those adapters that have some of their own.
+
+    Args:
+        store: Where the files of models are.
+    """
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._threads = CapacityLimiter(_NUM_ENCODERS)
+        self._models: dict[ModelId, ModelText] = {}
+        # Of an adapter the version that was read last: requests keep what they began with.
+        self._adapters: dict[tuple[str, str], tuple[AdapterId, ModelText | UnsupportedAdapter]] = {}
+        self._reading = Lock()
+
+    def use(self, model: ModelId, tokenizer: Tokenizer | None, settings: TextSettings | None = None) -> None:
+        """Read and write texts of a model by these from now on."""
+        settings = settings or TextSettings()
+        self._models[model] = ModelText(
+            model=model,
+            tokenizer=tokenizer,
+            chat_template=settings.chat_template,
+            generation_config=settings.generation_config,
+            threads=self._threads,
+        )
+
+    def forget(self, model: ModelId) -> None:
+        """Forget the texts of a model and its adapters."""
+        self._models.pop(model, None)
+        for key in [key for key in self._adapters if key[0] == model]:
+            del self._adapters[key]
+
+    def forget_adapter(self, adapter: Adapter) -> None:
+        """Forget the texts of an adapter."""
+        self._adapters.pop((adapter.model, adapter.id), None)
+
+    def of(self, model: ModelId) -> ModelText:
+        """Return the text of a registered model."""
+        return self._models[model]
+
+    async def of_adapter(self, adapter: Adapter) -> ModelText:
+        """Return the text of a version of an adapter, whose files are read for its first request.
+
+        Raises:
+            UnsupportedAdapter: it has a tokenizer that cannot be used with its model.
+            StoreError: its files cannot be read.
+        """
+        base = self.of(ModelId(adapter.model))
+        if not isinstance(self._store, SupportsTextSettings):
+            return base
+        found = self._read(adapter)
+        if found is None:
+            async with self._reading:
+                found = self._read(adapter) or await self._load(self._store, adapter, base)
+                self._adapters[adapter.model, adapter.id] = adapter.version, found
+        if isinstance(found, UnsupportedAdapter):
+            raise UnsupportedAdapter(*found.args)
+        return found
+
+    def _read(self, adapter: Adapter) -> ModelText | UnsupportedAdapter | None:
+        version, found = self._adapters.get((adapter.model, adapter.id), (None, None))
+        return found if version == adapter.version else None
+
+    @staticmethod
+    async def _load(
+        store: SupportsTextSettings, adapter: Adapter, base: ModelText
+    ) -> ModelText | UnsupportedAdapter:
+        try:
+            own = await store.adapter_settings(adapter)
+        except UnsupportedAdapter as exc:
+            return exc
+        return replace(
+            base,
+            tokenizer=own.tokenizer or base.tokenizer,
+            chat_template=own.chat_template or base.chat_template,
+        )
