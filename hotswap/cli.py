@@ -162,6 +162,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _add(arguments: argparse.Namespace) -> int:
     from hotswap.backends.stores.convert import convert
+    from hotswap.backends.stores.layout import model_directory
 
     source: Path = arguments.source
     model: str = arguments.id or source.resolve().name
@@ -189,7 +190,8 @@ def _add(arguments: argparse.Namespace) -> int:
         "world_size": manifest.world_size,
         "quantization": manifest.quantization,
     }
-    text = f"{model}: {_size(manifest.weight_bytes)} in {files} files at {arguments.root / model}"
+    place = model_directory(arguments.root, manifest.model)
+    text = f"{model}: {_size(manifest.weight_bytes)} in {files} files at {place}"
     if arguments.quantize:
         text += f", as {manifest.quantization}" if manifest.quantization else ", with nothing to quantize"
     _tell(arguments, {"root": str(arguments.root), **added}, text)
@@ -314,13 +316,14 @@ def _models_check(arguments: argparse.Namespace) -> int:
 def _config_of(source: Path) -> str:
     """The config of a checkpoint's directory, or of a model's directory in a store."""
     from hotswap.backends.stores.indexes import load_index
+    from hotswap.backends.stores.layout import model_in
 
     place = source.resolve()  # so that "." has a name
     try:
         if (place / "config.json").is_file():
             return (place / "config.json").read_text(encoding="utf-8")
         if (place / "index.json").is_file():
-            return load_index(place.parent, ModelId(place.name)).config
+            return load_index(place.parent, model_in(place.name) or ModelId(place.name)).config
     except OSError as exc:
         raise ConfigError(f"{str(source)!r} cannot be read: {exc.strerror or exc}.") from exc
     except UnicodeDecodeError as exc:

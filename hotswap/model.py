@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+from hotswap.checks import shown
 from hotswap.errors import ConfigError
+from hotswap.model_id import directory_name
 from hotswap.request import AdapterId, ModelId
 
 __all__ = [
@@ -29,10 +31,11 @@ OnChange: TypeAlias = Literal["refuse", "convert", "serve"]
 class Model:
     """A model as the user registers it: an id, the path of its checkpoint, and how it is to be served.
 
-    `source` is a local Hugging Face directory, or another source that the store supports; `None` if the store
-    has the model under its id. `min_replicas` is the minimum that the shipped schedulers keep and restore.
-    `weight` is the weight *w* of the swap policy: twice the value for half the throughput.
-    `max_context_tokens` limits the model's own context.
+    `id` is text without slashes that can be shown, of up to 200 characters; all but ASCII letters, digits,
+    `.`, `_` and `-` count as three for each byte. `source` is a local Hugging Face directory, or another
+    source that the store supports; `None` if the store has the model under its id. `min_replicas` is the
+    minimum that the shipped schedulers keep and restore. `weight` is the weight *w* of the swap policy: twice
+    the value for half the throughput. `max_context_tokens` limits the model's own context.
 
     `on_change` is what an import does when the checkpoint is not the one that the store's weights were
     converted from: `"refuse"` it by `SourceChanged`, `"convert"` it anew with the options of before, or
@@ -47,10 +50,10 @@ class Model:
     on_change: OnChange = "refuse"
 
     def __post_init__(self) -> None:
-        if not self.id or "/" in self.id or "\\" in self.id or self.id in {".", ".."}:
-            raise ConfigError(
-                f"Model id {self.id!r} is no valid directory name; use letters, digits, '.', '_', '-'."
-            )
+        try:
+            directory_name(self.id)
+        except ValueError as exc:
+            raise ConfigError(f"Model id {shown(self.id)} {exc}.") from None
         if self.min_replicas < 0:
             raise ConfigError(f"min_replicas of {self.id!r} is {self.min_replicas}; it must be 0 or more.")
         if not self.weight > 0:

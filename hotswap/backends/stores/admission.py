@@ -14,7 +14,7 @@ from anyio import to_thread
 from hotswap.backends.stores.disk_directory import DiskDirectory, Reservation
 from hotswap.backends.stores.durable import map_write_errors, sync_file, write_file
 from hotswap.backends.stores.index import dump_index, parse_index
-from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name
+from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name, model_directory, model_name
 from hotswap.backends.stores.pieces import check_shard
 from hotswap.errors import StoreError
 from hotswap.model import Manifest, Shard
@@ -31,7 +31,7 @@ class Admission:
     """
 
     def __init__(self, disk: DiskDirectory, manifest: Manifest) -> None:
-        check_file_name(manifest.model, disk.root)
+        model_name(manifest.model, disk.root)
         self.manifest = manifest
         self.committed = False
         self._disk = disk
@@ -89,7 +89,7 @@ class Admission:
             ShardCorrupt, UnsafeFile: the manifest contradicts itself.
         """
         root, model = self._disk.root, self.manifest.model
-        parse_index(dump_index(self.manifest), path=root / model, model=model)
+        parse_index(dump_index(self.manifest), path=model_directory(root, model), model=model)
         self._reservation = self._stack.enter_context(
             self._disk.reserve(model, self.manifest.weight_bytes, exclusive=True)
         )

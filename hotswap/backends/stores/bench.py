@@ -17,6 +17,7 @@ from anyio import to_thread
 
 from hotswap.backends.memory import aligned_buffer, copy
 from hotswap.backends.stores.files import map_read_errors, open_regular
+from hotswap.backends.stores.layout import model_directory
 from hotswap.backends.stores.nvme import NvmeStore
 from hotswap.backends.stores.pinned import PinnedStore
 from hotswap.backends.stores.tiered import TieredStore
@@ -80,7 +81,7 @@ async def bench(
         disk = await stack.enter_async_context(store(direct=True))
         cached = await stack.enter_async_context(store(direct=False))
         manifest = await disk.manifest(model)
-        raw = stack.enter_context(_RawReader(root / model, manifest, chunk_bytes, threads))
+        raw = stack.enter_context(_RawReader(model_directory(root, model), manifest, chunk_bytes, threads))
         methods: dict[str, _Read] = {
             "raw": partial(to_thread.run_sync, raw.read),
             "direct": partial(_read_all, disk, manifest),

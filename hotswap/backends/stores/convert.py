@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint
 from hotswap.backends.stores.fingerprint import ConversionOptions, Fingerprint
 from hotswap.backends.stores.index import VERSION
-from hotswap.backends.stores.layout import SOURCE_NAME, check_file_name
+from hotswap.backends.stores.layout import SOURCE_NAME, model_name
 from hotswap.backends.stores.writer import Progress, WriteOptions, writing
 from hotswap.errors import BackendMissing, ConfigError, StoreError
 from hotswap.model import Manifest
@@ -72,7 +72,7 @@ def convert(
         StoreError: the checkpoint changed meanwhile, or writing failed.
     """
     source, root = Path(source), Path(root)
-    check_file_name(model_id, root)
+    model_name(ModelId(model_id), root)
     if world_size < 1:
         raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
     checkpoint = read_checkpoint(source)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hotswap.backends.stores.durable import map_write_errors, sync_directory
 from hotswap.backends.stores.files import is_at, map_read_errors
-from hotswap.backends.stores.layout import INDEX_NAME, align, check_file_name
+from hotswap.backends.stores.layout import INDEX_NAME, align, model_directory, model_in, model_name
 from hotswap.errors import ShardMissing, StoreError, TierFull
 from hotswap.request import ModelId
 
@@ -114,14 +114,13 @@ class DiskDirectory:
 
     def read_lock(self, model: ModelId) -> ReadLock:
         """Return the lock that keeps a model from removal, not yet acquired."""
-        check_file_name(model, self.root)
-        return ReadLock(self.root / model)
+        return ReadLock(model_directory(self.root, model))
 
     def in_use(self, model: ModelId) -> bool:
         """Whether any process reads, pins or removes the model now."""
         with suppress(FileNotFoundError):
             try:
-                with locked(self.root / model):
+                with locked(model_directory(self.root, model)):
                     return False
             except BlockingIOError:
                 return True
@@ -134,8 +133,7 @@ class DiskDirectory:
             ShardMissing: there is no such model.
             StoreError: it is being read or pinned; nothing was changed.
         """
-        check_file_name(model, self.root)
-        path = self.root / model
+        path = model_directory(self.root, model)
         with map_write_errors(self.root, 0):
             try:
                 stored = _stored_model(path)
@@ -160,16 +158,16 @@ class DiskDirectory:
             TierFull: it would not fit even then; nothing was removed.
             StoreError: the same model is being written.
         """
-        check_file_name(model, self.root)
-        file = self.root / f".{model}.{secrets.token_hex(4)}.reserved"
+        name = model_name(model, self.root)
+        file = self.root / f".{name}.{secrets.token_hex(4)}.reserved"
         with ExitStack() as stack:
             with map_write_errors(self.root, size_bytes):
                 self.root.mkdir(parents=True, exist_ok=True)
                 with locked(self.root, wait=True):
                     reserved = self._reserved_bytes()
-                    if exclusive and model in reserved:
+                    if exclusive and name in reserved:
                         raise StoreError(f"Another process is writing model {model!r} to {str(self.root)!r}.")
-                    unfinished = sum(self._unfinished_bytes(set(reserved) | {model}))
+                    unfinished = sum(self._unfinished_bytes(set(reserved) | {name}))
                     evicted = self._make_room(sum(reserved.values()) + unfinished + align(size_bytes))
                     stack.callback(file.unlink, missing_ok=True)
                     file.write_text(str(align(size_bytes)))
@@ -179,7 +177,7 @@ class DiskDirectory:
     @contextmanager
     def new_directory(self, model: ModelId) -> Generator[Path]:
         """Make a hidden directory to write a model in; deleted at the end unless it was published."""
-        directory = self.root / f".{model}.{secrets.token_hex(4)}.incoming"
+        directory = self.root / f".{model_name(model, self.root)}.{secrets.token_hex(4)}.incoming"
         with ExitStack() as stack:
             with (
                 map_write_errors(self.root, 0),
@@ -200,9 +198,9 @@ class DiskDirectory:
             with suppress(ShardMissing):
                 self.remove(model)
             sync_directory(directory)
-            directory.rename(self.root / model)
+            final = directory.rename(model_directory(self.root, model))
             sync_directory(self.root)
-            os.utime(self.root / model, ns=(_now_ns(), _now_ns()))
+            os.utime(final, ns=(_now_ns(), _now_ns()))
             reservation.release()
 
     def sweep(self) -> list[Path]:
@@ -244,13 +242,13 @@ class DiskDirectory:
 
     def _delete(self, stored: StoredModel) -> None:
         """Delete a model that is locked; a crash leaves it whole, or for `sweep`."""
-        removed = self.root / f".{stored.model}.{secrets.token_hex(4)}.removed"
+        removed = self.root / f".{stored.path.name}.{secrets.token_hex(4)}.removed"
         stored.path.rename(removed)
         sync_directory(self.root)
         shutil.rmtree(removed, ignore_errors=True)
 
     def _reserved_bytes(self) -> dict[str, int]:
-        """The bytes reserved by model; reservations of dead processes are deleted. The root is locked."""
+        """The bytes reserved by directory; reservations of dead processes are deleted. The root is locked."""
         reserved: dict[str, int] = {}
         for file in self.root.glob(".*.reserved"):
             with suppress(FileNotFoundError):
@@ -258,12 +256,12 @@ class DiskDirectory:
                     with locked(file):
                         file.unlink()
                 except BlockingIOError:
-                    model = file.name[1:].rsplit(".", 2)[0]
-                    reserved[model] = reserved.get(model, 0) + int(file.read_text())
+                    name = file.name[1:].rsplit(".", 2)[0]
+                    reserved[name] = reserved.get(name, 0) + int(file.read_text())
         return reserved
 
     def _unfinished_bytes(self, others: set[str]) -> Iterator[int]:
-        """The bytes of conversions that can be resumed, except those of the models in `others`."""
+        """The bytes of conversions that can be resumed, except those of the names in `others`."""
         for directory in self.root.glob(".*.partial"):
             if directory.name[1:].rsplit(".", 2)[0] not in others:
                 with suppress(FileNotFoundError):
@@ -291,9 +289,11 @@ def locked(path: Path, *, wait: bool = False) -> Generator[None]:
 def _stored_model(path: Path) -> StoredModel:
     """Look at a model; `FileNotFoundError` if there is none."""
     (path / INDEX_NAME).lstat()
+    if (model := model_in(path.name)) is None:
+        raise FileNotFoundError(errno.ENOENT, "no model has this name", str(path))
     size = _data_bytes(path)
     used_ns = path.stat().st_mtime_ns
-    return StoredModel(model=ModelId(path.name), path=path, size_bytes=size, used_ns=used_ns)
+    return StoredModel(model=model, path=path, size_bytes=size, used_ns=used_ns)
 
 
 def _data_bytes(directory: Path) -> int:

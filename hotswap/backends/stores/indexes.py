@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hotswap.backends.stores.files import BlockFile, read_small
 from hotswap.backends.stores.index import parse_index
-from hotswap.backends.stores.layout import INDEX_NAME, check_file_name
+from hotswap.backends.stores.layout import INDEX_NAME, model_directory, model_in
 from hotswap.errors import ShardMissing
 from hotswap.model import Manifest
 from hotswap.request import ModelId
@@ -19,7 +19,8 @@ __all__ = ["Indexes", "load_index", "models_in"]
 
 def models_in(root: Path) -> list[ModelId]:
     """Return the ids of the models under `root`, sorted; their files are not read."""
-    return [ModelId(path.parent.name) for path in sorted(root.glob(f"[!.]*/{INDEX_NAME}"))]
+    names = (path.parent.name for path in sorted(root.glob(f"[!.]*/{INDEX_NAME}")))
+    return [model for name in names if (model := model_in(name)) is not None]
 
 
 def load_index(root: Path, model: ModelId) -> Manifest:
@@ -52,8 +53,7 @@ class Indexes:
 
     def load(self, model: ModelId) -> Manifest:
         """Return the manifest of a model; see `load_index`."""
-        check_file_name(model, self._root)
-        directory = self._root / model
+        directory = model_directory(self._root, model)
         if not directory.is_dir():
             raise ShardMissing(
                 f"The store at {str(self._root)!r} holds no model {model!r}. "

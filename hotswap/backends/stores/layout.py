@@ -6,8 +6,8 @@
     <root>/<model>/tokenizer.json ...      copied from the checkpoint (`text_files`)
     <root>/<model>/source.json             what the checkpoint's files were (`fingerprint`)
 
-The index alone tells the place of every byte, so a model is read in large aligned pieces, not tensor by
-tensor.
+`<model>` is the model's id, as `hotswap.model_id` writes it. The index alone tells the place of every byte,
+so a model is read in large aligned pieces, not tensor by tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Final
 
 from hotswap.backends.stores.crc import crc32
 from hotswap.errors import UnsafeFile
+from hotswap.model_id import directory_name, model_id_of
+from hotswap.request import ModelId
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -31,6 +33,9 @@ __all__ = [
     "check_file_name",
     "data_file_name",
     "is_checksum",
+    "model_directory",
+    "model_in",
+    "model_name",
 ]
 
 INDEX_NAME: Final = "index.json"
@@ -100,6 +105,29 @@ def check_file_name(name: str, where: Path | str) -> None:
             f"{str(where)!r} names the file {name[:200]!r}, which is not a plain name in its directory. "
             "Do not use this directory; convert the model again with `hotswap store add --replace`."
         )
+
+
+def model_name(model: ModelId, where: Path | str) -> str:
+    """Return the name of a model's directory; see `hotswap.model_id`.
+
+    Raises:
+        UnsafeFile: it is no id that a `Model` can have.
+    """
+    try:
+        return directory_name(model)
+    except ValueError as exc:
+        raise UnsafeFile(f"A model in {str(where)!r} cannot be called {model[:200]!r}: that {exc}.") from None
+
+
+def model_directory(root: Path, model: ModelId) -> Path:
+    """Return the directory of a model; raises as `model_name`."""
+    return root / model_name(model, root)
+
+
+def model_in(directory: str) -> ModelId | None:
+    """Return the id of the model whose directory has this name; `None` if no model's has."""
+    model = model_id_of(directory)
+    return None if model is None else ModelId(model)
 
 
 def is_checksum(text: str) -> bool:

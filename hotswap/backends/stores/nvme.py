@@ -21,7 +21,7 @@ from hotswap.backends.stores.files import FileCalls, read_small
 from hotswap.backends.stores.fingerprint import ConversionOptions
 from hotswap.backends.stores.imported import ImportedModel
 from hotswap.backends.stores.indexes import Indexes, models_in
-from hotswap.backends.stores.layout import ALIGNMENT_BYTES, STORED_FILES, check_file_name
+from hotswap.backends.stores.layout import ALIGNMENT_BYTES, STORED_FILES, check_file_name, model_directory
 from hotswap.backends.stores.pieces import Verify
 from hotswap.backends.stores.reading import ReadContext, background
 from hotswap.backends.stores.ring import BufferPool
@@ -159,7 +159,7 @@ class NvmeStore(WeightStore):
             else:
                 if model.source is None:
                     return
-                imported = ImportedModel(self.root / id, manifest)
+                imported = ImportedModel(model_directory(self.root, id), manifest)
                 options = await to_thread.run_sync(imported.options_to_convert_again, model)
                 if options is None:
                     return
@@ -325,17 +325,17 @@ class NvmeStore(WeightStore):
             raise
 
     def _read_side_files(self, model: ModelId) -> dict[str, bytes]:
-        check_file_name(model, self.root)
+        directory = model_directory(self.root, model)
         files: dict[str, bytes] = {}
         for name in STORED_FILES:
             with suppress(ShardMissing):
-                files[name] = read_small(self.root / model / name)
+                files[name] = read_small(directory / name)
         return files
 
     def _load_tokenizer(self, model: ModelId) -> Tokenizer | None:
-        check_file_name(model, self.root)
+        path = model_directory(self.root, model) / "tokenizer.json"
         try:
-            text = read_small(self.root / model / "tokenizer.json")
+            text = read_small(path)
         except ShardMissing:
             return None
         try:
@@ -343,13 +343,13 @@ class NvmeStore(WeightStore):
         except BackendMissing as exc:  # token ids work without it
             _log.warning("Model %r is served without text: %s", model, exc)
             return None
-        return HfTokenizer.parse(text, name=str(self.root / model / "tokenizer.json"))
+        return HfTokenizer.parse(text, name=str(path))
 
     def _load_settings(self, model: ModelId) -> TextSettings | None:
         files = self._read_side_files(model)
-        return parse_text_settings(files, self.root / model) if files else None
+        return parse_text_settings(files, model_directory(self.root, model)) if files else None
 
     def _path(self, shard: Shard) -> Path:
-        check_file_name(shard.model, self.root)
-        check_file_name(shard.file, self.root / shard.model)
-        return self.root / shard.model / shard.file
+        directory = model_directory(self.root, shard.model)
+        check_file_name(shard.file, directory)
+        return directory / shard.file

@@ -55,7 +55,7 @@ def sweep(root: Path) -> list[Path]:
 
 @contextmanager
 def partial_directory(root: Path, model: str, key: str | None) -> Generator[tuple[Path, Journal | None]]:
-    """Make and lock a directory beside the model's own, deleted when the block ends unless it was renamed.
+    """Make and lock a directory beside the one called `model`, deleted when the block ends unless renamed.
 
     With a `key`, a directory that a dead writer of the same key has left is reused, and the directory is
     kept when the process is interrupted.

@@ -9,6 +9,7 @@ from typing import Self
 
 from anyio import to_thread
 
+from hotswap.backends.stores.layout import model_directory
 from hotswap.backends.stores.nvme import NvmeStore
 from hotswap.errors import ShardCorrupt
 from hotswap.model import HostChunk, Shard
@@ -46,7 +47,7 @@ class QuarantineStore(WrapperStore):
     @asynccontextmanager
     async def _checked(self, shard: Shard) -> AsyncGenerator[None]:
         """Raise if the shard is known to be damaged; remember it if the block finds that it is."""
-        path = self._disk.root / shard.model / shard.file
+        path = model_directory(self._disk.root, shard.model) / shard.file
         if (known := self._damaged.get(shard)) is not None:
             if known[0] == await to_thread.run_sync(_identity, path):
                 raise ShardCorrupt(known[1])

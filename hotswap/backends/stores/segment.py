@@ -35,9 +35,10 @@ from typing import Final, Self
 
 from hotswap.backends.stores import locks
 from hotswap.backends.stores.fields import Fields, parse_object
-from hotswap.backends.stores.layout import align, check_file_name
+from hotswap.backends.stores.layout import align, model_in, model_name
 from hotswap.errors import ShardCorrupt
 from hotswap.model import Manifest
+from hotswap.model_id import directory_name
 from hotswap.request import ModelId
 
 __all__ = [
@@ -60,9 +61,8 @@ _TEXT_BYTES = 1024
 _RESERVE_BYTES = 256 << 20
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
 _NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})  # a link, a directory, a socket
-_MODEL = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
 _NAME = re.compile(
-    rf"(?P<dot>\.?)(?P<model>{_MODEL})\.(?P<rank>\d+)-of-(?P<world>\d+)"
+    r"(?P<dot>\.?)(?P<model>.+)\.(?P<rank>\d+)-of-(?P<world>\d+)"
     r"\.(?P<digest>[0-9a-f]{16})(?P<incoming>(\.incoming)?)"
 )
 _REMEDY = "Remove it with `hotswap store clear`."
@@ -108,8 +108,7 @@ class Label:
     @property
     def name(self) -> str:
         """The name of the whole file."""
-        check_file_name(self.model, "a segment")
-        return f"{self.model}.{self.rank}-of-{self.world_size}.{self.digest}"
+        return f"{model_name(self.model, 'a segment')}.{self.rank}-of-{self.world_size}.{self.digest}"
 
     @property
     def incoming_name(self) -> str:
@@ -171,16 +170,20 @@ class Label:
 
 
 def is_nameable(model: ModelId) -> bool:
-    """Whether the model id can be part of a file name; users' ids may be anything, such as "org/model"."""
-    return re.fullmatch(_MODEL, model) is not None
+    """Whether the model id can be part of a file name, as the id of every `Model` can."""
+    try:
+        return bool(directory_name(model))
+    except ValueError:
+        return False
 
 
 def parse_name(name: str) -> tuple[ModelId, str, bool] | None:
     """Return model, digest and whether it is whole from a segment's file name; `None` for another file."""
     match = _NAME.fullmatch(name)
-    if match is None or bool(match["dot"]) != bool(match["incoming"]):
+    model = None if match is None else model_in(match["model"])
+    if match is None or model is None or bool(match["dot"]) != bool(match["incoming"]):
         return None
-    return ModelId(match["model"]), match["digest"], not match["incoming"]
+    return model, match["digest"], not match["incoming"]
 
 
 def publish_if_whole(incoming: Path) -> bool:

@@ -9,11 +9,7 @@ from hotswap.backends.memory import aligned_buffer
 from hotswap.backends.stores.fields import CONVERT_AGAIN
 from hotswap.backends.stores.files import BlockFile
 from hotswap.backends.stores.indexes import load_index
-from hotswap.backends.stores.layout import (
-    ALIGNMENT_BYTES,
-    Checksum,
-    align,
-)
+from hotswap.backends.stores.layout import ALIGNMENT_BYTES, Checksum, align, model_directory
 from hotswap.errors import ShardCorrupt
 from hotswap.model import Manifest, Shard, TensorSpec
 from hotswap.request import ModelId
@@ -36,13 +32,13 @@ def verify(root: Path, model: ModelId, *, progress: Callable[[int, int], None] |
     done = 0
     for shard in manifest.shards:
         checksum = Checksum()
-        for piece in _pieces(root / model, shard, buffer, 0, shard.size_bytes):
+        for piece in _pieces(model_directory(root, model), shard, buffer, 0, shard.size_bytes):
             checksum.update(piece)
             done += len(piece)
             if progress is not None:
                 progress(done, manifest.weight_bytes)
         if str(checksum) != shard.checksum:
-            raise _damaged(root / model, manifest, shard, buffer)
+            raise _damaged(model_directory(root, model), manifest, shard, buffer)
     return manifest
 
 

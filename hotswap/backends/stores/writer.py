@@ -17,12 +17,7 @@ from pathlib import Path
 from hotswap.backends.stores.durable import map_write_errors, sync_directory, write_file
 from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.journal import FinishedFile, Journal
-from hotswap.backends.stores.layout import (
-    INDEX_NAME,
-    Checksum,
-    align,
-    data_file_name,
-)
+from hotswap.backends.stores.layout import INDEX_NAME, Checksum, align, data_file_name, model_directory
 from hotswap.backends.stores.partial import (
     AlreadyThere,
     already_there,
@@ -132,13 +127,13 @@ def writing(
     An interrupt of the process (`KeyboardInterrupt`, a kill) keeps the finished files where `options.key` is
     given, for the next writer with this key; any other error leaves nothing. Raises as `write_model` does.
     """
-    final = root / manifest.model
+    final = model_directory(root, manifest.model)
     if final.exists() and not options.replace_existing:
         raise already_there(final)
     needed = align(manifest.buffer_bytes, manifest.alignment_bytes) * manifest.world_size
     with map_write_errors(root, needed):
         root.mkdir(parents=True, exist_ok=True)
-        with partial_directory(root, manifest.model, options.key) as (directory, journal):
+        with partial_directory(root, final.name, options.key) as (directory, journal):
             done = sum(file.size_bytes for file in journal.finished) if journal else 0
             if shutil.disk_usage(root).free < needed - done:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -117,10 +117,10 @@ async def test_missing_files_and_models_are_told_by_name(tmp_path: Path) -> None
             await store.manifest(ModelId("nowhere"))
 
 
-@pytest.mark.parametrize("model", ["../m", "/etc", "..", "a/b", ".hidden"])
+@pytest.mark.parametrize("model", ["../m", "/etc", "..", "a/b"])
 async def test_a_model_id_cannot_lead_out_of_the_root(tmp_path: Path, model: str) -> None:
     async with NvmeStore(tmp_path) as store:
-        with pytest.raises(StoreError, match="plain name"):
+        with pytest.raises(StoreError, match="cannot be called"):
             await store.manifest(ModelId(model))
 
 

@@ -364,10 +364,10 @@ async def test_an_index_is_not_believed(tmp_path: Path, monkeypatch: pytest.Monk
             await store.manifest(M)
 
 
-@pytest.mark.parametrize("model", ["../m", "..", "a/b", ".hidden", "a?b", "a#b"])
+@pytest.mark.parametrize("model", ["../m", "..", "a/b", "a\\b", "a\nb", ""])
 async def test_a_model_id_cannot_lead_elsewhere(tmp_path: Path, model: str) -> None:
     async with serving(tmp_path) as (server, store):
-        with pytest.raises(UnsafeFile, match="plain name"):
+        with pytest.raises(UnsafeFile, match="cannot be called"):
             await store.manifest(ModelId(model))
         assert not server.requests
 

@@ -13,7 +13,7 @@ from obstore import exceptions
 
 from hotswap.backends.stores.files import BlockFile, open_regular, read_small
 from hotswap.backends.stores.index import parse_index
-from hotswap.backends.stores.layout import INDEX_NAME, STORED_FILES, Checksum
+from hotswap.backends.stores.layout import INDEX_NAME, STORED_FILES, Checksum, model_name
 from hotswap.backends.stores.remote.location import Location
 from hotswap.backends.stores.remote.objects import reason
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError
@@ -144,7 +144,7 @@ class Upload:
     @contextmanager
     def _writing(self, name: str) -> Generator[str]:
         """Yield the path of a file, and turn errors of writing it into a `StoreError`."""
-        path = f"{self._local.model}/{name}"
+        path = f"{model_name(self._local.model, self._location.url)}/{name}"
         url = f"{self._location.url}/{path}"
         try:
             yield path

@@ -18,6 +18,8 @@ from hotswap.backends.stores.layout import (
     INDEX_NAME,
     STORED_FILES,
     check_file_name,
+    model_in,
+    model_name,
 )
 from hotswap.backends.stores.reading import background
 from hotswap.backends.stores.remote.download import Download, DownloadContext
@@ -170,8 +172,9 @@ class RemoteStore(WeightStore):
             StoreError: this store has the model with other weights, or writing failed.
         """
         directory = Path(directory)
-        id = ModelId(directory.name) if model is None else model
-        check_file_name(id, self.url)
+        if (id := model_in(directory.name) if model is None else model) is None:
+            raise ShardMissing(f"{str(directory)!r} is no directory of a model; give one in a `NvmeStore`.")
+        model_name(id, self.url)
         local = await to_thread.run_sync(LocalModel, directory, id)
         upload = Upload(self._location, local)
         try:
@@ -235,6 +238,6 @@ class RemoteStore(WeightStore):
         return _Known(await to_thread.run_sync(parse), tag)
 
     def _path(self, model: ModelId, file: str) -> str:
-        check_file_name(model, self.url)
-        check_file_name(file, f"{self.url}/{model}")
-        return f"{model}/{file}"
+        name = model_name(model, self.url)
+        check_file_name(file, f"{self.url}/{name}")
+        return f"{name}/{file}"
