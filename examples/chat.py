@@ -2,8 +2,8 @@
 
     python -m examples.chat DIRECTORY DIRECTORY
 
-The directories are checkpoints of chat models as Hugging Face has them, of `Qwen/Qwen3-0.6B` for instance. They
-are converted once, into the directory `store`.
+The directories are checkpoints of chat models as Hugging Face has them, such as `Qwen/Qwen3-0.6B`. They are
+converted once, into the directory `store`.
 """
 
 import sys

@@ -27,13 +27,13 @@ from typing import Any, cast
 
 try:
     from jinja2 import nodes
+    from jinja2.compiler import CodeGenerator, Frame
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.runtime import Context, LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
-    from jinja2.visitor import NodeTransformer
 except ImportError as exc:
     from hotswap.errors import BackendMissing
 
@@ -45,6 +45,8 @@ _MOST_REPEATS = 1 << 16  # what a number may ask for: characters of padding, ent
 _MOST_BITS = 1 << 14
 _MOST_INDENT = 16
 _NUMBER_CHARACTERS = 24
+_COPIES = 32  # how often a character may be copied for the price of one
+_TICKS = 16  # turns of loops between two looks at the time
 
 
 class Budget:
@@ -58,6 +60,13 @@ class Budget:
     def __init__(self, cpu_s: float, characters: int) -> None:
         self._end_s = time.thread_time() + cpu_s
         self._characters = characters
+        self._num_ticks = 0
+
+    def tick(self) -> None:
+        """Check the time now and then."""
+        self._num_ticks += 1
+        if not self._num_ticks % _TICKS:
+            self.check_time()
 
     def check_time(self) -> None:
         """Raise `SecurityError` if there is no time left."""
@@ -69,6 +78,14 @@ class Budget:
         self._characters -= number
         if self._characters < 0:
             raise SecurityError("it makes too long a text of them")
+
+    def append(self, *lengths: int) -> None:
+        """Charge for values put together, the longest at a discount.
+
+        A text that grows bit by bit is copied each time: that is no more text, though time.
+        """
+        longest = max(lengths, default=0)
+        self.spend(sum(lengths) - longest + longest // _COPIES)
 
     def write(self, *values: object) -> int:
         """Charge for values written as text; return how many characters that may be."""
@@ -85,10 +102,28 @@ class Budget:
         return total
 
 
+class _Generator(CodeGenerator):
+    """Compiles looks at the time, and `~`, to calls of the sandbox."""
+
+    def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:
+        if isinstance(node.node, nodes.EnvironmentAttribute):
+            self.writeline(f"environment.{node.node.name}()", node)
+        else:
+            super().visit_ExprStmt(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.join(")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")")
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Compiles templates that render on a budget; threads may share it."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
+    code_generator_class = _Generator
 
     def __init__(self) -> None:
         super().__init__(
@@ -124,20 +159,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self._thread.budget
 
     def meter(self, template: nodes.Template) -> nodes.Template:
-        """Change a parsed template: its loops and macros look at the time, and `~` is charged for."""
+        """Have the loops and macros of a parsed template look at the time."""
         for node in list(template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-            tick = nodes.ExprStmt(_call("tick", [], node.lineno), lineno=node.lineno)
-            cast("nodes.For", node).body.insert(0, tick)
-        metered = cast("nodes.Template", _Concats().visit(template))
-        return cast("nodes.Template", metered.set_environment(self))
+            look = nodes.EnvironmentAttribute("tick", lineno=node.lineno)
+            cast("nodes.For", node).body.insert(0, nodes.ExprStmt(look, lineno=node.lineno))
+        template.set_environment(self)
+        return template
 
     def tick(self) -> None:
         """Look at the time; called in every turn of a loop, and by every macro."""
-        self._budget.check_time()
+        self._budget.tick()
 
     def join(self, *values: object) -> str:
         """Write values one behind the other: the operator `~`."""
-        self._budget.write(*values)
+        texts = [value for value in values if isinstance(value, str)]
+        self._budget.write(*(value for value in values if not isinstance(value, str)))
+        self._budget.append(*map(len, texts))
         return "".join(map(str, values))
 
     @property
@@ -147,7 +184,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # ------------------------------------------------------------------ called by compiled templates
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._budget.check_time()
+        self._budget.tick()
         if isinstance(obj, BuiltinMethodType):
             args = tuple(map(_entries, args)) if obj.__name__ == "join" else args
             _charge_method(self._budget, obj, args)
@@ -191,7 +228,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         charge = _FILTERS.get(name)
 
         def metered(*args: Any, **kwargs: Any) -> Any:
-            self._budget.check_time()
+            self._budget.tick()
             if name == "join":
                 args = tuple(map(_entries, args))
             if charge is not None:
@@ -218,20 +255,6 @@ class _Generation(Extension):
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=lineno)
-
-
-class _Concats(NodeTransformer):
-    """Has the sandbox carry out `~`."""
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("join", node.nodes, node.lineno)
-
-
-def _call(method: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
-    """A call of a method of the sandbox."""
-    of = nodes.EnvironmentAttribute(method, lineno=lineno)
-    return nodes.Call(of, args, [], None, None, lineno=lineno)
 
 
 class _Dict:
@@ -299,7 +322,7 @@ def _length(value: object) -> int:
 
 
 def _add(budget: Budget, left: object, right: object) -> None:
-    budget.spend(_length(left) + _length(right))
+    budget.append(_length(left), _length(right))
 
 
 def _multiply(budget: Budget, left: object, right: object) -> None:

@@ -347,6 +347,14 @@ def test_a_chat_of_megabytes_is_within_the_budget() -> None:
         assert text == right != "refused"
 
 
+def test_a_text_may_grow_message_by_message() -> None:
+    grow = "{% set ns.text = ns.text + m.role ~ m.content %}"
+    source = "{% set ns = namespace(text='') %}{% for m in messages %}" + grow + "{% endfor %}{{ ns.text }}"
+    messages = [message for _ in range(500) for message in (user("é" * 2000), assistant("a" * 2000))]
+    text = JinjaChatTemplate({"default": source}).render(Chat(messages))
+    assert len(text) == 500 * (len("userassistant") + 4000)
+
+
 def test_without_the_library_the_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['jinja2'] = None; import hotswap.backends.chat_template"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
