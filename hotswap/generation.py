@@ -87,9 +87,13 @@ def sampling_of(config: Mapping[str, Any], **fields: Any) -> Sampling:
     except InvalidRequest as exc:
         raise InvalidRequest(f"generation_config.json of the model cannot be used: {exc}") from exc
     sampling = Sampling(**{**defaults, **fields})
-    if type(least) is int and not sampling.has_grammar:
-        return replace(sampling, min_tokens=min(least, sampling.max_tokens))
-    return sampling
+    if least is None or sampling.has_grammar:
+        return sampling
+    if type(least) is not int:
+        raise InvalidRequest(
+            f"generation_config.json of the model cannot be used: min_new_tokens is {least!r}."
+        )
+    return replace(sampling, min_tokens=min(least, sampling.max_tokens))
 
 
 def unmapped(config: Mapping[str, Any]) -> list[str]:

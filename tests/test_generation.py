@@ -82,7 +82,13 @@ def test_a_file_of_defaults_asks_for_nothing() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"top_k": "many"}, {"suppress_tokens": [-1]}, {"max_new_tokens": 0}, {"bad_words_ids": [[]]}],
+    [
+        {"top_k": "many"},
+        {"suppress_tokens": [-1]},
+        {"max_new_tokens": 0},
+        {"bad_words_ids": [[]]},
+        {"min_new_tokens": "5"},
+    ],
     ids=repr,
 )
 def test_a_value_that_cannot_be_used_is_told_of_the_file(wrong: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 try:
@@ -25,11 +26,12 @@ class HfTokenizer:
     lets other threads run.
     """
 
-    def __init__(self, tokenizer: _Tokenizer) -> None:
+    def __init__(self, tokenizer: _Tokenizer, *, digest: bytes = b"") -> None:
         # What the file says of truncation and padding was right for training batches, never for a prompt.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._digest = digest
 
     @classmethod
     def parse(cls, text: bytes, *, name: str = "tokenizer.json") -> HfTokenizer:
@@ -39,7 +41,7 @@ class HfTokenizer:
             ShardCorrupt: the text is not one.
         """
         try:
-            return cls(_Tokenizer.from_buffer(text))
+            return cls(_Tokenizer.from_buffer(text), digest=sha256(text).digest())
         except Exception as exc:  # the library raises nothing narrower
             raise ShardCorrupt(f"{name!r} is no tokenizer ({exc}). Fetch the checkpoint again.") from exc
 
@@ -58,6 +60,15 @@ class HfTokenizer:
         except OSError as exc:
             raise ShardMissing(f"There is no tokenizer at {str(file)!r} ({exc.strerror}).") from exc
         return cls.parse(text, name=str(file))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both were parsed from the same text."""
+        if not isinstance(other, HfTokenizer) or not self._digest:
+            return self is other
+        return self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest) if self._digest else id(self)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with special tokens around it unless told otherwise."""

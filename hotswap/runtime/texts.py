@@ -208,16 +208,18 @@ class Texts:
         version, found = self._adapters.get((adapter.model, adapter.id), (None, None))
         return found if version == adapter.version else None
 
-    @staticmethod
     async def _load(
-        store: SupportsTextSettings, adapter: Adapter, base: ModelText
+        self, store: SupportsTextSettings, adapter: Adapter, base: ModelText
     ) -> ModelText | UnsupportedAdapter:
         try:
             own = await store.adapter_settings(adapter)
         except UnsupportedAdapter as exc:
             return exc
+        # Adapters that were trained alike have the same tokenizer, which is large: one is kept.
+        held = [text.tokenizer for _, text in self._adapters.values() if isinstance(text, ModelText)]
+        tokenizer = next((one for one in held if one == own.tokenizer), own.tokenizer)
         return replace(
             base,
-            tokenizer=own.tokenizer or base.tokenizer,
+            tokenizer=tokenizer or base.tokenizer,
             chat_template=own.chat_template or base.chat_template,
         )

@@ -137,6 +137,14 @@ async def test_texts_of_an_adapter_are_encoded_by_its_own_tokenizer(source: Path
         assert (await fleet.chat("m", [user("ab")], adapter="same")).text == ascii_lowercase
 
 
+async def test_adapters_with_the_same_tokenizer_share_it(source: Path, tmp_path: Path) -> None:
+    words = alphabet.tokenizer("<|mark|>").to_str()
+    adapters = [adapter(tmp_path / name, tokenizer__json=words) for name in ("x", "y")]
+    async with serving(source, tmp_path, adapters) as fleet:
+        texts = [await fleet._core.texts.of_adapter(one) for one in fleet.adapters]
+    assert texts[0].tokenizer is texts[1].tokenizer is not None
+
+
 async def test_an_adapter_whose_tokens_have_no_embedding_is_refused_and_others_are_served(
     source: Path, tmp_path: Path
 ) -> None:

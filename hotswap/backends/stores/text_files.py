@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
@@ -32,6 +33,13 @@ _MOST_BYTES: Final = {
 _MOST_TEMPLATES = 64
 _MORE_TEMPLATES = "additional_chat_templates"  # a directory of the checkpoint, one file of the store
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_MOST_HEAD_BYTES = 4096
+_NOT_ENCODING: Final = frozenset(
+    (
+        *(b"version", b"truncation", b"direction", b"max_length", b"strategy", b"stride"),
+        *(b"padding", b"pad_to_multiple_of", b"pad_id", b"pad_type_id", b"pad_token", b"Fixed"),
+    )
+)
 _FETCH_AGAIN = "Fetch the checkpoint again."
 _SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
 
@@ -201,7 +209,7 @@ def _own_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer of an adapter; `None` if it has none, or the one of its model."""
     text, of_model = files.get("tokenizer.json"), base.get("tokenizer.json")
-    if text is None or text == of_model:
+    if text is None or (of_model is not None and _encoding(text) == _encoding(of_model)):
         return None
     from hotswap.backends.tokenizer import HfTokenizer
 
@@ -210,6 +218,16 @@ def _own_tokenizer(
         return None
     _check_ids(adapter, manifest, tokenizer.added_tokens)
     return tokenizer
+
+
+def _encoding(text: bytes) -> bytes:
+    """The text of a tokenizer without what trainers set, truncation and padding, where these come first.
+
+    Most adapters have the tokenizer of their model, and to parse one takes the time of many steps.
+    """
+    at = text.find(b'"added_tokens"', 0, _MOST_HEAD_BYTES)
+    first = set(re.findall(rb'"(\w+)":', text[: max(at, 0)]))
+    return text[at:] if at >= 0 and first <= _NOT_ENCODING else text
 
 
 def _check_added_tokens(adapter: Adapter, source: Path, base: Mapping[str, bytes]) -> None:

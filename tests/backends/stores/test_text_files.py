@@ -16,6 +16,7 @@ from hotswap import Adapter, Model, ModelId
 from hotswap.abc import SupportsTextSettings
 from hotswap.backends.stores import NvmeStore, RemoteStore, TieredStore, text_files
 from hotswap.backends.stores.convert import convert
+from hotswap.backends.tokenizer import HfTokenizer
 from hotswap.chat import Chat
 from hotswap.errors import ShardCorrupt, StoreError, UnsupportedAdapter
 from hotswap.store import WeightStore
@@ -220,6 +221,35 @@ async def test_an_adapter_with_the_tokenizer_of_its_model_has_none_of_its_own(
     (tmp_path / "same" / "added_tokens.json").write_text('{"world": 2}')
     assert await settings_of(same, tmp_path / "root") == TextSettings()
     assert await settings_of(Adapter("none", M), tmp_path / "root") == TextSettings()
+
+
+async def test_what_trainers_set_of_truncation_is_no_other_tokenizer(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source, tmp_path / "root", model_id=M)
+    trained = adapter(tmp_path / "trained", base=source)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.enable_truncation(512)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "trained" / "tokenizer.json"))
+    monkeypatch.setattr(HfTokenizer, "parse", None)  # it need not be parsed to be known
+    assert await settings_of(trained, tmp_path / "root") == TextSettings()
+
+
+async def test_a_tokenizer_is_compared_whole_whatever_comes_first(source: Path, tmp_path: Path) -> None:
+    def write_model_first(directory: Path, words: dict[str, int]) -> None:
+        text = json.loads((source / "tokenizer.json").read_text())
+        text["model"]["vocab"] = words
+        added = text.pop("added_tokens")
+        (directory / "tokenizer.json").write_text(json.dumps({**text, "added_tokens": added}))
+
+    other = adapter(tmp_path / "other", base=source)
+    write_model_first(tmp_path / "other", {"<unk>": 0, "hello": 2, "world": 1})
+    write_model_first(source, {"<unk>": 0, "hello": 1, "world": 2})
+    convert(source, tmp_path / "root", model_id=M)
+    settings = await settings_of(other, tmp_path / "root")
+    assert settings.tokenizer is not None
+    assert list(settings.tokenizer.encode("hello")) == [2]
 
 
 async def test_an_adapter_with_another_tokenizer_has_it(source: Path, tmp_path: Path) -> None:
