@@ -18,7 +18,7 @@ from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine, runner
 from hotswap.backends.torch.fp8 import SCHEMES
-from hotswap.backends.torch.sampling import Sampler
+from hotswap.backends.torch.sampling import Choice, Sampler
 
 NAMES = [recipe.name for recipe in RECIPES]
 M = ModelId("m")
@@ -37,11 +37,13 @@ async def perplexity(
     """The perplexity of the text after its first `given` tokens, by the engine's logits."""
     seen: list[torch.Tensor] = []
 
-    def recite(logits: torch.Tensor, _: Sequence[Sampler], indices: Sequence[int]) -> list[int]:
+    def recite(
+        logits: torch.Tensor, _: Sequence[Sampler], indices: Sequence[int], __: object
+    ) -> list[Choice]:
         seen.extend(logits.clone())
-        return [ids[given + index] for index in indices]
+        return [Choice(ids[given + index]) for index in indices]
 
-    monkeypatch.setattr(runner, "choose", recite)
+    monkeypatch.setattr(runner, "sample", recite)
     sampling = Sampling(max_tokens=len(ids) - given, ignore_eos=True)
     request = Request(id=RequestId("r"), model=M, prompt=tuple(ids[:given]), sampling=sampling)
     async with (

@@ -60,17 +60,7 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
     InstanceState.DRAINING,
 )
 
-_UNSUPPORTED = (
-    "bad_words",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "forced_end_tokens",
-    "grammar",
-    "logprobs",
-    "min_p",
-    "prompt_logprobs",
-    "suppress_tokens",
-)
+_UNSUPPORTED = ("bad_words", "grammar", "prompt_logprobs")
 
 
 class _Models:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from hotswap.backends.torch.batcher import Batcher, Chunk, Sequence
 from hotswap.backends.torch.budget import TokenBudget
+from hotswap.backends.torch.distribution import Workspace
 from hotswap.backends.torch.forward import Forward, Work
-from hotswap.backends.torch.sampling import choose
-from hotswap.request import FinishReason
+from hotswap.backends.torch.sampling import Choice, sample
+from hotswap.errors import HotswapError
+from hotswap.request import FinishReason, TokenLogprob
 
 __all__ = ["Report", "Runner", "Sampled"]
 
@@ -25,6 +27,9 @@ class Sampled:
         index: Its position among the generated tokens.
         finish_reason: Why it is the request's last token; `None` if it is not.
         num_reused: The number of the request's tokens that were found in the prefix cache.
+        logprob: Its log-probability, if the request asks for it.
+        top_logprobs: The most probable tokens, likewise.
+        error: Why the request ends without a token; the engine and its other requests go on.
     """
 
     ticket: int
@@ -32,6 +37,14 @@ class Sampled:
     index: int
     finish_reason: FinishReason | None
     num_reused: int = 0
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+    error: HotswapError | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request has ended."""
+        return self.finish_reason is not None or self.error is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,7 @@ class Runner:
     def __init__(self, forward: Forward, batcher: Batcher, budget: TokenBudget | None = None) -> None:
         self._forward, self._budget = forward, budget
         self._in_flight: deque[_InFlightStep] = deque()
+        self._space = Workspace()
         self.batcher = batcher
         self.background_done = False
         if budget is not None:
@@ -153,15 +167,26 @@ class Runner:
             return ()
         sampling = [step.sampling[row][0] for row in fresh]
         rows = logits if len(fresh) == len(logits) else logits[fresh]
-        tokens = choose(rows, [s.sampler for s in sampling], [s.index for s in sampling])
-        return tuple(self._extend(s, token) for s, token in zip(sampling, tokens, strict=True))
+        samplers, indices = [s.sampler for s in sampling], [s.index for s in sampling]
+        choices = sample(rows, samplers, indices, self._space)
+        return tuple(self._extend(s, choice) for s, choice in zip(sampling, choices, strict=True))
 
-    def _extend(self, sequence: Sequence, token: int) -> Sampled:
+    def _extend(self, sequence: Sequence, choice: Choice) -> Sampled:
         index = sequence.index
-        finish_reason = sequence.append(token)
-        if finish_reason is not None:
+        finish_reason = sequence.append(choice.token) if choice.error is None else None
+        sampled = Sampled(
+            sequence.ticket,
+            choice.token,
+            index,
+            finish_reason,
+            sequence.num_reused or 0,
+            choice.logprob,
+            choice.top_logprobs,
+            choice.error,
+        )
+        if sampled.is_last:
             self.batcher.remove(sequence)
-        return Sampled(sequence.ticket, token, index, finish_reason, sequence.num_reused or 0)
+        return sampled
 
 
 def _length(chunk: Chunk) -> tuple[bool, int]:

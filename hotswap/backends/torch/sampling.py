@@ -1,26 +1,62 @@
-"""Token sampling: the next token is a function of the logits, the seed and the position alone."""
+"""Token sampling: the next token is a function of the logits, the seed and the position alone.
+
+The rows of a step are sampled together, in one pass for each operation. The logits of a row are changed in
+this order: biases, penalties, tokens that may not come, temperature, `top_k`, `top_p`, `min_p`.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hotswap.backends.torch.distribution import (
+    Workspace,
+    draw,
+    keep_from,
+    to_weights,
+    top_k_threshold,
+    top_p_threshold,
+    uniform,
+)
+from hotswap.errors import HotswapError, InstanceError, InvalidRequest
+from hotswap.request import TokenLogprob
 from hotswap.sampling import Sampling
 
-__all__ = ["Sampler", "choose"]
+__all__ = ["Choice", "Sampler", "sample"]
 
-_MASK = (1 << 64) - 1
+_NEVER = -math.inf
+
+_Change: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The next token of a row, or why there is none.
+
+    Attributes:
+        token: The token id; -1 with an error.
+        logprob: Its log-probability, if the request asks for it.
+        top_logprobs: The most probable tokens, most probable first.
+        error: Why the request cannot go on; the other rows are not affected.
+    """
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+    error: HotswapError | None = None
 
 
 class Sampler:
-    """Chooses the tokens of one request.
+    """The sampling parameters and the token counts of one request.
 
     Args:
         sampling: The request's sampling parameters.
-        stop_ids: Its end tokens, which are masked before `sampling.min_tokens` tokens were generated.
+        stop_ids: Its end tokens, which may not come before `sampling.min_tokens` tokens were generated.
         seen: The tokens so far, prompt included; `add_token` adds the later ones.
         num_prompt: The length of the prompt; `None` if no token was generated yet.
     """
@@ -28,96 +64,257 @@ class Sampler:
     def __init__(
         self, sampling: Sampling, stop_ids: Iterable[int], seen: Sequence[int], num_prompt: int | None = None
     ) -> None:
-        self._sampling = sampling
-        self._stop_ids = tuple(stop_ids)
-        self._seen = set(seen) if sampling.repetition_penalty != 1.0 else None
-        counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
+        self.sampling = sampling
         generated = seen[len(seen) if num_prompt is None else num_prompt :]
-        self._generated = Counter(generated) if counts else None
+        counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
+        self.seen = _Counts(seen) if sampling.repetition_penalty != 1.0 else None
+        self.generated = _Counts(generated) if counts else None
+        self._last = list(generated) if any(len(word) > 1 for word in sampling.bad_words_ids) else None
+        self._stop_ids = tuple(stop_ids)
+        self._never = (*sampling.suppress_tokens, *(w[0] for w in sampling.bad_words_ids if len(w) == 1))
+        self._changes = bool(
+            self.seen or self.generated or sampling.logit_bias or self._never or sampling.bad_words_ids
+        )
 
     def add_token(self, token: int) -> None:
-        """Count a generated token for the penalties."""
-        if self._seen is not None:
-            self._seen.add(token)
-        if self._generated is not None:
-            self._generated[token] += 1
+        """Count a generated token."""
+        for counts in (self.seen, self.generated):
+            if counts is not None:
+                counts.add(token)
+        if self._last is not None:
+            self._last.append(token)
 
-    def is_plain(self, index: int) -> bool:
-        """Whether the token at position `index` of the generation is the argmax of unmodified logits."""
-        changed = self._seen is not None or self._generated is not None or self._sampling.logit_bias
-        return self._sampling.temperature == 0 and not changed and not self._forbids_stop(index)
-
-    def choose(self, logits: Tensor, index: int) -> int:
-        """Return the token at position `index` of the generation, from fp32 logits `[vocabulary]`."""
-        logits = self._penalised(logits.clone())
-        if self._forbids_stop(index):
-            logits[[token for token in self._stop_ids if token < len(logits)]] = float("-inf")
-        if self._sampling.temperature == 0:
-            return int(logits.argmax())
-        scaled = _top_p(
-            _top_k(logits.div_(self._sampling.temperature), self._sampling.top_k), self._sampling.top_p
-        )
-        # The largest of logits plus Gumbel noise is a draw from the softmax (Maddison et al., 2014).
-        return int(
-            (scaled + _gumbel(len(scaled), self._sampling.seed or 0, index).to(scaled.device)).argmax()
+    def changes_logits(self, index: int) -> bool:
+        """Whether the logits at position `index` are changed before a token is chosen."""
+        return bool(
+            self._changes
+            or self.forced(index)
+            or (index == 0 and self.sampling.begin_suppress_tokens)
+            or self._may_not_stop(index)
         )
 
-    def _forbids_stop(self, index: int) -> bool:
-        return bool(self._stop_ids) and index < self._sampling.min_tokens
+    def forced(self, index: int) -> tuple[int, ...]:
+        """Return the tokens of which one must come at position `index`; none if any may."""
+        return self.sampling.forced_end_tokens if index == self.sampling.max_tokens - 1 else ()
 
-    def _penalised(self, logits: Tensor) -> Tensor:
-        for token, bias in self._sampling.logit_bias:
-            if token < len(logits):
-                logits[token] += bias
-        if self._seen:
-            ids = torch.tensor(sorted(self._seen), device=logits.device)
-            ids = ids[ids < len(logits)]
-            seen, penalty = logits[ids], self._sampling.repetition_penalty
-            logits[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
-        if self._generated:
-            counts = {token: count for token, count in sorted(self._generated.items()) if token < len(logits)}
-            ids = torch.tensor(list(counts), device=logits.device)
-            times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-            logits[ids] -= self._sampling.frequency_penalty * times + self._sampling.presence_penalty
-        return logits
+    def forbidden(self, index: int) -> tuple[int, ...]:
+        """Return the tokens that may not come at position `index`."""
+        found = self._never
+        if self._may_not_stop(index):
+            found += self._stop_ids
+        if index == 0:
+            found += self.sampling.begin_suppress_tokens
+        if self._last is not None:
+            for word in self.sampling.bad_words_ids:
+                if len(word) > 1 and tuple(self._last[1 - len(word) :]) == word[:-1]:
+                    found += word[-1:]
+        return found
+
+    def _may_not_stop(self, index: int) -> bool:
+        return bool(self._stop_ids) and index < self.sampling.min_tokens
 
 
-def choose(logits: Tensor, samplers: Sequence[Sampler], indices: Sequence[int]) -> list[int]:
-    """Return each request's next token; row *i* of `logits` is position `indices[i]` of its generation."""
-    logits = logits.float()
-    tokens = [int(token) for token in logits.argmax(-1).cpu()]
-    for row, (sampler, index) in enumerate(zip(samplers, indices, strict=True)):
-        if not sampler.is_plain(index):
-            tokens[row] = sampler.choose(logits[row], index)
+class _Counts:
+    """How often each token occurs, in tensors that grow by doubling."""
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self._places: dict[int, int] = {}
+        counts: list[float] = []
+        for token in tokens:
+            if (place := self._places.setdefault(token, len(counts))) == len(counts):
+                counts.append(0.0)
+            counts[place] += 1
+        room = max(64, 2 * len(counts))
+        self._ids, self._counts = torch.zeros(room, dtype=torch.long), torch.zeros(room)
+        self._ids[: len(counts)] = torch.tensor(list(self._places), dtype=torch.long)
+        self._counts[: len(counts)] = torch.tensor(counts)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def ids(self) -> Tensor:
+        """The tokens, `[distinct]`."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> Tensor:
+        """How often each occurs, `[distinct]`, fp32."""
+        return self._counts[: len(self._places)]
+
+    def add(self, token: int) -> None:
+        """Count a token."""
+        place = self._places.get(token)
+        if place is None:
+            place = self._places[token] = len(self._places)
+            if place == len(self._ids):
+                self._ids = torch.cat((self._ids, torch.zeros_like(self._ids)))
+                self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
+            self._ids[place] = token
+        self._counts[place] += 1
+
+
+def sample(
+    logits: Tensor, samplers: Sequence[Sampler], indices: Sequence[int], space: Workspace | None = None
+) -> list[Choice]:
+    """Return the next token of each request.
+
+    Args:
+        logits: `[requests, vocabulary]`, of any floating dtype; not changed.
+        samplers: Of each request.
+        indices: The position of the token in its request's generation.
+        space: Memory to compute in; `None` takes fresh memory.
+    """
+    space = space or Workspace()
+    # Rows that are drawn come first, so that all operations on them are on one block of memory.
+    order = sorted(range(len(samplers)), key=lambda row: not samplers[row].sampling.is_random)
+    rows = space.rows(len(order), logits.shape[1], logits.device)
+    rows.copy_(logits if order == list(range(len(order))) else logits[order])
+    placed = [(samplers[row], indices[row]) for row in order]
+    finite = [math.isfinite(most) for most in rows.amax(-1).tolist()]
+    changed = [
+        at for at, (sampler, index) in enumerate(placed) if finite[at] and sampler.changes_logits(index)
+    ]
+    _change(rows, [(at, *placed[at]) for at in changed])
+    able = list(finite)
+    if changed:
+        largest = rows.amax(-1).tolist()
+        for at in changed:
+            able[at] = largest[at] > _NEVER
+    for at, fine in enumerate(able):
+        if not fine:
+            rows[at] = 0.0  # of what follows nothing is kept, and all of it is finite
+    tokens = _choose(rows, placed, space)
+    choices = [Choice(-1)] * len(order)
+    for at, row in enumerate(order):
+        sampling = samplers[row].sampling
+        if not finite[at]:
+            choices[row] = Choice(-1, error=_not_finite(float(logits[row].max())))
+        elif not able[at]:
+            choices[row] = Choice(-1, error=_nothing_left())
+        elif sampling.logprobs is None:
+            choices[row] = Choice(tokens[at])
+        else:
+            choices[row] = _with_logprobs(logits[row], rows[at], sampling, tokens[at])
+    return choices
+
+
+def _choose(rows: Tensor, placed: Sequence[tuple[Sampler, int]], space: Workspace) -> list[int]:
+    """Return the token of each row; rows that are drawn come first, and become weights."""
+    drawn = [(sampler.sampling, index) for sampler, index in placed if sampler.sampling.is_random]
+    tokens: list[int] = []
+    if drawn:
+        weights = rows[: len(drawn)]
+        to_weights(weights, [sampling.temperature for sampling, _ in drawn])
+        for row, (sampling, _) in zip(weights, drawn, strict=True):
+            _cut(row, sampling, space)
+        tokens = draw(weights, [uniform(sampling.seed or 0, index) for sampling, index in drawn])
+    if len(drawn) < len(rows):
+        tokens += rows[len(drawn) :].max(-1).indices.tolist()
     return tokens
 
 
-def _top_k(logits: Tensor, k: int) -> Tensor:
-    if not 0 < k < len(logits):
-        return logits
-    return logits.masked_fill(logits < logits.topk(k).values[-1], float("-inf"))
+def _change(logits: Tensor, placed: Sequence[tuple[int, Sampler, int]]) -> None:
+    """Apply biases, penalties and prohibitions to rows of logits, in place.
+
+    Args:
+        logits: `[rows, vocabulary]`.
+        placed: The rows to change, each with its sampler and its position.
+    """
+    edits = _Edits(logits)
+    for row, sampler, _ in placed:
+        if sampler.sampling.logit_bias:
+            biases = sampler.sampling.logit_bias
+            edits.put(row, torch.tensor([id for id, _ in biases]), torch.tensor([bias for _, bias in biases]))
+    edits.apply(lambda found, bias: found + bias)
+    for row, sampler, _ in placed:
+        if sampler.seen is not None:
+            ids = sampler.seen.ids
+            edits.put(row, ids, torch.full(ids.shape, sampler.sampling.repetition_penalty))
+    edits.apply(lambda found, penalty: torch.where(found > 0, found / penalty, found * penalty))
+    for row, sampler, _ in placed:
+        if sampler.generated is not None:
+            counts, sampling = sampler.generated.counts, sampler.sampling
+            penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
+            edits.put(row, sampler.generated.ids, penalties)
+    edits.apply(lambda found, penalty: found - penalty)
+    for row, sampler, index in placed:
+        if forced := sampler.forced(index):
+            kept = torch.tensor([token for token in forced if token < logits.shape[1]], dtype=torch.long)
+            logits[row].fill_(_NEVER)
+            logits[row, kept] = 0.0  # one as likely as another, as in transformers
+        if forbidden := sampler.forbidden(index):
+            edits.put(row, torch.tensor(forbidden), torch.full((len(forbidden),), _NEVER))
+    edits.apply(lambda _, never: never)
 
 
-def _top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the fewest tokens whose probabilities reach `p` (Holtzman et al., arXiv:1904.09751, 3.1)."""
-    if p >= 1.0:
-        return logits
-    ordered, order = logits.sort(descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    return logits.index_fill(0, order[before >= p], float("-inf"))
+class _Edits:
+    """Changes of single logits of several rows, collected and then made in one pass."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        self._places: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def put(self, row: int, ids: Tensor, values: Tensor) -> None:
+        """Collect a change of tokens of a row; those outside of the vocabulary are left out."""
+        size = self._logits.shape[1]
+        if len(ids) and int(ids.max()) >= size:
+            known = ids < size
+            ids, values = ids[known], values[known]
+        self._places.append(ids + row * self._logits.stride(0))
+        self._values.append(values)
+
+    def apply(self, change: _Change) -> None:
+        """Make the collected changes."""
+        if self._places:
+            places = torch.cat(self._places).to(self._logits.device)
+            rows, width = len(self._logits), self._logits.stride(0)
+            flat = self._logits.as_strided((rows * width,), (1,))
+            values = torch.cat(self._values).to(self._logits.device)
+            flat[places] = change(flat[places], values)
+            self._places, self._values = [], []
 
 
-def _gumbel(size: int, seed: int, index: int) -> Tensor:
-    """Return Gumbel noise, computed on the CPU for equal values on all devices, in fp64 so it is finite."""
-    generator = torch.Generator().manual_seed(_mixed(seed, index))
-    uniform = torch.rand(size, generator=generator, dtype=torch.float64).clamp_(min=1e-300)
-    return uniform.log_().neg_().log_().neg_().float()
+def _cut(weights: Tensor, sampling: Sampling, space: Workspace) -> None:
+    """Set the weights of a row that `top_k`, `top_p` and `min_p` cut to 0."""
+    if sampling.top_k:
+        keep_from(weights, top_k_threshold(weights, sampling.top_k))
+    bound = top_p_threshold(weights, sampling.top_p, space) if sampling.top_p < 1.0 else 0.0
+    keep_from(weights, max(bound, sampling.min_p))  # the largest weight is 1
 
 
-def _mixed(seed: int, index: int) -> int:
-    """Mix two numbers into a seed; close pairs give unrelated noise (SplitMix64, Steele et al. 2014)."""
-    mixed = ((seed & _MASK) * 0x9E3779B97F4A7C15 + index + 1) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (mixed ^ (mixed >> 31)) & (_MASK >> 1)
+def _with_logprobs(logits: Tensor, row: Tensor, sampling: Sampling, token: int) -> Choice:
+    """Return the choice of a token with the log-probabilities that were asked for.
+
+    Args:
+        logits: The model's, `[vocabulary]`.
+        row: What became of them: weights if the token was drawn, else changed logits.
+        sampling: The request's parameters.
+        token: The token.
+    """
+    if sampling.logprobs_of == "raw":
+        logprobs = logits.float().log_softmax(-1)
+    elif sampling.is_random:
+        logprobs = (row / row.sum()).log()
+    else:
+        logprobs = row.log_softmax(-1)
+    count = min(sampling.logprobs or 0, len(logprobs))
+    top = logprobs.topk(count)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return Choice(
+        token, float(logprobs[token]), tuple(TokenLogprob(id=id, logprob=value) for id, value in pairs)
+    )
+
+
+def _nothing_left() -> InvalidRequest:
+    return InvalidRequest(
+        "The request's suppressed, forced and bad words leave no token that may come; allow at least one."
+    )
+
+
+def _not_finite(largest: float) -> InstanceError:
+    return InstanceError(
+        f"The largest logit of the request is {largest}; its weights or its adapter may be damaged, or the "
+        "dtype too small for them."
+    )

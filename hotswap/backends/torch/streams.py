@@ -80,10 +80,19 @@ class Streams:
             tokens = self._open.get(sampled.ticket)
             if tokens is None:
                 continue
-            tokens.num_reused_tokens = sampled.num_reused
-            tokens.put(Token(id=sampled.token, index=sampled.index, finish_reason=sampled.finish_reason))
-            if sampled.finish_reason is not None:
-                tokens.close()
+            if sampled.error is None:
+                tokens.num_reused_tokens = sampled.num_reused
+                tokens.put(
+                    Token(
+                        id=sampled.token,
+                        index=sampled.index,
+                        finish_reason=sampled.finish_reason,
+                        logprob=sampled.logprob,
+                        top_logprobs=sampled.top_logprobs,
+                    )
+                )
+            if sampled.is_last:
+                tokens.close(sampled.error)
                 del self._open[sampled.ticket]
         self._note_change()
 

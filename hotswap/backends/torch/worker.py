@@ -260,6 +260,6 @@ class Worker:
     def _step(self, runner: Runner) -> None:
         report = runner.step()
         for sampled in report.sampled:
-            if sampled.finish_reason is not None:
+            if sampled.is_last:
                 self._sequences.pop(sampled.ticket, None)
         self._publish(report)
