@@ -26,7 +26,7 @@ NOTES: Final = (
 def print_report(console: Console, play: Play, spans: SpanRecorder) -> None:
     """Print the report, and last whether every text was exact."""
     swaps = spans.named("hotswap.swap")
-    found = _moved_by_a_swap(play.recitals, spans.named("hotswap.request"), swaps)
+    found = _moved_by_a_swap(play.recitals, spans.of_operation("text_completion"), swaps)
     if found is not None:
         console.rule("a text that moved", align="left", style="dim")
         console.print(_with_seams(found[0]))

@@ -18,7 +18,15 @@ import anyio
 
 from hotswap import telemetry as tm
 from hotswap.engine import SupportsAdapters
-from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted, SourceChanged
+from hotswap.errors import (
+    ConfigError,
+    InstanceError,
+    InstanceLost,
+    OutOfMemory,
+    RequestEvicted,
+    SourceChanged,
+    StoreError,
+)
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, RequestId
 from hotswap.runtime.adapter_files import AdapterFiles
@@ -280,11 +288,14 @@ class _AdapterCache:
         except InstanceError:
             self._refuse_if_gone(adapter)
             raise
-        except SourceChanged:  # perhaps while it was read
-            with anyio.CancelScope(shield=True):
-                await engine.drop_adapter(adapter.version)
+        except (ConfigError, StoreError) as exc:
+            log.warning("Adapter %r was not loaded on %r: %s", adapter.version, self.instance.id, exc)
+            if isinstance(exc, SourceChanged):  # perhaps while it was read
+                with anyio.CancelScope(shield=True):
+                    await engine.drop_adapter(adapter.version)
             raise
         else:
+            log.info("Adapter %r was loaded on %r in %.3f s.", adapter.version, self.instance.id, seconds)
             # One series for all versions of an adapter.
             self._telemetry.adapter_seconds.record(seconds, {**attributes, tm.ADAPTER: adapter.id})
 

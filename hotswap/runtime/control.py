@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from hotswap import telemetry as tm
 from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
 from hotswap.checks import check_seconds
 from hotswap.errors import ConfigError, HotswapError
 from hotswap.request import ModelId
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.losses import Losses
 from hotswap.runtime.metrics import LastView
 from hotswap.runtime.moves import Moves
 from hotswap.runtime.state import Change, FleetState
@@ -25,6 +27,7 @@ from hotswap.runtime.views import lend
 from hotswap.scheduler import Scheduler
 from hotswap.store import SupportsPrefetch
 from hotswap.telemetry import Telemetry
+from hotswap.view import InstanceState
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -52,13 +55,14 @@ class Control:
         swaps: Swaps,
         moves: Moves,
         adapters: Adapters,
+        losses: Losses,
         *,
         interval_s: float,
         telemetry: Telemetry,
     ) -> None:
         self._state, self._scheduler = state, scheduler
         self._swaps, self._moves, self._adapters = swaps, moves, adapters
-        self._interval_s, self._telemetry = interval_s, telemetry
+        self._losses, self._interval_s, self._telemetry = losses, interval_s, telemetry
         self._asked = anyio.Event()
         self._prefetching: set[ModelId] = set()
         self._told_unserved: dict[ModelId, float] = {}
@@ -166,6 +170,8 @@ class Control:
     def _restart_lost(self, tasks: TaskGroup) -> None:
         """Try to bring broken instances back to EMPTY, with a pause that doubles while it fails."""
         for instance in self._state.troubled():
+            if instance.engine.status().state is InstanceState.LOST:
+                self._losses.note(instance)
             if instance.broken and instance.may_try(None):
                 self._state.claim(instance, None)
                 tasks.start_soon(self._restart, instance, name=f"restart {instance.id}")
@@ -179,13 +185,23 @@ class Control:
                 raise TimeoutError(f"The unload took longer than its limit of {limit_s:g} s.")
         except Exception as exc:  # a library's fault as well: it is the instance's, not the fleet's
             self._state.failed(instance, None)
+            self._count_restart(instance, "failed")
             self._log_failed_restart(instance, exc)
         else:
             self._state.succeeded(instance, None)
-            log.info("Instance %r was restarted and is EMPTY.", instance.id)
+            self._count_restart(instance, "done")
+            log.warning(
+                "Instance %r was restarted and is EMPTY; before: %s",
+                instance.id,
+                self._losses.reason(instance),
+            )
+            self._losses.over(instance)
         finally:
             self._state.unclaim(instance)
             self._state.tell(Change.INSTANCES)
+
+    def _count_restart(self, instance: Instance, outcome: str) -> None:
+        self._telemetry.restarts.add(1, {tm.INSTANCE: instance.id, tm.RESTART_OUTCOME: outcome})
 
     def _log_failed_restart(self, instance: Instance, error: Exception) -> None:
         if instance.gone_for_good:

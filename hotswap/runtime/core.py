@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 import anyio
 from anyio import AsyncContextManagerMixin
 
+from hotswap import telemetry as tm
 from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.chat import Chat
 from hotswap.checks import check_names, check_positive_seconds, check_priority, check_seconds
@@ -28,6 +29,7 @@ from hotswap.runtime.closing import Closing
 from hotswap.runtime.control import Control
 from hotswap.runtime.flow import ClientRequest, Flow
 from hotswap.runtime.lifetime import Lifetime
+from hotswap.runtime.losses import Losses
 from hotswap.runtime.metrics import LastView, observe_fleet
 from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
@@ -86,7 +88,8 @@ class Core(AsyncContextManagerMixin):
         random: Random | None = None,
     ) -> None:
         check_positive_seconds(ConfigError, interval_s=interval_s)
-        self.telemetry = telemetry = Telemetry(tracer_provider, meter_provider)
+        self._name = uuid.uuid4().hex[:8]
+        self.telemetry = telemetry = Telemetry(tracer_provider, meter_provider, fleet=self._name)
         self.state = state = FleetState(store)
         self.lifetime = Lifetime()
         self.closing = Closing(state, self.lifetime)
@@ -94,9 +97,11 @@ class Core(AsyncContextManagerMixin):
         self.caches = AdapterCaches(state, telemetry)
         self.texts = Texts(state.store)
         self.adapters = Adapters(state, self.caches, self.lifetime, telemetry, self.texts)
+        losses = Losses(telemetry)
         self.swaps = Swaps(
             state,
             self.admission,
+            losses,
             limits=limits or SwapLimits(),
             max_load_attempts=max_load_attempts,
             telemetry=telemetry,
@@ -114,17 +119,17 @@ class Core(AsyncContextManagerMixin):
         self.operations = Operations(
             state, self.admission, self.swaps, self.moves, self.adapters, self.caches
         )
-        self.flow = Flow(state, self.admission, self.caches, telemetry)
+        self.flow = Flow(state, self.admission, self.caches, losses, telemetry)
         self._control = Control(
             state,
             scheduler,
             self.swaps,
             self.moves,
             self.adapters,
+            losses,
             interval_s=interval_s,
             telemetry=telemetry,
         )
-        self._name = uuid.uuid4().hex[:8]
         self._random = random or Random()
         for engine in engines:
             state.add(engine)
@@ -188,24 +193,31 @@ class Core(AsyncContextManagerMixin):
 
         Arguments and errors are those of `Fleet.stream`.
         """
-        self.closing.check_admits()
-        check_priority(InvalidRequest, priority)
-        check_seconds(InvalidRequest, deadline_s=deadline_s)
-        check_names(model=model, adapter=adapter)
-        sampling = to_sampling(sampling)
-        while True:
-            name, named = self._named(model, adapter)
-            text = self.texts.of(name) if named is None else await self.texts.of_adapter(named)
-            tokens = await text.encode(prompt, sampling, add_special_tokens=add_special_tokens)
-            resolved = await text.resolve(sampling)
-            # Meanwhile the model may have been rolled to another, or the adapter may have a new version.
-            if (name, named) == self._named(model, adapter):
-                break
-        new = self.new_request(name, tokens, resolved, adapter=adapter, priority=priority)
+        operation = tm.CHAT if isinstance(prompt, Chat) else tm.COMPLETION
+        try:
+            self.closing.check_admits()
+            check_priority(InvalidRequest, priority)
+            check_seconds(InvalidRequest, deadline_s=deadline_s)
+            check_names(model=model, adapter=adapter)
+            sampling = to_sampling(sampling)
+            while True:
+                name, named = self._named(model, adapter)
+                text = self.texts.of(name) if named is None else await self.texts.of_adapter(named)
+                tokens = await text.encode(prompt, sampling, add_special_tokens=add_special_tokens)
+                resolved = await text.resolve(sampling)
+                # Meanwhile the model may have been rolled to another, or the adapter may have a new version.
+                if (name, named) == self._named(model, adapter):
+                    break
+            new = self.new_request(name, tokens, resolved, adapter=adapter, priority=priority)
+        except Exception as exc:
+            known = next((name for name in self.state.registered if name == model), None)
+            self.telemetry.refused(operation, known, exc)
+            raise
         request = ClientRequest(
             new.request,
             adapter=new.adapter,
             arrival=new.arrival,
+            operation=operation,
             telemetry=self.telemetry,
             text=text,
             deadline_s=deadline_s,

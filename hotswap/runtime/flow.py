@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import anyio
 
 from hotswap import telemetry as tm
-from hotswap.errors import DeadlineExceeded, FleetClosed, InstanceError
+from hotswap.errors import DeadlineExceeded, FleetClosed, HotswapError, InstanceError, InstanceLost
 from hotswap.model import Adapter
 from hotswap.request import FinishReason, PromptLogprobs, Request, Token
 from hotswap.runtime.active import ActiveRequest, Hop
@@ -19,6 +19,7 @@ from hotswap.runtime.admission import Admission
 from hotswap.runtime.completion import Completion, Usage
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Next, Requeue, departure
+from hotswap.runtime.losses import Losses
 from hotswap.runtime.queue import Ticket
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.texts import ModelText
@@ -39,11 +40,16 @@ class ClientRequest(ActiveRequest):
         *,
         adapter: Adapter | None,
         arrival: int,
+        operation: str,
         telemetry: Telemetry,
         text: ModelText,
         deadline_s: float | None,
     ) -> None:
-        super().__init__(request, adapter, arrival, telemetry.start(tm.SPAN_REQUEST, _attributes(request)))
+        attributes = _attributes(request, operation)
+        super().__init__(
+            request, adapter, arrival, telemetry.start(f"{operation} {request.model}", attributes)
+        )
+        self._operation = operation
         self.tokens = TokenQueue()
         self.scope = anyio.CancelScope()
         self.ended = anyio.Event()
@@ -147,14 +153,21 @@ class ClientRequest(ActiveRequest):
             log.exception("The end of request %r was not recorded.", self.request.id)
 
     def _measure(self) -> None:
-        if self.ttft_s is None:
-            return
-        attributes = {tm.MODEL: self.request.model}
-        self._telemetry.ttft.record(self.ttft_s, attributes)
-        gaps = len(self._given) - 1
-        if gaps > 0:
-            took_s = anyio.current_time() - self.request.arrived_s - self.ttft_s
-            self._telemetry.tpot.record(took_s / gaps, attributes)
+        telemetry, request_s = self._telemetry, anyio.current_time() - self.request.arrived_s
+        labels = {tm.OPERATION: self._operation, tm.PROVIDER: "hotswap", tm.MODEL: self.request.model}
+        ended = {} if self._error is None else {tm.ERROR_TYPE: type(self._error).__name__}
+        outcome = self.finish_reason or ("left" if self._error is None else "error")
+        telemetry.requests.add(1, {**labels, **ended, tm.REQUEST_OUTCOME: outcome})
+        telemetry.request_seconds.record(request_s, {**labels, **ended})
+        telemetry.token_usage.record(len(self.request.prompt), {**labels, tm.TOKEN_TYPE: "input"})
+        telemetry.token_usage.record(len(self._given), {**labels, tm.TOKEN_TYPE: "output"})
+        telemetry.reused.add(self.num_reused_tokens, labels)
+        if self.queue_s is not None:
+            telemetry.queue_seconds.record(self.queue_s, labels)
+        if self.ttft_s is not None:
+            telemetry.ttft.record(self.ttft_s, labels)
+            if (gaps := len(self._given) - 1) > 0:
+                telemetry.tpot.record((request_s - self.ttft_s) / gaps, labels)
 
     def __repr__(self) -> str:
         where = self.instance.id if self.instance is not None else "waiting"
@@ -259,6 +272,7 @@ class Flow:
     state: FleetState
     admission: Admission
     adapters: AdapterCaches
+    losses: Losses
     telemetry: Telemetry
 
     async def run(self, request: ClientRequest, ticket: Ticket) -> None:
@@ -273,6 +287,7 @@ class Flow:
                 if error is not None:
                     request.fail(error)
         except Exception as exc:  # of the runtime itself: still this request's alone
+            log.exception("Request %r ended by a fault of the runtime.", request.request.id)
             request.fail(exc)
         finally:
             if (unused := request.take_next()) is not None:
@@ -291,16 +306,29 @@ class Flow:
             try:
                 instance = request.take_next() or await self.admission.answer(ticket)
             except Exception as exc:  # a router's fault, or a model that cannot be loaded
+                self._log_given_up(request, exc)
                 return exc
             decision = await self._stay(request, instance)
             if isinstance(decision, End):
-                if decision.error is not None and request.history.num_losses:
-                    log.warning("Request %r was given up: %s", request.request.id, decision.error)
+                if decision.error is not None:
+                    self._log_given_up(request, decision.error)
                 return decision.error
             if isinstance(decision, Requeue):
                 if decision.pause_s:
                     await anyio.sleep(decision.pause_s)
                 ticket = self.admission.enter(request.remaining, request.arrival, suspect=decision.suspect)
+
+    def _log_given_up(self, request: ClientRequest, error: Exception) -> None:
+        """Log what ended a request, unless that is the request's own fault."""
+        if isinstance(error, InstanceError) or not isinstance(error, HotswapError):
+            foreign = None if isinstance(error, HotswapError) else error
+            log.warning(
+                "Request %r was given up: %s: %s",
+                request.request.id,
+                type(error).__name__,
+                error,
+                exc_info=foreign,
+            )
 
     async def _stay(self, request: ClientRequest, instance: Instance) -> Next:
         """Run the request on an instance that it is assigned to; return what it does next."""
@@ -309,6 +337,8 @@ class Flow:
             event = await self._hop(request, instance)
         except Exception as exc:
             event = departure(exc)
+            if isinstance(exc, InstanceLost):
+                self.losses.note(instance, exc)
         except BaseException:
             self.state.withdraw(request, instance)
             raise
@@ -345,15 +375,23 @@ class Flow:
         )
 
 
-def _attributes(request: Request) -> tm.Attributes:
-    adapter = {tm.ADAPTER: request.adapter} if request.adapter else {}
+def _attributes(request: Request, operation: str) -> tm.Attributes:
+    sampling = request.sampling
+    given = {tm.ADAPTER: request.adapter, tm.SEED: _as_int64(sampling.seed), tm.TOP_K: sampling.top_k or None}
     return {
-        tm.OPERATION: "text_completion",
+        tm.OPERATION: operation,
+        tm.PROVIDER: "hotswap",
         tm.MODEL: request.model,
         tm.REQUEST_ID: request.id,
         tm.INPUT_TOKENS: len(request.prompt),
-        tm.MAX_TOKENS: request.sampling.max_tokens,
-        tm.TEMPERATURE: request.sampling.temperature,
+        tm.MAX_TOKENS: sampling.max_tokens,
+        tm.TEMPERATURE: sampling.temperature,
+        tm.TOP_P: sampling.top_p,
         tm.PRIORITY: request.priority,
-        **adapter,
+        **{name: value for name, value in given.items() if value is not None},
     }
+
+
+def _as_int64(seed: int | None) -> int | None:
+    """A seed as exporters can write it; larger ones are told by the completion alone."""
+    return seed if seed is not None and seed < 1 << 63 else None

@@ -12,7 +12,7 @@ from hotswap import telemetry as tm
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.views import LiveView
 from hotswap.telemetry import Telemetry
-from hotswap.view import FleetView
+from hotswap.view import FleetView, InstanceState
 
 __all__ = ["LastView", "observe_fleet"]
 
@@ -54,10 +54,13 @@ class LastView:
 
 
 def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
-    """Register the gauges of one fleet: queue length by model, bytes by tier, adapters held by instance."""
+    """Register the gauges of one fleet: requests by model, instances by state, KV blocks, bytes by tier."""
 
     def queue(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(m.num_waiting, {tm.MODEL: m.id}) for view in fleet.seen() for m in view.models]
+
+    def running(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(m.num_running, {tm.MODEL: m.id}) for view in fleet.seen() for m in view.models]
 
     def resident(_: CallbackOptions) -> Iterable[Observation]:
         held: Counter[str] = Counter()  # of all nodes, which have tiers of the same names
@@ -74,6 +77,33 @@ def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
             if i.max_adapters
         ]
 
-    telemetry.meter.create_observable_gauge(tm.ADAPTERS_HELD, [adapters], "{adapter}", "Adapters held")
-    telemetry.meter.create_observable_gauge(tm.QUEUE_LENGTH, [queue], "{request}", "Requests that wait")
-    telemetry.meter.create_observable_gauge(tm.RESIDENT_BYTES, [resident], "By", "Bytes held by tier")
+    def states(_: CallbackOptions) -> Iterable[Observation]:
+        """All states of each instance, 1 for the one that it is in, so that a state that ended reads 0."""
+        return [
+            Observation(int(i.state is state), {tm.INSTANCE: i.id, tm.INSTANCE_STATE: state})
+            for view in fleet.seen()
+            for i in view.instances
+            for state in InstanceState
+        ]
+
+    def kv_blocks(_: CallbackOptions) -> Iterable[Observation]:
+        return [
+            Observation(i.num_kv_blocks, {tm.INSTANCE: i.id}) for view in fleet.seen() for i in view.instances
+        ]
+
+    def kv_usage(_: CallbackOptions) -> Iterable[Observation]:
+        return [
+            Observation(1.0 - i.num_free_kv_blocks / i.num_kv_blocks, {tm.INSTANCE: i.id})
+            for view in fleet.seen()
+            for i in view.instances
+            if i.num_kv_blocks
+        ]
+
+    gauge = telemetry.gauges.create_observable_gauge
+    gauge(tm.ADAPTERS_HELD, [adapters], "{adapter}", "Adapters held by instance")
+    gauge(tm.QUEUE_LENGTH, [queue], "{request}", "Requests that wait by model")
+    gauge(tm.REQUESTS_RUNNING, [running], "{request}", "Requests that are assigned to instances by model")
+    gauge(tm.RESIDENT_BYTES, [resident], "By", "Bytes held by tier")
+    gauge(tm.INSTANCES, [states], "{instance}", "Instances by state: 1 for the state of each")
+    gauge(tm.KV_BLOCKS, [kv_blocks], "{block}", "KV blocks of the pool by instance")
+    gauge(tm.KV_USAGE, [kv_usage], "1", "Share of the KV blocks in use by instance")

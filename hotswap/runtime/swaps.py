@@ -12,6 +12,7 @@ from hotswap.errors import ConfigError, InstanceLost, LoadsExhausted, SwapFailed
 from hotswap.request import ModelId
 from hotswap.runtime.admission import Admission
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.losses import Losses
 from hotswap.runtime.state import Change, FleetState
 from hotswap.runtime.swap import SwapJob, SwapLimits
 from hotswap.telemetry import Telemetry
@@ -34,6 +35,7 @@ class Swaps:
     Args:
         state: Of the fleet.
         admission: Refuses waiting requests.
+        losses: Told of instances that are lost in a swap.
         limits: Seconds that each phase may take.
         max_load_attempts: Failed loads in a row after which waiting requests are refused.
         telemetry: Records spans and metrics.
@@ -44,6 +46,7 @@ class Swaps:
         self,
         state: FleetState,
         admission: Admission,
+        losses: Losses,
         *,
         limits: SwapLimits,
         max_load_attempts: int,
@@ -54,17 +57,17 @@ class Swaps:
         self.records: deque[SwapRecord] = deque(maxlen=MAX_RECORDS)
         self.limits = limits
         self._state, self._admission, self._telemetry = state, admission, telemetry
-        self._max_load_attempts = max_load_attempts
+        self._losses, self._max_load_attempts = losses, max_load_attempts
         self._on_record = on_record
 
     async def run_planned(
         self, instance: Instance, target: ModelId | None, *, deadline_s: float, reason: str
     ) -> None:
-        """Run a planned swap on a claimed instance; its failure is logged and recorded."""
+        """Run a planned swap on a claimed instance; its failure is logged and recorded alone."""
         try:
             await self.run(instance, target, deadline_s=deadline_s, reason=reason)
-        except SwapFailed as exc:
-            log.warning("%s", exc)
+        except SwapFailed:
+            pass
         except Exception:  # not in a phase: a tracer's fault, say
             log.exception("The swap of instance %r to %r broke off.", instance.id, target)
 
@@ -89,9 +92,14 @@ class Swaps:
             )
             record = await job.run()
         except Exception as exc:
+            if isinstance(exc, SwapFailed):
+                log.warning("%s", exc)
+            if isinstance(exc.__cause__, InstanceLost):
+                self._losses.note(instance, exc.__cause__)
             self._note_failure(instance, target, exc)
             raise
         else:
+            self._losses.over(instance)
             self._state.succeeded(instance, target)
             return record
         finally:
@@ -101,6 +109,21 @@ class Swaps:
             self._state.tell(Change.INSTANCES)
 
     def _keep(self, record: SwapRecord) -> None:
+        if record.outcome != "failed":  # which is logged as a warning
+            log.info(
+                "The swap of instance %r from %r to %r is %s after %.3f s, of which %.3f s down: %d requests "
+                "evicted, %d bytes loaded from %r (%s).",
+                record.instance,
+                record.model_before,
+                record.model,
+                record.outcome,
+                record.seconds,
+                record.downtime_s,
+                record.num_evicted,
+                record.loaded_bytes,
+                record.tier,
+                record.reason,
+            )
         self.records.append(record)
         self._state.record_swap(record)
         if self._on_record is None:

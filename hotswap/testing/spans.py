@@ -81,6 +81,11 @@ class SpanRecorder:
         """Return all spans of a name, parents first."""
         return [span for root in self.tree() for span in root.walk() if span.name == name]
 
+    def of_operation(self, operation: str) -> list[RecordedSpan]:
+        """Return all spans of requests, whose names are an operation and a model, parents first."""
+        every = (span for root in self.tree() for span in root.walk())
+        return [span for span in every if span.attributes.get("gen_ai.operation.name") == operation]
+
     def clear(self) -> None:
         """Forget what was recorded."""
         self._spans.clear()

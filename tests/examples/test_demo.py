@@ -69,7 +69,7 @@ def test_a_swap_moves_texts_in_the_middle(performance: Performance) -> None:
     assert moved
     assert all(len(recital.hops) >= 2 and 0 < recital.seams[0].at < len(recital.text) for recital in moved)
     swaps = {swap.span_id: swap for swap in spans.named("hotswap.swap")}
-    links = {link for request in spans.named("hotswap.request") for link in request.links}
+    links = {link for request in spans.of_operation("text_completion") for link in request.links}
     assert links <= set(swaps)
     below = [{child.name for child in swaps[link].children} for link in links]
     phases = {"hotswap.evict", "hotswap.unload", "hotswap.load", "hotswap.first_token"}

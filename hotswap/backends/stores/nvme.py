@@ -164,7 +164,8 @@ class NvmeStore(WeightStore):
                 if options is None:
                     return
                 await self._convert(id, Path(model.source), options, replace_existing=True)
-            await self.manifest(id)
+            manifest = await self.manifest(id)
+            _log.info("Model %r was imported from %r: %d bytes.", id, model.source, manifest.weight_bytes)
 
     @asynccontextmanager
     async def admit(self, manifest: Manifest) -> AsyncGenerator[Admission]:

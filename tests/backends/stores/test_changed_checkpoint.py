@@ -252,3 +252,16 @@ def test_a_damaged_record_of_a_checkpoint_is_no_record(
 def test_what_a_model_does_on_change_is_one_of_three() -> None:
     with pytest.raises(ConfigError, match=r"on_change.*'ask'"):
         Model("tiny", on_change="ask")  # type: ignore[arg-type]
+
+
+async def test_an_import_is_logged_once_as_information(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, checkpoint: Path
+) -> None:
+    caplog.set_level(logging.INFO, "hotswap")
+    async with NvmeStore(tmp_path) as store:
+        await store.import_model(Model("tiny", checkpoint))
+        await store.import_model(Model("tiny", checkpoint))
+        size = (await store.manifest(M)).weight_bytes
+    (line,) = [r.getMessage() for r in caplog.records if "imported" in r.getMessage()]
+    assert "'tiny'" in line
+    assert f"{size} bytes" in line
