@@ -9,8 +9,8 @@ call looks at, and of characters, which an operation that makes a longer value o
 it is carried out. So what a rendering takes is bounded whatever the input, but for one thing: a template that
 builds two nested lists for no other purpose can have them compared for long.
 
-Blocks, helpers and white space are those that transformers gives to chat templates. Filters for HTML which
-cannot be bounded (`urlize`, `wordwrap`, `xmlattr`) are left out. Tested with Jinja2 3.1.6.
+Blocks, helpers and white space are those that transformers gives to chat templates. Filters for HTML whose
+work cannot be bounded are left out. Tested with Jinja2 3.1.6.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ __all__ = ["Budget", "Sandbox"]
 _MOST_REPEATS = 1 << 16  # what a number may ask for: characters of padding, entries, digits
 _MOST_BITS = 1 << 14
 _MOST_INDENT = 16
+_MOST_PATTERN = 1 << 16  # characters of what values are formatted into
+_MOST_STRIPPED = 1 << 10
 _NUMBER_CHARACTERS = 24
+_LEFT_OUT = ("striptags", "urlize", "wordwrap", "xmlattr")
 _COPIES = 32  # how often a character may be copied for the price of one
 _TICKS = 16  # turns of loops between two looks at the time
 
@@ -143,9 +146,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.filters["tojson"] = _to_json
         self.filters = {
-            name: self._metered(name, made)
-            for name, made in self.filters.items()
-            if name not in ("urlize", "wordwrap", "xmlattr")
+            name: self._metered(name, made) for name, made in self.filters.items() if name not in _LEFT_OUT
         }
         self.concat = self._concat  # type: ignore[method-assign]
 
@@ -203,7 +204,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         pattern = cast("str", value.__self__)
 
         def charged(*args: Any, **kwargs: Any) -> str:
-            if re.search(r"\d{5}|:[^{}]*\{", pattern):
+            if len(pattern) > _MOST_PATTERN or re.search(r"\d{5}|:[^{}]*\{", pattern):
                 raise SecurityError("it formats them with widths of its own")
             size = self._budget.write(*args, *kwargs.values())
             self._budget.spend(len(pattern) + size * pattern.count("{"))
@@ -347,7 +348,7 @@ def _format(budget: Budget, pattern: object, values: object) -> None:
     if not isinstance(pattern, str | bytes):
         return
     text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
-    if re.search(r"%[^a-zA-Z%]*(\d{5}|\*)", text):
+    if len(text) > _MOST_PATTERN or re.search(r"%[^a-zA-Z%]*(\d{5}|\*)", text):
         raise SecurityError("it formats them with widths of its own")
     budget.spend(len(text) + budget.write(values) * text.count("%"))
 
@@ -413,7 +414,7 @@ _FILTERS: dict[str, Callable[[Budget, Any, list[Any]], None]] = {
     **dict.fromkeys(
         ("capitalize", "e", "escape", "forceescape", "lower", "pprint", "safe", "string"), _write
     ),
-    **dict.fromkeys(("striptags", "title", "trim", "upper", "urlencode", "wordcount"), _write),
+    **dict.fromkeys(("title", "trim", "upper", "urlencode", "wordcount"), _write),
     **dict.fromkeys(("batch", "center", "round", "slice", "truncate"), _repeat),
     "format": _format,
     "indent": _indent,
@@ -432,6 +433,9 @@ def _charge_method(budget: Budget, method: BuiltinMethodType, args: tuple[Any, .
         _replace(budget, value, list(args))
     elif name == "join":
         _join(budget, args[0] if args else [], [value])
+    elif name in ("strip", "lstrip", "rstrip"):
+        if any(_length(arg) > _MOST_STRIPPED for arg in args):
+            raise SecurityError("it strips them of too much")
     elif name in ("center", "ljust", "rjust", "zfill"):
         _repeat(budget, value, list(args))
     elif name == "expandtabs" and isinstance(value, str):

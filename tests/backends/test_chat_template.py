@@ -314,6 +314,13 @@ def test_a_template_that_makes_too_much_is_ended_before(source: str) -> None:
         template.render(Chat(SINGLE))
 
 
+@pytest.mark.parametrize("use", ["content.format(1)", "content % 1", "content.strip(content)"])
+def test_long_messages_are_no_patterns(use: str) -> None:
+    template = JinjaChatTemplate({"default": "{% set content = messages[0].content %}{{ " + use + " }}"})
+    with pytest.raises(InvalidRequest, match="refuses"):
+        template.render(Chat([user(":" * (4 << 20))]))
+
+
 @pytest.mark.parametrize("source", FOREIGN.values(), ids=FOREIGN)
 def test_a_template_reaches_its_own_values_alone(source: str) -> None:
     with pytest.raises(InvalidRequest):
