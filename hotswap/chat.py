@@ -13,7 +13,7 @@ from hotswap.errors import InvalidRequest
 __all__ = ["Chat"]
 
 _MAX_CHARACTERS = 8 << 20
-_MAX_VALUES = 1 << 17
+_MAX_VALUES = 1 << 16
 _MAX_DEPTH = 64
 _MAX_INT_BITS = 1024
 _MAX_ROLE_CHARACTERS = 64
@@ -27,6 +27,9 @@ _RESERVED = (
     "messages",
     "tools",
 )
+
+_OBJECTS = (dict, Mapping)  # most are dicts, which is seen sooner
+_LISTS = (list, tuple)
 
 _Path: TypeAlias = "tuple[_Path, str | int] | str"
 _Object: TypeAlias = dict[str, Any]
@@ -120,12 +123,12 @@ class _Copier:
             return int(value)
         if isinstance(value, float) and math.isfinite(value):
             return float(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, _OBJECTS):
             return {
                 self._key(path, key): self.copy((path, str(key)), field, depth + 1)
                 for key, field in cast("Mapping[object, object]", value).items()
             }
-        if isinstance(value, list | tuple):
+        if isinstance(value, _LISTS):
             entries = enumerate(cast("Sequence[object]", value))
             return [self.copy((path, at), entry, depth + 1) for at, entry in entries]
         raise InvalidRequest(f"{_name(path)} is {shown(value)}; give a value of JSON.")
