@@ -16,7 +16,8 @@ from typing import Any, Final, Self
 from hotswap.backends.stores.checkpoint import MOST_HEADER_BYTES, weight_files
 from hotswap.backends.stores.fields import parse_object
 from hotswap.backends.stores.files import map_read_errors
-from hotswap.backends.stores.layout import SIDE_FILES, Checksum
+from hotswap.backends.stores.layout import MORE_TEMPLATES, SIDE_FILES, Checksum
+from hotswap.backends.stores.text_files import read_more_templates
 
 __all__ = ["ConversionOptions", "Fingerprint"]
 
@@ -74,7 +75,7 @@ class Fingerprint:
         with map_read_errors(source):
             return cls(
                 options=options,
-                small={name: _small(source / name) for name in _SMALL_FILES},
+                small={name: _small(source, name) for name in _SMALL_FILES},
                 weights={path.name: _weight_file(path, progress) for path in weight_files(source)},
             )
 
@@ -87,7 +88,7 @@ class Fingerprint:
         """
         with map_read_errors(source):
             for name, digest in self.small.items():
-                if (now := _small(source / name)) != digest:
+                if (now := _small(source, name)) != digest:
                     return f"{name!r} {_change(digest, now)}"
             paths = {path.name: path for path in weight_files(source)}
             for name in sorted(paths.keys() ^ self.weights.keys()):
@@ -155,8 +156,12 @@ def _weight_change(path: Path, before: _WeightFile) -> str | None:
     return None
 
 
-def _small(path: Path) -> str | None:
-    return _digest(path.read_bytes()) if path.is_file() else None
+def _small(source: Path, name: str) -> str | None:
+    if name == MORE_TEMPLATES:
+        text = read_more_templates(source)
+    else:
+        text = (source / name).read_bytes() if (source / name).is_file() else None
+    return None if text is None else _digest(text)
 
 
 def _header(path: Path) -> bytes:

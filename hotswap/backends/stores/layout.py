@@ -25,6 +25,7 @@ __all__ = [
     "ALIGNMENT_BYTES",
     "DTYPE_BYTES",
     "INDEX_NAME",
+    "MORE_TEMPLATES",
     "SIDE_FILES",
     "SOURCE_NAME",
     "STORED_FILES",
@@ -39,13 +40,14 @@ __all__ = [
 ]
 
 INDEX_NAME: Final = "index.json"
+MORE_TEMPLATES: Final = "additional_chat_templates.json"
 SIDE_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
-    "additional_chat_templates.json",
+    MORE_TEMPLATES,
 )
 SOURCE_NAME: Final = "source.json"  # what the checkpoint was, see `fingerprint`
 STORED_FILES: Final = (*SIDE_FILES, SOURCE_NAME)  # that go along when a model goes to another tier

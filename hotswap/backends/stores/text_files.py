@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from hotswap.backends.stores.fields import Fields, parse_object
-from hotswap.backends.stores.layout import SIDE_FILES
+from hotswap.backends.stores.layout import MORE_TEMPLATES, SIDE_FILES
 from hotswap.errors import BackendMissing, ShardCorrupt, UnsupportedAdapter
 from hotswap.model import Adapter, Manifest
 from hotswap.text import ChatTemplate, TextSettings, Tokenizer
 
-__all__ = ["parse_text_settings", "read_adapter_settings", "read_text_files"]
+__all__ = ["parse_text_settings", "read_adapter_settings", "read_more_templates", "read_text_files"]
 
 _log = logging.getLogger("hotswap.stores")
 
@@ -28,10 +28,10 @@ _MOST_BYTES: Final = {
     "special_tokens_map.json": 1 << 20,
     "generation_config.json": 1 << 20,
     "chat_template.jinja": 1 << 20,
-    "additional_chat_templates.json": 8 << 20,
+    MORE_TEMPLATES: 8 << 20,
 }
 _MOST_TEMPLATES = 64
-_MORE_TEMPLATES = "additional_chat_templates"  # a directory of the checkpoint, one file of the store
+_TEMPLATES_DIRECTORY = "additional_chat_templates"  # of checkpoints; stores have one file, `MORE_TEMPLATES`
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MOST_HEAD_BYTES = 4096
 _NOT_ENCODING: Final = frozenset(
@@ -55,16 +55,26 @@ def read_text_files(source: Path) -> dict[str, bytes]:
     files = {
         name: text for name in SIDE_FILES if (text := _read(source / name, _MOST_BYTES[name])) is not None
     }
-    if more := sorted((source / _MORE_TEMPLATES).glob("*.jinja"))[:_MOST_TEMPLATES]:
-        most_bytes = _MOST_BYTES["chat_template.jinja"]
-        templates = {path.stem: _text(path, _read(path, most_bytes) or b"") for path in more}
-        files[f"{_MORE_TEMPLATES}.json"] = json.dumps(templates, ensure_ascii=False).encode()
+    if (more := read_more_templates(source)) is not None:
+        files[MORE_TEMPLATES] = more
     for name, text in files.items():
         if name.endswith(".jinja"):
             _text(source / name, text)
         elif name != "tokenizer.json":  # which its own parser checks, and which is long
             parse_object(text, source / name, remedy=_FETCH_AGAIN)
     return files
+
+
+def read_more_templates(source: Path) -> bytes | None:
+    """Return the templates in `additional_chat_templates` as one file of JSON, by name; `None` without any.
+
+    Raises:
+        ShardCorrupt: one is too long, or no UTF-8.
+    """
+    directory, most_bytes = source / _TEMPLATES_DIRECTORY, _MOST_BYTES["chat_template.jinja"]
+    paths = sorted(directory.glob("*.jinja"))[:_MOST_TEMPLATES]
+    templates = {path.stem: _text(path, _read(path, most_bytes) or b"") for path in paths}
+    return json.dumps(templates, ensure_ascii=False).encode() if templates else None
 
 
 def parse_text_settings(files: Mapping[str, bytes], where: Path | str) -> TextSettings:
@@ -137,7 +147,7 @@ def _object(files: Mapping[str, bytes], name: str, where: Path | str) -> Fields 
 def _has_template(files: Mapping[str, bytes], where: Path | str) -> bool:
     config = _object(files, "tokenizer_config.json", where)
     in_config = config is not None and config.get("chat_template") is not None
-    return in_config or "chat_template.jinja" in files or f"{_MORE_TEMPLATES}.json" in files
+    return in_config or "chat_template.jinja" in files or MORE_TEMPLATES in files
 
 
 def _chat_template(files: Mapping[str, bytes], where: Path | str) -> ChatTemplate | None:
@@ -157,7 +167,7 @@ def _chat_template(files: Mapping[str, bytes], where: Path | str) -> ChatTemplat
 def _templates(files: Mapping[str, bytes], where: Path | str) -> dict[str, str]:
     """The templates by name: those of files, or else those of the tokenizer's config."""
     found: dict[str, object] = {}
-    if (more := _object(files, f"{_MORE_TEMPLATES}.json", where)) is not None:
+    if (more := _object(files, MORE_TEMPLATES, where)) is not None:
         found |= more.raw
     if (default := files.get("chat_template.jinja")) is not None:
         found["default"] = _text(f"{where}/chat_template.jinja", default)

@@ -70,6 +70,15 @@ def another_tokenizer(source: Path) -> None:
     path.write_text(path.read_text().replace("hello", "hullo"))
 
 
+def another_template(source: Path) -> None:
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def a_template_for_tools(source: Path) -> None:
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+
+
 def another_config(source: Path) -> None:
     path = source / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 5.0}))
@@ -85,6 +94,8 @@ CHANGES = [
     rename_two_tensors,
     end_elsewhere,
     another_tokenizer,
+    another_template,
+    a_template_for_tools,
     another_config,
     another_file_of_weights,
 ]
