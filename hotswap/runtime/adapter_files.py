@@ -20,11 +20,13 @@ from hotswap.runtime.state import FleetState
 __all__ = ["AdapterFiles"]
 
 _CONFIG = "adapter_config.json"
-# What engines read of a PEFT directory.
+# What engines and texts are made of in a PEFT directory.
 _NAMES = (
     _CONFIG,
     "adapter_model.safetensors",
     "added_tokens.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
 )

@@ -40,6 +40,10 @@ def add_a_tokenizer(directory: Path) -> None:
     (directory / "tokenizer.json").write_text("{}")
 
 
+def add_a_template(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+
+
 def remove_weights(directory: Path) -> None:
     (directory / WEIGHTS).unlink()
 
@@ -51,7 +55,7 @@ def edit_and_set_the_time_back(directory: Path) -> None:
     os.utime(directory / CONFIG, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-CHANGES = [overwrite_weights, overwrite_config, add_a_tokenizer, remove_weights]
+CHANGES = [overwrite_weights, overwrite_config, add_a_tokenizer, add_a_template, remove_weights]
 
 
 def fleet_of(directory: Path, *engines: SimEngine) -> Fleet:
