@@ -12,7 +12,7 @@ from typing import Any, cast
 
 try:
     from jinja2 import nodes
-    from jinja2.exceptions import TemplateError
+    from jinja2.exceptions import SecurityError, TemplateError
 except ImportError as exc:
     from hotswap.errors import BackendMissing
 
@@ -139,7 +139,9 @@ def _refusals() -> Generator[None]:
         yield
     except InvalidRequest:
         raise
-    except TemplateError as exc:  # its own refusal, an undefined value, or a limit of the sandbox
+    except SecurityError as exc:
+        raise InvalidRequest(f"The chat template of the model was stopped: {_brief(exc)}") from exc
+    except TemplateError as exc:  # its own refusal, or an undefined value
         raise InvalidRequest(f"The chat template of the model refuses the messages: {_brief(exc)}") from exc
     except Exception as exc:  # a template is a program: it may divide by zero
         raise InvalidRequest(

@@ -74,13 +74,13 @@ class Budget:
     def check_time(self) -> None:
         """Raise `SecurityError` if there is no time left."""
         if time.thread_time() > self._end_s:
-            raise SecurityError("it takes too long for them")
+            raise SecurityError("it took more processor time than a chat may")
 
     def spend(self, number: int) -> None:
         """Charge for so many characters or entries; raise `SecurityError` if they are not left."""
         self._characters -= number
         if self._characters < 0:
-            raise SecurityError("it makes too long a text of them")
+            raise SecurityError("it made more text than a chat may")
 
     def append(self, *lengths: int) -> None:
         """Charge for values put together, the longest at a discount.
@@ -205,7 +205,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         def charged(*args: Any, **kwargs: Any) -> str:
             if len(pattern) > _MOST_PATTERN or re.search(r"\d{5}|:[^{}]*\{", pattern):
-                raise SecurityError("it formats them with widths of its own")
+                raise SecurityError("it formatted text with its own widths")
             size = self._budget.write(*args, *kwargs.values())
             self._budget.spend(len(pattern) + size * pattern.count("{"))
             return format_it(*args, **kwargs)
@@ -286,7 +286,7 @@ class _Namespace(Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"it gives a namespace the attribute {name!r}")
+        raise SecurityError(f"it gave a namespace the attribute {name!r}")
 
 
 def _raise_exception(message: object) -> None:
@@ -341,7 +341,7 @@ def _raise_to_power(budget: Budget, left: object, right: object) -> None:
 
 def _check_bits(number: int) -> None:
     if number > _MOST_BITS:
-        raise SecurityError("it computes too large a number")
+        raise SecurityError("it computed too large a number")
 
 
 def _format(budget: Budget, pattern: object, values: object) -> None:
@@ -349,7 +349,7 @@ def _format(budget: Budget, pattern: object, values: object) -> None:
         return
     text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
     if len(text) > _MOST_PATTERN or re.search(r"%[^a-zA-Z%]*(\d{5}|\*)", text):
-        raise SecurityError("it formats them with widths of its own")
+        raise SecurityError("it formatted text with its own widths")
     budget.spend(len(text) + budget.write(values) * text.count("%"))
 
 
@@ -370,7 +370,7 @@ def _repeat(budget: Budget, value: object, others: list[Any]) -> None:
     budget.write(value)
     for other in others:
         if _length(other) > _MOST_INDENT or (isinstance(other, int) and abs(other) > _MOST_REPEATS):
-            raise SecurityError("it pads them with too much")
+            raise SecurityError("it padded text by too much")
     if isinstance(value, list | tuple):
         budget.spend(len(value))
 
@@ -387,7 +387,7 @@ def _json(budget: Budget, value: object, others: list[Any]) -> None:
     if any(
         other > _MOST_INDENT if isinstance(other, int) else _length(other) > _MOST_INDENT for other in wide
     ):
-        raise SecurityError("it indents them too far")
+        raise SecurityError("it indented JSON by too much")
 
 
 def _replace(budget: Budget, value: object, others: list[Any]) -> None:
@@ -407,7 +407,7 @@ def _join(budget: Budget, values: object, others: list[Any]) -> None:
 
 def _sum(budget: Budget, values: object, others: list[Any]) -> None:
     if not all(isinstance(other, int | float | str) for other in others):  # or the sum of lists is one
-        raise SecurityError("it sums what are no numbers")
+        raise SecurityError("it summed what are no numbers")
 
 
 _FILTERS: dict[str, Callable[[Budget, Any, list[Any]], None]] = {
@@ -428,14 +428,14 @@ _FILTERS: dict[str, Callable[[Budget, Any, list[Any]], None]] = {
 def _charge_method(budget: Budget, method: BuiltinMethodType, args: tuple[Any, ...]) -> None:
     value, name = method.__self__, method.__name__
     if isinstance(value, int | float) or name in ("translate", "maketrans"):
-        raise SecurityError(f"it calls {name!r}")
+        raise SecurityError(f"it called {name!r}")
     if name == "replace":
         _replace(budget, value, list(args))
     elif name == "join":
         _join(budget, args[0] if args else [], [value])
     elif name in ("strip", "lstrip", "rstrip"):
         if any(_length(arg) > _MOST_STRIPPED for arg in args):
-            raise SecurityError("it strips them of too much")
+            raise SecurityError("it stripped text of too many characters")
     elif name in ("center", "ljust", "rjust", "zfill"):
         _repeat(budget, value, list(args))
     elif name == "expandtabs" and isinstance(value, str):

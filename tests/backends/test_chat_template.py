@@ -310,14 +310,14 @@ def test_a_template_that_does_not_end_is_ended(source: str) -> None:
 @pytest.mark.parametrize("source", HUGE.values(), ids=HUGE)
 def test_a_template_that_makes_too_much_is_ended_before(source: str) -> None:
     template = JinjaChatTemplate({"default": source}, most_cpu_s=60.0)
-    with pytest.raises(InvalidRequest, match="refuses"):
+    with pytest.raises(InvalidRequest, match="was stopped"):
         template.render(Chat(SINGLE))
 
 
 @pytest.mark.parametrize("use", ["content.format(1)", "content % 1", "content.strip(content)"])
 def test_long_messages_are_no_patterns(use: str) -> None:
     template = JinjaChatTemplate({"default": "{% set content = messages[0].content %}{{ " + use + " }}"})
-    with pytest.raises(InvalidRequest, match="refuses"):
+    with pytest.raises(InvalidRequest, match="was stopped"):
         template.render(Chat([user(":" * (4 << 20))]))
 
 

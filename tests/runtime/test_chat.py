@@ -1,4 +1,4 @@
-"""Chats in a fleet: whoever writes them, no chat holds up the others, and each error is its client's own."""
+"""Chats in a fleet: none holds up other requests, and the errors of each are its client's own."""
 
 from __future__ import annotations
 
