@@ -61,7 +61,8 @@ def convert(
 
     Raises:
         ShardMissing: there is no checkpoint at the source, or a part of it is missing.
-        ShardCorrupt: a file of it is truncated or unreadable, or has weights that cannot be quantized.
+        ShardCorrupt: a file of it is truncated or unreadable, or has weights that are not finite or cannot be
+            quantized.
         UnsafeFile: it holds pickled weights only.
         UnsupportedModel: transformers knows no causal language model of its kind, it is quantized, or it
             cannot be cut for `world_size` ranks.
@@ -85,7 +86,7 @@ def convert(
     tell_reading()
     fingerprint = Fingerprint.of(source, options, progress=tell_reading)
     with _open(source, dtype, memory_bytes) as blueprint:
-        copy, quantizer = _plan(blueprint, world_size, quantize)
+        copy, quantizer = _plan(blueprint, world_size, quantize, where=str(source))
         manifest = _manifest(ModelId(model_id), checkpoint, copy, quantizer)
         if admit is not None:
             admit(manifest.buffer_bytes * world_size)
@@ -121,12 +122,14 @@ def _open(source: Path, dtype: str | None, memory_bytes: int) -> AbstractContext
     return streaming.open_checkpoint(source, wanted, memory_bytes=memory_bytes)
 
 
-def _plan(blueprint: Blueprint, world_size: int, quantize: str | None) -> tuple[Copy, Quantizer | None]:
+def _plan(
+    blueprint: Blueprint, world_size: int, quantize: str | None, *, where: str
+) -> tuple[Copy, Quantizer | None]:
     from hotswap.backends.stores.copying import Copy
     from hotswap.backends.torch.quantize import Quantizer
 
     quantizer = None if quantize is None else Quantizer(quantize, blueprint.module)
-    return Copy(blueprint, world_size, quantizer), quantizer
+    return Copy(blueprint, world_size, quantizer, where=where), quantizer
 
 
 def _manifest(model: ModelId, checkpoint: Checkpoint, copy: Copy, quantizer: Quantizer | None) -> Manifest:

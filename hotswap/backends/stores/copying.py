@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from hotswap.backends.stores.finite import check_finite
 from hotswap.backends.stores.slicing import Cut, Shape, cuts
 from hotswap.backends.stores.streaming import Blueprint, Source
 from hotswap.backends.stores.writer import RankWriter
@@ -50,9 +51,13 @@ class _Job:
 
 
 class Copy:
-    """The plan of a copy. `tensors` and `buffer_bytes` are as in a `Manifest`."""
+    """The plan of a copy. `tensors` and `buffer_bytes` are as in a `Manifest`; `where` is the checkpoint."""
 
-    def __init__(self, blueprint: Blueprint, world_size: int, transform: Transform | None) -> None:
+    def __init__(
+        self, blueprint: Blueprint, world_size: int, transform: Transform | None, *, where: str
+    ) -> None:
+        self._where = where
+        self._buffers = {name for name, _ in blueprint.module.named_buffers()}
         self.world_size = world_size
         self._transform = transform
         sources = blueprint.sources
@@ -71,7 +76,11 @@ class Copy:
         self.item_bytes = largest.dtype.itemsize if largest is not None else 0
 
     def run(self, ranks: Sequence[RankWriter]) -> None:
-        """Fill the ranks' buffers; tensors that an earlier writer has finished are not read again."""
+        """Fill the ranks' buffers; tensors that an earlier writer has finished are not read again.
+
+        Raises:
+            ShardCorrupt: a weight is NaN, or infinite where it cannot be; see `check_finite`.
+        """
         for job in self._jobs.values():
             if any(not _is_finished(rank, job.places[rank.rank]) for rank in ranks):
                 self._copy(job, ranks)
@@ -100,7 +109,9 @@ class Copy:
         for rank in ranks:
             rank.skip_to(job.places[rank.rank][0].offset_bytes)
             held[rank.rank] = [[] for _ in job.places[rank.rank][1:]]
+        is_matrix = len(job.source.shape) > 1 and job.name not in self._buffers
         for start, rows in job.source.pieces():
+            check_finite(self._where, job.name, rows, start, is_matrix=is_matrix)
             for rank in ranks:
                 first, *others = self._transformed(job.name, self._part(job, rows, start, rank.rank))
                 rank.write(_bytes_of(first[1]))
