@@ -26,7 +26,7 @@ def check_finite(where: str, name: str, rows: Tensor, first_row: int, *, is_matr
     if not is_matrix and not least.isnan():
         return
     found = rows.isnan() if least.isnan() else rows.isinf()
-    place = found.nonzero()[0].tolist()
+    place = [int(index) for index in found.nonzero()[0]]
     if place:
         place[0] += first_row
     what = "NaN" if least.isnan() else "infinite"
