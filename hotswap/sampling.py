@@ -74,7 +74,8 @@ class Sampling:
 
     With a grammar of any kind the model's own end tokens end the generation even with `ignore_eos`, since no
     text may follow. `max_tokens` may end it before. A schema as deep as `{"type": "object"}` asks for any
-    JSON object. Simulated engines, which have no text, ignore grammars.
+    JSON object. `TorchEngine` takes all three kinds, `VllmEngine` no `grammar`, and simulated engines, which
+    have no text, ignore them.
     """
 
     max_tokens: int

@@ -92,6 +92,11 @@ class HfTokenizer:
         """The tokens beside the vocabulary proper, by id: special ones, mostly."""
         return {id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()}
 
+    @property
+    def num_ids(self) -> int:
+        """One more than the largest token id that it has."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
     def id_of(self, piece: str) -> int | None:
         """Return the token that the vocabulary writes so; `None` if it has none."""
         return self._tokenizer.token_to_id(piece)

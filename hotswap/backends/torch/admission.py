@@ -8,6 +8,7 @@ from hotswap.backends.servable import most_tokens
 from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.loading import LoadedModel
+from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.request import Request
@@ -22,6 +23,7 @@ def to_sequence(
     adapter: AdapterSlot | None,
     *,
     epoch: int,
+    constraint: Constraint | None = None,
     keys_of: Callable[[Request, bytes], tuple[bytes, ...]] | None = None,
 ) -> Sequence:
     """Return the sequence of a request.
@@ -34,10 +36,12 @@ def to_sequence(
         model: The model that is served.
         adapter: The slot of its adapter; `None` without one.
         epoch: The number of the load whose weights compute it.
+        constraint: The state of its grammar after these tokens; `None` without one.
         keys_of: Returns the prefix keys of its first blocks, as far as they were computed already, given the
             request and its root key; `None` if there are none.
     """
-    eos = frozenset[int]() if request.sampling.ignore_eos else model.eos_token_ids
+    free = request.sampling.ignore_eos and constraint is None  # a complete grammar ends the generation
+    eos = frozenset[int]() if free else model.eos_token_ids
     stop_ids = eos | frozenset(request.sampling.stop_token_ids)
     tokens = list(request.tokens)
     root = root_key(epoch, 0 if adapter is None else adapter.serial)
@@ -46,7 +50,7 @@ def to_sequence(
         tokens=tokens,
         num_prompt=len(request.prompt),
         max_tokens=most_tokens(request, model.context),
-        sampler=Sampler(request.sampling, sorted(stop_ids), tokens, len(request.prompt)),
+        sampler=Sampler(request.sampling, sorted(stop_ids), tokens, len(request.prompt), constraint),
         stop_ids=stop_ids,
         min_tokens=request.sampling.min_tokens,
         adapter=adapter,

@@ -25,8 +25,10 @@ from hotswap.backends.servable import check_servable
 from hotswap.backends.torch.adapters.manager import AdapterManager
 from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.admission import to_sequence
+from hotswap.backends.torch.constraints import Constraints
 from hotswap.backends.torch.forward import Forward, LocalForward
 from hotswap.backends.torch.loading import LoadedModel
+from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.migration import (
     MigrationContext,
     TorchKVSink,
@@ -60,7 +62,9 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
     InstanceState.DRAINING,
 )
 
-_UNSUPPORTED = ("bad_words", "grammar", "prompt_logprobs")
+_UNSUPPORTED = ("bad_words", "prompt_logprobs")
+# How many grammars an engine compiles at once.
+_NUM_COMPILERS = 2
 
 
 class _Models:
@@ -75,6 +79,7 @@ class _Models:
         is_staging: Whether a preload is running.
         num_blocks: The KV blocks of the serving model.
         cache_bytes: The memory of those blocks.
+        constraints: Compiles the grammars of requests for the serving model.
         migration: The context of KV migrations; `None` if the KV blocks of the model cannot migrate.
     """
 
@@ -87,6 +92,7 @@ class _Models:
         self.is_staging = False
         self.num_blocks = self.cache_bytes = 0
         self.migration: MigrationContext | None = None
+        self.constraints: Constraints | None = None
 
 
 class TorchEngine(Engine):
@@ -211,6 +217,7 @@ class TorchEngine(Engine):
             size_bytes=parse_bytes(adapter_bytes),
             notifier=self._notifier,
         )
+        self._compilers = anyio.CapacityLimiter(_NUM_COMPILERS)
         self._worker: Worker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._models, self._num_loads = _Models(self._notifier), 0
@@ -245,7 +252,7 @@ class TorchEngine(Engine):
             if self._life.state is _LOADING:
                 self._life.state = _EMPTY
             raise
-        self._serve(loaded, forward)
+        self._serve(loaded, forward, store)
 
     async def unload(self) -> None:
         if self._life.state is _LOADING:
@@ -299,7 +306,8 @@ class TorchEngine(Engine):
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        ticket, tokens, adapter = self._admit(request)
+        constraint = await self._compile(request) if request.sampling.has_grammar else None
+        ticket, tokens, adapter = self._admit(request, constraint)
         try:
             yield tokens
         finally:
@@ -459,7 +467,7 @@ class TorchEngine(Engine):
             raise
         return loaded
 
-    def _serve(self, loaded: LoadedModel, forward: Forward) -> None:
+    def _serve(self, loaded: LoadedModel, forward: Forward, store: WeightStore) -> None:
         self._num_loads += 1
         runner = Runner(forward, self._settings.make_batcher(forward), self._settings.make_budget())
         self._models.serving, self._models.num_blocks, self._models.cache_bytes = (
@@ -468,6 +476,7 @@ class TorchEngine(Engine):
             forward.size_bytes,
         )
         self._models.migration = self._make_migration_context(loaded, forward, runner)
+        self._models.constraints = Constraints(loaded, store, self._compilers)
         self._report = runner.report()
         self._adapters.serve(loaded.card.id, loaded.targets())
         self._running_worker.attach(runner)
@@ -522,7 +531,7 @@ class TorchEngine(Engine):
             await self._models.serving.release()
         self._models.serving, self._report = None, Report()
         self._models.num_blocks = self._models.cache_bytes = 0
-        self._models.migration = None
+        self._models.migration = self._models.constraints = None
 
     async def _drop_staged(self) -> None:
         staged, self._models.staged = self._models.staged, None
@@ -533,7 +542,22 @@ class TorchEngine(Engine):
 
     # ------------------------------------------------------------------ streams
 
-    def _admit(self, request: Request) -> tuple[int, TokenQueue, Held[AdapterSlot] | None]:
+    async def _compile(self, request: Request) -> Constraint | None:
+        """Return the state of a request's grammar, before it is admitted."""
+        self._check(request)
+        if (constraints := self._models.constraints) is None:
+            return None
+        constraint = await constraints.compile(request)
+        self._check(request)
+        if constraints is not self._models.constraints:
+            raise RequestEvicted(
+                f"Engine {self.id!r} was loaded anew while it compiled the grammar of {request.id!r}; send "
+                "it again."
+            )
+        return constraint
+
+    def _check(self, request: Request) -> LoadedModel:
+        """Return the model that serves a request, or refuse the request."""
         self._life.refuse_if_lost()
         model = self._models.serving
         if model is None or self._life.state is not _SERVING or model.card.id != request.model:
@@ -547,14 +571,21 @@ class TorchEngine(Engine):
             context=model.context,
             vocabulary=model.vocabulary,
             kv_tokens=self._models.num_blocks * self._kv.block_tokens,
-            no_grammar="the torch engine has none; use a VllmEngine",
             unsupported=_UNSUPPORTED,
         )
+        return model
+
+    def _admit(
+        self, request: Request, constraint: Constraint | None
+    ) -> tuple[int, TokenQueue, Held[AdapterSlot] | None]:
+        model = self._check(request)
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open(request)
         slot = adapter.place if adapter else None
         keys_of = self._models.migration.keys_of if self._models.migration is not None else None
-        sequence = to_sequence(request, ticket, model, slot, epoch=self._num_loads, keys_of=keys_of)
+        sequence = to_sequence(
+            request, ticket, model, slot, epoch=self._num_loads, constraint=constraint, keys_of=keys_of
+        )
         self._running_worker.add(sequence)
         return ticket, tokens, adapter
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from hotswap.backends.torch.batcher import Batcher, Chunk, Sequence
 from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.distribution import Workspace
 from hotswap.backends.torch.forward import Forward, Work
+from hotswap.backends.torch.masks import Masks, MaskThread
 from hotswap.backends.torch.sampling import Choice, sample
 from hotswap.errors import HotswapError
 from hotswap.request import FinishReason, TokenLogprob
@@ -70,10 +72,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class _InFlightStep:
-    """A step in flight: its size, and the requests it samples for, each with its number of tokens then."""
+    """A step in flight: its size, and the requests it samples for, each with its number of tokens then.
+
+    `masks` are those of the requests, `None` if no one is constrained.
+    """
 
     num_tokens: int
     sampling: tuple[tuple[Sequence, int], ...]
+    masks: Future[Masks] | None = None
 
 
 class Runner:
@@ -94,7 +100,7 @@ class Runner:
     def __init__(self, forward: Forward, batcher: Batcher, budget: TokenBudget | None = None) -> None:
         self._forward, self._budget = forward, budget
         self._in_flight: deque[_InFlightStep] = deque()
-        self._space = Workspace()
+        self._space, self._masks = Workspace(), MaskThread()
         self.batcher = batcher
         self.background_done = False
         if budget is not None:
@@ -113,6 +119,10 @@ class Runner:
     def do_background_work(self) -> None:
         """Do a small piece of background work, such as packing weights, and update `background_done`."""
         self.background_done = self.background_done or not self._forward.do_background_work()
+
+    def close(self) -> None:
+        """End the thread of masks; the runner must not be used afterwards."""
+        self._masks.close()
 
     def report(self, sampled: tuple[Sampled, ...] = ()) -> Report:
         """Return the current counters, with the tokens of a step."""
@@ -152,11 +162,12 @@ class Runner:
         if not plan.chunks:
             return False
         chunks = sorted(plan.chunks, key=_length, reverse=True)
-        self._forward.submit(Work(tuple(chunk.piece() for chunk in chunks), plan.fresh, plan.copies))
         sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
+        masks = self._masks.begin([sequence.sampler.constraint for sequence in sampling])
+        self._forward.submit(Work(tuple(chunk.piece() for chunk in chunks), plan.fresh, plan.copies))
         num_tokens = plan.num_tokens
         self.batcher.advance(chunks)
-        self._in_flight.append(_InFlightStep(num_tokens, tuple((s, len(s.tokens)) for s in sampling)))
+        self._in_flight.append(_InFlightStep(num_tokens, tuple((s, len(s.tokens)) for s in sampling), masks))
         return True
 
     def _finish(self, step: _InFlightStep) -> tuple[Sampled, ...]:
@@ -168,7 +179,8 @@ class Runner:
         sampling = [step.sampling[row][0] for row in fresh]
         rows = logits if len(fresh) == len(logits) else logits[fresh]
         samplers, indices = [s.sampler for s in sampling], [s.index for s in sampling]
-        choices = sample(rows, samplers, indices, self._space)
+        masks = step.masks.result() if step.masks is not None else ()
+        choices = sample(rows, samplers, indices, self._space, [masks[row] for row in fresh] if masks else ())
         return tuple(self._extend(s, choice) for s, choice in zip(sampling, choices, strict=True))
 
     def _extend(self, sequence: Sequence, choice: Choice) -> Sampled:

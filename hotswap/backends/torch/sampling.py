@@ -1,7 +1,8 @@
 """Token sampling: the next token is a function of the logits, the seed and the position alone.
 
 The rows of a step are sampled together, in one pass for each operation. The logits of a row are changed in
-this order: biases, penalties, tokens that may not come, temperature, `top_k`, `top_p`, `min_p`.
+this order: the mask of a grammar, biases, penalties, tokens that may not come, temperature, `top_k`, `top_p`,
+`min_p`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hotswap.backends.torch.distribution import (
     top_p_threshold,
     uniform,
 )
+from hotswap.backends.torch.masks import Constraint, Mask, apply_mask
 from hotswap.errors import HotswapError, InstanceError, InvalidRequest
 from hotswap.request import TokenLogprob
 from hotswap.sampling import Sampling
@@ -59,12 +61,18 @@ class Sampler:
         stop_ids: Its end tokens, which may not come before `sampling.min_tokens` tokens were generated.
         seen: The tokens so far, prompt included; `add_token` adds the later ones.
         num_prompt: The length of the prompt; `None` if no token was generated yet.
+        constraint: What it may generate; `None` if anything.
     """
 
     def __init__(
-        self, sampling: Sampling, stop_ids: Iterable[int], seen: Sequence[int], num_prompt: int | None = None
+        self,
+        sampling: Sampling,
+        stop_ids: Iterable[int],
+        seen: Sequence[int],
+        num_prompt: int | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
-        self.sampling = sampling
+        self.sampling, self.constraint = sampling, constraint
         generated = seen[len(seen) if num_prompt is None else num_prompt :]
         counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
         self.seen = _Counts(seen) if sampling.repetition_penalty != 1.0 else None
@@ -83,6 +91,8 @@ class Sampler:
                 counts.add(token)
         if self._last is not None:
             self._last.append(token)
+        if self.constraint is not None:
+            self.constraint.add_token(token)
 
     def changes_logits(self, index: int) -> bool:
         """Whether the logits at position `index` are changed before a token is chosen."""
@@ -155,7 +165,11 @@ class _Counts:
 
 
 def sample(
-    logits: Tensor, samplers: Sequence[Sampler], indices: Sequence[int], space: Workspace | None = None
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    indices: Sequence[int],
+    space: Workspace | None = None,
+    masks: Sequence[Mask | None] = (),
 ) -> list[Choice]:
     """Return the next token of each request.
 
@@ -164,6 +178,7 @@ def sample(
         samplers: Of each request.
         indices: The position of the token in its request's generation.
         space: Memory to compute in; `None` takes fresh memory.
+        masks: Of each request, the tokens that may come; empty if none is constrained.
     """
     space = space or Workspace()
     # Rows that are drawn come first, so that all operations on them are on one block of memory.
@@ -175,12 +190,18 @@ def sample(
     changed = [
         at for at, (sampler, index) in enumerate(placed) if finite[at] and sampler.changes_logits(index)
     ]
+    placed_masks = [(at, mask) for at, row in enumerate(order) if masks and (mask := masks[row]) is not None]
+    for at, mask in placed_masks:
+        if finite[at] and mask.error is None:
+            apply_mask(rows[at], mask.words)
     _change(rows, [(at, *placed[at]) for at in changed])
     able = list(finite)
-    if changed:
+    if changed or placed_masks:
         largest = rows.amax(-1).tolist()
-        for at in changed:
-            able[at] = largest[at] > _NEVER
+        for at in (*changed, *(at for at, _ in placed_masks)):
+            able[at] = finite[at] and largest[at] > _NEVER
+    for at, mask in placed_masks:
+        able[at] = able[at] and mask.error is None
     for at, fine in enumerate(able):
         if not fine:
             rows[at] = 0.0  # of what follows nothing is kept, and all of it is finite
@@ -191,7 +212,8 @@ def sample(
         if not finite[at]:
             choices[row] = Choice(-1, error=_not_finite(float(logits[row].max())))
         elif not able[at]:
-            choices[row] = Choice(-1, error=_nothing_left())
+            mask = masks[row] if masks else None
+            choices[row] = Choice(-1, error=(mask and mask.error) or _nothing_left())
         elif sampling.logprobs is None:
             choices[row] = Choice(tokens[at])
         else:
@@ -309,7 +331,8 @@ def _with_logprobs(logits: Tensor, row: Tensor, sampling: Sampling, token: int) 
 
 def _nothing_left() -> InvalidRequest:
     return InvalidRequest(
-        "The request's suppressed, forced and bad words leave no token that may come; allow at least one."
+        "The request's grammar, suppressed, forced and bad words leave no token that may come; allow "
+        "at least one."
     )
 
 

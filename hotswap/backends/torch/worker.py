@@ -92,8 +92,7 @@ class Worker:
         """Drop the runner with all its requests, then call `done` on the thread."""
 
         def command() -> None:
-            self._runner = None
-            self._sequences.clear()
+            self._drop_runner()
             self._drop_jobs()
             done()
 
@@ -165,8 +164,7 @@ class Worker:
             # The frames would keep the model alive for as long as a client has the error.
             traceback.clear_frames(exc.__traceback__)
             error = exc
-        self._runner = None
-        self._sequences.clear()
+        self._drop_runner()
         self._drop_jobs()
         self._drop_queued_jobs()
         self._ended(error)
@@ -243,6 +241,12 @@ class Worker:
         else:
             return True
         return False
+
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
+        self._sequences.clear()
 
     def _drop_jobs(self) -> None:
         for job, pieces in self._jobs:

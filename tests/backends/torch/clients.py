@@ -51,9 +51,9 @@ async def run_clients(engine: Engine, plans: Sequence[ClientPlan]) -> list[list[
             await began[plan.after].wait()
         for stay in (*plan.leaves, None):
             if plan.request.sampling.max_tokens > len(received[index]):
-                await _read(
-                    engine, plan.request.continued(received[index]), received[index], stay, began[index]
-                )
+                rest = plan.request.continued(received[index])
+                if await _read(engine, rest, received[index], stay, began[index]):
+                    return
 
     async with anyio.create_task_group() as tasks:
         for index in range(len(plans)):
@@ -63,13 +63,17 @@ async def run_clients(engine: Engine, plans: Sequence[ClientPlan]) -> list[list[
 
 async def _read(
     engine: Engine, request: Request, received: list[int], stay: int | None, began: anyio.Event
-) -> None:
+) -> bool:
+    """Read `stay` tokens, or all; return whether the request has ended."""
     async with engine.stream(request) as tokens:
         num_read = 0
         while stay is None or num_read < stay:
             token = await anext(tokens, None)
             if token is None:
-                return
+                return True
             received.append(token.id)
             began.set()
             num_read += 1
+            if token.finish_reason is not None:
+                return True
+    return False

@@ -50,14 +50,6 @@ async def serving(
         yield engine
 
 
-async def test_a_request_with_a_grammar_is_refused() -> None:
-    """The engine has no grammars, and does not silently ignore them."""
-    async with serving(make_model("llama")) as engine:
-        for grammar in ({"regex": "a+"}, {"json_schema": "{}"}):
-            with pytest.raises(InvalidRequest, match="grammar"):
-                await collect(engine, ask([5, 6, 7], **grammar))
-
-
 async def test_end_tokens_end_a_generation_once_it_is_long_enough() -> None:
     model, prompt = make_model("llama"), [5, 6, 7]
     greedy = generate(model, prompt, 30)

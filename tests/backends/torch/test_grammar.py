@@ -1,0 +1,273 @@
+"""Requests with a JSON schema, a regular expression or a Lark grammar, on a torch engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hotswap import ModelId, Request, RequestId, Sampling, Token
+from hotswap.abc import Tokenizer
+from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.errors import InvalidRequest, RequestEvicted
+from tests.backends.torch.clients import make_client_plans, run_clients
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.zoo import VOCABULARY, make_model
+from tests.json_schemas import schemas, validates
+from tests.text_tokenizers import BYTE_LEVEL_SIZE, SPECIAL, byte_level
+
+pytest.importorskip("llguidance")
+
+END = byte_level().id_of(SPECIAL) or 0
+SKELETONS = SkeletonCache()
+# So that texts of random models vary, and do not go on for ever.
+RANDOM: dict[str, Any] = {"temperature": 4.0, "max_tokens": 600}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "é"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+REGEX = r"(\d{3}-)+[a-f]{2,4}(é|ü)?"
+LARK = """
+start: sum
+sum: product ("+" product)*
+product: atom ("*" atom)*
+atom: NUMBER | "(" sum ")"
+NUMBER: /[1-9][0-9]{0,3}/
+"""
+
+
+@dataclass
+class TextStore(DictStore):
+    """A `DictStore` with the byte-level tokenizer for every model."""
+
+    async def tokenizer(self, model: ModelId) -> Tokenizer | None:
+        return byte_level()
+
+
+def make_store(*names: str) -> TextStore:
+    store = TextStore()
+    for seed, name in enumerate(names):
+        store.add(name, make_model("llama", seed=seed), eos_token_ids=(END,))
+    return store
+
+
+def ask(
+    name: str = "r", *, model: str = "m", prompt: tuple[int, ...] = (5, 6, 7), **sampling: Any
+) -> Request:
+    return Request(
+        id=RequestId(name), model=ModelId(model), prompt=prompt, sampling=Sampling(**RANDOM | sampling)
+    )
+
+
+@asynccontextmanager
+async def serving(store: DictStore | None = None, **options: Any) -> AsyncGenerator[TorchEngine]:
+    store = make_store("m") if store is None else store
+    chosen: dict[str, Any] = {"kv_tokens": 8192, "kv_block_tokens": 16, "threads": 1, "skeletons": SKELETONS}
+    async with TorchEngine("e0", **chosen | options) as engine:
+        await engine.load(store.card("m"), store)
+        yield engine
+
+
+async def collect(engine: TorchEngine, request: Request) -> list[Token]:
+    async with engine.stream(request) as tokens:
+        return [token async for token in tokens]
+
+
+def text_of(tokens: list[Token]) -> str:
+    """The text of a generation that ended by itself."""
+    assert tokens[-1].finish_reason == "stop", byte_level().decode([token.id for token in tokens])
+    assert tokens[-1].id == END
+    return byte_level().decode([token.id for token in tokens[:-1]], skip_special_tokens=False)
+
+
+def kinds(seed: int) -> tuple[dict[str, Any], ...]:
+    """One request of each kind, and one without a grammar."""
+    return (
+        {"json_schema": SCHEMA, "seed": seed},
+        {"regex": REGEX, "seed": seed, "top_p": 0.9},
+        {"grammar": LARK, "seed": seed, "top_k": 50},
+        {"seed": seed, "max_tokens": 60, "ignore_eos": True},
+    )
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0, "ignore_eos": True}])
+async def test_generations_are_of_their_grammar_and_end_with_it(sampling: dict[str, Any]) -> None:
+    """Also with `ignore_eos`: no text may follow."""
+    async with serving() as engine:
+        for seed in range(5):
+            made = json.loads(text_of(await collect(engine, ask(json_schema=SCHEMA, seed=seed, **sampling))))
+            assert validates(made, SCHEMA), made
+            bounded = r"(\d{3}-){1,4}[a-f]{2,4}(é|ü)?"
+            found = text_of(await collect(engine, ask(regex=bounded, seed=seed, **sampling)))
+            assert re.fullmatch(bounded, found), found
+            grammar = 'start: "(" NAME ("," NAME)? ")"\nNAME: /[a-z]{2,5}/'
+            found = text_of(await collect(engine, ask(grammar=grammar, seed=seed, **sampling)))
+            assert re.fullmatch(r"\([a-z]{2,5}(,[a-z]{2,5})?\)", found), found
+
+
+async def test_generations_are_of_any_schema() -> None:
+    """In batches of ten, so that requests that differ in length and kind share steps."""
+
+    rounds: list[tuple[list[dict[str, Any]], int]] = []
+
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(st.lists(schemas(), min_size=10, max_size=10), st.integers(0, 2**32))
+    def check(batch: list[dict[str, Any]], seed: int) -> None:
+        rounds.append((batch, seed))
+
+    check()
+    assert len(rounds) >= 10
+    async with serving() as engine:
+        for batch, seed in rounds:
+            found: dict[int, list[Token]] = {}
+
+            async def client(
+                at: int, schema: dict[str, Any], seed: int, found: dict[int, list[Token]]
+            ) -> None:
+                request = ask(f"r{at}", prompt=(7 + at, 9), json_schema=schema, seed=seed + at)
+                found[at] = await collect(engine, request)
+
+            async with anyio.create_task_group() as tasks:
+                for at, schema in enumerate(batch):
+                    tasks.start_soon(client, at, schema, seed, found)
+            for at, schema in enumerate(batch):
+                made = text_of(found[at])
+                assert validates(json.loads(made), schema), (schema, made)
+
+
+async def test_tokens_do_not_depend_on_the_batch_preemption_and_continuation() -> None:
+    random = Random(0)
+    samplings = [
+        Sampling(**RANDOM | {"max_tokens": 90} | kind | {"repetition_penalty": penalty})
+        for seed, penalty in ((1, 1.0), (2, 1.2), (3, 1.0))
+        for kind in kinds(seed)
+    ]
+    prompts = [
+        [random.randrange(2, BYTE_LEVEL_SIZE) for _ in range(random.choice([3, 40]))] for _ in samplings
+    ]
+    plans = make_client_plans(random, "m", prompts, samplings)
+    async with serving() as engine:
+        alone = [[t.id for t in await collect(engine, plan.request)] for plan in plans]
+    async with serving(kv_tokens=256, token_budget=24, max_requests=8) as engine:
+        assert await run_clients(engine, plans) == alone
+        assert engine.num_preempted > 0
+
+
+async def test_tokens_do_not_depend_on_swaps() -> None:
+    store = make_store("m", "other")
+    async with serving(store) as engine:
+        for kind in kinds(5)[:3]:
+            request = ask(**kind | {"max_tokens": 60})
+            undisturbed = [token.id for token in await collect(engine, request)]
+            received: list[int] = []
+            while len(received) < len(undisturbed):
+                async with engine.stream(request.continued(received)) as tokens:
+                    num_read = min(4, len(undisturbed) - len(received))
+                    received += [(await anext(tokens)).id for _ in range(num_read)]
+                await engine.evict(deadline_s=0)
+                await engine.unload()
+                await engine.load(store.card("other"), store)
+                with pytest.raises(RequestEvicted):
+                    await collect(engine, request)
+                await engine.unload()
+                await engine.load(store.card("m"), store)
+            assert received == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"regex": "a("}, "regex cannot be used.*unclosed group"),
+        ({"json_schema": {"type": "nonsense"}}, "json_schema cannot be used.*nonsense"),
+        ({"json_schema": {"$ref": "#/missing"}}, "json_schema cannot be used.*missing"),
+        ({"json_schema": {"type": "object", "if": {}}}, 'json_schema cannot be used.*"if"'),
+        ({"grammar": "start: missing"}, "grammar cannot be used.*missing"),
+        ({"grammar": "start: " + "(a|" * 10_000 + "a" + ")" * 10_000 + "\na: /x/"}, "grammar cannot be used"),
+        ({"regex": "[a-z]{1,2000}" * 2000}, "regex cannot be"),
+    ],
+)
+async def test_a_damaged_grammar_is_refused_by_its_field_and_others_go_on(
+    sampling: dict[str, Any], message: str
+) -> None:
+    async with serving() as engine:
+        request = ask("beside", json_schema=SCHEMA, seed=3)
+        alone = await collect(engine, request)
+        async with engine.stream(request) as tokens:
+            received = [await anext(tokens)]
+            with pytest.raises(InvalidRequest, match=message) as caught:
+                await collect(engine, ask("damaged", **sampling))
+            assert len(str(caught.value)) < 1000
+            received += [token async for token in tokens]
+        assert received == alone
+
+
+async def test_a_request_whose_grammar_leaves_no_token_ends_alone() -> None:
+    async with serving() as engine:
+        request = ask("beside", json_schema=SCHEMA, seed=3)
+        alone = await collect(engine, request)
+        async with engine.stream(request) as tokens:
+            received = [await anext(tokens)]
+            a = byte_level().id_of("a") or 0
+            with pytest.raises(InvalidRequest, match="no token"):
+                await collect(engine, ask("stuck", regex="[ab]", suppress_tokens=(a, a + 1)))
+            received += [token async for token in tokens]
+        assert received == alone
+
+
+async def test_tokens_so_far_that_are_not_of_the_grammar_are_refused() -> None:
+    async with serving() as engine:
+        with pytest.raises(InvalidRequest, match="tokens so far are not of regex"):
+            await collect(engine, ask(regex="[0-9]+").continued([byte_level().id_of("a") or 0]))
+
+
+async def test_a_model_without_a_tokenizer_or_an_end_token_refuses_grammars() -> None:
+    plain = DictStore()
+    plain.add("m", make_model("llama"), eos_token_ids=(END,))
+    async with serving(plain) as engine:
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            await collect(engine, ask(regex="a"))
+    endless = make_store()
+    endless.add("m", make_model("llama"), eos_token_ids=(VOCABULARY - 1,))
+    async with serving(endless) as engine:
+        with pytest.raises(InvalidRequest, match="end tokens"):
+            await collect(engine, ask(regex="a"))
+
+
+def test_without_the_library_the_engine_works_and_names_the_extra() -> None:
+    program = """
+import sys
+sys.modules["llguidance"] = None
+import anyio
+from hotswap.errors import BackendMissing
+from tests.backends.torch import test_grammar as t
+
+async def main():
+    async with t.serving() as engine:
+        print(len(await t.collect(engine, t.ask(max_tokens=3, ignore_eos=True))))
+        try:
+            await t.collect(engine, t.ask(regex="a"))
+        except BackendMissing as error:
+            print(error)
+
+anyio.run(main)
+""".replace("from tests", "import pytest; pytest.importorskip = lambda name: None\nfrom tests", 1)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("3\n")
+    assert "pip install 'hotswap[torch]'" in said
