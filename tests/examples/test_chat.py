@@ -11,17 +11,21 @@ from examples import chat
 from tests.runtime import alphabet
 
 
-async def test_two_models_answer_and_remember(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_two_models_answer_remember_and_give_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance")
     checkpoints = [
-        alphabet.checkpoint(tmp_path / name, generation={"do_sample": True, "top_k": 20, "eos_token_id": 1})
+        alphabet.checkpoint(tmp_path / name, generation={"do_sample": True, "top_k": 20})
         for name in ("ada", "bea")
     ]
-    answers = await chat.main(checkpoints, tmp_path / "store")
+    colors = await chat.main(checkpoints, tmp_path / "store")
     said = capsys.readouterr().out.splitlines()
-    assert list(answers) == ["ada", "bea"]
-    for name, (first, second) in answers.items():
-        assert first.text == second.text == ascii_lowercase
-        assert first.seed is not None
-        assert second.usage.reused_tokens >= first.usage.prompt_tokens
-        assert said.count(f"{name}: {ascii_lowercase}") == 3
-    assert sum("of which were computed before" in line for line in said) == 6
+    assert list(colors) == ["ada", "bea"]
+    for name, answer in colors.items():
+        assert answer.keys() == {"noon", "evening"}
+        assert set(answer.values()) <= {"blue", "red"}
+        assert said.count(f"{name}: {ascii_lowercase}") == 2
+    used = [line for line in said if line.startswith("    prompt")]
+    assert len(used) == 6
+    assert [" 0 of them computed before" in line for line in used] == [True, False, False] * 2

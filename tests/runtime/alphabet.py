@@ -1,7 +1,8 @@
 """A checkpoint of a chat model whose answers are known: each letter is followed by the next of the alphabet.
 
 Its greedy next token depends on the last token alone: the beginning of an answer is followed by `a`, `z` by
-the end of the turn, every letter by the next. So what it says is encoded again as it was generated.
+the end of the turn, every letter by the next, and a blank by a quotation mark. So what it says is encoded
+again as it was generated.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def checkpoint(
     words = tokenizer()
     ids = [words.token_to_id(token) for token in ("<|assistant|>", *ascii_lowercase, "<|end|>")]
     following = dict(pairwise(ids))
+    quote, *blanks = (words.encode(text, add_special_tokens=False).ids[0] for text in '" \n\t')
+    following |= dict.fromkeys(blanks, quote)  # or a grammar would be given blanks for ever
     size = (words.get_vocab_size() + 3 + 7) // 8 * 8
     config = LlamaConfig(
         vocab_size=size,
