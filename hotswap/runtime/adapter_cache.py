@@ -150,8 +150,13 @@ class _AdapterCache:
             self._count(name, user)
             return
         async with self._in_turn():
-            while not self._holds(name):
-                await self._load(adapter, span)
+            try:
+                while not self._holds(name):
+                    await self._load(adapter, span)
+            except (ConfigError, StoreError) as exc:
+                if name not in self._failed:  # which was logged
+                    log.warning("Adapter %r was not loaded on %r: %s", name, self.instance.id, exc)
+                raise
             self._count(name, user)
 
     def _count(self, adapter: AdapterId, user: RequestId) -> None:
@@ -288,11 +293,9 @@ class _AdapterCache:
         except InstanceError:
             self._refuse_if_gone(adapter)
             raise
-        except (ConfigError, StoreError) as exc:
-            log.warning("Adapter %r was not loaded on %r: %s", adapter.version, self.instance.id, exc)
-            if isinstance(exc, SourceChanged):  # perhaps while it was read
-                with anyio.CancelScope(shield=True):
-                    await engine.drop_adapter(adapter.version)
+        except SourceChanged:  # perhaps while it was read
+            with anyio.CancelScope(shield=True):
+                await engine.drop_adapter(adapter.version)
             raise
         else:
             log.info("Adapter %r was loaded on %r in %.3f s.", adapter.version, self.instance.id, seconds)

@@ -16,6 +16,7 @@ from hotswap.backends.chat_template import JinjaChatTemplate
 from hotswap.errors import InvalidRequest, UnknownAdapter, UnknownModel
 from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import Idle, engine_of, idle, sim_fleet, store_of
+from tests.runtime.test_telemetry import Recorder
 
 HI = [{"role": "user", "content": "hi"}]
 ROLES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -192,3 +193,13 @@ async def test_an_adapter_without_text_of_its_own_writes_as_its_model() -> None:
     store = Texts(store_of("a"))
     async with sim_fleet("a", engines=engines, store=store, adapters=[Adapter("x", "a")]) as fleet:
         assert await prompt(fleet, "a", adapter="x") == "user: hi\n"
+
+
+@virtual_time
+async def test_the_span_of_a_chat_is_named_by_the_operation() -> None:
+    recorder = Recorder()
+    store = Texts(store_of("a"))
+    async with sim_fleet("a", store=store, tracer_provider=recorder.provider) as fleet:
+        await fleet.chat("a", HI, SHORT)
+    (span,) = recorder.spans("chat a")
+    assert (span.attributes or {})["gen_ai.operation.name"] == "chat"
