@@ -271,9 +271,8 @@ class Fleet(AsyncContextManagerMixin):
 
         As many move at a time as `MigrationLimits.per_instance` allows. One for which no other instance has a
         place stays until one has or it ends; after `deadline_s` seconds those that are left wait for a place
-        like others, their tokens with them. No request is refused or
-        loses a token. The instance keeps its model and stays closed: `reopen` it, `swap` it, or `replace` it.
-        A cancellation reopens it.
+        like others, their tokens with them. No request is refused or loses a token. The instance keeps its
+        model and stays closed: `reopen`, `swap`, `replace` or `remove` it. A cancellation reopens it.
 
         Raises:
             ConfigError: there is no such instance.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import anyio
@@ -50,16 +52,20 @@ class Operations:
         self._state, self._admission, self._swaps, self._moves = state, admission, swaps, moves
         self._adapters, self._caches = adapters, caches
         self._starting: set[InstanceId] = set()
+        self._emptying: set[InstanceId] = set()  # a drain, a removal or a roll has them
 
     # ------------------------------------------------------------------ swaps and moves
 
     async def swap(self, instance: str, model: str, *, deadline_s: float, reason: str) -> SwapRecord:
-        """Swap an instance to a model."""
+        """Swap an instance to a model, and reopen it if it was drained."""
         card, chosen = self._state.card(ModelId(model)), self._state.instance(instance)
         status = chosen.engine.status()
         if status.model == card.id and status.state is InstanceState.SERVING:
             raise SwapRefused(f"Instance {instance!r} serves {model!r} already; nothing was done.")
-        return await self._swap(chosen, card.id, deadline_s=deadline_s, reason=reason)
+        record = await self._swap(chosen, card.id, deadline_s=deadline_s, reason=reason)
+        if chosen.draining and chosen.id not in self._emptying:
+            self.reopen(chosen)
+        return record
 
     async def unload(self, instance: str, *, deadline_s: float, reason: str) -> SwapRecord:
         """Evict what runs on an instance and free its weights."""
@@ -89,16 +95,45 @@ class Operations:
         """Empty an instance of requests; it stays closed."""
         check_seconds(ConfigError, deadline_s=deadline_s)
         chosen = self._state.instance(instance)
-        if chosen.draining or chosen.swapping:
-            raise SwapRefused(f"Instance {instance!r} is drained or swapped already; wait for that to end.")
-        self._state.close(chosen)
-        self._moves.turn_away(chosen)
+        if chosen.draining:
+            raise SwapRefused(f"Instance {instance!r} is drained already; reopen, swap or replace it.")
+        with self._closed(chosen):
+            return await self._empty(chosen, deadline_s, method, reason)
+
+    async def _empty(
+        self,
+        instance: Instance,
+        deadline_s: float | None,
+        method: MigrationMethod | None,
+        reason: str,
+    ) -> DrainRecord:
+        return await _Drain(self._state, self._admission, self._moves, instance, method, reason).run(
+            deadline_s
+        )
+
+    @contextmanager
+    def _closed(self, instance: Instance) -> Generator[None]:
+        """Close an instance that a block empties, for no other at a time; an error leaves it as it was.
+
+        Raises:
+            SwapRefused: another block has it, or a swap.
+        """
+        if instance.id in self._emptying or instance.swapping:
+            raise SwapRefused(
+                f"Instance {instance.id!r} is being drained, or swapped, already; wait for that to end."
+            )
+        was_open = not instance.draining
+        self._emptying.add(instance.id)
+        self._state.close(instance)
+        self._moves.turn_away(instance)
         try:
-            drain = _Drain(self._state, self._admission, self._moves, chosen, method, reason)
-            return await drain.run(deadline_s)
+            yield
         except BaseException:
-            self.reopen(chosen)
+            if was_open:
+                self.reopen(instance)
             raise
+        finally:
+            self._emptying.discard(instance.id)
 
     def reopen(self, instance: Instance) -> None:
         """Let requests come to an instance again that was drained."""
@@ -124,12 +159,9 @@ class Operations:
         check_seconds(ConfigError, deadline_s=deadline_s)
         chosen = self._state.instance(instance)
         await self._restarted(chosen)
-        record = await self.drain(instance, deadline_s=deadline_s, method=None, reason=reason)
-        try:
+        with self._closed(self._state.instance(instance)):
+            record = await self._empty(chosen, deadline_s, None, reason)
             await self._unload_unless_lost(chosen, reason)
-        except BaseException:
-            self.reopen(chosen)
-            raise
         with anyio.CancelScope(shield=True):
             self._state.remove(chosen)
             self._caches.forget(chosen.id)
@@ -185,11 +217,10 @@ class Operations:
             instance = replicas[0]
             if streams == "moved" and self._replicas(new):
                 self._redirect(instance, new)
-            await self.drain(instance.id, deadline_s=None, method=None, reason=reason)
-            try:
+            with self._closed(instance):
+                await self._empty(instance, None, None, reason)
                 await self._swap(instance, new, deadline_s=0.0, reason=reason)
-            finally:
-                self.reopen(instance)
+            self.reopen(instance)
             rolled.append(instance.id)
             self._state.add_alias(old, new)
         self._state.add_alias(old, new)

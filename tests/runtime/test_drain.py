@@ -220,6 +220,45 @@ async def test_an_instance_is_drained_once_at_a_time() -> None:
 
 
 @virtual_time
+async def test_a_drained_instance_can_be_replaced() -> None:
+    async with replicas(1, "a") as fleet:
+        await fleet.drain("e0")
+        await fleet.replace("e0", by=engine_of("new"))
+        (view,) = fleet.view().instances
+        assert (view.id, view.model, view.open) == ("new", "a", True)
+        await read(fleet, "a", (1, 2), LONG)
+
+
+@virtual_time
+async def test_a_drained_instance_can_be_removed() -> None:
+    async with replicas(2, "a") as fleet:
+        await fleet.drain("e0")
+        await fleet.remove("e0")
+        assert [instance.id for instance in fleet.view().instances] == ["e1"]
+
+
+@virtual_time
+async def test_a_drained_instance_stays_closed_when_its_replacement_cannot_load() -> None:
+    async with replicas(1, "a") as fleet:
+        await fleet.drain("e0")
+        small = engine_of("small")
+        small.profile = replace(small.profile, memory_bytes=1)
+        with pytest.raises(SwapFailed):
+            await fleet.replace("e0", by=small)
+        (view,) = fleet.view().instances
+        assert (view.id, view.model, view.draining) == ("e0", "a", True)
+
+
+@virtual_time
+async def test_a_swap_reopens_a_drained_instance() -> None:
+    async with replicas(1, "a", "b") as fleet:
+        await fleet.drain("e0")
+        await fleet.swap("e0", to="b")
+        assert fleet.view().instance(E0).open
+        await read(fleet, "b", (1, 2), LONG)
+
+
+@virtual_time
 async def test_an_engine_takes_the_place_of_another_while_requests_run() -> None:
     async with replicas(1, "a") as fleet, anyio.create_task_group() as clients:
         for number in range(6):
