@@ -204,6 +204,13 @@ class Batcher:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
+    def discard(self, sequence: Sequence, num_computed: int) -> None:
+        """Remove a request of which a step failed; of its tokens `num_computed` had been computed before."""
+        for block in sequence.blocks[num_computed // self.block_tokens :]:
+            self.blocks.retract(block)
+        sequence.num_computed = num_computed
+        self.remove(sequence)
+
     def park(self, sequence: Sequence) -> None:
         """Exclude a running request from steps; it keeps its blocks and counts to `max_requests`."""
         self.running.remove(sequence)

@@ -124,6 +124,11 @@ class BlockPool:
         self._contents[block] = content
         self._by_key[content.key] = self._by_start[start] = block
 
+    def retract(self, block: int) -> None:
+        """Unregister the content of a block in use, if it was published: it is not what it should be."""
+        if block in self._contents:
+            self._forget(block)
+
     def find(self, key: bytes) -> int | None:
         """Return the block whose content has `key`; `None` if there is none."""
         return self._by_key.get(key)

@@ -112,6 +112,9 @@ class LocalForward(Forward):
         invariant: See `assemble`.
         linear_only: See `assemble`.
         background_work: Called by `do_background_work`.
+
+    Attributes:
+        work: What was submitted last.
     """
 
     def __init__(
@@ -127,15 +130,15 @@ class LocalForward(Forward):
         self.cache = cache
         self._model, self._background_work = model, background_work
         self._invariant, self._linear_only = invariant, linear_only
-        self._work = Work(())
+        self.work = Work(())
 
     def submit(self, work: Work) -> None:
-        self._work = work
+        self.work = work
 
     def result(self) -> Tensor:
-        self.cache.copy(self._work.copies)
-        self.cache.clear(self._work.fresh)
-        pieces = self._work.pieces
+        self.cache.copy(self.work.copies)
+        self.cache.clear(self.work.fresh)
+        pieces = self.work.pieces
         batch = assemble(pieces, self.cache, invariant=self._invariant, linear_only=self._linear_only)
         return batch.logits(self._model)
 

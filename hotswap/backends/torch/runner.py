@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from hotswap.backends.torch.batcher import Batcher, Chunk, Sequence
 from hotswap.backends.torch.budget import TokenBudget
@@ -13,10 +17,17 @@ from hotswap.backends.torch.distribution import Workspace
 from hotswap.backends.torch.forward import Forward, Work
 from hotswap.backends.torch.masks import Masks, MaskThread
 from hotswap.backends.torch.sampling import Choice, sample
-from hotswap.errors import HotswapError
+from hotswap.errors import HotswapError, InstanceError
 from hotswap.request import FinishReason, TokenLogprob
 
 __all__ = ["Report", "Runner", "Sampled"]
+
+_log = logging.getLogger("hotswap")
+
+# A failed step is computed again without up to so many of its newest requests.
+_MAX_DROPPED = 4
+# After so many steps in a row that failed, each of one request, the engine is lost.
+_MAX_FAILED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +83,38 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class _InFlightStep:
-    """A step in flight: its size, and the requests it samples for, each with its number of tokens then.
+    """A step in flight.
 
-    `masks` are those of the requests, `None` if no one is constrained.
+    Attributes:
+        work: What was submitted.
+        sequences: The requests of its pieces, in order.
+        sampling: The requests it samples for, each with its number of tokens then.
+        masks: The masks of requests; `None` if no one is constrained.
+        rows: Which of the masks are those of `sampling`, in its order.
     """
 
-    num_tokens: int
+    work: Work
+    sequences: tuple[Sequence, ...]
     sampling: tuple[tuple[Sequence, int], ...]
     masks: Future[Masks] | None = None
+    rows: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of rows."""
+        return sum(len(piece.tokens) for piece in self.work.pieces)
+
+    def without(self, dropped: Collection[Sequence]) -> _InFlightStep:
+        """Return the step of the other requests."""
+        kept = [at for at, sequence in enumerate(self.sequences) if sequence not in dropped]
+        sampling = [at for at, (sequence, _) in enumerate(self.sampling) if sequence not in dropped]
+        return replace(
+            self,
+            work=replace(self.work, pieces=tuple(self.work.pieces[at] for at in kept)),
+            sequences=tuple(self.sequences[at] for at in kept),
+            sampling=tuple(self.sampling[at] for at in sampling),
+            rows=tuple(self.rows[at] for at in sampling),
+        )
 
 
 class Runner:
@@ -101,6 +136,7 @@ class Runner:
         self._forward, self._budget = forward, budget
         self._in_flight: deque[_InFlightStep] = deque()
         self._space, self._masks = Workspace(), MaskThread()
+        self._num_failed = 0
         self.batcher = batcher
         self.background_done = False
         if budget is not None:
@@ -162,16 +198,60 @@ class Runner:
         if not plan.chunks:
             return False
         chunks = sorted(plan.chunks, key=_length, reverse=True)
-        sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
-        masks = self._masks.begin([sequence.sampler.constraint for sequence in sampling])
-        self._forward.submit(Work(tuple(chunk.piece() for chunk in chunks), plan.fresh, plan.copies))
-        num_tokens = plan.num_tokens
+        sampling = tuple((chunk.sequence, len(chunk.sequence.tokens)) for chunk in chunks if chunk.is_last)
+        masks = self._masks.begin([sequence.sampler.constraint for sequence, _ in sampling])
+        work = Work(tuple(chunk.piece() for chunk in chunks), plan.fresh, plan.copies)
+        self._forward.submit(work)
         self.batcher.advance(chunks)
-        self._in_flight.append(_InFlightStep(num_tokens, tuple((s, len(s.tokens)) for s in sampling), masks))
+        step = _InFlightStep(work, tuple(chunk.sequence for chunk in chunks), sampling)
+        self._in_flight.append(replace(step, masks=masks, rows=tuple(range(len(sampling)))))
         return True
 
     def _finish(self, step: _InFlightStep) -> tuple[Sampled, ...]:
-        logits = self._forward.result()
+        try:
+            logits = self._forward.result()
+        except Exception as exc:
+            return self._retry(step, exc)
+        self._num_failed = 0
+        return self._sample(step, logits)
+
+    def _retry(self, step: _InFlightStep, error: Exception) -> tuple[Sampled, ...]:
+        """Compute a failed step again without its newest requests, which end; raise if that does not help.
+
+        The requests that go on get the same tokens: a step writes the same keys and values again.
+        """
+        self._num_failed += 1
+        if self._forward.depth > 1 or self._num_failed > _MAX_FAILED_STEPS:
+            raise error
+        newest = sorted(step.sequences, key=lambda sequence: sequence.ticket, reverse=True)
+        for count in range(1, min(len(newest), _MAX_DROPPED) + 1):
+            rest = step.without(newest[:count])
+            sampled: tuple[Sampled, ...] = ()
+            if rest.sequences:
+                self._forward.submit(rest.work)
+                try:
+                    sampled = self._sample(rest, self._forward.result())
+                except Exception:
+                    _log.debug("A step without its %d newest requests failed as well.", count, exc_info=True)
+                    continue
+                self._num_failed = 0
+            _log.warning(
+                "A step of %d requests failed and was computed without its newest %d: %r",
+                len(newest),
+                count,
+                error,
+            )
+            return tuple(self._drop(sequence, step, error) for sequence in newest[:count]) + sampled
+        raise error
+
+    def _drop(self, sequence: Sequence, step: _InFlightStep, error: Exception) -> Sampled:
+        piece = step.work.pieces[step.sequences.index(sequence)]
+        self.batcher.discard(sequence, piece.start)
+        failure = InstanceError(f"A step with the request failed and one without it did not: {error!r}")
+        failure.__cause__ = error.with_traceback(None)
+        return Sampled(sequence.ticket, -1, sequence.index, None, error=failure)
+
+    def _sample(self, step: _InFlightStep, logits: Tensor) -> tuple[Sampled, ...]:
         # A request that was preempted and admitted again may have its token from a later step already.
         fresh = [row for row, (s, count) in enumerate(step.sampling) if len(s.tokens) == count]
         if not fresh:
@@ -180,7 +260,9 @@ class Runner:
         rows = logits if len(fresh) == len(logits) else logits[fresh]
         samplers, indices = [s.sampler for s in sampling], [s.index for s in sampling]
         masks = step.masks.result() if step.masks is not None else ()
-        choices = sample(rows, samplers, indices, self._space, [masks[row] for row in fresh] if masks else ())
+        choices = sample(
+            rows, samplers, indices, self._space, [masks[step.rows[row]] for row in fresh] if masks else ()
+        )
         return tuple(self._extend(s, choice) for s, choice in zip(sampling, choices, strict=True))
 
     def _extend(self, sequence: Sequence, choice: Choice) -> Sampled:

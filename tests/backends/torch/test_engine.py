@@ -17,9 +17,17 @@ from hotswap import InstanceState, ModelId, Request, RequestId, Sampling, Token
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.adapters.pool import AdapterPool
 from hotswap.backends.torch.buffers import FlatBuffers
+from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.packed_cache import PackedCache
 from hotswap.backends.torch.runner import Runner
-from hotswap.errors import ConfigError, InstanceLost, InvalidRequest, OutOfMemory, PromptTooLong
+from hotswap.errors import (
+    ConfigError,
+    InstanceError,
+    InstanceLost,
+    InvalidRequest,
+    OutOfMemory,
+    PromptTooLong,
+)
 from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
@@ -143,6 +151,58 @@ async def test_a_failed_step_loses_the_instance_and_unload_restarts_it(
         assert [t.id for t in await collect(engine, ask([1, 2, 3], max_tokens=5))] == generate(
             model, [1, 2, 3], 5
         )
+
+
+async def test_a_request_that_fails_its_step_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, result = make_model("llama"), LocalForward.result
+    good = [[1, 2, 3], [4, 5, 6, 7]]
+    expected = {at: generate(model, prompt, 20) for at, prompt in enumerate(good)}
+    generated = {token for tokens in expected.values() for token in tokens}
+    poison = next(token for token in range(8, VOCABULARY) if token not in generated)
+
+    def fail(self: LocalForward) -> torch.Tensor:
+        if any(poison in piece.tokens for piece in self.work.pieces):
+            raise RuntimeError("the device fell off")
+        return result(self)
+
+    prompts = [*good, [1, 2, 3] * 12 + [poison]]
+    got: dict[int, list[int]] = {}
+    failed: list[Exception] = []
+    async with serving(model) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalForward, "result", fail)
+
+            async def run(at: int) -> None:
+                try:
+                    got[at] = [t.id for t in await collect(engine, ask(prompts[at], max_tokens=20))]
+                except InstanceError as exc:
+                    failed.append(exc)
+
+            async with anyio.create_task_group() as tasks:
+                for at in range(3):
+                    tasks.start_soon(run, at)
+        assert got == expected
+        assert [type(exc) for exc in failed] == [InstanceError]
+        assert isinstance(failed[0].__cause__, RuntimeError)
+        assert engine.status().state is InstanceState.SERVING
+        # Of the failed step nothing is reused.
+        again = await collect(engine, ask(prompts[2], max_tokens=20))
+        assert [t.id for t in again] == generate(model, prompts[2], 20)
+    assert engine.status().num_kv_blocks == 0
+
+
+async def test_an_engine_whose_every_step_fails_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: LocalForward) -> torch.Tensor:
+        raise RuntimeError("the device fell off")
+
+    async with serving(make_model("llama")) as engine:
+        monkeypatch.setattr(LocalForward, "result", fail)
+        errors: list[type[Exception]] = []
+        while engine.status().state is not InstanceState.LOST:
+            with pytest.raises(InstanceError) as caught:
+                await collect(engine, ask([1, 2, 3]))
+            errors.append(caught.type)
+    assert errors == [InstanceError] * 3 + [InstanceLost]
 
 
 async def test_engines_of_one_process_have_separate_batches() -> None:
