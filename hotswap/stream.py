@@ -44,7 +44,8 @@ class TokenStream(ABC):
 class TokenQueue(TokenStream):
     """A stream fed by a producer: `put`, then `close`; both return at once.
 
-    It holds at most one request's tokens, so it needs no bound. Producer and consumer share an event loop; a
+    It holds at most one request's tokens, so it needs no bound. Several readers share the tokens: each gets
+    some, and all of them the end. Producer and consumer share an event loop; a
     worker thread feeds it through `loop.call_soon_threadsafe` or `anyio.from_thread`.
     """
 
@@ -78,7 +79,8 @@ class TokenQueue(TokenStream):
                     await checkpoint_if_cancelled()  # a cancelled reader gets its cancellation instead
                     raise self._error
                 raise StopAsyncIteration
-            self._changed = anyio.Event()
+            if self._changed.is_set():  # else another reader waits on it
+                self._changed = anyio.Event()
             await self._changed.wait()
         return self._tokens.popleft()
 

@@ -7,7 +7,7 @@ from copy import copy
 
 import anyio
 
-from hotswap.checks import check_counts
+from hotswap.checks import check_counts, shown
 from hotswap.errors import ConfigError, QueueFull
 from hotswap.request import ModelId, Request
 from hotswap.router import Router
@@ -113,7 +113,18 @@ class Admission:
             return None
         only_adapting = request.adapter is not None and not state.index.all_adapt(request.model)
         chosen = lend(state, lambda fleet: self._router.route(request, fleet), adapters=only_adapting)
-        view = None if chosen is None else state.index.counted(chosen)
+        if chosen is None:
+            return None
+        try:
+            is_known = chosen in state.instances
+        except TypeError:  # not even a name
+            is_known = False
+        if not is_known:
+            raise ConfigError(
+                f"Router {self._router!r} chose {shown(chosen)} for request {request.id!r}; the fleet has no "
+                "such instance. A router returns the id of one in its view."
+            )
+        view = state.index.counted(chosen)
         if view is None or not view.open or view.model != request.model:
             return None
         return state.instances[view.id] if request.adapter is None or view.max_adapters else None

@@ -195,6 +195,35 @@ class Lying(Router):
         return InstanceId("e1")
 
 
+@pytest.mark.parametrize("answer", ["nope", 3, ["e0"]], ids=repr)
+@virtual_time
+async def test_a_router_that_names_no_instance_fails_the_request_alone(answer: Any) -> None:
+    class Wrong(LeastLoadedRouter):
+        def route(self, request: Request, fleet: FleetView) -> InstanceId | None:
+            return answer if request.prompt == (1,) else super().route(request, fleet)
+
+    async with sim_fleet("a", router=Wrong()) as fleet:
+        await fleet.swap("e0", to="a")
+        with pytest.raises(ConfigError, match="no such instance"):
+            await fleet.generate("a", (1,))
+        assert (await fleet.generate("a", (2,))).tokens
+
+
+@virtual_time
+async def test_several_readers_of_one_stream_share_its_tokens_and_all_get_its_end() -> None:
+    got: list[list[int]] = []
+    sampling = Sampling(max_tokens=20, ignore_eos=True)
+    async with sim_fleet("a") as fleet, fleet.stream("a", (1,), sampling) as stream:
+
+        async def read() -> None:
+            got.append([token.index for token in await stream.collect()])
+
+        async with anyio.create_task_group() as readers:
+            for _ in range(3):
+                readers.start_soon(read)
+    assert sorted(index for each in got for index in each) == list(range(20))
+
+
 @virtual_time
 async def test_a_router_that_raises_fails_the_request_alone() -> None:
     async with sim_fleet("a", router=Broken()) as fleet:
