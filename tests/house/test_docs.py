@@ -203,16 +203,16 @@ async def test_the_operations_of_a_fleet_run_as_the_page_has_them() -> None:
 
 async def test_a_fleet_shuts_down_on_a_signal_as_the_page_has_it() -> None:
     _, compiled = codes_of("operations.md")
-    async with sim_fleet("a", scheduler=Script()) as fleet, anyio.create_task_group() as tasks:
+    async with sim_fleet("a", scheduler=Script()) as fleet:
 
         async def serve() -> None:
             await eval(compiled, {"fleet": fleet, "anyio": anyio, "signal": signal})
 
-        tasks.start_soon(serve)
-        await wait_all_tasks_blocked()
-        os.kill(os.getpid(), signal.SIGTERM)
-        await wait_all_tasks_blocked()
-        with pytest.raises(FleetClosed):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+            await wait_all_tasks_blocked()
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(FleetClosed, match="takes no new requests"):
             await fleet.generate("a", (1,))
 
 
