@@ -9,7 +9,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterable, Mapping
-from typing import SupportsFloat, SupportsIndex, TypeGuard
+from typing import SupportsFloat, SupportsIndex, TypeGuard, cast
 
 from hotswap.errors import HotswapError, InvalidRequest
 
@@ -19,6 +19,7 @@ __all__ = [
     "check_positive_seconds",
     "check_priority",
     "check_seconds",
+    "is_list",
     "shown",
     "to_float",
     "to_int",
@@ -101,14 +102,20 @@ def to_token_ids(name: str, value: object, *, most: int | None = None) -> tuple[
     Raises:
         InvalidRequest: it is none, or longer than `most`.
     """
-    if isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not isinstance(value, Iterable):
+    if not is_list(value):
         raise InvalidRequest(f"{name} is {shown(value)}; give a flat list of token ids.")
     ids = tuple(value)
     if most is not None and len(ids) > most:
         raise InvalidRequest(f"{name} has {len(ids):,} entries; give at most {most:,}.")
-    if all(type(id) is int for id in ids) and (not ids or 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID):
-        return ids  # checked in C: prompts are long
+    if all(type(id) is int for id in ids) and (not ids or _in_range(cast("tuple[int, ...]", ids))):
+        return cast("tuple[int, ...]", ids)  # checked in C: prompts are long
     return tuple(to_int(f"{name}[{at}]", id, 0, MAX_TOKEN_ID) for at, id in enumerate(ids))
+
+
+def is_list(value: object) -> TypeGuard[Iterable[object]]:
+    """Whether a value is a sequence of any kind that is neither text nor bytes nor a mapping."""
+    others = str | bytes | bytearray | memoryview | Mapping
+    return isinstance(value, Iterable) and not isinstance(value, others)
 
 
 def shown(value: object) -> str:
@@ -127,6 +134,10 @@ def _index(value: SupportsIndex) -> int | None:
         return operator.index(value)
     except (TypeError, ValueError):  # a tensor or an array of several numbers, or of floats
         return None
+
+
+def _in_range(ids: tuple[int, ...]) -> bool:
+    return 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

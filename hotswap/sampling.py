@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, cast
 
-from hotswap.checks import MAX_TOKEN_ID, shown, to_float, to_int, to_token_ids
+from hotswap.checks import MAX_TOKEN_ID, is_list, shown, to_float, to_int, to_token_ids
 from hotswap.errors import InvalidRequest
 
 __all__ = ["AS_MANY_AS_FIT", "Sampling", "to_sampling"]
@@ -250,9 +250,9 @@ def _entries(
 ) -> tuple[T, ...]:
     if value is None:
         return ()
-    if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
+    if not is_list(value):
         raise InvalidRequest(f"{name} is {shown(value)}; give a list of {what}.")
-    entries = tuple(cast("Iterable[object]", value))
+    entries = tuple(value)
     if len(entries) > most:
         raise InvalidRequest(f"{name} has {len(entries):,} entries; give at most {most:,}.")
     return tuple(parse(f"{name}[{at}]", entry) for at, entry in enumerate(entries))
@@ -297,9 +297,10 @@ def _key(key: object) -> object:
 
 
 def _bias(name: str, value: object) -> tuple[int, float]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence) or len(value) != 2:
+    pair = tuple(value) if is_list(value) else ()
+    if len(pair) != 2:
         raise InvalidRequest(f"{name} is {shown(value)}; give a pair of a token id and a number.")
-    token, bias = cast("Sequence[object]", value)
+    token, bias = pair
     return to_int(f"The token of {name}", token, 0, MAX_TOKEN_ID), to_float(name, bias, -100.0, 100.0)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -186,7 +186,7 @@ def sample(
     rows = space.rows(len(order), logits.shape[1], logits.device)
     rows.copy_(logits if order == list(range(len(order))) else logits[order])
     placed = [(samplers[row], indices[row]) for row in order]
-    finite = [math.isfinite(most) for most in rows.amax(-1).tolist()]
+    finite = [math.isfinite(most) for most in _floats(rows.amax(-1))]
     changed = [
         at for at, (sampler, index) in enumerate(placed) if finite[at] and sampler.changes_logits(index)
     ]
@@ -197,7 +197,7 @@ def sample(
     _change(rows, [(at, *placed[at]) for at in changed])
     able = list(finite)
     if changed or placed_masks:
-        largest = rows.amax(-1).tolist()
+        largest = _floats(rows.amax(-1))
         for at in (*changed, *(at for at, _ in placed_masks)):
             able[at] = finite[at] and largest[at] > _NEVER
     for at, mask in placed_masks:
@@ -232,7 +232,7 @@ def _choose(rows: Tensor, placed: Sequence[tuple[Sampler, int]], space: Workspac
             _cut(row, sampling, space)
         tokens = draw(weights, [uniform(sampling.seed or 0, index) for sampling, index in drawn])
     if len(drawn) < len(rows):
-        tokens += rows[len(drawn) :].max(-1).indices.tolist()
+        tokens += _integers(rows[len(drawn) :].max(-1).indices)
     return tokens
 
 
@@ -323,7 +323,7 @@ def _with_logprobs(logits: Tensor, row: Tensor, sampling: Sampling, token: int) 
         logprobs = row.log_softmax(-1)
     count = min(sampling.logprobs or 0, len(logprobs))
     top = logprobs.topk(count)
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    pairs = zip(_integers(top.indices), _floats(top.values), strict=True)
     return Choice(
         token, float(logprobs[token]), tuple(TokenLogprob(id=id, logprob=value) for id, value in pairs)
     )
@@ -341,3 +341,13 @@ def _not_finite(largest: float) -> InstanceError:
         f"The largest logit of the request is {largest}; its weights or its adapter may be damaged, or the "
         "dtype too small for them."
     )
+
+
+def _floats(numbers: Tensor) -> list[float]:
+    untyped: Any = numbers
+    return untyped.tolist()  # type: ignore[no-any-return]
+
+
+def _integers(numbers: Tensor) -> list[int]:
+    untyped: Any = numbers
+    return untyped.tolist()  # type: ignore[no-any-return]
