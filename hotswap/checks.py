@@ -114,8 +114,9 @@ def to_token_ids(name: str, value: object, *, most: int | None = None) -> tuple[
 
 def is_list(value: object) -> TypeGuard[Iterable[object]]:
     """Whether a value is a sequence of any kind that is neither text nor bytes nor a mapping."""
-    others = str | bytes | bytearray | memoryview | Mapping
-    return isinstance(value, Iterable) and not isinstance(value, others)
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+        return False
+    return isinstance(value, Iterable)
 
 
 def shown(value: object) -> str:
