@@ -120,6 +120,13 @@ class ActiveRequest:
         instance, self.next_instance = self.next_instance, None
         return instance
 
+    def take_model(self) -> None:
+        """Go on as `next_model`, once; it must be assigned to no instance."""
+        if self.next_model is not None:
+            model, self.adapter = self.next_model
+            version = None if self.adapter is None else self.adapter.version
+            self.request, self.next_model = replace(self.request, model=model, adapter=version), None
+
     def begin_hop(self, instance: Instance) -> None:
         """Note a stay that begins."""
         self.hops.append(Hop(instance=instance.id, first_index=self.num_generated))
@@ -146,9 +153,6 @@ class ActiveRequest:
             if isinstance(event, Evicted) and by is not None:
                 self.span.add_link(by)
             self.evicted_by = by
-        if self.next_model is not None:
-            model, self.adapter = self.next_model
-            version = None if self.adapter is None else self.adapter.version
-            self.request, self.next_model = replace(self.request, model=model, adapter=version), None
+        self.take_model()
         self.history, decision = step(self.history, event)
         return decision

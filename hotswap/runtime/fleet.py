@@ -326,10 +326,10 @@ class Fleet(AsyncContextManagerMixin):
         """Give a model new weights, one replica after the other; return the instances that turned.
 
         The new weights are a model of their own, `to`. As soon as one replica has them, new requests for
-        `model` are served by `to`. Streams that run are `"pinned"` to the weights they began with: they move
-        among the replicas that are left, and the last of these waits for its streams to end. Or they are
-        `"moved"`: they go on with the new weights, what they have so far as their prompt. No request is
-        refused. The least number of replicas goes over with the last.
+        `model`, and those that wait without a token, are served by `to`. Streams that have one are `"pinned"`
+        to the weights they began with: they move among the replicas that are left, and the last waits for
+        them. Or they are `"moved"`: they go on with the new weights, what they have so far as their prompt.
+        No request is refused. The least number of replicas goes over with the last.
 
         Cancelling it, or an error, leaves replicas of both: call it again to go on.
 

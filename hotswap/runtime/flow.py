@@ -316,6 +316,7 @@ class Flow:
             if isinstance(decision, Requeue):
                 if decision.pause_s:
                     await anyio.sleep(decision.pause_s)
+                request.take_model()  # its model may have been rolled meanwhile
                 ticket = self.admission.enter(request.remaining, request.arrival, suspect=decision.suspect)
 
     def _log_given_up(self, request: ClientRequest, error: Exception) -> None:

@@ -14,13 +14,15 @@ from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRe
 from hotswap.checks import check_seconds
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
-from hotswap.request import ModelId, RequestId
+from hotswap.model import Adapter
+from hotswap.request import ModelId, Request, RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Admission
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.moves import Moves
+from hotswap.runtime.queue import Ticket
 from hotswap.runtime.state import Change, FleetState
 from hotswap.runtime.supervisor import EngineSupervisor
 from hotswap.runtime.swaps import Swaps
@@ -212,33 +214,76 @@ class Operations:
         self._adapters.check_roll(old, new)
         rolled: list[InstanceId] = []
         if self._replicas(new):
-            self._state.add_alias(old, new)
+            self._take_over(old, new, everything=streams == "moved")
         while replicas := [instance for instance in self._replicas(old) if instance.id not in rolled]:
             instance = replicas[0]
+            was_open = not instance.draining
+            if was_open and self._is_awaited(instance, old, new, streams):
+                await self._state.changed(self._state.version)
+                continue
             if streams == "moved" and self._replicas(new):
                 self._redirect(instance, new)
             with self._closed(instance):
                 await self._empty(instance, None, None, reason)
-                await self._swap(instance, new, deadline_s=0.0, reason=reason)
+                # Its requests may have come back to the queue, from an engine that evicted them.
+                if turns := not (was_open and self._is_awaited(instance, old, new, streams)):
+                    await self._swap(instance, new, deadline_s=0.0, reason=reason)
+            if turns:
+                rolled.append(instance.id)
+                self._take_over(old, new, everything=streams == "moved")
             self.reopen(instance)
-            rolled.append(instance.id)
-            self._state.add_alias(old, new)
-        self._state.add_alias(old, new)
+        self._take_over(old, new, everything=True)
         self._state.hand_min_replicas(old, new)
         return tuple(rolled)
 
     def _replicas(self, model: ModelId) -> list[Instance]:
         return [instance for instance in self._state.instances.values() if instance.serves(model)]
 
-    def _redirect(self, instance: Instance, model: ModelId) -> None:
-        """Have an instance's requests go on with the new weights, at once.
+    def _is_awaited(self, instance: Instance, old: ModelId, new: ModelId, streams: RollStreams) -> bool:
+        """Whether an instance is the last open replica and requests wait that must have the old weights."""
+        if any(other is not instance and not other.draining for other in self._replicas(old)):
+            return False
+        return any(
+            (streams == "pinned" and active.num_generated > 0) or self._target(active, new) is None
+            for active in self._unplaced(old)
+        )
 
-        Requests whose adapter has no new weights, as it was removed, end with the old ones.
+    def _unplaced(self, model: ModelId) -> list[ActiveRequest]:
+        """Return a model's requests that run nowhere: they wait, pause, or begin to run."""
+        requests = self._state.requests.values()
+        return [r for r in requests if r.request.model == model and r.instance is None and not r.finished]
+
+    def _target(self, active: ActiveRequest, model: ModelId) -> tuple[ModelId, Adapter | None] | None:
+        """Return what a request goes on as with the new weights.
+
+        `None` if its adapter has none, as it was removed: the request ends with the old ones.
         """
+        if active.adapter is None:
+            return model, None
+        adapter = self._adapters.counterpart(active.adapter, model)
+        return None if adapter is None else (model, adapter)
+
+    def _take_over(self, old: ModelId, new: ModelId, *, everything: bool) -> None:
+        """Have `new` serve new requests for `old`, and those that wait without a token, or all that wait."""
+        self._state.add_alias(old, new)
+        tickets = {ticket.request.id: ticket for ticket in self._state.queue.of(old)}
+        retargeted: dict[Ticket, Request] = {}
+        for active in self._unplaced(old):
+            if (active.num_generated and not everything) or (target := self._target(active, new)) is None:
+                continue
+            if (ticket := tickets.get(active.request.id)) is not None:
+                active.next_model = target
+                active.take_model()
+                retargeted[ticket] = active.remaining
+            elif everything:  # it pauses, or has a place already
+                active.next_model = target
+        self._state.retarget(retargeted)
+
+    def _redirect(self, instance: Instance, model: ModelId) -> None:
+        """Have an instance's requests go on with the new weights, at once."""
         for active in self._state.running_on(instance.id):
-            adapter = None if active.adapter is None else self._adapters.counterpart(active.adapter, model)
-            if (adapter is None) == (active.adapter is None):
-                active.next_model = model, adapter
+            if (target := self._target(active, model)) is not None:
+                active.next_model = target
                 active.interrupt()
 
 

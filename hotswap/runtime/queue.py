@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol, TypeAlias
 
@@ -101,12 +101,25 @@ class Queue:
         )
         order = (arrival - PRIORITY_PLACES * request.priority, self._num_tickets)
         ticket = Ticket(order, request, view, answered, suspect=suspect)
-        queue = self._by_model.get(request.model)
-        if queue is None:
-            queue = self._by_model[request.model] = _ModelQueue()
-        queue.add(ticket)
-        self._views = None
+        self._append(ticket)
         return ticket
+
+    def _append(self, ticket: Ticket) -> None:
+        model = ticket.request.model
+        if model not in self._by_model:
+            self._by_model[model] = _ModelQueue()
+        self._by_model[model].add(ticket)
+        self._views = None
+
+    def retarget(self, requests: Mapping[Ticket, Request]) -> None:
+        """Have tickets wait for their requests as other models' requests, each in its place."""
+        for ticket, request in requests.items():
+            self.remove(ticket)
+            ticket.request, ticket.waiting = request, True
+            ticket.view = replace(ticket.view, model=request.model, adapter=request.adapter)
+            self._append(ticket)
+        for model in {request.model for request in requests.values()}:
+            self._by_model[model].sort()
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out; nothing happens when it has left already."""
@@ -194,6 +207,9 @@ class _ModelQueue:
             del places[bisect_left(places, ticket.order)]
         if not same:
             del self.keys[ticket.key]
+
+    def sort(self) -> None:
+        self.tickets = OrderedDict(sorted(self.tickets.items()))
 
     def heads(self) -> Iterator[Ticket]:
         declined: set[QueueKey] = set()

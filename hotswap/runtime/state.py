@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Protocol
@@ -298,6 +298,11 @@ class FleetState:
     def dequeue(self, ticket: Ticket) -> None:
         """Have it wait no more; nothing happens when it does not."""
         self.queue.remove(ticket)
+
+    def retarget(self, requests: Mapping[Ticket, Request]) -> None:
+        """Have requests that wait go on as requests for other models."""
+        self.queue.retarget(requests)
+        self.tell(Change.INSTANCES)
 
     def attach(self, request: ActiveRequest, instance: Instance) -> None:
         """Note that a request runs on an instance now, to which it is assigned."""

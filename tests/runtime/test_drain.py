@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import anyio
 import pytest
 
-from hotswap import Fleet, InstanceId, InstanceState, MigrationLimits, MigrationMethod, ModelId, Sampling
+from hotswap import (
+    Fleet,
+    InstanceId,
+    InstanceState,
+    MigrationLimits,
+    MigrationMethod,
+    ModelId,
+    RollStreams,
+    Sampling,
+)
+from hotswap.abc import Scheduler
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import ConfigError, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import virtual_time
@@ -339,6 +350,52 @@ async def test_moved_streams_go_on_with_the_new_weights_from_some_token_on() -> 
             await until(lambda: all(tokens))
             await fleet.roll("a", to="a2", streams="moved")
         assert {i.model for i in fleet.view().instances} == {"a2"}
+
+
+@pytest.mark.parametrize("scheduler", [Idle(), None])
+@pytest.mark.parametrize("streams", ["pinned", "moved"])
+@virtual_time
+async def test_requests_that_wait_for_the_old_weights_get_the_new(
+    streams: RollStreams, scheduler: Scheduler | None
+) -> None:
+    served: list[str] = []
+
+    async def client(number: int) -> None:
+        async with fleet.stream("a", (1, number), replace(LONG, max_tokens=30)) as stream:
+            tokens = [token.id async for token in stream]
+            assert tokens == expected(stream.request)
+            served.append(stream.request.model)
+
+    async with sim_fleet("a", "a2", engines=1, scheduler=scheduler) as fleet:
+        await fleet.swap("e0", to="a")
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as clients:
+                for number in range(30):
+                    clients.start_soon(client, number)
+                await until(lambda: num_running(fleet, E0) == 8)
+                await fleet.roll("a", to="a2", streams=streams)
+                assert fleet.view().instance(E0).model == "a2"
+        assert served == ["a"] * 8 + ["a2"] * 22
+        assert len(fleet.swaps) == 2
+        idle(fleet)
+
+
+@virtual_time
+async def test_the_last_replica_waits_for_pinned_requests_that_wait() -> None:
+    async with replicas(1, "a", "a2") as fleet, anyio.create_task_group() as clients:
+        for number in range(3):
+            clients.start_soon(read, fleet, "a", (1, number), LONG)
+        await until(lambda: num_running(fleet, E0) == 3)
+        await anyio.sleep(0.5)
+        await fleet.drain("e0", deadline_s=0.0)
+        for number in range(8):  # these have the places first
+            clients.start_soon(partial(fleet.generate, "a", (2, number), LONG, priority=1))
+        await until(lambda: len(fleet.view().waiting) == 11)
+        fleet.reopen("e0")
+        assert sum(waiting.num_generated > 0 for waiting in fleet.view().waiting) == 3
+        with anyio.fail_after(60):
+            assert await fleet.roll("a", to="a2") == ("e0",)
+            await until(lambda: not fleet.view().waiting)
 
 
 @virtual_time
