@@ -215,4 +215,5 @@ def test_the_command_ends_well(checkpoints: tuple[Checkpoint, ...], tmp_path: Pa
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("Every text is exact: no character lost, doubled or foreign.")
-    assert done.stderr == ""
+    # The log tells of the engine that the demo takes away, and of nothing else.
+    assert [line for line in done.stderr.splitlines() if "as the demo told it to" not in line] == []
