@@ -131,7 +131,8 @@ class Models:
 
         Raises:
             UnknownModel: the fleet has no such model.
-            ConfigError: another model was rolled to it, and requests for that one would have none.
+            ConfigError: another model was rolled to it, and requests for that one would have none; or a roll
+                from it or to it is under way.
             SwapFailed: an instance could not unload it; the model stays registered.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
@@ -141,6 +142,8 @@ class Models:
     async def _remove(self, model: str, deadline_s: float | None) -> None:
         state, name = self._state, ModelId(model)
         card = state.card(name)
+        if any(name in roll for roll in state.rolls):
+            raise ConfigError(f"A roll of model {name!r} is under way; remove it when that has ended.")
         if old := [old for old, new in state.aliases.items() if new == name]:
             raise ConfigError(f"Model {old[0]!r} was rolled to {name!r}, which serves its requests; keep it.")
         registered = state.close_model(name)

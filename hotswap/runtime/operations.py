@@ -212,6 +212,15 @@ class Operations:
         """Give a model new weights, one replica after the other; return the instances that have them."""
         old, new = self._state.card(ModelId(model)).id, self._state.card(ModelId(to)).id
         self._adapters.check_roll(old, new)
+        self._state.rolls.append((old, new))
+        try:
+            return await self._roll(old, new, streams, reason)
+        finally:
+            self._state.rolls.remove((old, new))
+
+    async def _roll(
+        self, old: ModelId, new: ModelId, streams: RollStreams, reason: str
+    ) -> tuple[InstanceId, ...]:
         rolled: list[InstanceId] = []
         if self._replicas(new):
             self._take_over(old, new, everything=streams == "moved")

@@ -56,6 +56,7 @@ class FleetState:
         requests: Those under way.
         queue: Those of them that wait for an instance.
         aliases: Models whose requests another model serves (`Fleet.roll`).
+        rolls: The old and the new model of each roll under way.
         suspect: The request that is suspected to take instances down, if one runs.
         num_running: Requests by model that are assigned to instances.
         num_failed_loads: By model, since the last load that succeeded.
@@ -74,6 +75,7 @@ class FleetState:
         self.requests: dict[RequestId, ActiveRequest] = {}
         self.queue = Queue()
         self.aliases: dict[ModelId, ModelId] = {}
+        self.rolls: list[tuple[ModelId, ModelId]] = []
         self.suspect: RequestId | None = None
         self.num_running: Counter[ModelId] = Counter()
         self.num_failed_loads: Counter[ModelId] = Counter()

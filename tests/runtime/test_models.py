@@ -460,6 +460,23 @@ async def test_a_model_to_which_another_was_rolled_stays_until_that_one_has_gone
         assert fleet.view().instance(E0).state is InstanceState.EMPTY
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+@virtual_time
+async def test_no_model_of_a_roll_is_removed_while_it_is_under_way(name: str) -> None:
+    async with fleet_of("a", "b", scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read, fleet, "a", (1,), LONG)
+            await until(lambda: len(fleet.view().running) == 1)
+            tasks.start_soon(lambda: fleet.roll("a", to="b"))
+            await until(lambda: fleet.view().instance(E0).draining)
+            with pytest.raises(ConfigError, match="under way"):
+                await fleet.models.remove(name)
+        assert fleet.view().instance(E0).model == "b"
+        assert registered(fleet) == ["a", "b"]
+        await fleet.models.remove("a")
+
+
 @virtual_time
 async def test_a_model_is_removed_once_and_its_id_is_taken_until_it_has_gone() -> None:
     async with fleet_of("a", "m3", scheduler=Idle()) as fleet, anyio.create_task_group() as tasks:
