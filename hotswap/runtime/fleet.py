@@ -304,7 +304,8 @@ class Fleet(AsyncContextManagerMixin):
         """Drain an instance, unload it and let it go; an engine that came by `add` is stopped.
 
         One that the fleet was made with is left EMPTY and stops with the fleet. Errors and cancellation are
-        those of `drain` and `unload`; the instance stays if one of them fails.
+        those of `drain` and `unload`; the instance stays if one of them fails. An engine that fails as it
+        stops has left all the same, and its error is raised as an `InstanceError`.
         """
         work = self._core.operations.remove(instance, deadline_s=deadline_s, reason=reason)
         return await self._core.lifetime.run(work, f"the removal of instance {instance!r}")

@@ -159,20 +159,28 @@ class Operations:
     async def remove(self, instance: str, *, deadline_s: float | None, reason: str) -> DrainRecord:
         """Drain an instance, unload it and let it go, also one that is lost and cannot be unloaded."""
         check_seconds(ConfigError, deadline_s=deadline_s)
+        record = await self._let_go(instance, deadline_s, reason)
+        await self._stop(record.instance)
+        return record
+
+    async def _let_go(self, instance: str, deadline_s: float | None, reason: str) -> DrainRecord:
+        """Take an empty instance out of the fleet; its id is free once it has stopped."""
         chosen = self._state.instance(instance)
         await self._restarted(chosen)
         with self._closed(self._state.instance(instance)):
             record = await self._empty(chosen, deadline_s, None, reason)
             await self._unload_unless_lost(chosen, reason)
-        with anyio.CancelScope(shield=True):
-            self._state.remove(chosen)
-            self._caches.forget(chosen.id)
-            self._starting.add(chosen.id)  # its name is free once it has stopped
-            try:
-                await self.supervisor.stop(chosen.id)
-            finally:
-                self._starting.discard(chosen.id)
+        self._state.remove(chosen)
+        self._caches.forget(chosen.id)
+        self._starting.add(chosen.id)
         return record
+
+    async def _stop(self, instance: InstanceId) -> None:
+        with anyio.CancelScope(shield=True):
+            try:
+                await self.supervisor.stop(instance)
+            finally:
+                self._starting.discard(instance)
 
     async def _unload_unless_lost(self, instance: Instance, reason: str) -> None:
         await self._restarted(instance)
@@ -200,11 +208,13 @@ class Operations:
         try:
             if model is not None:
                 await self.swap(by.id, model, deadline_s=0.0, reason=reason)
-            return await self.remove(instance, deadline_s=deadline_s, reason=reason)
+            record = await self._let_go(instance, deadline_s, reason)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.remove(by.id, deadline_s=0.0, reason=reason)
             raise
+        await self._stop(record.instance)
+        return record
 
     # ------------------------------------------------------------------ new weights
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
@@ -10,12 +11,15 @@ import anyio
 from anyio import AsyncContextManagerMixin
 
 from hotswap.engine import Engine
+from hotswap.errors import InstanceError
 from hotswap.view import InstanceId
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
 __all__ = ["EngineSupervisor"]
+
+log = logging.getLogger("hotswap")
 
 
 class EngineSupervisor(AsyncContextManagerMixin):
@@ -45,6 +49,7 @@ class EngineSupervisor(AsyncContextManagerMixin):
         try:
             await started.ready.wait()
         except BaseException:
+            started.given_up = True
             started.stop.set()
             started.scope.cancel()
             with anyio.CancelScope(shield=True):
@@ -54,10 +59,21 @@ class EngineSupervisor(AsyncContextManagerMixin):
             raise started.error
 
     async def stop(self, engine: InstanceId) -> None:
-        """Stop an engine that was started here; others stay as they are."""
+        """Stop an engine that was started here; others stay as they are.
+
+        Raises:
+            InstanceError: the engine failed as it stopped; its task has ended all the same.
+        """
         if (started := self._engines.get(engine)) is not None:
+            started.given_up = True
             started.stop.set()
             await started.stopped.wait()
+            error, started.error = started.error, None
+            if error is not None:
+                raise InstanceError(
+                    f"Engine {engine!r} failed as it stopped and has left the fleet; see whether it still "
+                    f"holds its device: {type(error).__name__}: {error}"
+                ) from error
 
     async def _keep(self, started: _Started) -> None:
         is_ready = False
@@ -70,7 +86,9 @@ class EngineSupervisor(AsyncContextManagerMixin):
                         await started.stop.wait()
         except Exception as exc:
             if is_ready:
-                raise
+                log.warning("Engine %r failed as it stopped.", started.engine.id, exc_info=exc)
+                if not started.given_up:  # the fleet closes, and raises it
+                    raise
             started.error = exc
         finally:
             del self._engines[started.engine.id]
@@ -84,5 +102,6 @@ class _Started:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.error: Exception | None = None
+        self.given_up = False  # it is stopped alone, not with the fleet
         self.scope = anyio.CancelScope()
         self.ready, self.stop, self.stopped = anyio.Event(), anyio.Event(), anyio.Event()

@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint
 
 from hotswap import Fleet, InstanceId, InstanceState, Sampling
 from hotswap.backends.sim import SimEngine
-from hotswap.errors import ConfigError, HotswapError, SwapFailed, SwapRefused
+from hotswap.errors import ConfigError, HotswapError, InstanceError, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.cancel import cancel_everywhere
 from tests.runtime.support import PROFILE, Idle, idle, read, sim_fleet, store_of, until
@@ -230,6 +230,44 @@ async def test_a_replacement_that_fails_leaves_no_new_engine_behind(
         assert fleet.view().instance(E0).model == "a"
         assert new.num_starts == new.num_stops
         await read(fleet, "a", (2,), SOME)
+        idle(fleet)
+
+
+# ---------------------------------------------------------------- engines that fail as they stop
+
+
+class Stuck(SimEngine):
+    """Cannot be stopped without an error."""
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        async with super().__asynccontextmanager__():
+            yield self
+        raise OSError(f"{self.id} does not let go of its device")
+
+
+@pytest.mark.parametrize("operation", ["remove", "replace"])
+@virtual_time
+async def test_an_engine_that_fails_as_it_stops_ends_nothing_but_its_removal(
+    operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet_of("a", engines=1) as fleet:
+        await fleet.swap("e0", to="a")
+        await fleet.add(Stuck("more", PROFILE, kv_blocks=512, max_requests=8))
+        await fleet.swap("more", to="a")
+        async with anyio.create_task_group() as clients:
+            for number in range(4):
+                clients.start_soon(read, fleet, "a", (1, number), LONG)
+            await until(lambda: len(fleet.view().running) == 4)
+            with pytest.raises(InstanceError, match="does not let go") as raised:
+                await (
+                    fleet.remove("more") if operation == "remove" else fleet.replace("more", by=Slow("new"))
+                )
+        assert isinstance(raised.value.__cause__, OSError)
+        assert any("'more' failed as it stopped" in record.getMessage() for record in caplog.records)
+        assert ids(fleet) == ({"e0"} if operation == "remove" else {"e0", "new"})
+        await fleet.add(Slow("more"))  # its id is free
+        await read(fleet, "a", (5,), SOME)
         idle(fleet)
 
 
