@@ -196,3 +196,21 @@ async def test_as_many_tokens_as_fit_can_be_asked_for() -> None:
         done = await fleet.generate("a", PROMPT, Sampling(max_tokens=None, ignore_eos=True))
     assert done.usage.total_tokens == 64
     assert done.finish_reason == "length"
+
+
+async def test_logprobs_come_with_the_text_of_their_tokens() -> None:
+    sampling = Sampling(max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"))) as fleet:
+        done = await fleet.generate("a", PROMPT, sampling)
+        plain = await fleet.generate("a", PROMPT, Sampling(max_tokens=4, ignore_eos=True))
+    letters = Bytes()
+    for token in done.tokens:
+        assert token.logprob == token.top_logprobs[0].logprob
+        assert [top.text for top in token.top_logprobs] == [
+            letters.decode((top.id,)) for top in token.top_logprobs
+        ]
+        assert len(token.top_logprobs) == 2
+    assert [entry.id for entry in done.prompt_logprobs] == list(PROMPT)
+    assert [entry.logprob is None for entry in done.prompt_logprobs] == [True, False, False]
+    assert {token.logprob for token in plain.tokens} == {None}
+    assert plain.prompt_logprobs == ()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from dataclasses import dataclass, field
 
 from hotswap.backends.sim.sequence import Sequence
 from hotswap.errors import InvalidRequest, PromptTooLong
 from hotswap.model import ModelCard
-from hotswap.request import FinishReason, Request, Token
+from hotswap.request import FinishReason, PromptLogprobs, Request, Token, TokenLogprob
 from hotswap.stream import TokenQueue
 
 __all__ = ["SimGeneration", "Streamed", "check_request", "expected_tokens"]
@@ -54,6 +55,27 @@ class SimGeneration:
         full = len(self._request.prompt) + length >= self._max_context_tokens
         return "length" if full or length >= sampling.max_tokens else None
 
+    def logprobs(self, token: int) -> tuple[float | None, tuple[TokenLogprob, ...]]:
+        """Return made-up log-probabilities, if the request asks for some: its token is the most probable."""
+        count = self._request.sampling.logprobs
+        return (None, ()) if count is None else (_logprob(0), self._top(token, count))
+
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        """Return the same of the prompt."""
+        count = self._request.sampling.prompt_logprobs
+        if count is None:
+            return ()
+        first, *rest = self._request.prompt
+        told = (
+            PromptLogprobs(id=token, logprob=_logprob(0), top_logprobs=self._top(token, count))
+            for token in rest
+        )
+        return PromptLogprobs(id=first), *told
+
+    def _top(self, token: int, count: int) -> tuple[TokenLogprob, ...]:
+        ids = ((token + place) % self._vocabulary for place in range(min(count, self._vocabulary)))
+        return tuple(TokenLogprob(id=id, logprob=_logprob(place)) for place, id in enumerate(ids))
+
 
 @dataclass(slots=True, eq=False)
 class Streamed(Sequence):
@@ -70,7 +92,12 @@ class Streamed(Sequence):
     def generate(self) -> bool:
         token = self.generation.token(self.position)
         reason = self.generation.finish_reason(self.position, token)
-        self.tokens.put(Token(id=token, index=self.position, finish_reason=reason))
+        if not self.position:
+            self.tokens.prompt_logprobs = self.generation.prompt_logprobs()
+        logprob, top = self.generation.logprobs(token)
+        self.tokens.put(
+            Token(id=token, index=self.position, finish_reason=reason, logprob=logprob, top_logprobs=top)
+        )
         self.position += 1
         return reason is not None
 
@@ -115,6 +142,11 @@ def check_request(request: Request, model: ModelCard) -> None:
 def _key(request: Request, model: ModelCard) -> bytes:
     name = model.id if request.adapter is None else f"{model.id}\0{request.adapter}"
     return hashlib.blake2b(name.encode(), digest_size=16).digest()
+
+
+def _logprob(place: int) -> float:
+    """The log-probability of the token of a rank: one half, a quarter, ..."""
+    return -math.log(2) * (place + 1)
 
 
 def _mixed(salt: int, number: int) -> int:

@@ -48,7 +48,7 @@ def sampling_params(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        seed=sampling.seed if sampling.temperature > 0 else None,
+        seed=(sampling.seed or 0) if sampling.is_random else None,
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
