@@ -18,7 +18,7 @@ from tests.backends.torch.zoo import make_model
 from tests.runtime.support import Idle
 
 STREAMS = 100
-SAMPLING = Sampling(max_tokens=24, ignore_eos=True, temperature=0.8)
+SAMPLING = Sampling(max_tokens=24, ignore_eos=True, temperature=0.8, seed=3)
 
 
 def make_engine(name: str, pp: int = 1) -> TorchEngine:
