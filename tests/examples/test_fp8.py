@@ -38,7 +38,7 @@ async def perplexity(
     seen: list[torch.Tensor] = []
 
     def recite(
-        logits: torch.Tensor, _: Sequence[Sampler], indices: Sequence[int], __: object
+        logits: torch.Tensor, _: Sequence[Sampler], indices: Sequence[int], *others: object
     ) -> list[Choice]:
         seen.extend(logits.clone())
         return [Choice(ids[given + index]) for index in indices]
