@@ -225,29 +225,31 @@ class Runner:
             raise error
         newest = sorted(step.sequences, key=lambda sequence: sequence.ticket, reverse=True)
         for count in range(1, min(len(newest), _MAX_DROPPED) + 1):
-            rest = step.without(newest[:count])
-            sampled: tuple[Sampled, ...] = ()
+            rest, logits = step.without(newest[:count]), None
             if rest.sequences:
                 self._forward.submit(rest.work)
                 try:
-                    sampled = self._sample(rest, self._forward.result())
+                    logits = self._forward.result()
                 except Exception:
                     _log.debug("A step without its %d newest requests failed as well.", count, exc_info=True)
                     continue
                 self._num_failed = 0
             _log.warning(
-                "A step of %d requests failed and was computed without its newest %d: %r",
+                "A step of %d requests failed; the engine goes on without its newest %d: %r",
                 len(newest),
                 count,
                 error,
             )
-            return tuple(self._drop(sequence, step, error) for sequence in newest[:count]) + sampled
+            dropped = tuple(self._drop(sequence, step, error) for sequence in newest[:count])
+            return dropped if logits is None else dropped + self._sample(rest, logits)
         raise error
 
     def _drop(self, sequence: Sequence, step: _InFlightStep, error: Exception) -> Sampled:
         piece = step.work.pieces[step.sequences.index(sequence)]
         self.batcher.discard(sequence, piece.start)
-        failure = InstanceError(f"A step with the request failed and one without it did not: {error!r}")
+        failure = InstanceError(
+            f"A step with the request failed, and the engine goes on without the request: {error!r}"
+        )
         failure.__cause__ = error.with_traceback(None)
         return Sampled(sequence.ticket, -1, sequence.index, None, error=failure)
 

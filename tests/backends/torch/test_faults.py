@@ -76,14 +76,14 @@ def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
 
     original = batcher.Batcher._allocate_prompt
 
-    def seat(self: Any, sequence: Any) -> bool:
+    def allocate(self: Any, sequence: Any) -> bool:
         num_computed = sequence.num_computed
-        seated = original(self, sequence)
+        allocated = original(self, sequence)
         sequence.num_computed = max(num_computed, sequence.num_computed)
-        return seated
+        return allocated
 
     patch.setattr(batcher.Batcher, "_release", release)
-    patch.setattr(batcher.Batcher, "_allocate_prompt", seat)
+    patch.setattr(batcher.Batcher, "_allocate_prompt", allocate)
 
 
 def last_token_lost_on_resuming(patch: pytest.MonkeyPatch) -> None:
