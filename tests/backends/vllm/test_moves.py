@@ -261,13 +261,13 @@ async def test_requests_of_an_adapter_move_with_it(tmp_path: Path) -> None:
         assert got == whole != plain
 
 
-async def test_where_blocks_cannot_move_requests_move_as_tokens() -> None:
+async def test_where_blocks_cannot_move_requests_move_as_tokens(tmp_path: Path) -> None:
     """As with another connector, say of a cache that several engines share."""
     store, request = make_store(), asked("seeded and penalised", 2)
     offload = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": "/dev/shm/hotswap-test-unused"},
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     engines = make_engine("one"), make_engine("other", arguments={"kv_transfer_config": offload})
     async with make_fleet(store, *engines) as fleet:
