@@ -264,6 +264,7 @@ async def test_requests_of_an_adapter_move_with_it(tmp_path: Path) -> None:
 async def test_where_blocks_cannot_move_requests_move_as_tokens(tmp_path: Path) -> None:
     """As with another connector, say of a cache that several engines share."""
     store, request = make_store(), asked("seeded and penalised", 2)
+    request = replace(request, sampling=replace(request.sampling, max_tokens=MANY))
     offload = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
