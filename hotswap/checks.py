@@ -8,26 +8,34 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterable, Mapping
-from typing import SupportsFloat, SupportsIndex, TypeGuard, cast
+from collections.abc import Iterable, Mapping, Set
+from typing import SupportsFloat, SupportsIndex, TypeGuard, TypeVar, cast
 
 from hotswap.errors import HotswapError, InvalidRequest
 
 __all__ = [
+    "check_choice",
     "check_counts",
-    "check_names",
+    "check_kind",
     "check_positive_seconds",
     "check_priority",
+    "check_required_seconds",
     "check_seconds",
+    "check_strings",
     "is_list",
     "shown",
     "to_float",
     "to_int",
+    "to_objects",
     "to_token_ids",
 ]
 
+T = TypeVar("T")
+
 # More than any vocabulary has; ids of prompts are also compared with the model's own.
 MAX_TOKEN_ID = 2**31 - 1
+
+_CONTEXT = frozenset({"__aenter__", "__aexit__"})
 
 
 def check_seconds(error: type[HotswapError], **seconds: object) -> None:
@@ -35,6 +43,13 @@ def check_seconds(error: type[HotswapError], **seconds: object) -> None:
     for name, value in seconds.items():
         if value is not None and not (_is_number(value) and value >= 0):
             raise error(f"{name} is {shown(value)}; give seconds from 0 on, or None for no limit.")
+
+
+def check_required_seconds(error: type[HotswapError], **seconds: object) -> None:
+    """Raise an error that names the argument unless each is a number of seconds from 0 on."""
+    for name, value in seconds.items():
+        if not (_is_number(value) and value >= 0):
+            raise error(f"{name} is {shown(value)}; give seconds from 0 on (inf is no limit).")
 
 
 def check_positive_seconds(error: type[HotswapError], **seconds: object) -> None:
@@ -57,11 +72,34 @@ def check_priority(error: type[HotswapError], priority: object) -> None:
         raise error(f"priority is {shown(priority)}; give a whole number between -1000 and 1000.")
 
 
-def check_names(**names: object) -> None:
-    """Raise `InvalidRequest` unless each is a string, or `None`."""
-    for name, value in names.items():
-        if value is not None and not isinstance(value, str):
-            raise InvalidRequest(f"{name} is {shown(value)}; give its name, a string.")
+def check_strings(error: type[HotswapError], **strings: object) -> None:
+    """Raise an error that names the argument unless each is a string."""
+    for name, value in strings.items():
+        if not isinstance(value, str):
+            raise error(f"{name} is {shown(value)}; give a string.")
+
+
+def check_choice(error: type[HotswapError], choices: tuple[str | None, ...], **values: object) -> None:
+    """Raise an error that names the argument and the choices unless each is one of these."""
+    for name, value in values.items():
+        if not (value is None or isinstance(value, str)) or value not in choices:
+            raise error(f"{name} is {shown(value)}; give one of {', '.join(map(repr, choices))}.")
+
+
+def check_kind(error: type[HotswapError], name: str, value: object, kind: type) -> None:
+    """Raise an error that names the argument unless a value is of a type, or has all that the type asks for.
+
+    An abstract type asks for its abstract methods, and for those of a context manager if it is one; any other
+    for objects of its own.
+    """
+    if isinstance(value, kind):
+        return
+    wanted = {*getattr(kind, "__abstractmethods__", ()), *_CONTEXT.intersection(dir(kind))}
+    lacking = sorted(method for method in wanted if not callable(getattr(value, method, None)))
+    if wanted and not lacking and not isinstance(value, type):
+        return
+    lacks = f" It lacks {', '.join(lacking)}." if lacking else ""
+    raise error(f"{name} is {shown(value)}; give an object of type {kind.__name__}.{lacks}")
 
 
 def to_int(name: str, value: object, least: int, most: int) -> int:
@@ -96,13 +134,17 @@ def to_float(name: str, value: object, least: float, most: float, *, above: bool
     raise InvalidRequest(f"{name} is {shown(value)}; give a finite number {begin} to {most:g}.")
 
 
-def to_token_ids(name: str, value: object, *, most: int | None = None) -> tuple[int, ...]:
+def to_token_ids(
+    name: str, value: object, *, most: int | None = None, ordered: bool = True
+) -> tuple[int, ...]:
     """Return token ids, given as a flat sequence of whole numbers (a NumPy array or a tensor is one).
+
+    A set is refused if they are `ordered`.
 
     Raises:
         InvalidRequest: it is none, or longer than `most`.
     """
-    if not is_list(value):
+    if not is_list(value) or (ordered and isinstance(value, Set)):
         raise InvalidRequest(f"{name} is {shown(value)}; give a flat list of token ids.")
     ids = tuple(value)
     if most is not None and len(ids) > most:
@@ -110,6 +152,16 @@ def to_token_ids(name: str, value: object, *, most: int | None = None) -> tuple[
     if all(type(id) is int for id in ids) and (not ids or _in_range(cast("tuple[int, ...]", ids))):
         return cast("tuple[int, ...]", ids)  # checked in C: prompts are long
     return tuple(to_int(f"{name}[{at}]", id, 0, MAX_TOKEN_ID) for at, id in enumerate(ids))
+
+
+def to_objects(error: type[HotswapError], name: str, value: Iterable[T], kind: type) -> tuple[T, ...]:
+    """Return objects of a type that are given as a list, or raise an error that names the one that is not."""
+    if not is_list(cast("object", value)):
+        raise error(f"{name} is {shown(value)}; give a list of objects of type {kind.__name__}.")
+    objects = tuple(value)
+    for at, one in enumerate(objects):
+        check_kind(error, f"{name}[{at}]", one, kind)
+    return objects
 
 
 def is_list(value: object) -> TypeGuard[Iterable[object]]:

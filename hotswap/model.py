@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from hotswap.checks import shown
+from hotswap.checks import check_counts, check_strings, shown
 from hotswap.errors import ConfigError
 from hotswap.model_id import directory_name
 from hotswap.request import AdapterId, ModelId
@@ -54,14 +54,11 @@ class Model:
             directory_name(self.id)
         except ValueError as exc:
             raise ConfigError(f"Model id {shown(self.id)} {exc}.") from None
-        if self.min_replicas < 0:
-            raise ConfigError(f"min_replicas of {self.id!r} is {self.min_replicas}; it must be 0 or more.")
+        check_counts(ConfigError, 0, **{f"min_replicas of {self.id!r}": self.min_replicas})
         if not self.weight > 0:
             raise ConfigError(f"weight of {self.id!r} is {self.weight}; it must be over 0.")
-        if self.max_context_tokens is not None and self.max_context_tokens < 1:
-            raise ConfigError(
-                f"max_context_tokens of {self.id!r} is {self.max_context_tokens}; give 1 or more."
-            )
+        if self.max_context_tokens is not None:
+            check_counts(ConfigError, 1, **{f"max_context_tokens of {self.id!r}": self.max_context_tokens})
         if self.on_change not in get_args(OnChange):
             raise ConfigError(
                 f"on_change of {self.id!r} is {self.on_change!r}; give 'refuse', 'convert' or 'serve'."
@@ -83,14 +80,14 @@ class Adapter:
     epoch: int = 0
 
     def __post_init__(self) -> None:
+        check_strings(ConfigError, id=self.id, model=self.model)
         if not self.id:
             raise ConfigError(f"An adapter of model {self.model!r} has an empty id; give it a name.")
         if re.search(r"@\d+$", self.id):
             raise ConfigError(
                 f"Adapter {self.id!r} has the form of a version, 'name@number'; choose another id."
             )
-        if self.epoch < 0:
-            raise ConfigError(f"epoch of adapter {self.id!r} is {self.epoch}; give 0 or more.")
+        check_counts(ConfigError, 0, **{f"epoch of adapter {self.id!r}": self.epoch})
 
     @property
     def version(self) -> AdapterId:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -161,7 +161,7 @@ class Sampling:
             ("forced_end_tokens", forced_end_tokens),
             ("stop_token_ids", stop_token_ids),
         ):
-            put(self, name, to_token_ids(name, () if ids is None else ids, most=_MAX_ENTRIES))
+            put(self, name, to_token_ids(name, () if ids is None else ids, most=_MAX_ENTRIES, ordered=False))
         put(self, "bad_words", _texts("bad_words", bad_words, _MAX_ENTRIES))
         put(self, "bad_words_ids", _words(bad_words_ids))
         put(self, "seed", None if seed is None else to_int("seed", seed, -(1 << 63), (1 << _SEED_BITS) - 1))
@@ -297,7 +297,7 @@ def _key(key: object) -> object:
 
 
 def _bias(name: str, value: object) -> tuple[int, float]:
-    pair = tuple(value) if is_list(value) else ()
+    pair = tuple(value) if is_list(value) and not isinstance(value, Set) else ()
     if len(pair) != 2:
         raise InvalidRequest(f"{name} is {shown(value)}; give a pair of a token id and a number.")
     token, bias = pair

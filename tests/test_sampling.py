@@ -31,12 +31,23 @@ WRONG: dict[str, list[object]] = {
     "repetition_penalty": [0.0, -1.0, NAN, INF],
     "presence_penalty": [2.1, -2.1, NAN],
     "frequency_penalty": [2.1, -3, NAN],
-    "logit_bias": [5, "5", {-1: 1.0}, {3: 101.0}, {"x": 1.0}, [(3,)], [3, 1.0], {3: NAN}, {3: 1.0, "3": 2.0}],
+    "logit_bias": [
+        5,
+        "5",
+        {-1: 1.0},
+        {3: 101.0},
+        {"x": 1.0},
+        [(3,)],
+        [3, 1.0],
+        [{3, 1.0}],
+        {3: NAN},
+        {3: 1.0, "3": 2.0},
+    ],
     "suppress_tokens": [5, "5", [-1], [1.0], [True], [[1]], {1: 2}, [2**31], list(range(2000))],
     "begin_suppress_tokens": [5, [None]],
     "forced_end_tokens": [5, [1.5]],
     "bad_words": [5, [""], [b"x"], {"a": 1}, ["x" * 2000]],
-    "bad_words_ids": [5, [5], [[]], [[1.0]], ["ab"]],
+    "bad_words_ids": [5, [5], [[]], [[1.0]], ["ab"], [{1, 2}]],
     "seed": [1.5, "7", True, 2**64, -(2**63) - 1],
     "stop": [5, [""], "", [5], [b"x"], ["x"] * 65, ["x" * 2000], {"a": 1}, b"END"],
     "stop_token_ids": [5, [-1], ["5"], [[5]]],
@@ -103,6 +114,7 @@ def test_what_json_gives_is_taken() -> None:
     assert Sampling(logit_bias=[(5, 1)]) == Sampling(logit_bias={5: 1.0})
     assert Sampling(json_schema={"type": "object"}) == Sampling(json_schema='{"type": "object"}')
     assert Sampling(bad_words="x", bad_words_ids=[[1, 2]]).bad_words_ids == ((1, 2),)
+    assert sorted(Sampling(stop_token_ids={5, 7}).stop_token_ids) == [5, 7]  # type: ignore[arg-type]
 
 
 def test_numbers_of_array_libraries_are_taken() -> None:

@@ -13,6 +13,7 @@ import anyio
 
 from hotswap import telemetry as tm
 from hotswap.action import PinAdapters
+from hotswap.checks import check_kind, check_strings
 from hotswap.errors import ConfigError, InstanceLost, RequestEvicted, UnknownAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
@@ -76,6 +77,7 @@ class Adapters:
             ConfigError: its model has another of the same name, is not registered or was rolled to another,
                 or no engine can hold adapters.
         """
+        check_kind(ConfigError, "adapter", adapter, Adapter)
         self._refuse_rolled(adapter.model)
         known = self._state.adapters.get(_key(adapter))
         if known is not None and not _same_place(known, adapter):
@@ -115,6 +117,7 @@ class Adapters:
             UnsupportedAdapter, StoreError, SourceChanged: the new version cannot be had.
             InstanceError: an engine failed to take it.
         """
+        check_kind(ConfigError, "adapter", adapter, Adapter)
         self._refuse_rolled(adapter.model)
         async with self._updating:
             old = self.named(ModelId(adapter.model), adapter.id)
@@ -148,6 +151,7 @@ class Adapters:
             UnknownAdapter: the model has none of that name.
             ConfigError: the model was rolled to another.
         """
+        check_strings(ConfigError, model=model, adapter=adapter)
         self._refuse_rolled(model)
         old = self.named(ModelId(model), adapter)
         del self._state.adapters[_key(old)]

@@ -13,7 +13,7 @@ import anyio
 
 from hotswap import telemetry as tm
 from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
-from hotswap.checks import check_seconds
+from hotswap.checks import check_required_seconds
 from hotswap.errors import ConfigError, HotswapError
 from hotswap.request import ModelId
 from hotswap.runtime.adapters import Adapters
@@ -137,7 +137,7 @@ class Control:
         if instance is None or (target is not None and target not in self._state.models):
             log.error("Scheduler %r asked for %r, which this fleet does not have.", self._scheduler, action)
             return
-        check_seconds(ConfigError, deadline_s=action.deadline_s)
+        check_required_seconds(ConfigError, deadline_s=action.deadline_s)
         view = instance.view()
         if view.free and view.model != target and instance.may_try(target):
             self._state.claim(instance, target)

@@ -15,7 +15,14 @@ from anyio import AsyncContextManagerMixin
 from hotswap import telemetry as tm
 from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.chat import Chat
-from hotswap.checks import check_names, check_positive_seconds, check_priority, check_seconds
+from hotswap.checks import (
+    check_kind,
+    check_positive_seconds,
+    check_priority,
+    check_seconds,
+    check_strings,
+    to_objects,
+)
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest
 from hotswap.migration import Mover
@@ -88,6 +95,21 @@ class Core(AsyncContextManagerMixin):
         random: Random | None = None,
     ) -> None:
         check_positive_seconds(ConfigError, interval_s=interval_s)
+        check_kind(ConfigError, "store", store, WeightStore)
+        check_kind(ConfigError, "router", router, Router)
+        check_kind(ConfigError, "scheduler", scheduler, Scheduler)
+        optional = {
+            "limits": SwapLimits,
+            "migration_limits": MigrationLimits,
+            "mover": Mover,
+            "random": Random,
+        }
+        for name, part in zip(optional, (limits, migration_limits, mover, random), strict=True):
+            if part is not None:
+                check_kind(ConfigError, name, part, optional[name])
+        engines = to_objects(ConfigError, "engines", engines, Engine)
+        models = to_objects(ConfigError, "models", models, Model)
+        adapters = to_objects(ConfigError, "adapters", adapters, Adapter)
         self._name = uuid.uuid4().hex[:8]
         self.telemetry = telemetry = Telemetry(tracer_provider, meter_provider, fleet=self._name)
         self.state = state = FleetState(store)
@@ -198,7 +220,7 @@ class Core(AsyncContextManagerMixin):
             self.closing.check_admits()
             check_priority(InvalidRequest, priority)
             check_seconds(InvalidRequest, deadline_s=deadline_s)
-            check_names(model=model, adapter=adapter)
+            check_strings(InvalidRequest, model=model, adapter="" if adapter is None else adapter)
             sampling = to_sampling(sampling)
             while True:
                 name, named = self._named(model, adapter)

@@ -63,6 +63,8 @@ class Fleet(AsyncContextManagerMixin):
         tracer_provider: for spans; OpenTelemetry's global one by default.
         meter_provider: for metrics; likewise.
         random: draws the seeds of requests that name none; by default each is another in every process.
+
+    Raises `ConfigError` if an argument is wrong, by its name; the verbs do so before they do anything else.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class Fleet(AsyncContextManagerMixin):
         Cancelling it leaves the instance SERVING the old model, EMPTY, or SERVING the new.
 
         Raises:
-            UnknownModel, ConfigError: no such model, no such instance.
+            UnknownModel, ConfigError: no such model, no such instance, or an argument is wrong.
             SwapRefused: another swap has the instance, or it serves the model already.
             SwapFailed: a phase failed; the message says what the instance serves now.
             FleetClosed: the fleet is not open, or closed meanwhile.
@@ -284,9 +286,8 @@ class Fleet(AsyncContextManagerMixin):
 
     def reopen(self, instance: str) -> None:
         """Let requests come to an instance again that was drained; nothing happens if it was not."""
-        core = self._core
-        core.lifetime.check_loop()
-        core.operations.reopen(core.state.instance(instance))
+        self._core.lifetime.check_loop()
+        self._core.operations.reopen(self._core.state.instance(instance))
 
     async def add(self, engine: Engine) -> None:
         """Start an engine and take it in, EMPTY: schedulers see it from now on, `swap` gives it a model.
@@ -295,8 +296,7 @@ class Fleet(AsyncContextManagerMixin):
             ConfigError: the fleet has an instance of its name.
             FleetClosed: the fleet is not open.
         """
-        work = self._core.operations.add(engine)
-        await self._core.lifetime.run(work, f"the start of engine {engine.id!r}")
+        await self._core.lifetime.run(self._core.operations.add(engine), "the start of an engine")
 
     async def remove(
         self, instance: str, *, deadline_s: float | None = None, reason: str = "by hand"
@@ -335,7 +335,7 @@ class Fleet(AsyncContextManagerMixin):
         Cancelling it, or an error, leaves replicas of both: call it again to go on.
 
         Raises:
-            UnknownModel: either is not registered.
+            UnknownModel, ConfigError: either is not registered, or they are one.
             UnknownAdapter: `to` lacks an adapter that `model` has; requests name adapters by the same names.
             SwapFailed, SwapRefused: a replica could not turn; it serves, or is EMPTY, as the message says.
             FleetClosed: the fleet is not open, or closed meanwhile.
@@ -351,8 +351,7 @@ class Fleet(AsyncContextManagerMixin):
         Raises:
             FleetClosed: the fleet is not open, or closes meanwhile.
         """
-        work = self._core.state.min_replicas_served()
-        await self._core.lifetime.run(work, "the wait for min_replicas")
+        await self._core.lifetime.run(self._core.state.min_replicas_served(), "the wait for min_replicas")
 
     async def close_gracefully(self, deadline_s: float | None = None) -> int:
         """Admit no new request, and return once those that run or wait have ended; then leave the block.

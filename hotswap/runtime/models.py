@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from hotswap.checks import check_seconds
+from hotswap.checks import check_kind, check_seconds, check_strings
 from hotswap.engine import SupportsPreload
 from hotswap.errors import ConfigError, ModelTooLarge, PromptTooLong, UnknownModel
 from hotswap.generation import sampling_of, unmapped
@@ -68,6 +68,7 @@ class Models:
             UnknownModel: the fleet has no such model.
             InvalidRequest: the file or `fields` have a value that cannot be used.
         """
+        check_strings(ConfigError, model=model)
         name = ModelId(model)
         name = self._state.aliases.get(name, name)
         self._state.card(name)
@@ -109,9 +110,10 @@ class Models:
             StoreError: its weights cannot be read.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
-        await self._lifetime.run(self._add(model), f"the addition of model {model.id!r}")
+        await self._lifetime.run(self._add(model), "the addition of a model")
 
     async def _add(self, model: Model) -> None:
+        check_kind(ConfigError, "model", model, Model)
         name = ModelId(model.id)
         if name in self._state.models or name in self._adding:
             raise ConfigError(f"There is a model {name!r} already; give the new one another id.")
@@ -136,6 +138,7 @@ class Models:
             SwapFailed: an instance could not unload it; the model stays registered.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
+        check_strings(ConfigError, model=model)
         check_seconds(ConfigError, deadline_s=deadline_s)
         await self._lifetime.run(self._remove(model, deadline_s), f"the removal of model {model!r}")
 

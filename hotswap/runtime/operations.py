@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import anyio
 
 from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
-from hotswap.checks import check_seconds
+from hotswap.checks import check_choice, check_kind, check_required_seconds, check_seconds, check_strings
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
 from hotswap.model import Adapter
@@ -33,6 +33,8 @@ __all__ = ["Operations", "RollStreams"]
 log = logging.getLogger("hotswap")
 
 RollStreams: TypeAlias = Literal["pinned", "moved"]
+
+_METHODS = (None, *get_args(MigrationMethod))
 
 # Moves of a request that may fail before a drain interrupts it instead.
 _MAX_FAILED_MOVES = 2
@@ -60,6 +62,8 @@ class Operations:
 
     async def swap(self, instance: str, model: str, *, deadline_s: float, reason: str) -> SwapRecord:
         """Swap an instance to a model, and reopen it if it was drained."""
+        check_strings(ConfigError, to=model, reason=reason)
+        check_required_seconds(ConfigError, deadline_s=deadline_s)
         card, chosen = self._state.card(ModelId(model)), self._state.instance(instance)
         status = chosen.engine.status()
         if status.model == card.id and status.state is InstanceState.SERVING:
@@ -71,12 +75,13 @@ class Operations:
 
     async def unload(self, instance: str, *, deadline_s: float, reason: str) -> SwapRecord:
         """Evict what runs on an instance and free its weights."""
+        check_strings(ConfigError, reason=reason)
+        check_required_seconds(ConfigError, deadline_s=deadline_s)
         return await self._swap(self._state.instance(instance), None, deadline_s=deadline_s, reason=reason)
 
     async def _swap(
         self, instance: Instance, target: ModelId | None, *, deadline_s: float, reason: str
     ) -> SwapRecord:
-        check_seconds(ConfigError, deadline_s=deadline_s)
         self._state.claim(instance, target)
         return await self._swaps.run(instance, target, deadline_s=deadline_s, reason=reason)
 
@@ -84,6 +89,9 @@ class Operations:
         self, request: str, *, to: str, method: MigrationMethod | None, reason: str
     ) -> MigrationRecord:
         """Move a request that runs to another instance of its model."""
+        check_strings(InvalidRequest, request=request)
+        check_strings(ConfigError, to=to, reason=reason)
+        check_choice(ConfigError, _METHODS, method=method)
         active = self._state.requests.get(RequestId(request))
         if active is None:
             raise InvalidRequest(f"There is no request {request!r} under way; it may have ended.")
@@ -95,6 +103,8 @@ class Operations:
         self, instance: str, *, deadline_s: float | None, method: MigrationMethod | None, reason: str
     ) -> DrainRecord:
         """Empty an instance of requests; it stays closed."""
+        check_strings(ConfigError, reason=reason)
+        check_choice(ConfigError, _METHODS, method=method)
         check_seconds(ConfigError, deadline_s=deadline_s)
         chosen = self._state.instance(instance)
         if chosen.draining:
@@ -146,6 +156,7 @@ class Operations:
 
     async def add(self, engine: Engine) -> None:
         """Start an engine and take it in, EMPTY."""
+        _check_engine("engine", engine)
         if engine.id in self._state.instances or engine.id in self._starting:
             raise ConfigError(f"There is an instance {engine.id!r} already; give the engine another id.")
         self._starting.add(engine.id)
@@ -158,6 +169,7 @@ class Operations:
 
     async def remove(self, instance: str, *, deadline_s: float | None, reason: str) -> DrainRecord:
         """Drain an instance, unload it and let it go, also one that is lost and cannot be unloaded."""
+        check_strings(ConfigError, reason=reason)
         check_seconds(ConfigError, deadline_s=deadline_s)
         record = await self._let_go(instance, deadline_s, reason)
         await self._stop(record.instance)
@@ -202,6 +214,8 @@ class Operations:
         self, instance: str, by: Engine, *, deadline_s: float | None, reason: str
     ) -> DrainRecord:
         """Put another engine in an instance's place."""
+        check_strings(ConfigError, reason=reason)
+        _check_engine("by", by)
         check_seconds(ConfigError, deadline_s=deadline_s)
         model = self._state.instance(instance).engine.status().model
         await self.add(by)
@@ -220,7 +234,11 @@ class Operations:
 
     async def roll(self, model: str, *, to: str, streams: RollStreams, reason: str) -> tuple[InstanceId, ...]:
         """Give a model new weights, one replica after the other; return the instances that have them."""
+        check_strings(ConfigError, model=model, to=to, reason=reason)
+        check_choice(ConfigError, get_args(RollStreams), streams=streams)
         old, new = self._state.card(ModelId(model)).id, self._state.card(ModelId(to)).id
+        if old == new:
+            raise ConfigError(f"Model {model!r} cannot be rolled to itself; give its new weights another id.")
         self._adapters.check_roll(old, new)
         self._state.rolls.append((old, new))
         try:
@@ -304,6 +322,11 @@ class Operations:
             if (target := self._target(active, model)) is not None:
                 active.next_model = target
                 active.interrupt()
+
+
+def _check_engine(name: str, engine: Engine) -> None:
+    check_kind(ConfigError, name, engine, Engine)
+    check_strings(ConfigError, **{f"{name}.id": getattr(engine, "id", None)})
 
 
 class _Drain:

@@ -11,6 +11,7 @@ from typing import Protocol
 import anyio
 
 from hotswap.action import SwapRecord
+from hotswap.checks import check_strings
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, SwapRefused, UnknownModel
 from hotswap.model import Adapter, Model, ModelCard
@@ -170,8 +171,9 @@ class FleetState:
         """Take an engine in.
 
         Raises:
-            ConfigError: there is an instance of its id.
+            ConfigError: its id is no string, or there is an instance of it.
         """
+        check_strings(ConfigError, **{"engine.id": getattr(engine, "id", None)})
         if engine.id in self.instances:
             raise ConfigError(f"There is an instance {engine.id!r} already; give the engine another id.")
         instance = self.instances[engine.id] = Instance(engine)
@@ -193,6 +195,7 @@ class FleetState:
         Raises:
             ConfigError: naming those that there are.
         """
+        check_strings(ConfigError, instance=instance)
         found = self.instances.get(InstanceId(instance))
         if found is None:
             known = ", ".join(map(repr, self.instances)) or "none"

@@ -165,7 +165,24 @@ async def test_an_unseeded_request_draws_its_seed_once_and_tells_it() -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [[[0, 1]], [0.5], None, ["a"], {"input_ids": [1]}, "a\ud800b", b"ab", [True], [-1], [2**40], [], "", 5],
+    [
+        [[0, 1]],
+        [0.5],
+        None,
+        ["a"],
+        {"input_ids": [1]},
+        "a\ud800b",
+        b"ab",
+        [True],
+        [-1],
+        [2**40],
+        [],
+        "",
+        5,
+        {1, 2},
+        frozenset({1, 2}),
+        {1: 2}.keys(),
+    ],  # the last ones are in no order that can be meant
     ids=repr,
 )
 async def test_a_prompt_that_is_neither_text_nor_tokens_is_refused(prompt: Any) -> None:
