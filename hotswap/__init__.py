@@ -40,6 +40,7 @@ from hotswap.runtime import (
     MigrationLimits,
     Models,
     RollStreams,
+    Sample,
     SwapLimits,
     Usage,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "Residency",
     "RollStreams",
     "RunningView",
+    "Sample",
     "Sampling",
     "StoreView",
     "SwapLimits",

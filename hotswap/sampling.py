@@ -16,6 +16,7 @@ AS_MANY_AS_FIT = MAX_TOKEN_ID
 """The `max_tokens` of a request that may fill the model's context."""
 
 _SEED_BITS = 64
+_MAX_SAMPLES = 128
 _MAX_LOGPROBS = 20
 _MAX_ENTRIES = 1024
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 64, 1024
@@ -36,6 +37,8 @@ class Sampling:
     else of another type, NaN or out of range is an `InvalidRequest` that names the field.
 
     Args:
+        n: How many samples to draw, at most 128: the prompt is computed once, and each has a seed of its own,
+            `seed` plus its number. More than one takes a temperature, since greedy samples are equal.
         max_tokens: Most tokens to generate; `None` asks for as many as fit the model's context.
         min_tokens: No stop of any kind fires before so many tokens, and no end token comes.
         temperature: 0 takes the most probable token; else logits are divided by it.
@@ -78,6 +81,7 @@ class Sampling:
     have no text, ignore them.
     """
 
+    n: int
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -110,6 +114,7 @@ class Sampling:
     def __init__(
         self,
         *,
+        n: int | None = 1,
         max_tokens: int | None = 128,
         min_tokens: int | None = 0,
         temperature: float | None = 0.0,
@@ -141,6 +146,7 @@ class Sampling:
     ) -> None:
         max_tokens = AS_MANY_AS_FIT if max_tokens is None else max_tokens
         put = object.__setattr__
+        put(self, "n", to_int("n", 1 if n is None else n, 1, _MAX_SAMPLES))
         put(self, "max_tokens", to_int("max_tokens", max_tokens, 1, AS_MANY_AS_FIT))
         put(self, "min_tokens", to_int("min_tokens", min_tokens or 0, 0, self.max_tokens))
         put(self, "temperature", _number("temperature", temperature, 0.0, 0.0, 1e6))
@@ -176,6 +182,10 @@ class Sampling:
         put(self, "json_schema", _schema(json_schema))
         put(self, "regex", _grammar("regex", regex))
         put(self, "grammar", _grammar("grammar", grammar))
+        if self.n > 1 and not self.is_random:
+            raise InvalidRequest(
+                f"n is {self.n} at temperature 0, where all samples are equal; give a temperature or n=1."
+            )
         if sum(map(bool, (self.json_schema, self.regex, self.grammar))) > 1:
             raise InvalidRequest("json_schema, regex and grammar are given together; give one of them.")
         if self.has_grammar and self.min_tokens:
@@ -195,10 +205,14 @@ class Sampling:
         return self.temperature > 0
 
     def sample(self, index: int) -> Sampling:
-        """Return the same with a seed of its own, for the sample number `index` of one prompt."""
-        if self.seed is None or not index:
-            return self
-        return replace(self, seed=(self.seed + index) % (1 << _SEED_BITS))
+        """Return the parameters of the sample number `index` alone, which has a seed of its own.
+
+        Log-probabilities of the prompt are told with the first sample.
+        """
+        if not index:
+            return self if self.n == 1 else replace(self, n=1)
+        seed = None if self.seed is None else (self.seed + index) % (1 << _SEED_BITS)
+        return replace(self, n=1, seed=seed, prompt_logprobs=None)
 
     def __repr__(self) -> str:
         default = Sampling()

@@ -22,6 +22,7 @@ class NoRepr:
 
 
 WRONG: dict[str, list[object]] = {
+    "n": [0, -1, 129, 1.0, "5", True, 2],  # 2 without a temperature
     "max_tokens": [0, -1, 2**31, 1.0, "5", True, NAN, [5], b"5"],
     "min_tokens": [-1, 129, 1.0, "5", True],
     "temperature": [-0.1, NAN, INF, "1", True, [1.0], 10**400, b"1"],
@@ -140,8 +141,11 @@ def test_a_grammar_stands_alone() -> None:
 
 
 def test_samples_of_one_prompt_have_seeds_of_their_own() -> None:
-    last = Sampling(seed=2**64 - 1)
-    assert [last.sample(index).seed for index in range(3)] == [2**64 - 1, 0, 1]
+    last = Sampling(seed=2**64 - 1, n=3, temperature=1.0, prompt_logprobs=2)
+    samples = [last.sample(index) for index in range(3)]
+    assert [sample.seed for sample in samples] == [2**64 - 1, 0, 1]
+    assert [sample.n for sample in samples] == [1, 1, 1]
+    assert [sample.prompt_logprobs for sample in samples] == [2, None, None]
     assert Sampling().sample(3) == Sampling()
 
 

@@ -33,13 +33,19 @@ def check_servable(
         unsupported: Fields of `Sampling` that the engine does not know; none may differ from its default.
 
     Raises:
-        InvalidRequest: it has all its tokens already, or some that the model does not know, or a grammar.
+        InvalidRequest: it has all its tokens already, or some that the model does not know, or asks
+            for several samples, or a grammar.
         PromptTooLong: it fills the context, or would outgrow `kv_tokens`.
     """
     if request.remaining_tokens < 1:
         raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
     if request.sampling.has_grammar and no_grammar:
         raise InvalidRequest(f"Request {request.id!r} is to be held to a grammar, but {no_grammar}.")
+    if request.sampling.n > 1:
+        raise InvalidRequest(
+            f"Request {request.id!r} asks an engine for {request.sampling.n} samples; ask a fleet, or send a "
+            "request for each (`Sampling.sample`)."
+        )
     default = Sampling()
     for name in unsupported:
         if getattr(request.sampling, name) != getattr(default, name):

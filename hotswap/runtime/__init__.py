@@ -2,7 +2,7 @@
 
 from hotswap.runtime.active import Hop
 from hotswap.runtime.adapters import Adapters
-from hotswap.runtime.completion import Completion, Usage
+from hotswap.runtime.completion import Completion, Sample, Usage
 from hotswap.runtime.fleet import Fleet
 from hotswap.runtime.flow import FleetStream
 from hotswap.runtime.models import Models
@@ -19,6 +19,7 @@ __all__ = [
     "MigrationLimits",
     "Models",
     "RollStreams",
+    "Sample",
     "SwapLimits",
     "Usage",
 ]

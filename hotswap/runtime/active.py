@@ -10,7 +10,19 @@ import anyio
 
 from hotswap.model import Adapter
 from hotswap.request import FinishReason, ModelId, Request
-from hotswap.runtime.lifecycle import NEW, Event, Evicted, GotToken, History, Interrupted, Moved, Next, step
+from hotswap.runtime.lifecycle import (
+    NEW,
+    Event,
+    Evicted,
+    GotToken,
+    History,
+    Interrupted,
+    Lost,
+    Moved,
+    Next,
+    step,
+)
+from hotswap.runtime.samples import SampleGroup
 from hotswap.view import InstanceId
 
 if TYPE_CHECKING:
@@ -47,6 +59,7 @@ class ActiveRequest:
         adapter: The version of the adapter that it names.
         arrival: The number of its arrival in the fleet.
         span: The span of the whole request.
+        samples: The samples that it is one of; `None` if it is the only one.
         instance: Where it runs.
         hops: Where it has run.
         history: Of its failures.
@@ -59,8 +72,16 @@ class ActiveRequest:
         finish_reason: Of its last token.
     """
 
-    def __init__(self, request: Request, adapter: Adapter | None, arrival: int, span: Span) -> None:
+    def __init__(
+        self,
+        request: Request,
+        adapter: Adapter | None,
+        arrival: int,
+        span: Span,
+        samples: SampleGroup | None = None,
+    ) -> None:
         self.request, self.adapter, self.arrival, self.span = request, adapter, arrival, span
+        self.samples = samples
         self.instance: Instance | None = None
         self.hops: list[Hop] = []
         self.history: History = NEW
@@ -131,13 +152,25 @@ class ActiveRequest:
         """Note a stay that begins."""
         self.hops.append(Hop(instance=instance.id, first_index=self.num_generated))
 
-    def note_token(self) -> None:
-        """Note a token: a move that brought the request here has succeeded."""
+    def note_token(self) -> bool:
+        """Note a token: a move that brought the request here has succeeded.
+
+        Returns whether other samples of its request may begin that could not before.
+        """
         if self.history is not NEW:
             self.history, _ = step(self.history, GotToken())
         if self.arrived is not None and self.next_instance is None and not self.arrived.is_set():
             self.arrived_s = anyio.current_time()
             self.arrived.set()
+        samples, instance = self.samples, self.instance
+        return bool(samples and instance and samples.got_token(self.request.id, instance.id))
+
+    def departing(self, instance: InstanceId, event: Event) -> None:
+        """Have other samples of its request know that an event takes this one from its instance."""
+        if self.samples is not None:
+            self.samples.left(self.request.id)
+            if isinstance(event, Evicted | Lost):
+                self.samples.forget(instance)
 
     def departed(self, event: Event, by: SpanContext | None = None) -> Next:
         """Return what it does next, now that an event has taken it from its instance.

@@ -12,9 +12,11 @@ from hotswap.errors import ConfigError, QueueFull
 from hotswap.request import ModelId, Request
 from hotswap.router import Router
 from hotswap.runtime.instance import Instance
-from hotswap.runtime.queue import Answered, Ticket
+from hotswap.runtime.queue import ORDINARY, Answered, Standing, Ticket
+from hotswap.runtime.samples import SampleGroup
 from hotswap.runtime.state import Change, FleetState
 from hotswap.runtime.views import lend
+from hotswap.view import InstanceId
 
 __all__ = ["Admission"]
 
@@ -23,7 +25,8 @@ class Admission:
     """Asks the router about waiting requests, and assigns each to the instance that it names.
 
     The router is asked about the first request of each model and adapter alone, and only while an instance of
-    the model is open: a thousand requests that wait for one model cost one question.
+    the model is open: a thousand requests that wait for one model cost one question. It is not asked about a
+    sample that may begin where another sample of the same request has computed the prompt.
 
     Args:
         state: Of the fleet.
@@ -43,29 +46,32 @@ class Admission:
         arrival: int,
         *,
         refusable: bool = False,
-        suspect: bool = False,
+        num_behind: int = 0,
+        standing: Standing = ORDINARY,
         answered: Answered | None = None,
     ) -> Ticket:
         """Queue a request, and ask for it at once if no other of its kind is ahead; `answered` is set then.
 
-        The caller goes on to `answer`, which gives the ticket back.
+        The caller goes on to `answer`, which gives the ticket back. `num_behind` requests are to follow it.
 
         Raises:
-            QueueFull: it is refusable and would have to wait, and as many requests as may wait do; with the
-                time that a request has usually waited of late as `retry_after_s`.
+            QueueFull: it is refusable and would have to wait, and with those behind it more requests would
+                than may wait; with the time that a request has usually waited of late as `retry_after_s`.
         """
         state = self._state
         answered = anyio.Event() if answered is None else answered
-        ticket = state.enqueue(request, arrival, answered, suspect=suspect)
+        ticket = state.enqueue(request, arrival, answered, standing)
         state.refresh()
         if state.queue.is_first(ticket) and self._may_ask(ticket):
             self._ask(ticket)
         if not ticket.waiting:
             return ticket
-        if refusable and len(state.queue) > self._max_waiting:
+        if refusable and len(state.queue) + num_behind > self._max_waiting:
             state.dequeue(ticket)
+            would = f", and {num_behind + 1} samples would have to" if num_behind else ""
             raise QueueFull(
-                f"{len(state.queue)} requests wait already, the most that may; try again later.",
+                f"{len(state.queue)} requests wait already of {self._max_waiting} that may{would}; try again "
+                "later.",
                 retry_after_s=self._usual_wait_s,
             )
         if not state.index.has_replica(request.model):
@@ -82,8 +88,10 @@ class Admission:
             return self.take(ticket)
         except BaseException:
             if ticket.instance is not None:
-                if ticket.suspect:
+                if ticket.standing.suspect:
                     self._state.suspect = None
+                if ticket.standing.follows is not None:
+                    ticket.standing.follows.left(ticket.request.id)
                 self._state.release(ticket.request, ticket.instance)
             raise
         finally:
@@ -124,10 +132,23 @@ class Admission:
                 f"Router {self._router!r} chose {shown(chosen)} for request {request.id!r}; the fleet has no "
                 "such instance. A router returns the id of one in its view."
             )
-        view = state.index.counted(chosen)
+        return self._if_open(chosen, request)
+
+    def _if_open(self, instance: InstanceId, request: Request) -> Instance | None:
+        view = self._state.index.counted(instance)
         if view is None or not view.open or view.model != request.model:
             return None
-        return state.instances[view.id] if request.adapter is None or view.max_adapters else None
+        return self._state.instances[view.id] if request.adapter is None or view.max_adapters else None
+
+    def _choose_for_sample(self, request: Request, samples: SampleGroup) -> Instance | None:
+        """Return where a sample may go: to an instance that has the prompt, or to any if none computes it."""
+        for ready in samples.ready:
+            view = self._state.index.counted(ready)
+            if view is None or view.hosted != request.model:
+                samples.forget(ready)
+            elif (instance := self._if_open(ready, request)) is not None and not view.swapping:
+                return instance
+        return self.choose(request) if samples.leader is None else None
 
     def refuse(self, model: ModelId, error: Exception) -> int:
         """Answer every request that waits for a model with an error; return how many they were."""
@@ -157,21 +178,27 @@ class Admission:
                 heapq.heappush(firsts, (following.order, number, following))
 
     def _may_ask(self, ticket: Ticket) -> bool:
-        if ticket.suspect and self._state.suspect is not None:
+        if ticket.standing.suspect and self._state.suspect is not None:
             return False
         request = ticket.request
         return self._state.index.has_open(request.model, adapters=request.adapter is not None)
 
     def _ask(self, ticket: Ticket) -> None:
         try:
-            ticket.instance = self.choose(ticket.request)
+            ticket.instance = (
+                self.choose(ticket.request)
+                if (samples := ticket.standing.follows) is None
+                else self._choose_for_sample(ticket.request, samples)
+            )
         except Exception as exc:  # a router's fault belongs to the request that it was asked about
             ticket.error = exc
         if ticket.instance is None and ticket.error is None:
             return
         if ticket.instance is not None:
             self._state.assign(ticket.request, ticket.instance)
-            if ticket.suspect:
+            if ticket.standing.follows is not None:
+                ticket.standing.follows.assigned(ticket.request.id, ticket.instance.id)
+            if ticket.standing.suspect:
                 self._state.suspect = ticket.request.id
         self._state.dequeue(ticket)
         ticket.answered.set()

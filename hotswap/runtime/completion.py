@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hotswap.request import FinishReason, PromptLogprobs, Token
 from hotswap.runtime.active import Hop
 
-__all__ = ["Completion", "Usage"]
+__all__ = ["Completion", "Sample", "Usage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """A whole generation.
+class Sample:
+    """One generation of a prompt.
 
     Attributes:
         text: Its text; empty without a tokenizer.
@@ -42,7 +42,6 @@ class Completion:
         matched_stop: The stop string, or the end token, that ended it; `None` if none did.
         usage: How many tokens it had.
         seed: What chance depended on: asking again with it draws the same; `None` of a greedy request.
-        prompt_logprobs: Log-probabilities of the prompt's tokens, if they were asked for.
         hops: Where it ran, in order, and from which token on.
         queue_s: Seconds from its arrival until it first ran.
         ttft_s: Seconds from its arrival to its first token.
@@ -54,7 +53,49 @@ class Completion:
     matched_stop: str | int | None
     usage: Usage
     seed: int | None
-    prompt_logprobs: tuple[PromptLogprobs, ...]
     hops: tuple[Hop, ...]
     queue_s: float
     ttft_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(Sample):
+    """The answer to a request: its first sample, and all of them.
+
+    Attributes:
+        usage: How many tokens the request had: the prompt once, and those generated of every sample.
+        prompt_logprobs: Log-probabilities of the prompt's tokens, if they were asked for.
+        samples: The samples that `Sampling.n` asks for, in order, the first included; mostly one.
+    """
+
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+    samples: tuple[Sample, ...]
+
+    @classmethod
+    def of(
+        cls, samples: tuple[Sample, ...], *, prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    ) -> Completion:
+        """Return the answer that consists of these samples, at least one."""
+        first = samples[0]
+        return cls(
+            text=first.text,
+            tokens=first.tokens,
+            finish_reason=first.finish_reason,
+            matched_stop=first.matched_stop,
+            usage=_usage_of(samples),
+            seed=first.seed,
+            hops=first.hops,
+            queue_s=first.queue_s,
+            ttft_s=first.ttft_s,
+            prompt_logprobs=prompt_logprobs,
+            samples=samples,
+        )
+
+
+def _usage_of(samples: tuple[Sample, ...]) -> Usage:
+    return Usage(
+        prompt_tokens=samples[0].usage.prompt_tokens,
+        generated_tokens=sum(sample.usage.generated_tokens for sample in samples),
+        # The others find the prompt that the first has computed.
+        reused_tokens=min(sample.usage.reused_tokens for sample in samples),
+    )

@@ -42,6 +42,8 @@ from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.moves import Moves
 from hotswap.runtime.operations import Operations
+from hotswap.runtime.queue import Standing
+from hotswap.runtime.samples import SampleGroup, samples_of
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swaps import Swaps
@@ -210,10 +212,11 @@ class Core(AsyncContextManagerMixin):
         priority: int,
         deadline_s: float | None,
         add_special_tokens: bool | None,
-    ) -> AsyncGenerator[ClientRequest]:
-        """Make a request of what a client asks for, and carry it until it ends or the block does.
+        most_samples: int | None = None,
+    ) -> AsyncGenerator[tuple[ClientRequest, ...]]:
+        """Make a request of each sample that is asked for, and carry them until they end or the block does.
 
-        Arguments and errors are those of `Fleet.stream`.
+        Arguments and errors are those of `Fleet.samples`. More than `most_samples` are refused.
         """
         operation = tm.CHAT if isinstance(prompt, Chat) else tm.COMPLETION
         try:
@@ -222,6 +225,11 @@ class Core(AsyncContextManagerMixin):
             check_seconds(InvalidRequest, deadline_s=deadline_s)
             check_strings(InvalidRequest, model=model, adapter="" if adapter is None else adapter)
             sampling = to_sampling(sampling)
+            if most_samples is not None and sampling.n > most_samples:
+                raise InvalidRequest(
+                    f"n is {sampling.n}, but a stream is one sample; ask `samples` for a stream of each, or "
+                    "`generate`."
+                )
             while True:
                 name, named = self._named(model, adapter)
                 text = self.texts.of(name) if named is None else await self.texts.of_adapter(named)
@@ -235,30 +243,51 @@ class Core(AsyncContextManagerMixin):
             known = next((name for name in self.state.registered if name == model), None)
             self.telemetry.refused(operation, known, exc)
             raise
-        request = ClientRequest(
-            new.request,
-            adapter=new.adapter,
-            arrival=new.arrival,
-            operation=operation,
-            telemetry=self.telemetry,
-            text=text,
-            deadline_s=deadline_s,
+        samples = samples_of(new.request)
+        group = SampleGroup(samples[0].id) if len(samples) > 1 else None
+        requests = tuple(
+            ClientRequest(
+                sample,
+                adapter=new.adapter,
+                arrival=new.arrival,
+                operation=operation,
+                telemetry=self.telemetry,
+                text=text,
+                deadline_s=deadline_s,
+                samples=group,
+                index=index,
+            )
+            for index, sample in enumerate(samples)
         )
+        self._begin(requests, group)
+        try:
+            yield requests
+        finally:
+            for request in requests:
+                request.scope.cancel()
+            with anyio.CancelScope(shield=True):
+                for request in requests:
+                    await request.ended.wait()
+
+    def _begin(self, requests: tuple[ClientRequest, ...], group: SampleGroup | None) -> None:
+        """Queue the samples of a request, all or none, and start their tasks."""
+        first, *others = requests
         try:
             self.closing.check_admits()  # the fleet may have closed while a text was encoded
-            ticket = self.admission.enter(new.request, new.arrival, refusable=True)
+            ticket = self.admission.enter(
+                first.request, first.arrival, refusable=True, num_behind=len(others)
+            )
         except HotswapError as exc:
-            request.fail(exc)
-            request.end()
+            for request in requests:
+                request.fail(exc)
+                request.end()
             raise
-        self.state.begin(request)
-        self.lifetime.tasks.start_soon(self.flow.run, request, ticket, name=f"request {new.request.id}")
-        try:
-            yield request
-        finally:
-            request.scope.cancel()
-            with anyio.CancelScope(shield=True):
-                await request.ended.wait()
+        standing = Standing(follows=group)
+        tickets = [self.admission.enter(one.request, one.arrival, standing=standing) for one in others]
+        for request, answer in zip(requests, (ticket, *tickets), strict=True):
+            self.state.begin(request)
+            name = f"request {request.request.id}"
+            self.lifetime.tasks.start_soon(self.flow.run, request, answer, name=name)
 
     def new_request(
         self,

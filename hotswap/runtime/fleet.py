@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from random import Random
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin
 
 from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
-from hotswap.chat import Chat
 from hotswap.engine import Engine
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
 from hotswap.router import Router
 from hotswap.runtime.adapters import Adapters
-from hotswap.runtime.completion import Completion
 from hotswap.runtime.core import Core
-from hotswap.runtime.flow import FleetStream
 from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.operations import RollStreams
+from hotswap.runtime.requests import Requests
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.views import LiveView
-from hotswap.sampling import Sampling
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 from hotswap.view import FleetView, InstanceId
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Fleet"]
 
 
-class Fleet(AsyncContextManagerMixin):
+class Fleet(Requests, AsyncContextManagerMixin):
     """Serves `models` on `engines`, swapping them as `scheduler` says and routing as `router` says.
 
     `async with Fleet(...) as fleet` opens the store, starts the engines, imports models that the store
@@ -112,106 +109,6 @@ class Fleet(AsyncContextManagerMixin):
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         async with self._core:
             yield self
-
-    # -- requests
-
-    @asynccontextmanager
-    async def stream(
-        self,
-        model: str,
-        prompt: str | Sequence[int] | Chat,
-        sampling: Sampling | None = None,
-        *,
-        adapter: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> AsyncGenerator[FleetStream]:
-        """Ask a model to continue `prompt` and lend its stream; leaving the block ends the request.
-
-        A text prompt needs a tokenizer beside the model's weights, a `Chat` a chat template; token ids work
-        always. Texts get the special tokens that the model wants around them (a start token, mostly) unless
-        they begin with them, chats those of their template; `add_special_tokens` says otherwise. A higher
-        `priority` leaves the queue earlier, ahead of at most 64 earlier requests for each level. After
-        `deadline_s` seconds the stream ends by `DeadlineExceeded`.
-
-        Raises:
-            UnknownModel: the model is not registered.
-            UnknownAdapter, UnsupportedAdapter: the model has no such adapter, or lacks tokens of it.
-            InvalidRequest: the prompt is empty, or cannot be written or encoded, or an argument is wrong.
-            PromptTooLong: the prompt leaves no room in the model's context.
-            ModelTooLarge: no engine could ever hold the model.
-            QueueFull: it would have to wait and too many do; it says when to come back.
-            FleetClosed: the fleet is not open, or closes gracefully.
-            WrongLoop: the fleet is open on another event loop.
-        """
-        async with self._core.running(
-            model,
-            prompt,
-            sampling,
-            adapter=adapter,
-            priority=priority,
-            deadline_s=deadline_s,
-            add_special_tokens=add_special_tokens,
-        ) as request:
-            yield FleetStream(request)
-
-    async def generate(
-        self,
-        model: str,
-        prompt: str | Sequence[int] | Chat,
-        sampling: Sampling | None = None,
-        *,
-        adapter: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> Completion:
-        """Return the whole generation at once; arguments and errors are those of `stream`."""
-        async with self.stream(
-            model,
-            prompt,
-            sampling,
-            adapter=adapter,
-            priority=priority,
-            deadline_s=deadline_s,
-            add_special_tokens=add_special_tokens,
-        ) as stream:
-            return await stream.complete()
-
-    async def chat(
-        self,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        adapter: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> Completion:
-        """Return a model's answer to a conversation, which the model's own chat template writes.
-
-        Arguments and errors are those of `Chat` and `stream`; `stream(model, Chat(messages))` gives tokens.
-        """
-        chat = Chat(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return await self.generate(
-            model,
-            chat,
-            sampling,
-            adapter=adapter,
-            priority=priority,
-            deadline_s=deadline_s,
-            add_special_tokens=add_special_tokens,
-        )
 
     # -- by hand
 
@@ -351,7 +248,9 @@ class Fleet(AsyncContextManagerMixin):
         Raises:
             FleetClosed: the fleet is not open, or closes meanwhile.
         """
-        await self._core.lifetime.run(self._core.state.min_replicas_served(), "the wait for min_replicas")
+        await self._core.lifetime.run(
+            self._core.operations.min_replicas_served(), "the wait for min_replicas"
+        )
 
     async def close_gracefully(self, deadline_s: float | None = None) -> int:
         """Admit no new request, and return once those that run or wait have ended; then leave the block.

@@ -16,11 +16,12 @@ from hotswap.request import FinishReason, PromptLogprobs, Request, Token
 from hotswap.runtime.active import ActiveRequest, Hop
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.admission import Admission
-from hotswap.runtime.completion import Completion, Usage
+from hotswap.runtime.completion import Completion, Sample, Usage
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Next, Requeue, departure
 from hotswap.runtime.losses import Losses
-from hotswap.runtime.queue import Ticket
+from hotswap.runtime.queue import Standing, Ticket
+from hotswap.runtime.samples import SampleGroup
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.texts import ModelText
 from hotswap.stream import TokenQueue, TokenStream
@@ -44,11 +45,12 @@ class ClientRequest(ActiveRequest):
         telemetry: Telemetry,
         text: ModelText,
         deadline_s: float | None,
+        samples: SampleGroup | None = None,
+        index: int = 0,
     ) -> None:
-        attributes = _attributes(request, operation)
-        super().__init__(
-            request, adapter, arrival, telemetry.start(f"{operation} {request.model}", attributes)
-        )
+        span = telemetry.start(f"{operation} {request.model}", _attributes(request, operation))
+        super().__init__(request, adapter, arrival, span, samples)
+        self._index = index
         self._operation = operation
         self.tokens = TokenQueue()
         self.scope = anyio.CancelScope()
@@ -159,9 +161,10 @@ class ClientRequest(ActiveRequest):
         outcome = self.finish_reason or ("left" if self._error is None else "error")
         telemetry.requests.add(1, {**labels, **ended, tm.REQUEST_OUTCOME: outcome})
         telemetry.request_seconds.record(request_s, {**labels, **ended})
-        telemetry.token_usage.record(len(self.request.prompt), {**labels, tm.TOKEN_TYPE: "input"})
+        if not self._index:  # the prompt of all samples counts once
+            telemetry.token_usage.record(len(self.request.prompt), {**labels, tm.TOKEN_TYPE: "input"})
+            telemetry.reused.add(self.num_reused_tokens, labels)
         telemetry.token_usage.record(len(self._given), {**labels, tm.TOKEN_TYPE: "output"})
-        telemetry.reused.add(self.num_reused_tokens, labels)
         if self.queue_s is not None:
             telemetry.queue_seconds.record(self.queue_s, labels)
         if self.ttft_s is not None:
@@ -199,18 +202,18 @@ class FleetStream(TokenStream):
         """Read the stream to its end; tokens and text of the completion are those read by this call."""
         tokens = await self.collect()
         assert self.finish_reason is not None, "a stream that ends without an error has a reason"
-        return Completion(
+        sample = Sample(
             text="".join(token.text for token in tokens),
             tokens=tuple(tokens),
             finish_reason=self.finish_reason,
             matched_stop=self.matched_stop,
             usage=self.usage,
             seed=self.seed,
-            prompt_logprobs=self.prompt_logprobs,
             hops=self.hops,
             queue_s=self.queue_s or 0.0,
             ttft_s=self.ttft_s or 0.0,
         )
+        return Completion.of((sample,), prompt_logprobs=self.prompt_logprobs)
 
     @property
     def request(self) -> Request:
@@ -317,7 +320,8 @@ class Flow:
                 if decision.pause_s:
                     await anyio.sleep(decision.pause_s)
                 request.take_model()  # its model may have been rolled meanwhile
-                ticket = self.admission.enter(request.remaining, request.arrival, suspect=decision.suspect)
+                standing = Standing(suspect=decision.suspect, follows=request.samples)
+                ticket = self.admission.enter(request.remaining, request.arrival, standing=standing)
 
     def _log_given_up(self, request: ClientRequest, error: Exception) -> None:
         """Log what ended a request, unless that is the request's own fault."""

@@ -58,6 +58,15 @@ class Operations:
         self._starting: set[InstanceId] = set()
         self._emptying: set[InstanceId] = set()  # a drain, a removal or a roll has them
 
+    async def min_replicas_served(self) -> None:
+        """Wait until every model has its least number of replicas serving."""
+        while True:
+            state, version = self._state, self._state.version
+            state.refresh()
+            if all(len(state.index.hosts(card.id)) >= card.min_replicas for card in state.models.values()):
+                return
+            await state.changed(version)
+
     # ------------------------------------------------------------------ swaps and moves
 
     async def swap(self, instance: str, model: str, *, deadline_s: float, reason: str) -> SwapRecord:

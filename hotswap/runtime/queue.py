@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,15 +13,33 @@ import anyio
 
 from hotswap.request import AdapterId, ModelId, Request
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.samples import SampleGroup
 from hotswap.view import WaitingView
 
-__all__ = ["Answered", "Queue", "QueueKey", "Ticket"]
+__all__ = ["ORDINARY", "Answered", "Queue", "QueueKey", "Standing", "Ticket"]
 
 # How many later arrivals a request goes ahead of for each level of its priority; engines have the same.
 PRIORITY_PLACES = 64
 
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """By what else than its model and adapter a request may have to wait.
+
+    Attributes:
+        suspect: Whether it may run beside no other suspect.
+        follows: The samples of its request, if it may go where one of them has computed the prompt, and waits
+            while one does.
+    """
+
+    suspect: bool = False
+    follows: SampleGroup | None = None
+
+
+ORDINARY = Standing()
+
 # Requests of one key are interchangeable for a router: what it declines for the first, it declines for all.
-QueueKey: TypeAlias = tuple[ModelId, AdapterId | None, bool]
+QueueKey: TypeAlias = tuple[ModelId, AdapterId | None, Standing]
 
 
 class Answered(Protocol):
@@ -52,7 +70,7 @@ class Ticket:
         answered: Set when there is an answer.
         instance: The answer, which the request has been assigned to.
         error: The answer, if the request cannot be served.
-        suspect: Whether it may run beside no other suspect.
+        standing: By what else it may have to wait.
         waiting: Whether the queue still has it.
     """
 
@@ -62,13 +80,13 @@ class Ticket:
     answered: Answered
     instance: Instance | None = None
     error: Exception | None = None
-    suspect: bool = False
+    standing: Standing = ORDINARY
     waiting: bool = True
 
     @property
     def key(self) -> QueueKey:
         """What it has in common with the requests that the router cannot tell from it."""
-        return self.request.model, self.request.adapter, self.suspect
+        return self.request.model, self.request.adapter, self.standing
 
 
 class Queue:
@@ -86,7 +104,9 @@ class Queue:
     def __len__(self) -> int:
         return sum(len(queue.tickets) for queue in self._by_model.values())
 
-    def add(self, request: Request, arrival: int, answered: Answered, *, suspect: bool = False) -> Ticket:
+    def add(
+        self, request: Request, arrival: int, answered: Answered, standing: Standing = ORDINARY
+    ) -> Ticket:
         """Append a request that was the fleet's `arrival`th, and return its ticket."""
         self._num_tickets += 1
         view = WaitingView(
@@ -100,7 +120,7 @@ class Queue:
             waiting_since_s=anyio.current_time(),
         )
         order = (arrival - PRIORITY_PLACES * request.priority, self._num_tickets)
-        ticket = Ticket(order, request, view, answered, suspect=suspect)
+        ticket = Ticket(order, request, view, answered, standing=standing)
         self._append(ticket)
         return ticket
 
@@ -162,9 +182,7 @@ class Queue:
     def count_with(self, model: ModelId, adapter: AdapterId) -> int:
         """Return how many requests wait for a model with one adapter."""
         queue = self._by_model.get(model)
-        if queue is None:
-            return 0
-        return sum(len(queue.keys.get((model, adapter, suspect), ())) for suspect in (False, True))
+        return 0 if queue is None else queue.num_with[adapter]
 
     def is_first(self, ticket: Ticket) -> bool:
         """Return whether no ticket of the same key is ahead of this one."""
@@ -188,20 +206,24 @@ class _ModelQueue:
     Attributes:
         tickets: By their number, those that have waited longest first.
         keys: The places of those of each key, in order.
+        num_with: How many there are with each adapter.
     """
 
     def __init__(self) -> None:
         self.tickets: OrderedDict[int, Ticket] = OrderedDict()
+        self.num_with: Counter[AdapterId | None] = Counter()
         self.keys: dict[QueueKey, list[tuple[int, int]]] = {}
         self._order: list[tuple[int, int]] = []
 
     def add(self, ticket: Ticket) -> None:
         self.tickets[ticket.order[1]] = ticket
+        self.num_with[ticket.request.adapter] += 1
         insort(self._order, ticket.order)
         insort(self.keys.setdefault(ticket.key, []), ticket.order)
 
     def remove(self, ticket: Ticket) -> None:
         del self.tickets[ticket.order[1]]
+        self.num_with[ticket.request.adapter] -= 1
         same = self.keys[ticket.key]
         for places in (self._order, same):
             del places[bisect_left(places, ticket.order)]

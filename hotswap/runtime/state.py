@@ -21,7 +21,7 @@ from hotswap.runtime.demand import Demand
 from hotswap.runtime.index import Index
 from hotswap.runtime.instance import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RESTARTS, Cooldown, Instance
 from hotswap.runtime.lifecycle import Event, Evicted, Lost, Next
-from hotswap.runtime.queue import Answered, Queue, Ticket
+from hotswap.runtime.queue import Answered, Queue, Standing, Ticket
 from hotswap.store import WeightStore
 from hotswap.view import InstanceId, InstanceState
 
@@ -294,11 +294,13 @@ class FleetState:
     def end(self, request: ActiveRequest) -> None:
         """Forget a request."""
         del self.requests[request.request.id]
+        if request.samples is not None and request.samples.left(request.request.id):
+            self.tell(Change.RELEASED)
         self.wake()
 
-    def enqueue(self, request: Request, arrival: int, answered: Answered, *, suspect: bool = False) -> Ticket:
+    def enqueue(self, request: Request, arrival: int, answered: Answered, standing: Standing) -> Ticket:
         """Have a request wait for an instance."""
-        return self.queue.add(request, arrival, answered, suspect=suspect)
+        return self.queue.add(request, arrival, answered, standing)
 
     def dequeue(self, ticket: Ticket) -> None:
         """Have it wait no more; nothing happens when it does not."""
@@ -318,6 +320,7 @@ class FleetState:
 
     def depart(self, request: ActiveRequest, instance: Instance, event: Event) -> Next:
         """Take a request from its instance after an event, and return what it does next."""
+        request.departing(instance.id, event)
         if isinstance(event, Lost):
             self.tell(Change.INSTANCES)
         self.withdraw(request, instance)
@@ -342,7 +345,8 @@ class FleetState:
 
     def note_token(self, request: ActiveRequest) -> None:
         """Note a token of a request that runs; a suspect is none any more."""
-        request.note_token()
+        if request.note_token():
+            self.tell(Change.RELEASED)
         if self.suspect == request.request.id:
             self.suspect = None
             self.tell(Change.RELEASED)
@@ -404,15 +408,6 @@ class FleetState:
     def refresh(self) -> None:
         """Bring the index up to date with the instances that have changed state, or are polled."""
         self.index.refresh()
-
-    async def min_replicas_served(self) -> None:
-        """Wait until every model has its least number of replicas serving."""
-        while True:
-            version = self.version
-            self.index.refresh()
-            if all(len(self.index.hosts(card.id)) >= card.min_replicas for card in self.models.values()):
-                return
-            await self.changed(version)
 
     def troubled(self) -> tuple[Instance, ...]:
         """Return the instances that are not settled, or that have failed at what they may try again."""

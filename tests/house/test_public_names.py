@@ -44,6 +44,7 @@ NAMES = {
         "Residency",
         "RollStreams",
         "RunningView",
+        "Sample",
         "Sampling",
         "StoreView",
         "SwapLimits",

@@ -127,9 +127,11 @@ def check_request(request: Request, model: ModelCard) -> None:
     """Refuse a request that cannot get a token of the model.
 
     Raises:
-        InvalidRequest: it has all its tokens.
+        InvalidRequest: it has all its tokens, or asks for several samples.
         PromptTooLong: it leaves no room in the model's context.
     """
+    if request.sampling.n > 1:
+        raise InvalidRequest(f"Request {request.id!r} asks an engine for several samples; ask a fleet.")
     if request.remaining_tokens < 1:
         raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
     if request.num_tokens >= model.max_context_tokens:

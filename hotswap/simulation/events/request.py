@@ -13,7 +13,7 @@ from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.core import Core, NewRequest
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Requeue, departure
-from hotswap.runtime.queue import Ticket
+from hotswap.runtime.queue import Standing, Ticket
 from hotswap.simulation.events.engine import Counted, EventEngine
 
 __all__ = ["RequestListener", "SimulatedRequest"]
@@ -123,7 +123,7 @@ class SimulatedRequest(ActiveRequest):
         self._is_answered = False
         request = self.remaining if self._num_before else self.request
         self._ticket = self._core.admission.enter(
-            request, self.arrival, suspect=self._is_suspect, answered=self
+            request, self.arrival, standing=Standing(suspect=self._is_suspect), answered=self
         )
 
     def _take(self) -> None:
