@@ -26,6 +26,7 @@ BENCHMARKS = {
     "llumnix": "latencies of dispatch, moves, priorities and scaling simulated, beside Llumnix's figures",
     "load": "weights into host memory: this store, the raw disk, and the loaders people use today",
     "migrate": "requests that move: how long clients wait, by method and context, and steps of other streams",
+    "n": "eight samples of a long prompt beside one request, and beside eight prompts",
     "overhead": "what a fleet adds to each token over the engine's own stream",
     "papers": "what papers report, beside what the shipped policies do in simulation",
     "policies": "how long routes and plans take, from ten instances to ten thousand",
