@@ -30,6 +30,7 @@ BENCHMARKS = {
     "overhead": "what a fleet adds to each token over the engine's own stream",
     "papers": "what papers report, beside what the shipped policies do in simulation",
     "policies": "how long routes and plans take, from ten instances to ten thousand",
+    "requests": "two engines given requests at random, valid, invalid and hostile: how each ends, and memory",
     "sampling": "a step of sampled tokens on a CPU beside greedy ones, and beside vLLM's own sampler",
     "serverlessllm": "startup latency by scheduler on nodes with finite memory, in simulation",
     "traces": "how many engines each policy needs for 99 % of targets on real traces, in simulation",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import SupportsFloat, SupportsIndex, TypeGuard, TypeVar, cast
 
 from hotswap.errors import HotswapError, InvalidRequest
@@ -23,7 +23,9 @@ __all__ = [
     "check_seconds",
     "check_strings",
     "is_list",
+    "is_set",
     "shown",
+    "to_entries",
     "to_float",
     "to_int",
     "to_objects",
@@ -34,6 +36,8 @@ T = TypeVar("T")
 
 # More than any vocabulary has; ids of prompts are also compared with the model's own.
 MAX_TOKEN_ID = 2**31 - 1
+# More than any context has.
+MAX_PROMPT_TOKENS = 1 << 26
 
 _CONTEXT = frozenset({"__aenter__", "__aexit__"})
 
@@ -126,7 +130,7 @@ def to_float(name: str, value: object, least: float, most: float, *, above: bool
     ):
         try:
             number = float(value)
-        except (OverflowError, TypeError, ValueError):  # an int of too many digits, an array of several
+        except Exception:  # an int of too many digits, an array of several, a fault of the value's own
             number = math.nan
         if least <= number <= most and not (above and number == least):
             return number
@@ -135,7 +139,7 @@ def to_float(name: str, value: object, least: float, most: float, *, above: bool
 
 
 def to_token_ids(
-    name: str, value: object, *, most: int | None = None, ordered: bool = True
+    name: str, value: object, *, most: int = MAX_PROMPT_TOKENS, ordered: bool = True
 ) -> tuple[int, ...]:
     """Return token ids, given as a flat sequence of whole numbers (a NumPy array or a tensor is one).
 
@@ -144,11 +148,10 @@ def to_token_ids(
     Raises:
         InvalidRequest: it is none, or longer than `most`.
     """
-    if not is_list(value) or (ordered and isinstance(value, Set)):
-        raise InvalidRequest(f"{name} is {shown(value)}; give a flat list of token ids.")
-    ids = tuple(value)
-    if most is not None and len(ids) > most:
-        raise InvalidRequest(f"{name} has {len(ids):,} entries; give at most {most:,}.")
+    what = "a flat list of token ids"
+    if ordered and is_set(value):
+        raise InvalidRequest(f"{name} is {shown(value)}; give {what}.")
+    ids = to_entries(name, value, what, most)
     if all(type(id) is int for id in ids) and (not ids or _in_range(cast("tuple[int, ...]", ids))):
         return cast("tuple[int, ...]", ids)  # checked in C: prompts are long
     return tuple(to_int(f"{name}[{at}]", id, 0, MAX_TOKEN_ID) for at, id in enumerate(ids))
@@ -164,11 +167,34 @@ def to_objects(error: type[HotswapError], name: str, value: Iterable[T], kind: t
     return objects
 
 
+def to_entries(name: str, value: object, what: str, most: int) -> tuple[object, ...]:
+    """Return the entries of a list, which is `what` a caller is told to give, unread if it is too long.
+
+    Raises:
+        InvalidRequest: it is no list, longer than `most`, or cannot be read.
+    """
+    if not is_list(value) or not isinstance(value, Collection):
+        raise InvalidRequest(f"{name} is {shown(value)}; give {what}.")
+    try:
+        size = len(value)
+        entries = tuple(value) if size <= most else ()
+    except Exception as exc:  # an array of no dimension, a range that is too long, a fault of the value's own
+        raise InvalidRequest(f"{name} is {shown(value)}, which cannot be read; give {what}.") from exc
+    if size > most:
+        raise InvalidRequest(f"{name} has {size:,} entries; give at most {most:,}.")
+    return entries
+
+
 def is_list(value: object) -> TypeGuard[Iterable[object]]:
-    """Whether a value is a sequence of any kind that is neither text nor bytes nor a mapping."""
+    """Whether a value has entries, and is neither text nor bytes nor a mapping."""
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         return False
     return isinstance(value, Iterable)
+
+
+def is_set(value: object) -> bool:
+    """Whether a value has entries in no order of the caller's."""
+    return isinstance(value, Set)
 
 
 def shown(value: object) -> str:
@@ -185,7 +211,7 @@ def shown(value: object) -> str:
 def _index(value: SupportsIndex) -> int | None:
     try:
         return operator.index(value)
-    except (TypeError, ValueError):  # a tensor or an array of several numbers, or of floats
+    except Exception:  # a tensor or an array of several numbers, or of floats; a fault of the value's own
         return None
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, cast
 
-from hotswap.checks import MAX_TOKEN_ID, is_list, shown, to_float, to_int, to_token_ids
+from hotswap.checks import MAX_TOKEN_ID, is_set, shown, to_entries, to_float, to_int, to_token_ids
 from hotswap.errors import InvalidRequest
 
 __all__ = ["AS_MANY_AS_FIT", "Sampling", "to_sampling"]
@@ -148,7 +148,11 @@ class Sampling:
         put = object.__setattr__
         put(self, "n", to_int("n", 1 if n is None else n, 1, _MAX_SAMPLES))
         put(self, "max_tokens", to_int("max_tokens", max_tokens, 1, AS_MANY_AS_FIT))
-        put(self, "min_tokens", to_int("min_tokens", min_tokens or 0, 0, self.max_tokens))
+        put(
+            self,
+            "min_tokens",
+            to_int("min_tokens", 0 if min_tokens is None else min_tokens, 0, self.max_tokens),
+        )
         put(self, "temperature", _number("temperature", temperature, 0.0, 0.0, 1e6))
         put(self, "top_k", max(to_int("top_k", 0 if top_k is None else top_k, -1, MAX_TOKEN_ID), 0))
         put(self, "top_p", _number("top_p", top_p, 1.0, 0.0, 1.0, above=True))
@@ -178,7 +182,11 @@ class Sampling:
         put(self, "truncate_prompt_tokens", _limit("truncate_prompt_tokens", truncate_prompt_tokens, 1))
         put(self, "logprobs", _limit("logprobs", logprobs, 0, _MAX_LOGPROBS))
         put(self, "prompt_logprobs", _limit("prompt_logprobs", prompt_logprobs, 0, _MAX_LOGPROBS))
-        put(self, "logprobs_of", _one_of("logprobs_of", logprobs_of or "raw", ("raw", "sampled")))
+        put(
+            self,
+            "logprobs_of",
+            _one_of("logprobs_of", "raw" if logprobs_of is None else logprobs_of, ("raw", "sampled")),
+        )
         put(self, "json_schema", _schema(json_schema))
         put(self, "regex", _grammar("regex", regex))
         put(self, "grammar", _grammar("grammar", grammar))
@@ -262,13 +270,7 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
 def _entries(
     name: str, value: object, what: str, most: int, parse: Callable[[str, object], T]
 ) -> tuple[T, ...]:
-    if value is None:
-        return ()
-    if not is_list(value):
-        raise InvalidRequest(f"{name} is {shown(value)}; give a list of {what}.")
-    entries = tuple(value)
-    if len(entries) > most:
-        raise InvalidRequest(f"{name} has {len(entries):,} entries; give at most {most:,}.")
+    entries = () if value is None else to_entries(name, value, f"a list of {what}", most)
     return tuple(parse(f"{name}[{at}]", entry) for at, entry in enumerate(entries))
 
 
@@ -311,9 +313,10 @@ def _key(key: object) -> object:
 
 
 def _bias(name: str, value: object) -> tuple[int, float]:
-    pair = tuple(value) if is_list(value) and not isinstance(value, Set) else ()
+    what = "a pair of a token id and a number"
+    pair = () if is_set(value) else to_entries(name, value, what, 2)
     if len(pair) != 2:
-        raise InvalidRequest(f"{name} is {shown(value)}; give a pair of a token id and a number.")
+        raise InvalidRequest(f"{name} is {shown(value)}; give {what}.")
     token, bias = pair
     return to_int(f"The token of {name}", token, 0, MAX_TOKEN_ID), to_float(name, bias, -100.0, 100.0)
 
