@@ -240,7 +240,7 @@ class Core(AsyncContextManagerMixin):
                     break
             new = self.new_request(name, tokens, resolved, adapter=adapter, priority=priority)
         except Exception as exc:
-            known = next((name for name in self.state.registered if name == model), None)
+            known = ModelId(model) if isinstance(model, str) and model in self.state.registered else None
             self.telemetry.refused(operation, known, exc)
             raise
         samples = samples_of(new.request)
