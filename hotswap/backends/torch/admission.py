@@ -10,6 +10,7 @@ from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.prefix import root_key
+from hotswap.backends.torch.prompt_logprobs import PromptScores
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.request import Request
 
@@ -57,4 +58,11 @@ def to_sequence(
         priority=request.priority,
         root=root,
         keys=[] if keys_of is None else list(keys_of(request, root)),
+        scores=_scores(request),
     )
+
+
+def _scores(request: Request) -> PromptScores | None:
+    """Return what is to be told of the prompt; `None` also where a client with a token has been told."""
+    count = request.sampling.prompt_logprobs
+    return None if count is None or request.generated else PromptScores(request.prompt, count)

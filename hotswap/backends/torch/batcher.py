@@ -2,9 +2,11 @@
 
 A step contains every request that decodes, then prefill chunks up to `token_budget` rows (Dynamic SplitFuse:
 Holmes et al., DeepSpeed-FastGen, arXiv:2401.08671, section 3), so that long prompts neither delay decodes nor
-leave a step half empty. All decisions follow the *rank* of requests: the order of arrival, in which one level
-of priority counts as a fixed number of arrivals. When no KV block is free, the request with the last rank is
-preempted: its blocks are released, it waits, and it is recomputed except for blocks that are still cached.
+leave a step half empty. At most `MAX_SCORED_ROWS` of them are of prompts whose log-probabilities are asked
+for, which need the logits of every row. All decisions follow the *rank* of requests: the order of arrival, in
+which one level of priority counts as a fixed number of arrivals. When no KV block is free, the request with
+the last rank is preempted: its blocks are released, it waits, and it is recomputed except for blocks that are
+still cached.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from dataclasses import dataclass, field
 
 from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.blocks import BlockPool, Copy
-from hotswap.backends.torch.forward import Piece
+from hotswap.backends.torch.forward import MAX_SCORED_ROWS, Piece
 from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.prefix import Prefix, block_content, extend_keys, find_prefix
+from hotswap.backends.torch.prompt_logprobs import PromptScores
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.request import FinishReason
 
@@ -44,6 +47,7 @@ class Sequence:
         num_computed: How many of `tokens` have their keys and values in `blocks`.
         num_reused: How many were found in the prefix cache at the first admission; `None` before that.
         keys: The prefix keys of its full blocks, as far as they were computed.
+        scores: The log-probabilities of its prompt; `None` if they are not asked for, or told already.
     """
 
     ticket: int
@@ -60,6 +64,20 @@ class Sequence:
     num_computed: int = 0
     num_reused: int | None = None
     keys: list[bytes] = field(default_factory=list[bytes])
+    scores: PromptScores | None = None
+
+    @property
+    def num_unscored(self) -> int:
+        """Rows to compute whose logits are needed for log-probabilities of the prompt."""
+        return 0 if self.scores is None else max(0, self.num_prompt - 1 - self.num_computed)
+
+    @property
+    def num_reusable(self) -> int:
+        """The length up to which its tokens may be found in the prefix cache, one more token included.
+
+        A row that is found there has no logits, so that rows that are to be scored are computed.
+        """
+        return len(self.tokens) if self.scores is None else self.scores.num_scored
 
     @property
     def num_pending(self) -> int:
@@ -102,7 +120,10 @@ class Chunk:
         """Return the model input of the chunk; later changes of the sequence do not affect it."""
         start, end = self.sequence.num_computed, self.end
         sequence = self.sequence
-        return Piece(sequence.tokens[start:end], start, sequence.blocks, self.is_last, sequence.adapter)
+        scored = min(self.num_tokens, sequence.num_unscored)
+        return Piece(
+            sequence.tokens[start:end], start, sequence.blocks, self.is_last, sequence.adapter, scored
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,13 +275,16 @@ class Batcher:
         return chunks
 
     def _prefills(self, budget: int) -> Iterator[Chunk]:
-        for sequence in tuple(self.running):
-            if sequence.num_pending > 1 and budget > 0:
-                yield (chunk := Chunk(sequence, min(sequence.num_pending, budget)))
-                budget -= chunk.num_tokens
-        while budget > 0 and (admitted := self._admit()) is not None:
-            yield (chunk := Chunk(admitted, min(admitted.num_pending, budget)))
-            budget -= chunk.num_tokens
+        prefilling = iter([sequence for sequence in self.running if sequence.num_pending > 1])
+        room = MAX_SCORED_ROWS
+        while budget > 0 and (sequence := next(prefilling, None) or self._admit()) is not None:
+            count = min(sequence.num_pending, budget)
+            if (scored := min(count, sequence.num_unscored)) > room:
+                count = scored = room
+            if count:
+                yield Chunk(sequence, count)
+            budget -= count
+            room -= scored
 
     # ------------------------------------------------------------------ admission
 
@@ -375,7 +399,8 @@ class Batcher:
         tokens, block_tokens = sequence.tokens, self.block_tokens
         num_full = len(tokens) // block_tokens
         extend_keys(sequence.keys, sequence.root, tokens, block_tokens, num_blocks=num_full)
-        return find_prefix(self.blocks, sequence.keys, sequence.root, tokens, block_tokens)
+        reusable = tokens[: sequence.num_reusable]
+        return find_prefix(self.blocks, sequence.keys, sequence.root, reusable, block_tokens)
 
     def _publish(self, sequence: Sequence, at: int, num_tokens: int) -> None:
         """Publish the first `num_tokens` tokens of a request's block to the prefix cache."""

@@ -62,7 +62,7 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
     InstanceState.DRAINING,
 )
 
-_UNSUPPORTED = ("bad_words", "prompt_logprobs")
+_UNSUPPORTED = ("bad_words",)
 # How many grammars an engine compiles at once.
 _NUM_COMPILERS = 2
 

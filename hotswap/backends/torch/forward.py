@@ -23,7 +23,10 @@ from hotswap.backends.torch.kv import KVCache, blocks_for
 from hotswap.backends.torch.linear import MIN_ROWS
 from hotswap.kernels.paged_attention import Rows
 
-__all__ = ["Batch", "Forward", "LocalForward", "Piece", "Work", "assemble"]
+__all__ = ["MAX_SCORED_ROWS", "Batch", "Forward", "LocalForward", "Piece", "Work", "assemble"]
+
+MAX_SCORED_ROWS = 64
+"""The most rows of a step whose logits are needed beside those that sample; bounds the memory of logits."""
 
 # The maximum number of keys gathered at once for a batch of decodes, in tokens; bounds the gather's memory.
 _GATHERED_TOKENS = 1 << 16
@@ -41,6 +44,8 @@ class Piece:
         blocks: The request's block table, at least up to the last of these tokens.
         samples: Whether the logits of the last token are needed.
         adapter: The slot of the request's adapter; `None` without one.
+        num_scored: Of how many tokens, from the first on, the logits are needed too, the last one excluded if
+            it samples.
     """
 
     tokens: Sequence[int]
@@ -48,6 +53,12 @@ class Piece:
     blocks: Sequence[int]
     samples: bool
     adapter: AdapterSlot | None = None
+    num_scored: int = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Of how many tokens the logits are needed."""
+        return self.num_scored + self.samples
 
     @property
     def end(self) -> int:
@@ -92,8 +103,9 @@ class Forward(ABC):
 
     @abstractmethod
     def result(self) -> Tensor:
-        """Return the logits of the oldest step in flight, `[pieces that sample, vocabulary]`, in order.
+        """Return the logits of the oldest step in flight, `[rows that are needed, vocabulary]`.
 
+        In the order of the pieces; of each, the tokens that are scored come before the one that samples.
         Valid until the next `submit`. If the forward pass is batch-invariant, the order of pieces does not
         change the bits of their logits.
         """
@@ -167,7 +179,7 @@ class Batch:
     watched: bool = False
 
     def logits(self, model: nn.Module, embeds: Tensor | None = None) -> Tensor:
-        """Run the model and return `[pieces that sample, vocabulary]`, in order.
+        """Run the model and return the logits of the rows in `keep`, `[num_kept, vocabulary]`.
 
         `embeds`, `[1, T, width]`, replaces the token ids as the model's input.
         """
@@ -201,7 +213,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear
     positions: list[int] = []
     blocks: list[int] = []
     keep: list[int] = []
-    adapted: list[tuple[AdapterSlot, range, int | None]] = []
+    adapted: list[tuple[AdapterSlot, range, range]] = []
     starts: list[int] = []
     for piece in pieces:
         starts.append(len(ids))
@@ -209,11 +221,11 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear
         ids += piece.tokens
         positions += span
         blocks += [piece.blocks[at // cache.block_tokens] for at in span]
+        rows = range(len(ids) - len(span), len(ids))
         if piece.adapter is not None:
-            rows = range(len(ids) - len(span), len(ids))
-            adapted.append((piece.adapter, rows, len(keep) if piece.samples else None))
-        if piece.samples:
-            keep.append(len(ids) - 1)
+            adapted.append((piece.adapter, rows, range(len(keep), len(keep) + piece.num_kept)))
+        keep += rows[: piece.num_scored]
+        keep += rows[-1:] if piece.samples else ()
     least = MIN_ROWS if invariant else 0
     num_kept, padding = len(keep), [0] * (least - len(ids))
     keep += [0] * max(0, least - num_kept)

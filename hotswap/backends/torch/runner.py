@@ -18,7 +18,7 @@ from hotswap.backends.torch.forward import Forward, Work
 from hotswap.backends.torch.masks import Masks, MaskThread
 from hotswap.backends.torch.sampling import Choice, sample
 from hotswap.errors import HotswapError, InstanceError
-from hotswap.request import FinishReason, TokenLogprob
+from hotswap.request import FinishReason, PromptLogprobs, TokenLogprob
 
 __all__ = ["Report", "Runner", "Sampled"]
 
@@ -42,6 +42,7 @@ class Sampled:
         num_reused: The number of the request's tokens that were found in the prefix cache.
         logprob: Its log-probability, if the request asks for it.
         top_logprobs: The most probable tokens, likewise.
+        prompt_logprobs: Those of the prompt, with the first token, likewise.
         error: Why the request ends without a token; the engine and its other requests go on.
     """
 
@@ -52,6 +53,7 @@ class Sampled:
     num_reused: int = 0
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     error: HotswapError | None = None
 
     @property
@@ -254,6 +256,8 @@ class Runner:
         return Sampled(sequence.ticket, -1, sequence.index, None, error=failure)
 
     def _sample(self, step: _InFlightStep, logits: Tensor) -> tuple[Sampled, ...]:
+        if any(piece.num_scored for piece in step.work.pieces):
+            logits = _score(step, logits)
         # A request that was preempted and admitted again may have its token from a later step already.
         fresh = [row for row, (s, count) in enumerate(step.sampling) if len(s.tokens) == count]
         if not fresh:
@@ -270,6 +274,7 @@ class Runner:
     def _extend(self, sequence: Sequence, choice: Choice) -> Sampled:
         index = sequence.index
         finish_reason = sequence.append(choice.token) if choice.error is None else None
+        scores, sequence.scores = sequence.scores, None
         sampled = Sampled(
             sequence.ticket,
             choice.token,
@@ -278,11 +283,30 @@ class Runner:
             sequence.num_reused or 0,
             choice.logprob,
             choice.top_logprobs,
+            () if scores is None else scores.entries,
             choice.error,
         )
         if sampled.is_last:
             self.batcher.remove(sequence)
         return sampled
+
+
+def _score(step: _InFlightStep, logits: Tensor) -> Tensor:
+    """Add to the log-probabilities of prompts; return the rows that sample.
+
+    Args:
+        step: What was computed.
+        logits: Of all rows that it needed.
+    """
+    sampling: list[int] = []
+    at = 0
+    for sequence, piece in zip(step.sequences, step.work.pieces, strict=True):
+        if sequence.scores is not None and piece.num_scored:
+            sequence.scores.add(piece.start, logits[at : at + piece.num_scored])
+        at += piece.num_kept
+        if piece.samples:
+            sampling.append(at - 1)
+    return logits[sampling]
 
 
 def _length(chunk: Chunk) -> tuple[bool, int]:

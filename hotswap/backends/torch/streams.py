@@ -82,6 +82,8 @@ class Streams:
                 continue
             if sampled.error is None:
                 tokens.num_reused_tokens = sampled.num_reused
+                if sampled.prompt_logprobs:
+                    tokens.prompt_logprobs = sampled.prompt_logprobs
                 tokens.put(
                     Token(
                         id=sampled.token,

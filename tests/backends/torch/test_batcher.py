@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,6 +22,7 @@ from hotswap.backends.torch import prefix
 from hotswap.backends.torch.batcher import Batcher, Chunk, Plan, Sequence
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.prefix import root_key
+from hotswap.backends.torch.prompt_logprobs import PromptScores
 from tests.backends.torch.batcher_harness import BatcherHarness, make
 
 BLOCK = 16
@@ -469,3 +471,38 @@ def test_preempted_requests_are_named() -> None:
     bench.add(make(1, 2 * BLOCK, 4 * BLOCK), make(2, 3 * BLOCK, 4 * BLOCK))
     named = {bench.batcher.preempted for _ in steps_of(bench)}
     assert named == {(), (2,)}
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 24), st.booleans()), min_size=1, max_size=6),
+    num_blocks=st.integers(9, 20),
+    budget=st.integers(4, 24),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_that_are_scored_are_bounded_and_each_is_computed(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, bool]], num_blocks: int, budget: int
+) -> None:
+    """Whatever shares a prefix, waits or is preempted, every token of a prompt gets its log-probability."""
+    monkeypatch.setattr(batching, "MAX_SCORED_ROWS", 5)
+    batcher = Batcher(BlockPool(num_blocks), block_tokens=4, token_budget=budget, max_requests=4)
+    asked: list[PromptScores] = []
+    for ticket, (length, is_scored) in enumerate(lengths):
+        sequence = make(ticket, [0] * length, 6)
+        if is_scored:
+            sequence.scores = PromptScores(sequence.tokens[:length], 0)
+            asked.append(sequence.scores)
+        batcher.add(sequence)
+    while batcher.running or batcher.waiting:
+        chunks = batcher.schedule().chunks
+        pieces = [chunk.piece() for chunk in chunks]
+        assert sum(piece.num_scored for piece in pieces) <= 5
+        assert 0 < sum(chunk.num_tokens for chunk in chunks) <= budget
+        batcher.advance(chunks)
+        for chunk, piece in zip(chunks, pieces, strict=True):
+            if chunk.sequence.scores is not None:
+                chunk.sequence.scores.add(piece.start, torch.zeros(piece.num_scored, 2))
+            if piece.samples:
+                chunk.sequence.scores = None
+                if chunk.sequence.append(0):
+                    batcher.remove(chunk.sequence)
+    assert [scores.num_scored for scores in asked] == [length for length, is_scored in lengths if is_scored]

@@ -94,29 +94,28 @@ class Adaptation:
 
     Attributes:
         tokens: For layers whose input is all rows.
-        kept: For the output head, whose input is the rows that sample; `None` if none of them has an adapter.
+        kept: For the output head, whose input is the rows whose logits are needed; `None` if none of them has
+            an adapter.
     """
 
     tokens: StepPlan
     kept: StepPlan | None
 
 
-def adaptation(
-    pieces: Iterable[tuple[AdapterSlot, range, int | None]], device: torch.device
-) -> Adaptation | None:
+def adaptation(pieces: Iterable[tuple[AdapterSlot, range, range]], device: torch.device) -> Adaptation | None:
     """Return the plans of a step; `None` if it has no adapters.
 
     Args:
-        pieces: For each piece with an adapter: the slot, its rows in the step, and its row among those that
-            sample, or `None` if it does not sample.
+        pieces: For each piece with an adapter: the slot, its rows in the step, and its rows among those whose
+            logits are needed.
         device: The device of the step.
     """
     tokens: dict[AdapterSlot, list[int]] = {}
     kept: dict[AdapterSlot, list[int]] = {}
-    for slot, rows, sampled_row in pieces:
+    for slot, rows, kept_rows in pieces:
         tokens.setdefault(slot, []).extend(rows)
-        if sampled_row is not None:
-            kept.setdefault(slot, []).append(sampled_row)
+        if kept_rows:
+            kept.setdefault(slot, []).extend(kept_rows)
     if not tokens:
         return None
     return Adaptation(_plan(tokens, device), _plan(kept, device) if kept else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class RankedForward(Forward):
     def submit(self, work: Work) -> None:
         pieces = tuple(self._plain(piece) for piece in work.pieces)
         number = self._ranks.submit(Step(Work(pieces, tuple(work.fresh), tuple(work.copies)), self._slot))
-        num_rows = sum(piece.samples for piece in pieces)
+        num_rows = sum(piece.num_kept for piece in pieces)
         self._under_way.append((number, self._logits[self._slot, :num_rows]))
         self._slot = (self._slot + 1) % self.depth
 
@@ -51,4 +52,6 @@ class RankedForward(Forward):
     def _plain(self, piece: Piece) -> Piece:
         """Return the piece with the blocks that it needs: long block tables are most of a message."""
         num_blocks = blocks_for(piece.end, self._block_tokens)
-        return Piece(tuple(piece.tokens), piece.start, tuple(piece.blocks[:num_blocks]), piece.samples)
+        return replace(
+            piece, tokens=tuple(piece.tokens), blocks=tuple(piece.blocks[:num_blocks]), adapter=None
+        )

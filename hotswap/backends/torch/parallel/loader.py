@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.compatibility import check_config
+from hotswap.backends.torch.forward import MAX_SCORED_ROWS
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
@@ -250,7 +251,8 @@ class RankedLoader(Loader):
     def _bind(
         self, manifest: Manifest, skeleton: Skeleton, weights: Sequence[PartWeights]
     ) -> tuple[Tensor, tuple[tuple[LayerShape, ...], ...]]:
-        shape = (self.grid.pp, max(self._max_requests, PREFLIGHT_ROWS), skeleton.num_logits)
+        num_rows = max(self._max_requests + MAX_SCORED_ROWS, PREFLIGHT_ROWS)
+        shape = (self.grid.pp, num_rows, skeleton.num_logits)
         with ExitStack() as opened:
             logits = opened.enter_context(
                 SharedMemory.make(shape[0] * shape[1] * shape[2] * torch.float32.itemsize)

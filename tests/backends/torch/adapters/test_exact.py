@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from hotswap.backends.torch.adapters.ranges import RangePool
 from tests.backends.torch.adapters.files import ALL, ATTENTION, merged, write
 from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.logprobs import LOGPROBS, check_engine
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -96,3 +98,28 @@ async def serve_mixed(architecture: str, tmp_path: Path, device: str = "cpu") ->
         for adapter in adapters:
             await engine.load_adapter(adapter)
         assert await run_clients(engine, plans) == expected
+
+
+@pytest.mark.parametrize("way", ["rows", "pages"])
+async def test_log_probabilities_are_those_of_the_merged_model(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of prompts, whose rows pass the head of each adapter, too."""
+    monkeypatch.setattr(manager, "pool_kind", lambda device: PagedPool if way == "pages" else RangePool)
+    random, model, store = Random(4), make_model("llama"), DictStore()
+    card = store.add("m", model)
+    adapters = [
+        Adapter(kind, "m", write(tmp_path / kind, model, seed=seed, size=4.0, **KINDS[kind]))
+        for seed, kind in enumerate(("head", "all"))
+    ]
+    models = {None: model} | {a.id: merged(model, Path(str(a.source))) for a in adapters}
+    async with TorchEngine("e0", kv_tokens=1024, token_budget=48, max_requests=8, threads=1) as engine:
+        await engine.load(card, store)
+        for adapter in adapters:
+            await engine.load_adapter(adapter)
+        async with anyio.create_task_group() as tasks:
+            for length in (5, 40, 90):
+                for name, each in models.items():
+                    prompt = [random.randrange(2, VOCABULARY) for _ in range(length)]
+                    asked = replace(LOGPROBS, max_tokens=8)
+                    tasks.start_soon(check_engine, engine, each, "m", prompt, asked, name)

@@ -111,7 +111,7 @@ def _outputs(layer: nn.Linear, hidden: Tensor, slots: dict[int, RankRange]) -> T
     by_slot: dict[RankRange, list[int]] = {}
     for row, slot in slots.items():
         by_slot.setdefault(slot, []).append(row)
-    pieces = [(slot, range(row, row + 1), None) for slot, rows in by_slot.items() for row in rows]
+    pieces = [(slot, range(row, row + 1), range(0)) for slot, rows in by_slot.items() for row in rows]
     step = Step(
         cache=KVCache(1, 16, CPU),
         blocks=torch.zeros(len(hidden), dtype=torch.long),

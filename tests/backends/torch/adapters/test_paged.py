@@ -41,7 +41,7 @@ def _step(num_rows: int, rows_of: dict[RankPages, range]) -> Step:
         cache=KVCache(1, 16, CPU),
         blocks=torch.zeros(num_rows, dtype=torch.long),
         offsets=torch.zeros(num_rows, dtype=torch.long),
-        adapters=adaptation([(slot, rows, None) for slot, rows in rows_of.items()], CPU),
+        adapters=adaptation([(slot, rows, range(0)) for slot, rows in rows_of.items()], CPU),
     )
 
 

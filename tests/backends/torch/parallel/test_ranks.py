@@ -22,6 +22,7 @@ from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.parallel.processes import RemoteTraceback
 from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, ShardCorrupt, UnsupportedModel
 from tests.backends.torch.clients import make_client_plans, run_clients
+from tests.backends.torch.logprobs import LOGPROBS, check_engine
 from tests.backends.torch.parallel.support import (
     add,
     ask,
@@ -122,6 +123,18 @@ async def test_two_stages(pipeline_engine: TorchEngine, whole_store: NvmeStore, 
 async def test_two_stages_of_two_ranks(grid_engine: TorchEngine, cut_store: NvmeStore, name: str) -> None:
     async with serving(grid_engine, cut_store, name):
         await check_tokens(grid_engine, name)
+
+
+@pytest.mark.parametrize("kind", ["tensor_engine", "pipeline_engine"])
+async def test_ranks_tell_the_log_probabilities_of_one_process(
+    kind: str, cut_store: NvmeStore, whole_store: NvmeStore, request: pytest.FixtureRequest
+) -> None:
+    engine: TorchEngine = request.getfixturevalue(kind)
+    model, asked = make_model("llama"), replace(LOGPROBS, max_tokens=NUM_TOKENS)
+    store = cut_store if kind == "tensor_engine" else whole_store
+    async with serving(engine, store, "llama"), anyio.create_task_group() as tasks:
+        for prompt in make_prompts(4, *LENGTHS):
+            tasks.start_soon(check_engine, engine, model, "llama", prompt, asked)
 
 
 async def test_each_rank_sends_a_slice_of_the_hidden_state(
