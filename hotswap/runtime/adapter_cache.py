@@ -317,7 +317,7 @@ class _AdapterCache:
 
     def _oldest(self) -> list[AdapterId]:
         """Return what is held, the least recently used first."""
-        held = self.instance.engine.status().adapters
+        held = self.instance.status().adapters
         never = [name for name in held if name not in self._last_used]
         return never + [name for name in self._last_used if name in held]
 
@@ -328,7 +328,7 @@ class _AdapterCache:
 
     def _worth(self, adapter: AdapterId) -> tuple[bool, int]:
         """Return whether a request of the fleet has it or waits for it, and how much a plan wants it."""
-        model = self.instance.engine.status().model
+        model = self.instance.status().model
         needed = model is not None and self._state.is_needed(model, adapter)
         wanted = self._pinned.get(adapter)
         if wanted is None or wanted.model != model:
@@ -337,7 +337,7 @@ class _AdapterCache:
 
     def _is_full(self) -> bool:
         """Whether every place is taken by an adapter that pinning another may not drop."""
-        view = self.instance.engine.status()
+        view = self.instance.status()
         return len(view.adapters) >= view.max_adapters and not self._unused(view.adapters, pinning=True)
 
     async def _drop(self, engine: SupportsAdapters, adapter: AdapterId) -> None:
@@ -355,19 +355,19 @@ class _AdapterCache:
             self._leaving = None
 
     def _holds(self, adapter: AdapterId) -> bool:
-        return adapter in self.instance.engine.status().adapters
+        return adapter in self.instance.status().adapters
 
     def _require_held(self, adapter: Adapter) -> None:
         """Raise `InstanceError` if the engine holds the adapter under another name."""
         if not self._holds(adapter.version):
             raise InstanceError(
                 f"Instance {self.instance.id!r} took adapter {adapter.version!r} and holds "
-                f"{', '.join(self.instance.engine.status().adapters) or 'none'}; engines are to hold "
+                f"{', '.join(self.instance.status().adapters) or 'none'}; engines are to hold "
                 "adapters by their version."
             )
 
     def _refuse_if_gone(self, adapter: Adapter) -> None:
-        view = self.instance.engine.status()
+        view = self.instance.status()
         if view.state is not InstanceState.SERVING or view.model != adapter.model:
             raise RequestEvicted(
                 f"Instance {self.instance.id!r} is {view.state} with model {view.model!r} and takes no "
@@ -376,4 +376,4 @@ class _AdapterCache:
 
     def __repr__(self) -> str:
         used = sum(1 for users in self._users.values() if users)
-        return f"{self.instance.id}: {used} of {len(self.instance.engine.status().adapters)} in use"
+        return f"{self.instance.id}: {used} of {len(self.instance.status().adapters)} in use"

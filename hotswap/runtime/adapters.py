@@ -23,7 +23,6 @@ from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.texts import Texts
 from hotswap.telemetry import Telemetry
-from hotswap.view import InstanceState
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -89,7 +88,8 @@ class Adapters:
             raise ConfigError(
                 f"Adapter {adapter.id!r} is of model {adapter.model!r}, which is not registered; add it."
             )
-        if not any(instance.view().max_adapters for instance in self._state.instances.values()):
+        self._state.refresh()
+        if not any(view.max_adapters for view in self._state.index.instances()):
             raise ConfigError(
                 "This fleet has adapters and no engine that can hold one; give it an engine that can."
             )
@@ -195,7 +195,7 @@ class Adapters:
     async def pin(self, action: PinAdapters) -> None:
         """Carry out what a plan asks for; what cannot be loaded now is left to requests."""
         instance = self._state.instances.get(action.instance)
-        if instance is None or not _may_hold(instance, action.model):
+        if instance is None or instance not in self._serving(action.model):
             return
         wanted = [found for name in action.adapters if (found := self._version(action.model, name))]
         attributes = {tm.INSTANCE: instance.id, tm.MODEL: action.model}
@@ -209,15 +209,15 @@ class Adapters:
 
     async def _load(self, new: Adapter, old: Adapter, span: Span) -> None:
         """Load a new version where the old one is; where there is no room now, requests will load it."""
-        serving = self._serving(old)
-        for instance in [i for i in serving if old.version in i.view().adapters] or serving[:1]:
+        serving = self._serving(ModelId(old.model))
+        for instance in [i for i in serving if old.version in i.status().adapters] or serving[:1]:
             with suppress(InstanceLost, RequestEvicted):
                 await self._caches.load(new, instance, span)
 
     async def _retire(self, adapter: Adapter) -> None:
         """Drop a version wherever no request uses it. Cannot be interrupted."""
         with anyio.CancelScope(shield=True):
-            for instance in self._serving(adapter):
+            for instance in self._serving(ModelId(adapter.model)):
                 await self._caches.retire(adapter.version, instance)
 
     def _refuse_rolled(self, model: str) -> None:
@@ -226,8 +226,10 @@ class Adapters:
         if now is not None:
             raise ConfigError(f"Model {model!r} was rolled to {now!r}, which serves its requests; name that.")
 
-    def _serving(self, adapter: Adapter) -> list[Instance]:
-        return [instance for instance in self._state.instances.values() if _may_hold(instance, adapter.model)]
+    def _serving(self, model: ModelId) -> list[Instance]:
+        """Return the instances that serve a model and can hold adapters."""
+        self._state.refresh()
+        return [self._state.instances[view.id] for view in self._state.index.hosts(model, adapters=True)]
 
     def _next(self, adapter: Adapter) -> Adapter:
         """Return the next version; a number is never given twice, or an old version would be taken for it."""
@@ -242,11 +244,6 @@ class Adapters:
 
     def __repr__(self) -> str:
         return f"<Adapters [{', '.join(f'{a.model}/{a.version}' for a in self) or 'none'}]>"
-
-
-def _may_hold(instance: Instance, model: str) -> bool:
-    view = instance.view()
-    return view.state is InstanceState.SERVING and view.model == model and view.max_adapters > 0
 
 
 def _same_place(one: Adapter, other: Adapter) -> bool:

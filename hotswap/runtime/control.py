@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import anyio
 from hotswap import telemetry as tm
 from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
 from hotswap.checks import check_required_seconds
-from hotswap.errors import ConfigError, HotswapError
+from hotswap.errors import ConfigError, HotswapError, InstanceError
 from hotswap.request import ModelId
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.instance import Instance
@@ -170,11 +170,12 @@ class Control:
     def _restart_lost(self, tasks: TaskGroup) -> None:
         """Try to bring broken instances back to EMPTY, with a pause that doubles while it fails."""
         for instance in self._state.troubled():
-            if instance.engine.status().state is InstanceState.LOST:
-                self._losses.note(instance)
-            if instance.broken and instance.may_try(None):
-                self._state.claim(instance, None)
-                tasks.start_soon(self._restart, instance, name=f"restart {instance.id}")
+            with suppress(InstanceError):  # it cannot tell its status, as the index has logged
+                if instance.status().state is InstanceState.LOST:
+                    self._losses.note(instance)
+                if instance.broken and instance.may_try(None):
+                    self._state.claim(instance, None)
+                    tasks.start_soon(self._restart, instance, name=f"restart {instance.id}")
 
     async def _restart(self, instance: Instance) -> None:
         limit_s = self._swaps.limits.unload_s

@@ -45,6 +45,7 @@ from hotswap.runtime.operations import Operations
 from hotswap.runtime.queue import Standing
 from hotswap.runtime.samples import SampleGroup, samples_of
 from hotswap.runtime.state import FleetState
+from hotswap.runtime.supervisor import enter
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swaps import Swaps
 from hotswap.runtime.texts import Texts
@@ -167,9 +168,9 @@ class Core(AsyncContextManagerMixin):
         error: BaseException | None = None
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(self.state.store)
+                await enter(stack, self.state.store, "The store")
                 for instance in tuple(self.state.instances.values()):
-                    await stack.enter_async_context(instance.engine)
+                    await enter(stack, instance.engine, f"Engine {instance.id!r}")
                 await stack.enter_async_context(self.operations.supervisor)
                 await self.models.open()
                 last_view = LastView(self.state, wanted=self.telemetry.measures)
@@ -263,6 +264,7 @@ class Core(AsyncContextManagerMixin):
         try:
             yield requests
         finally:
+            self.lifetime.check_loop()  # elsewhere the requests go on to their end
             for request in requests:
                 request.scope.cancel()
             with anyio.CancelScope(shield=True):

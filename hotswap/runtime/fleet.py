@@ -171,7 +171,8 @@ class Fleet(Requests, AsyncContextManagerMixin):
         As many move at a time as `MigrationLimits.per_instance` allows. One for which no other instance has a
         place stays until one has or it ends; after `deadline_s` seconds those that are left wait for a place
         like others, their tokens with them. No request is refused or loses a token. The instance keeps its
-        model and stays closed: `reopen`, `swap`, `replace` or `remove` it. A cancellation reopens it.
+        model and stays closed: `reopen`, `swap`, `replace` or `remove` it. The first two end a drain that
+        is under way as well, and leave the instance open; a cancellation reopens it.
 
         Raises:
             ConfigError: there is no such instance.
@@ -190,7 +191,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
         """Start an engine and take it in, EMPTY: schedulers see it from now on, `swap` gives it a model.
 
         Raises:
-            ConfigError: the fleet has an instance of its name.
+            ConfigError: the fleet has an instance of its name, or the engine is in use already.
             FleetClosed: the fleet is not open.
         """
         await self._core.lifetime.run(self._core.operations.add(engine), "the start of an engine")

@@ -19,6 +19,7 @@ from hotswap.runtime.admission import Admission
 from hotswap.runtime.completion import Completion, Sample, Usage
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Next, Requeue, departure
+from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.losses import Losses
 from hotswap.runtime.queue import Standing, Ticket
 from hotswap.runtime.samples import SampleGroup
@@ -186,13 +187,15 @@ class FleetStream(TokenStream):
     What it tells of the request is complete with the last token.
 
     Raises while iterating: a `RequestError` when the request cannot be served, an `InstanceError` when
-    engines failed it repeatedly, `FleetClosed` when the fleet ended first.
+    engines failed it repeatedly, `FleetClosed` when the fleet ended first, `WrongLoop` on another event loop
+    than the fleet's.
     """
 
-    def __init__(self, request: ClientRequest) -> None:
-        self._request = request
+    def __init__(self, request: ClientRequest, lifetime: Lifetime) -> None:
+        self._request, self._lifetime = request, lifetime
 
     async def __anext__(self) -> Token:
+        self._lifetime.check_loop()
         token = await self._request.tokens.__anext__()
         self.num_reused_tokens = self._request.num_reused_tokens
         self.prompt_logprobs = self._request.prompt_logprobs
@@ -217,7 +220,12 @@ class FleetStream(TokenStream):
 
     @property
     def request(self) -> Request:
-        """The request as it was made; its `adapter` is the version that it got."""
+        """The request as the fleet has made it of what was asked for; generated tokens are not in it.
+
+        `id` is what `Fleet.migrate` takes, `model` what serves it now, which a roll may change, and `adapter`
+        the version that it got. `prompt` is in token ids; `sampling` has the seed and the `max_tokens` that
+        were filled in.
+        """
         return self._request.request
 
     @property

@@ -30,6 +30,10 @@ class Indexed(Protocol):
         """Return it as it is now."""
         ...
 
+    def last_view(self) -> InstanceView | None:
+        """Return it with what its engine has told last; `None` if that has told nothing."""
+        ...
+
     def counted(self, view: InstanceView) -> InstanceView:
         """Return an earlier view of it with the fleet's counts as they are now, which costs less."""
         ...
@@ -247,7 +251,7 @@ class Index:
         return view
 
     def _look(self, instance: InstanceId) -> bool:
-        """Ask an instance for its view; one that cannot tell it keeps its last one, and is asked again."""
+        """Ask an instance for its view; one that cannot tell its status keeps the last and is asked again."""
         group = self._group_of.get(instance)
         if group is not None:  # before: an engine that computes may tell of its next load at once
             group.counts_changed.discard(instance)
@@ -255,9 +259,9 @@ class Index:
         try:
             view = self._instances[instance].view()
         except Exception:  # of an engine
-            if group is not None:
-                group.counts_changed.add(instance)
-                group.note_load(instance)
+            if (last := self._instances[instance].last_view()) is not None:
+                self._put(last)
+                self._group_of[instance].note_load(instance)
             if instance not in self._silent:
                 self._silent.add(instance)
                 log.exception(

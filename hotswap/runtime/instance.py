@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import anyio
 
 from hotswap.engine import Engine, SupportsAdapters
+from hotswap.errors import InstanceError
 from hotswap.request import ModelId
 from hotswap.telemetry import Telemetry
-from hotswap.view import InstanceId, InstanceState, InstanceView
+from hotswap.view import EngineStatus, InstanceId, InstanceState, InstanceView
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext
@@ -59,10 +60,39 @@ class Instance:
         self.swap_context: SpanContext | None = None
         self._can_adapt = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the status
         self._first_token: Span | None = None
+        self._told: EngineStatus | None = None
+
+    def status(self) -> EngineStatus:
+        """Return what the engine tells of itself.
+
+        Raises:
+            InstanceError: it cannot; its own error is the cause.
+        """
+        try:
+            self._told = self.engine.status()
+            return self._told
+        except InstanceError:
+            raise
+        except Exception as exc:
+            raise InstanceError(
+                f"Instance {self.id!r} cannot tell its status ({type(exc).__name__}: {exc}); if it does not "
+                "recover, remove or replace it."
+            ) from exc
 
     def view(self) -> InstanceView:
-        """The engine's status with the fleet's fields beside it."""
-        status = self.engine.status()
+        """The engine's status with the fleet's fields beside it; errors are those of `status`."""
+        return self._view(self.status())
+
+    def last_view(self) -> InstanceView | None:
+        """The same with the status that the engine told last; `None` if it has told none."""
+        return None if self._told is None else self._view(self._told)
+
+    def seem_lost(self) -> None:
+        """Have `last_view` show it LOST, as its engine told a request, until it tells its status again."""
+        if self._told is not None:
+            self._told = replace(self._told, state=InstanceState.LOST)
+
+    def _view(self, status: EngineStatus) -> InstanceView:
         return InstanceView.of(
             status,
             max_adapters=status.max_adapters if self._can_adapt else 0,
@@ -96,12 +126,7 @@ class Instance:
     def broken(self) -> bool:
         """Whether it is LOST, or a verb that failed left it half way, so that only `unload` may help."""
         settled = (InstanceState.SERVING, InstanceState.EMPTY)
-        return not self.swapping and self.engine.status().state not in settled
-
-    def serves(self, model: ModelId) -> bool:
-        """Whether it is SERVING the model, and no swap has it."""
-        status = self.engine.status()
-        return status.state is InstanceState.SERVING and status.model == model and not self.swapping
+        return not self.swapping and self.status().state not in settled
 
     def may_try(self, model: ModelId | None) -> bool:
         """Whether a model that failed to load here may be tried again; `None` stands for a restart."""

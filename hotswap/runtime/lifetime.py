@@ -52,7 +52,7 @@ class Lifetime:
 
     def check_loop(self) -> None:
         """Raise `WrongLoop` unless the fleet is closed, or open on the event loop that calls this."""
-        if self._token is not None and _token() != self._token:
+        if self._token is not None and not _is_current(self._token):
             raise WrongLoop(
                 "The fleet is open on another event loop; call it there, from other threads by "
                 "`anyio.from_thread.run` or `asyncio.run_coroutine_threadsafe`."
@@ -80,11 +80,12 @@ class Lifetime:
         raise FleetClosed(f"The fleet closed before {what} ended; nothing is lost.")
 
 
-def _token() -> EventLoopToken | None:
+def _is_current(token: EventLoopToken) -> bool:
+    """Return whether a token is of the loop that calls this; asked for every token of a stream."""
     try:
-        return current_token()
-    except RuntimeError:  # a thread without an event loop
-        return None
+        return token.backend_class.current_token() is token.native_token
+    except RuntimeError:  # a thread without an event loop, or with one of another kind
+        return False
 
 
 async def _end_with_fleet(scope: anyio.CancelScope, ended: anyio.Event) -> None:

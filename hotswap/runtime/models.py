@@ -16,13 +16,13 @@ from hotswap.generation import sampling_of, unmapped
 from hotswap.model import Model, ModelCard
 from hotswap.request import ModelId, Request
 from hotswap.runtime.adapters import Adapters
-from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
 from hotswap.runtime.texts import Texts
 from hotswap.sampling import Sampling
 from hotswap.store import SupportsImport, SupportsTextSettings, SupportsTokenizer
+from hotswap.view import InstanceView
 
 __all__ = ["Models"]
 
@@ -187,14 +187,21 @@ class Models:
                 active.abort(error)
 
     async def _unload_everywhere(self, model: ModelId) -> None:
-        while found := next((i for i in self._state.instances.values() if _has(i, model)), None):
+        while view := self._holder(model):
+            found = self._state.instances[view.id]
             if found.swapping:
                 await self._state.changed(self._state.version)
-            elif found.engine.status().model == model:
+            elif view.model == model:
                 self._state.claim(found, None)
                 await self._swaps.run(found, None, deadline_s=0.0, reason=f"{model} is removed")
             elif isinstance(found.engine, SupportsPreload):
                 await found.engine.drop_preload()
+
+    def _holder(self, model: ModelId) -> InstanceView | None:
+        """Return an instance that has a model, is to have it, or has it preloaded."""
+        self._state.refresh()
+        views = self._state.index.instances()
+        return next((view for view in views if model in (view.model, view.preloaded, view.target)), None)
 
     # ------------------------------------------------------------------ requests
 
@@ -220,8 +227,3 @@ class Models:
 
     def __repr__(self) -> str:
         return f"<Models [{', '.join(self._state.registered) or 'none'}]>"
-
-
-def _has(instance: Instance, model: ModelId) -> bool:
-    status = instance.engine.status()
-    return model in (status.model, status.preloaded, instance.target)

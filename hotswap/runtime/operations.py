@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias, get_args
@@ -13,13 +12,14 @@ import anyio
 from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
 from hotswap.checks import check_choice, check_kind, check_required_seconds, check_seconds, check_strings
 from hotswap.engine import Engine
-from hotswap.errors import ConfigError, InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
+from hotswap.errors import ConfigError, InstanceError, InvalidRequest, SwapRefused
 from hotswap.model import Adapter
 from hotswap.request import ModelId, Request, RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Admission
+from hotswap.runtime.drain import Drain
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.moves import Moves
 from hotswap.runtime.queue import Ticket
@@ -35,9 +35,6 @@ log = logging.getLogger("hotswap")
 RollStreams: TypeAlias = Literal["pinned", "moved"]
 
 _METHODS = (None, *get_args(MigrationMethod))
-
-# Moves of a request that may fail before a drain interrupts it instead.
-_MAX_FAILED_MOVES = 2
 
 
 class Operations:
@@ -70,15 +67,15 @@ class Operations:
     # ------------------------------------------------------------------ swaps and moves
 
     async def swap(self, instance: str, model: str, *, deadline_s: float, reason: str) -> SwapRecord:
-        """Swap an instance to a model, and reopen it if it was drained."""
+        """Swap an instance to a model, and reopen it if it was drained, which ends a drain under way."""
         check_strings(ConfigError, to=model, reason=reason)
         check_required_seconds(ConfigError, deadline_s=deadline_s)
         card, chosen = self._state.card(ModelId(model)), self._state.instance(instance)
-        status = chosen.engine.status()
+        status = chosen.status()
         if status.model == card.id and status.state is InstanceState.SERVING:
             raise SwapRefused(f"Instance {instance!r} serves {model!r} already; nothing was done.")
         record = await self._swap(chosen, card.id, deadline_s=deadline_s, reason=reason)
-        if chosen.draining and chosen.id not in self._emptying:
+        if chosen.draining:
             self.reopen(chosen)
         return record
 
@@ -122,15 +119,10 @@ class Operations:
             return await self._empty(chosen, deadline_s, method, reason)
 
     async def _empty(
-        self,
-        instance: Instance,
-        deadline_s: float | None,
-        method: MigrationMethod | None,
-        reason: str,
+        self, instance: Instance, deadline_s: float | None, method: MigrationMethod | None, reason: str
     ) -> DrainRecord:
-        return await _Drain(self._state, self._admission, self._moves, instance, method, reason).run(
-            deadline_s
-        )
+        drain = Drain(self._state, self._admission, self._moves, instance, method, reason)
+        return await drain.run(deadline_s)
 
     @contextmanager
     def _closed(self, instance: Instance) -> Generator[None]:
@@ -205,18 +197,17 @@ class Operations:
 
     async def _unload_unless_lost(self, instance: Instance, reason: str) -> None:
         await self._restarted(instance)
-        if instance.engine.status().state is InstanceState.EMPTY:
-            return
         try:
-            await self._swap(instance, None, deadline_s=0.0, reason=reason)
-        except SwapFailed as exc:
-            if instance.engine.status().state is not InstanceState.LOST:
+            if instance.status().state is not InstanceState.EMPTY:
+                await self._swap(instance, None, deadline_s=0.0, reason=reason)
+        except InstanceError as exc:
+            if isinstance(exc, SwapRefused) or not _is_lost(instance):
                 raise
             log.warning("Instance %r is lost and leaves without being unloaded: %s", instance.id, exc)
 
     async def _restarted(self, instance: Instance) -> None:
         """Wait while the control loop tries to restart a lost instance."""
-        while instance.swapping and instance.engine.status().state is InstanceState.LOST:
+        while instance.swapping and instance.status().state is InstanceState.LOST:
             await self._state.changed(self._state.version)
 
     async def replace(
@@ -226,7 +217,9 @@ class Operations:
         check_strings(ConfigError, reason=reason)
         _check_engine("by", by)
         check_seconds(ConfigError, deadline_s=deadline_s)
-        model = self._state.instance(instance).engine.status().model
+        old = self._state.instance(instance)
+        self._state.refresh()
+        model = None if (view := self._state.index.counted(old.id)) is None else view.model
         await self.add(by)
         try:
             if model is not None:
@@ -283,7 +276,9 @@ class Operations:
         return tuple(rolled)
 
     def _replicas(self, model: ModelId) -> list[Instance]:
-        return [instance for instance in self._state.instances.values() if instance.serves(model)]
+        self._state.refresh()
+        hosts = self._state.index.hosts(model)
+        return [self._state.instances[view.id] for view in hosts if not view.swapping]
 
     def _is_awaited(self, instance: Instance, old: ModelId, new: ModelId, streams: RollStreams) -> bool:
         """Whether an instance is the last open replica and requests wait that must have the old weights."""
@@ -338,101 +333,9 @@ def _check_engine(name: str, engine: Engine) -> None:
     check_strings(ConfigError, **{f"{name}.id": getattr(engine, "id", None)})
 
 
-class _Drain:
-    """Empties one closed instance: its requests move elsewhere, end, or are interrupted and wait."""
-
-    def __init__(
-        self,
-        state: FleetState,
-        admission: Admission,
-        moves: Moves,
-        instance: Instance,
-        method: MigrationMethod | None,
-        reason: str,
-    ) -> None:
-        self._state, self._admission, self._moves = state, admission, moves
-        self._instance, self._reason = instance, reason
-        self._method: MigrationMethod | None = method
-        self._seen: dict[RequestId, ActiveRequest] = {}
-        self._failed_moves: dict[RequestId, int] = {}
-        self._interrupted: set[RequestId] = set()
-        self._left_alone: set[RequestId] = set()  # the mover has them end where they are
-        self._num_moved = 0
-        self._error: Exception | None = None
-
-    async def run(self, deadline_s: float | None) -> DrainRecord:
-        """Return once no request is assigned to the instance.
-
-        Requests move as soon as another instance has room, as many at a time as the limits of moves allow.
-        After `deadline_s` seconds those that are left are interrupted, and wait for a place like others.
-        """
-        started_s = anyio.current_time()
-        with anyio.move_on_after(math.inf if deadline_s is None else deadline_s):
-            async with anyio.create_task_group() as tasks:
-                while self._instance.num_requests:
-                    version = self._state.version
-                    for active in self._state.running_on(self._instance.id):
-                        self._seen[active.request.id] = active
-                        if (destination := self._destination(active)) is not None:
-                            tasks.start_soon(self._move, active, destination, tasks.cancel_scope)
-                            await anyio.lowlevel.checkpoint()  # it counts at both ends before the next begins
-                    await self._state.changed(version)
-        if self._error is not None:
-            raise self._error
-        while self._instance.num_requests:
-            version = self._state.version
-            for active in self._state.running_on(self._instance.id):
-                self._interrupt(active)
-            await self._state.changed(version)
-        return DrainRecord(
-            instance=self._instance.id,
-            reason=self._reason,
-            started_s=started_s,
-            seconds=anyio.current_time() - started_s,
-            num_moved=self._num_moved,
-            num_evicted=len(self._interrupted),
-            num_finished=sum(map(self._finished_here, self._seen.values())),
-        )
-
-    def _destination(self, active: ActiveRequest) -> Instance | None:
-        """Return where a request could move now, if it can."""
-        if active.instance is not self._instance or active.moving or active.request.id in self._left_alone:
-            return None
-        if self._moves.is_busy(self._instance):
-            return None
-        self._state.refresh()
-        destination = self._admission.choose(active.remaining)
-        if destination is None or destination is self._instance or self._moves.is_busy(destination):
-            return None
-        return destination
-
-    async def _move(self, active: ActiveRequest, destination: Instance, all_moves: anyio.CancelScope) -> None:
-        try:
-            record = await self._moves.run(active, destination, method=self._method, reason=self._reason)
-        except MigrationAborted:  # one of the ends takes part in another move meanwhile
-            return
-        except Exception as exc:  # not of the move: a mover's fault, say
-            self._error = exc
-            all_moves.cancel()
-            return
-        if record.outcome == "done":
-            self._num_moved += 1
-        elif record.outcome == "waited":
-            self._left_alone.add(active.request.id)
-        elif record.outcome == "aborted":
-            failed = self._failed_moves[active.request.id] = self._failed_moves.get(active.request.id, 0) + 1
-            if failed >= _MAX_FAILED_MOVES:
-                self._interrupt(active)
-
-    def _interrupt(self, active: ActiveRequest) -> None:
-        self._seen[active.request.id] = active
-        self._interrupted.add(active.request.id)
-        active.interrupt()
-
-    def _finished_here(self, active: ActiveRequest) -> bool:
-        was_interrupted = active.request.id in self._interrupted
-        return (
-            active.finish_reason is not None
-            and not was_interrupted
-            and (active.hops[-1].instance == self._instance.id)
-        )
+def _is_lost(instance: Instance) -> bool:
+    """Whether an instance is LOST, or as good as that: it cannot tell."""
+    try:
+        return instance.status().state is InstanceState.LOST
+    except InstanceError:
+        return True

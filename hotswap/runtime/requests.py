@@ -63,7 +63,7 @@ class Requests:
             add_special_tokens=add_special_tokens,
             most_samples=1,
         ) as (request,):
-            yield FleetStream(request)
+            yield FleetStream(request, self._core.lifetime)
 
     @asynccontextmanager
     async def samples(
@@ -98,7 +98,7 @@ class Requests:
             deadline_s=deadline_s,
             add_special_tokens=add_special_tokens,
         ) as requests:
-            yield tuple(FleetStream(request) for request in requests)
+            yield tuple(FleetStream(request, self._core.lifetime) for request in requests)
 
     async def generate(
         self,

@@ -214,8 +214,8 @@ class FleetState:
             raise SwapRefused(
                 f"Instance {instance.id!r} is being swapped to {instance.target!r}; wait for its end."
             )
-        state = instance.engine.status().state
-        if target is not None and state in (InstanceState.LOADING, InstanceState.DRAINING):
+        state = None if target is None else instance.status().state
+        if state in (InstanceState.LOADING, InstanceState.DRAINING):
             raise SwapRefused(f"Instance {instance.id!r} is {state}; wait until it is SERVING or EMPTY.")
         instance.swapping, instance.target = True, target
         self._note(instance)
@@ -322,6 +322,8 @@ class FleetState:
         """Take a request from its instance after an event, and return what it does next."""
         request.departing(instance.id, event)
         if isinstance(event, Lost):
+            instance.seem_lost()
+            self._note(instance)
             self.tell(Change.INSTANCES)
         self.withdraw(request, instance)
         return request.departed(event, instance.swap_context if isinstance(event, Evicted) else None)

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 import anyio
 from anyio import AsyncContextManagerMixin
 
 from hotswap.engine import Engine
-from hotswap.errors import InstanceError
+from hotswap.errors import ConfigError, InstanceError
+from hotswap.store import WeightStore
 from hotswap.view import InstanceId
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-__all__ = ["EngineSupervisor"]
+__all__ = ["EngineSupervisor", "enter"]
 
 log = logging.getLogger("hotswap")
+
+
+async def enter(stack: AsyncExitStack, part: Engine | WeightStore, what: str) -> None:
+    """Enter a part of a fleet, which is left with the stack.
+
+    Raises:
+        ConfigError: it has been entered already, and not left.
+    """
+    try:
+        await stack.enter_async_context(part)
+    except RuntimeError as exc:
+        if "already been entered" not in str(exc):  # as anyio says it
+            raise
+        raise ConfigError(
+            f"{what} is in use already, by another fleet or an `async with`; give each fleet parts of its "
+            "own, which it enters itself."
+        ) from exc
 
 
 class EngineSupervisor(AsyncContextManagerMixin):
@@ -79,7 +97,8 @@ class EngineSupervisor(AsyncContextManagerMixin):
         is_ready = False
         try:
             with started.scope:
-                async with started.engine:
+                async with AsyncExitStack() as stack:
+                    await enter(stack, started.engine, f"Engine {started.engine.id!r}")
                     is_ready = True
                     started.ready.set()
                     with anyio.CancelScope(shield=True):  # requests end first, whatever ends the fleet

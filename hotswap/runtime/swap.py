@@ -93,7 +93,7 @@ class SwapJob:
         self._phase = "preflight"
         self._num_evicted = 0
         self._down_since_s: float | None = None
-        self._before = instance.engine.status().model
+        self._before = instance.status().model
 
     async def run(self) -> SwapRecord:
         """Carry the swap out and return its record, which `self.record` holds also after a failure.
@@ -138,15 +138,15 @@ class SwapJob:
     async def _prepare(self, engine: Engine, model: ModelCard, span: Span) -> None:
         """All that can fail or be done early, while the old model still serves."""
         async with self._timed("preflight", self.limits.preflight_s, span):
-            self._store.go_to(engine.status().node)
+            self._store.go_to(self.instance.status().node)
             await self._store.manifest(model.id)
-            room = engine.status().memory_bytes
+            room = self.instance.status().memory_bytes
             if room and model.weight_bytes > room:
                 raise OutOfMemory(
                     f"Model {model.id!r} has {model.weight_bytes:,} bytes of weights and instance "
                     f"{engine.id!r} {room:,} bytes of memory; swap it into a larger one."
                 )
-        serving = engine.status().state is InstanceState.SERVING
+        serving = self.instance.status().state is InstanceState.SERVING
         if serving and isinstance(engine, SupportsPreload) and engine.can_preload(model):
             try:
                 async with self._timed("preload", self.limits.preload_s, span):
@@ -158,10 +158,10 @@ class SwapJob:
         """Evict and unload; once requests are gone, a cancellation waits until the instance is EMPTY."""
         self._down_since_s = anyio.current_time()
         self.instance.end_first_token(self.telemetry)
-        if engine.status().state is InstanceState.SERVING:
+        if self.instance.status().state is InstanceState.SERVING:
             async with self._timed("evict", self.deadline_s + self.limits.evict_s, span):
                 self._num_evicted = await engine.evict(deadline_s=self.deadline_s)
-        if engine.status().state is not InstanceState.EMPTY:
+        if self.instance.status().state is not InstanceState.EMPTY:
             with anyio.CancelScope(shield=True):
                 async with self._timed("unload", self.limits.unload_s, span):
                     await engine.unload()
@@ -171,7 +171,7 @@ class SwapJob:
 
     def _expect(self, state: InstanceState, model: ModelId | None) -> None:
         """Hold the engine to what its verb promised; without this a plan would repeat the swap for ever."""
-        view = self.instance.engine.status()
+        view = self.instance.status()
         if view.state is not state or view.model != model:
             raise InstanceError(
                 f"Engine {self.instance.id!r} ended its {self._phase} as {view.state} with model "
@@ -215,7 +215,7 @@ class SwapJob:
             phase.set_attribute(tm.EVICTED, self._num_evicted)
 
     def _failure(self, error: Exception) -> SwapFailed:
-        now = self.instance.engine.status()
+        now = self.instance.status()
         serves = f"serves {now.model!r}" if now.state is InstanceState.SERVING else f"is {now.state}"
         wanted = repr(self.model.id) if self.model else "nothing"
         return SwapFailed(
@@ -228,7 +228,7 @@ class SwapJob:
         self, started_s: float, outcome: SwapOutcome, error: BaseException | None, span: Span
     ) -> SwapRecord:
         now_s = anyio.current_time()
-        after = self.instance.engine.status()
+        after = self.instance.status()
         if outcome == "done" and self.model is not None:
             self._state.set_serving_since(self.instance, now_s)
         return SwapRecord(

@@ -16,7 +16,6 @@ from hotswap.runtime.losses import Losses
 from hotswap.runtime.state import Change, FleetState
 from hotswap.runtime.swap import SwapJob, SwapLimits
 from hotswap.telemetry import Telemetry
-from hotswap.view import InstanceState
 
 __all__ = ["Swaps"]
 
@@ -149,10 +148,9 @@ class Swaps:
                 log.warning("%d waiting requests were refused. %s", num_refused, refusal)
 
     def _is_served(self, model: ModelId, *, but: Instance) -> bool:
-        views = (instance.view() for instance in self._state.instances.values() if instance is not but)
-        return any(
-            (v.model == model and v.state is InstanceState.SERVING) or v.target == model for v in views
-        )
+        self._state.refresh()
+        others = (view for view in self._state.index.instances() if view.id != but.id)
+        return any(model in (view.hosted, view.target) for view in others)
 
     def __repr__(self) -> str:
         done = sum(record.outcome == "done" for record in self.records)

@@ -223,6 +223,9 @@ class Shown:
     def view(self) -> InstanceView:
         return self.now
 
+    def last_view(self) -> InstanceView:
+        return self.now
+
     def counted(self, view: InstanceView) -> InstanceView:
         return view.updated(num_requests=self.now.num_requests)
 

@@ -11,12 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import anyio
 import anyio.lowlevel
 
-from hotswap import Adapter, Fleet, Model, Sampling
+from hotswap import Adapter, Fleet, FleetStream, Model, Sampling
 from hotswap.errors import HotswapError
 from tests.runtime.support import Idle, engine_of, expected, sim_fleet
 
@@ -47,11 +48,17 @@ async def _migrate(fleet: Fleet) -> None:
 
 
 REQUESTS: list[str] = []
+OPEN: list[tuple[AbstractAsyncContextManager[FleetStream], FleetStream]] = []
+LEAVE = "leave a stream"
 
 VERBS: dict[str, Callable[[Fleet], Awaitable[object]]] = {
     "stream": _stream,
     "generate": lambda fleet: fleet.generate("a", (1,), SOME),
     "generate for a model that is not served": lambda fleet: fleet.generate("b", (1,), SOME),
+    "read a stream": lambda fleet: anext(OPEN[0][1]),
+    "collect a stream": lambda fleet: OPEN[0][1].collect(),
+    "complete a stream": lambda fleet: OPEN[0][1].complete(),
+    LEAVE: lambda fleet: OPEN[0][0].__aexit__(None, None, None),
     "swap": lambda fleet: fleet.swap("e1", to="b"),
     "unload": lambda fleet: fleet.unload("e0"),
     "migrate": _migrate,
@@ -90,19 +97,21 @@ async def _serve(verb: str) -> dict[str, object]:
     ) as fleet:
         await fleet.swap("e0", to="a")
         await fleet.swap("e1", to="a")
-        async with fleet.stream("a", (1, 2), LONG) as stream:
-            tokens = [await anext(stream) for _ in range(10)]
-            REQUESTS.append(stream.request.id)
-            before = repr(fleet)
-            other = threading.Thread(
-                target=anyio.run, args=(partial(_call, fleet, verb, outcome),), daemon=True
-            )
-            other.start()
-            while other.is_alive():  # noqa: ASYNC110 - it must not be told by the fleet
-                await anyio.sleep(0.01)
-            said["unchanged"] = repr(fleet) == before
-            tokens += await stream.collect()
-            said["exact"] = [token.id for token in tokens] == expected(stream.request)
+        block = fleet.stream("a", (1, 2), LONG)
+        stream = await block.__aenter__()
+        OPEN.append((block, stream))
+        tokens = [await anext(stream) for _ in range(10)]
+        REQUESTS.append(stream.request.id)
+        before = repr(fleet)
+        other = threading.Thread(target=anyio.run, args=(partial(_call, fleet, verb, outcome),), daemon=True)
+        other.start()
+        while other.is_alive():  # noqa: ASYNC110 - it must not be told by the fleet
+            await anyio.sleep(0.01)
+        said["unchanged"] = repr(fleet) == before
+        tokens += await stream.collect()
+        said["exact"] = [token.id for token in tokens] == expected(stream.request)
+        if verb != LEAVE:
+            await block.__aexit__(None, None, None)
         try:
             done = await fleet.generate("a", (3,), SOME)
             said["serves"] = len(done.tokens) == 2

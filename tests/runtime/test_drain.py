@@ -21,7 +21,7 @@ from hotswap import (
     Sampling,
 )
 from hotswap.abc import Scheduler
-from hotswap.backends.sim import SimEngine
+from hotswap.backends.sim import DeviceProfile, SimEngine
 from hotswap.errors import ConfigError, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import (
@@ -267,6 +267,54 @@ async def test_a_swap_reopens_a_drained_instance() -> None:
         await fleet.swap("e0", to="b")
         assert fleet.view().instance(E0).open
         await read(fleet, "b", (1, 2), LONG)
+
+
+QUICK = replace(PROFILE, unload_s=0.0, load_bytes_per_s=1 << 50)
+
+
+@pytest.mark.parametrize("profile", [PROFILE, QUICK], ids=["slow", "quick"])
+@pytest.mark.parametrize("deadline_s", [0.0, 0.5])
+@virtual_time
+async def test_a_swap_ends_a_drain_under_way_and_leaves_the_instance_open(
+    profile: DeviceProfile, deadline_s: float
+) -> None:
+    engines = [SimEngine(name, profile, kv_blocks=512, max_requests=4) for name in ("e0", "e1")]
+    async with (
+        sim_fleet("a", "b", engines=engines, scheduler=Idle()) as fleet,
+        anyio.create_task_group() as clients,
+    ):
+        for engine in engines:
+            await fleet.swap(engine.id, to="a")
+        for number in range(8):  # there is no room to move to
+            clients.start_soon(read, fleet, "a", (1, number), LONG)
+        await until(lambda: num_running(fleet, E0) == num_running(fleet, E1) == 4)
+        async with fleet.stream("b", (1,), LONG) as stream:
+            async with anyio.create_task_group() as operators:
+                operators.start_soon(fleet.drain, "e0")
+                await until(lambda: fleet.view().instance(E0).draining)
+                await fleet.swap("e0", to="b", deadline_s=deadline_s)
+                view = fleet.view().instance(E0)
+                assert (view.model, view.open) == ("b", True)
+            assert [token.id async for token in stream] == expected(stream.request)
+            assert stream.num_hops == 1, "the drain took the new model's request away"
+        await fleet.swap("e0", to="a")  # for the requests that had no room elsewhere
+
+
+@virtual_time
+async def test_reopening_an_instance_ends_a_drain_under_way() -> None:
+    async with replicas(1, "a") as fleet, anyio.create_task_group() as clients:
+        for number in range(2):
+            clients.start_soon(read, fleet, "a", (1, number), LONG)
+        await until(lambda: num_running(fleet, E0) == 2)
+        async with anyio.create_task_group() as operators:
+            operators.start_soon(partial(fleet.drain, "e0", deadline_s=0.5))
+            await until(lambda: fleet.view().instance(E0).draining)
+            fleet.reopen("e0")
+            await until(lambda: not fleet.view().instance(E0).draining)
+        assert num_running(fleet, E0) == 2
+        assert fleet.view().instance(E0).open
+        await anyio.sleep(1)
+        assert fleet.view().instance(E0).num_requests == 2, "the drain's deadline came"
 
 
 @virtual_time

@@ -27,11 +27,15 @@ class Indexed:
     """An instance as an index sees it."""
 
     def __init__(self, now: InstanceView, pull: Pull | None, recount: Recount | None) -> None:
-        self.now, self.is_put = now, False
+        self.now, self.told, self.is_put = now, now, False
         self._pull, self._recount = pull, recount
 
     def view(self) -> InstanceView:
-        return self.now if self.is_put or self._pull is None else self._pull(self.now.id)
+        self.told = self.now if self.is_put or self._pull is None else self._pull(self.now.id)
+        return self.told
+
+    def last_view(self) -> InstanceView:
+        return self.told
 
     def counted(self, view: InstanceView) -> InstanceView:
         return self.view() if self._recount is None else self._recount(view)

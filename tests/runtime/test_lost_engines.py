@@ -12,10 +12,10 @@ from itertools import pairwise
 import anyio
 import pytest
 
-from hotswap import Fleet, InstanceId, InstanceState, Sampling, SwapLimits
+from hotswap import Adapter, AdapterId, Fleet, InstanceId, InstanceState, Sampling, SwapLimits
 from hotswap.abc import Engine, EngineStatus, WrapperEngine
 from hotswap.backends.sim import SimEngine
-from hotswap.errors import HotswapError
+from hotswap.errors import HotswapError, InstanceError
 from hotswap.offline.virtual_time import run, virtual_time
 from tests.runtime.support import PROFILE, Idle, engine_of, idle, models, read, sim_fleet, until
 
@@ -239,7 +239,7 @@ async def swapped_by_hand(look: int) -> int:
     async with sim_fleet("a", "b", engines=[engine], scheduler=Idle()) as fleet:
         await fleet.swap("e0", to="a")
         engine.arm(look)
-        with suppress(HotswapError, OSError):
+        with suppress(HotswapError):
             await fleet.swap("e0", to="b")
         num_looks = engine.num_looks
         engine.arm(0)
@@ -261,10 +261,7 @@ async def swapped_by_plan(look: int) -> int:
         await anyio.sleep(0.1)
         engine.arm(look)
         with anyio.fail_after(120):
-            try:
-                await read(fleet, "b", (1,), SOME)
-            except OSError:  # the request's own, where it was asked about just then
-                await read(fleet, "b", (2,), SOME)
+            await read(fleet, "b", (1,), SOME)
         num_looks = engine.num_looks
         engine.arm(0)
         with anyio.fail_after(120):
@@ -278,7 +275,7 @@ async def unloaded_by_hand(look: int) -> int:
     async with sim_fleet("a", engines=[engine], scheduler=Idle()) as fleet:
         await fleet.swap("e0", to="a")
         engine.arm(look)
-        with suppress(HotswapError, OSError):
+        with suppress(HotswapError):
             await fleet.unload("e0")
         num_looks = engine.num_looks
         engine.arm(0)
@@ -313,3 +310,102 @@ def test_an_engine_whose_status_raises_at_any_look_leaves_its_instance_usable(
         look += 1
         assert look < 200
     assert look > 1, "its status was never asked for"
+
+
+class Mute(WrapperEngine):
+    """Tells no status any more once `mute` is set."""
+
+    mute = False
+
+    def __init__(self, engine: SimEngine) -> None:
+        super().__init__(engine)
+        self.inner = engine
+
+    def status(self) -> EngineStatus:
+        if self.mute:
+            raise OSError("the driver does not answer")
+        return super().status()
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        raise AssertionError("no adapter is asked for")
+
+    async def drop_adapter(self, adapter: AdapterId) -> None:
+        raise AssertionError("none is held")
+
+
+@asynccontextmanager
+async def beside_a_mute() -> AsyncGenerator[tuple[Fleet, Mute]]:
+    """An instance that cannot tell its status any more, and two that serve requests beside it."""
+    mute = Mute(engine_of("e0"))
+    engines = [mute, engine_of("e1"), engine_of("e2")]
+    async with sim_fleet("a", "b", engines=engines, scheduler=Idle()) as fleet:
+        for engine in engines:
+            await fleet.swap(engine.id, to="a")
+        mute.mute = True
+        async with anyio.create_task_group() as clients:
+            for number in range(6):
+                clients.start_soon(read, fleet, "a", (1, number), LONG)
+            yield fleet, mute
+        idle(fleet)
+
+
+VERBS: dict[str, Callable[[Fleet], Awaitable[object]]] = {
+    "swap": lambda fleet: fleet.swap("e0", to="b"),
+    "unload": lambda fleet: fleet.unload("e0"),
+    "roll": lambda fleet: fleet.roll("a", to="b", streams="moved"),
+    "models.remove": lambda fleet: fleet.models.remove("a", deadline_s=60),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@virtual_time
+async def test_a_verb_names_the_instance_that_cannot_tell_its_status(verb: str) -> None:
+    async with beside_a_mute() as (fleet, mute):
+        with anyio.fail_after(120), pytest.raises(InstanceError, match="'e0'") as raised:
+            await VERBS[verb](fleet)
+        causes = [raised.value, raised.value.__cause__]
+        assert any(isinstance(error, OSError) for error in causes[1:])
+        assert not any(instance.swapping for instance in fleet.view().instances)
+        mute.mute = False
+        if fleet.view().instance(E0).model != "b":  # it can be used again as soon as it tells
+            await fleet.swap("e0", to="b")
+        await read(fleet, "b", (1,), SOME)
+
+
+@virtual_time
+async def test_instances_beside_one_that_cannot_tell_its_status_are_served_on() -> None:
+    async with beside_a_mute() as (fleet, _):
+        assert fleet.view().instance(E0).model == "a"  # as it was seen last
+        await read(fleet, "a", (7,), SOME)
+        await fleet.drain("e1")
+        await fleet.swap("e1", to="b")
+        await read(fleet, "b", (8,), SOME)
+        fleet.adapters.add(Adapter("x", "b", "/x"))
+        await fleet.adapters.remove("b", "x")
+        await fleet.swap("e1", to="a")
+        await fleet.models.remove("b")
+        await fleet.drain("e0")
+        assert fleet.view().instance(E0).num_requests == 0
+
+
+@pytest.mark.parametrize("operation", ["remove", "replace"])
+@virtual_time
+async def test_an_instance_that_cannot_tell_its_status_can_be_removed_and_replaced(operation: str) -> None:
+    async with beside_a_mute() as (fleet, _):
+        with anyio.fail_after(60):
+            await (fleet.remove("e0") if operation == "remove" else fleet.replace("e0", by=engine_of("new")))
+        assert ids(fleet) == ({"e1", "e2"} if operation == "remove" else {"e1", "e2", "new"})
+        assert {instance.model for instance in fleet.view().instances} == {"a"}
+
+
+@virtual_time
+async def test_a_lost_instance_is_restarted_beside_one_that_cannot_tell_its_status() -> None:
+    async with beside_a_mute() as (fleet, mute):
+        await until(lambda: fleet.view().instance(E0).num_requests > 0)
+        mute.inner.lose("its device failed")  # which it tells its requests alone
+        await until(lambda: fleet.view().instance(E0).state is InstanceState.LOST)
+        lost = engine_of("e3")
+        await fleet.add(lost)
+        await fleet.swap("e3", to="a")
+        lost.lose("its device failed")
+        await until(lambda: fleet.view().instance(InstanceId("e3")).state is InstanceState.EMPTY, within_s=60)

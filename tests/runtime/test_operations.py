@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Self
 
 import anyio
@@ -12,6 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from hotswap import Fleet, InstanceId, InstanceState, Sampling
+from hotswap.abc import Engine, WrapperEngine
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import ConfigError, HotswapError, InstanceError, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import virtual_time
@@ -181,6 +182,61 @@ async def test_the_id_of_an_engine_that_could_not_start_is_free_again() -> None:
                 await fleet.add(Slow("new"))
         await fleet.add(Slow("new"))
         assert ids(fleet) == {"e0", "new"}
+
+
+# ---------------------------------------------------------------- engines in use
+
+
+@asynccontextmanager
+async def entered(engine: Engine) -> AsyncGenerator[None]:
+    async with engine:
+        yield
+
+
+@asynccontextmanager
+async def in_another_fleet(engine: Engine) -> AsyncGenerator[None]:
+    async with fleet_of("a", engines=[engine]):
+        yield
+
+
+@asynccontextmanager
+async def added_to_another_fleet(engine: Engine) -> AsyncGenerator[None]:
+    async with fleet_of("a", engines=1) as other:
+        await other.add(engine)
+        yield
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("used", [entered, in_another_fleet, added_to_another_fleet])
+@virtual_time
+async def test_an_engine_that_is_in_use_already_is_refused(
+    used: Callable[[Engine], AbstractAsyncContextManager[None]], wrapped: bool
+) -> None:
+    engine = Slow("new")
+    given = WrapperEngine(engine) if wrapped else engine
+    async with fleet_of("a", engines=1) as fleet:
+        async with used(engine):
+            with pytest.raises(ConfigError, match="'new' is in use already"):
+                await fleet.add(given)
+            with pytest.raises(ConfigError, match="'new' is in use already"):
+                await fleet.replace("e0", by=given)
+            with pytest.raises(ConfigError, match="'new' is in use already"):
+                async with fleet_of("a", engines=[given]):
+                    raise AssertionError("the fleet was opened")
+            assert ids(fleet) == {"e0"}
+        await fleet.add(given)  # it has been left, and may be used again
+        await fleet.swap("new", to="a")
+        await read(fleet, "a", (1,), SOME)
+    assert engine.num_starts == engine.num_stops == 2
+
+
+@virtual_time
+async def test_a_store_that_is_in_use_already_is_refused() -> None:
+    store = store_of("a")
+    async with fleet_of("a", store=store):
+        with pytest.raises(ConfigError, match="store is in use already"):
+            async with fleet_of("a", store=store):
+                raise AssertionError("the fleet was opened")
 
 
 # ---------------------------------------------------------------- a replacement that fails
