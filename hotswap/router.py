@@ -19,6 +19,7 @@ class Router(ABC):
 
         Asked again whenever an instance changes state or a place becomes free, so `None` is an answer, not
         an error. Requests of one model and adapter are asked about in order: while the first of them waits,
-        so do those behind it. An instance that does not serve the request's model, or is not open, counts as
-        `None`.
+        so do those behind it. Samples of one request go where one of them has computed the prompt, without a
+        question; the router is asked about one of them where none has, or no such instance has room. An
+        instance that does not serve the request's model, or is not open, counts as `None`.
         """

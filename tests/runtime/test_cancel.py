@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from hotswap import Fleet, InstanceState, Sampling
+from hotswap import Fleet, InstanceId, InstanceState, Sampling
 from hotswap.abc import Engine
 from hotswap.errors import SwapRefused
 from hotswap.offline.virtual_time import virtual_time
@@ -45,6 +45,33 @@ async def test_a_swap_cancelled_at_every_turn(preload: bool) -> None:
             assert view.weight_bytes == (1 << 20 if view.model else 0)
             if view.model == "a":
                 await fleet.unload("e0")
+
+        assert await cancel_everywhere(scenario, check, every="turn") > 50
+
+
+@virtual_time
+async def test_samples_cancelled_at_every_turn_of_their_life() -> None:
+    """While they wait for the first of them, for room, and for another engine after a swap."""
+    engines = [engine_of(f"e{n}", prefix_reuse=True, max_requests=3) for n in range(2)]
+    async with sim_fleet("a", "b", engines=engines, scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        await fleet.swap("e1", to="a")
+
+        async def scenario() -> None:
+            asked = Sampling(n=7, temperature=1.0, max_tokens=25, ignore_eos=True)
+            async with fleet.samples("a", range(1, 600), asked) as streams:
+                await anext(streams[1])
+                for name in ("e0", "e1"):
+                    await fleet.unload(name)
+                    await fleet.swap(name, to="a")
+                for stream in streams:
+                    await stream.collect()
+
+        async def check() -> None:
+            await settle(fleet)
+            for name in ("e0", "e1"):
+                if fleet.view().instance(InstanceId(name)).model is None:
+                    await fleet.swap(name, to="a")
 
         assert await cancel_everywhere(scenario, check, every="turn") > 50
 
