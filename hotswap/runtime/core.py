@@ -241,8 +241,7 @@ class Core(AsyncContextManagerMixin):
                     break
             new = self.new_request(name, tokens, resolved, adapter=adapter, priority=priority)
         except Exception as exc:
-            known = ModelId(model) if isinstance(model, str) and model in self.state.registered else None
-            self.telemetry.refused(operation, known, exc)
+            self.telemetry.refused(operation, self._registered(model), exc)
             raise
         samples = samples_of(new.request)
         group = SampleGroup(samples[0].id) if len(samples) > 1 else None
@@ -324,6 +323,10 @@ class Core(AsyncContextManagerMixin):
         if named is not None:
             self.state.demand.ask(named)
         return NewRequest(request, named, arrival)
+
+    def _registered(self, model: object) -> ModelId | None:
+        """Return the id that a client gave, which may be of any type, if a model is called so."""
+        return ModelId(model) if isinstance(model, str) and model in self.state.registered else None
 
     def _named(self, model: str, adapter: str | None) -> tuple[ModelId, Adapter | None]:
         """Return the model and the adapter that serve requests for these names now."""
