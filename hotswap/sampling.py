@@ -56,6 +56,7 @@ class Sampling:
         suppress_tokens: Tokens that never come.
         begin_suppress_tokens: Tokens that do not come first.
         forced_end_tokens: Of these one comes last where `max_tokens` ends the generation; each is as likely.
+            Beside a grammar only those come that it allows there, and what it allows if there are none.
         bad_words: Texts whose tokens never come in a row; a fleet makes `bad_words_ids` of them.
         bad_words_ids: The same as token ids.
         seed: What chance depends on. `None` has the fleet draw one for each request; a completion tells it.

@@ -1,6 +1,8 @@
 """Masks of the tokens that may come next: computed beside the forward pass, applied to the rows of a step.
 
-A mask is packed: bit `i % 32` of word `i // 32` is set if token `i` may come.
+The library of grammars gives packed masks: bit `i % 32` of word `i // 32` is set if token `i` may come. A
+step applies them as lists of token ids, which takes a few microseconds for a row: nearly all states of a
+grammar allow few tokens, or almost all.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,21 +21,35 @@ from hotswap.errors import HotswapError, InstanceError
 
 __all__ = ["Constraint", "Mask", "MaskThread", "Masks", "apply_mask"]
 
-# What is added to the logits of eight tokens for each value of their byte of a mask: `[256, 8]`.
-_ADDED = torch.where((torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1, 0.0, -torch.inf)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
     """The tokens that may come next in one request, or why the request cannot go on.
 
     Attributes:
-        words: The packed mask, `[ceil(vocabulary / 32)]`, int32, on the CPU.
+        listed: Token ids, int64, on the CPU.
+        allows: Whether these are the tokens that may come; if not, they are those that may not.
+        vocabulary: The number of token ids that the mask knows; others may not come.
         error: Ends the request; its mask is not used then.
     """
 
-    words: Tensor
+    listed: Tensor
+    allows: bool
+    vocabulary: int
     error: HotswapError | None = None
+
+    @classmethod
+    def unpack(cls, words: Tensor, vocabulary: int) -> Mask:
+        """Return the mask of packed words, `[ceil(vocabulary / 32)]`, int32."""
+        bits = np.unpackbits(words.numpy().view(np.uint8), count=vocabulary, bitorder="little").view(np.bool_)
+        allows = 2 * int(np.count_nonzero(bits)) < vocabulary
+        listed = np.flatnonzero(bits if allows else ~bits)
+        return cls(torch.as_tensor(listed), allows, vocabulary)
+
+    @classmethod
+    def failed(cls, error: HotswapError) -> Mask:
+        """Return the mask of a request that an error ends."""
+        return cls(torch.zeros(0, dtype=torch.int64), True, 0, error)
 
 
 Masks: TypeAlias = "tuple[Mask | None, ...]"
@@ -46,7 +63,7 @@ class Constraint(ABC):
     """
 
     def __init__(self, vocabulary: int) -> None:
-        self.num_words = -(-vocabulary // 32)
+        self.vocabulary = vocabulary
 
     @abstractmethod
     def add_token(self, token: int) -> None:
@@ -85,18 +102,24 @@ class MaskThread:
             self._pool = None
 
 
-def apply_mask(logits: Tensor, words: Tensor) -> None:
+def apply_mask(logits: Tensor, mask: Mask) -> None:
     """Set the logits of the tokens that may not come to minus infinity, in place.
 
     Args:
-        logits: `[vocabulary]`, fp32; none is infinite.
-        words: The packed mask.
+        logits: `[vocabulary]`, fp32; its vocabulary may have another size than that of the mask.
+        mask: The mask, without an error.
     """
-    words = words.to(logits.device)
-    added = torch.nn.functional.embedding(words.view(torch.uint8).int(), _ADDED.to(logits.device)).view(-1)
-    num_known = min(len(added), len(logits))
-    logits[:num_known] += added[:num_known]
-    logits[num_known:] = -torch.inf
+    listed = mask.listed
+    if mask.vocabulary > len(logits):
+        listed = listed[listed < len(logits)]
+    listed = listed.to(logits.device)
+    if mask.allows:
+        kept = logits[listed]
+        logits.fill_(-torch.inf)
+        logits[listed] = kept
+    else:
+        logits.index_fill_(0, listed, -torch.inf)
+        logits[mask.vocabulary :] = -torch.inf
 
 
 def _fill_all(constraints: Sequence[Constraint | None]) -> Masks:
@@ -104,11 +127,11 @@ def _fill_all(constraints: Sequence[Constraint | None]) -> Masks:
 
 
 def _fill(constraint: Constraint) -> Mask:
-    words = torch.zeros(constraint.num_words, dtype=torch.int32)
+    words = torch.zeros(-(-constraint.vocabulary // 32), dtype=torch.int32)
     try:
         constraint.fill(words)
     except HotswapError as exc:
-        return Mask(words, exc)
+        return Mask.failed(exc)
     except Exception as exc:  # of a library: it is this request's alone
-        return Mask(words, InstanceError(f"The mask of the request cannot be computed: {exc!r}"))
-    return Mask(words)
+        return Mask.failed(InstanceError(f"The mask of the request cannot be computed: {exc!r}"))
+    return Mask.unpack(words, constraint.vocabulary)

@@ -186,26 +186,27 @@ def sample(
     rows = space.rows(len(order), logits.shape[1], logits.device)
     rows.copy_(logits if order == list(range(len(order))) else logits[order])
     placed = [(samplers[row], indices[row]) for row in order]
-    finite = [math.isfinite(most) for most in _floats(rows.amax(-1))]
+    largest = rows.amax(-1)
+    finite = [math.isfinite(most) for most in _floats(largest)]
     changed = [
         at for at, (sampler, index) in enumerate(placed) if finite[at] and sampler.changes_logits(index)
     ]
     placed_masks = [(at, mask) for at, row in enumerate(order) if masks and (mask := masks[row]) is not None]
     for at, mask in placed_masks:
         if finite[at] and mask.error is None:
-            apply_mask(rows[at], mask.words)
+            apply_mask(rows[at], mask)
     _change(rows, [(at, *placed[at]) for at in changed])
     able = list(finite)
     if changed or placed_masks:
-        largest = _floats(rows.amax(-1))
-        for at in (*changed, *(at for at, _ in placed_masks)):
-            able[at] = finite[at] and largest[at] > _NEVER
+        largest = rows.amax(-1)
+        for at, most in enumerate(_floats(largest)):
+            able[at] = finite[at] and most > _NEVER
     for at, mask in placed_masks:
         able[at] = able[at] and mask.error is None
     for at, fine in enumerate(able):
         if not fine:
-            rows[at] = 0.0  # of what follows nothing is kept, and all of it is finite
-    tokens = _choose(rows, placed, space)
+            rows[at] = largest[at] = 0.0  # of what follows nothing is kept, and all of it is finite
+    tokens = _choose(rows, placed, largest, space)
     choices = [Choice(-1)] * len(order)
     for at, row in enumerate(order):
         sampling = samplers[row].sampling
@@ -221,13 +222,22 @@ def sample(
     return choices
 
 
-def _choose(rows: Tensor, placed: Sequence[tuple[Sampler, int]], space: Workspace) -> list[int]:
-    """Return the token of each row; rows that are drawn come first, and become weights."""
+def _choose(
+    rows: Tensor, placed: Sequence[tuple[Sampler, int]], largest: Tensor, space: Workspace
+) -> list[int]:
+    """Return the token of each row; rows that are drawn come first, and become weights.
+
+    Args:
+        rows: Logits, `[rows, vocabulary]`, in the workspace.
+        placed: The sampler of each row, and its position.
+        largest: The largest logit of each row, finite.
+        space: Memory to compute in.
+    """
     drawn = [(sampler.sampling, index) for sampler, index in placed if sampler.sampling.is_random]
     tokens: list[int] = []
     if drawn:
         weights = rows[: len(drawn)]
-        to_weights(weights, [sampling.temperature for sampling, _ in drawn])
+        to_weights(weights, [sampling.temperature for sampling, _ in drawn], largest[: len(drawn)])
         for row, (sampling, _) in zip(weights, drawn, strict=True):
             _cut(row, sampling, space)
         tokens = draw(weights, [uniform(sampling.seed or 0, index) for sampling, index in drawn])
@@ -262,12 +272,26 @@ def _change(logits: Tensor, placed: Sequence[tuple[int, Sampler, int]]) -> None:
     edits.apply(lambda found, penalty: found - penalty)
     for row, sampler, index in placed:
         if forced := sampler.forced(index):
-            kept = torch.tensor([token for token in forced if token < logits.shape[1]], dtype=torch.long)
-            logits[row].fill_(_NEVER)
-            logits[row, kept] = 0.0  # one as likely as another, as in transformers
+            _force(logits[row], forced, unless_none=sampler.constraint is not None)
         if forbidden := sampler.forbidden(index):
             edits.put(row, torch.tensor(forbidden), torch.full((len(forbidden),), _NEVER))
     edits.apply(lambda _, never: never)
+
+
+def _force(logits: Tensor, tokens: Sequence[int], *, unless_none: bool) -> None:
+    """Leave only some tokens in a row, one as likely as another, as in transformers.
+
+    With `unless_none` those stay out that a grammar has left out before, and if none is left the row stays as
+    it is: what a grammar allows goes before what is forced.
+    """
+    kept = torch.tensor([token for token in tokens if token < len(logits)], dtype=torch.long)
+    kept = kept.to(logits.device)
+    if unless_none:
+        kept = kept[logits[kept] > _NEVER]
+        if not len(kept):
+            return
+    logits.fill_(_NEVER)
+    logits[kept] = 0.0
 
 
 class _Edits:
@@ -303,7 +327,8 @@ def _cut(weights: Tensor, sampling: Sampling, space: Workspace) -> None:
     if sampling.top_k:
         keep_from(weights, top_k_threshold(weights, sampling.top_k))
     bound = top_p_threshold(weights, sampling.top_p, space) if sampling.top_p < 1.0 else 0.0
-    keep_from(weights, max(bound, sampling.min_p))  # the largest weight is 1
+    least = sampling.min_p * float(weights.amax()) if sampling.min_p else 0.0
+    keep_from(weights, max(bound, least))
 
 
 def _with_logprobs(logits: Tensor, row: Tensor, sampling: Sampling, token: int) -> Choice:

@@ -231,6 +231,18 @@ async def test_a_request_whose_grammar_leaves_no_token_ends_alone() -> None:
         assert received == alone
 
 
+async def test_a_grammar_goes_before_forced_end_tokens() -> None:
+    """Where it may not end yet, the answer is cut off within the grammar instead of ended outside of it."""
+    forced: dict[str, Any] = {"forced_end_tokens": (END,), "max_tokens": 6}
+    async with serving() as engine:
+        for seed in range(3):
+            tokens = await collect(engine, ask(regex="[ab]{40}", seed=seed, **forced))
+            assert tokens[-1].finish_reason == "length"
+            assert re.fullmatch("[ab]{6,}", byte_level().decode([token.id for token in tokens]))
+            tokens = await collect(engine, ask(regex="[ab]+", seed=seed, **forced))
+            assert re.fullmatch("[ab]+", text_of(tokens))
+
+
 async def test_tokens_so_far_that_are_not_of_the_grammar_are_refused() -> None:
     async with serving() as engine:
         with pytest.raises(InvalidRequest, match="tokens so far are not of regex"):
