@@ -7,8 +7,10 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
+from weakref import WeakValueDictionary
 
 import anyio
 from anyio import CancelScope, CapacityLimiter, to_thread
@@ -106,6 +108,8 @@ class NvmeStore(WeightStore):
         self._pins: dict[ModelId, ReadLock] = {}
         self._importing: dict[ModelId, anyio.Lock] = {}
         self._converters = CapacityLimiter(1)  # one checkpoint in memory at a time
+        # By the digest of their text, as long as they are used: to parse a large one stops all threads.
+        self._tokenizers: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -344,7 +348,10 @@ class NvmeStore(WeightStore):
         except BackendMissing as exc:  # token ids work without it
             _log.warning("Model %r is served without text: %s", model, exc)
             return None
-        return HfTokenizer.parse(text, name=str(path))
+        digest = sha256(text).digest()
+        found = self._tokenizers.get(digest) or HfTokenizer.parse(text, name=str(path))
+        self._tokenizers[digest] = found
+        return found
 
     def _load_settings(self, model: ModelId) -> TextSettings | None:
         files = self._read_side_files(model)

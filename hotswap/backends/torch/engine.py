@@ -25,7 +25,7 @@ from hotswap.backends.servable import check_servable
 from hotswap.backends.torch.adapters.manager import AdapterManager
 from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.admission import to_sequence
-from hotswap.backends.torch.constraints import Constraints
+from hotswap.backends.torch.constraints import Compilers, Constraints
 from hotswap.backends.torch.forward import Forward, LocalForward
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.masks import Constraint
@@ -63,8 +63,6 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
 )
 
 _UNSUPPORTED = ("bad_words",)
-# How many grammars an engine compiles at once.
-_NUM_COMPILERS = 2
 
 
 class _Models:
@@ -217,7 +215,7 @@ class TorchEngine(Engine):
             size_bytes=parse_bytes(adapter_bytes),
             notifier=self._notifier,
         )
-        self._compilers = anyio.CapacityLimiter(_NUM_COMPILERS)
+        self._compilers = Compilers()
         self._worker: Worker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._models, self._num_loads = _Models(self._notifier), 0

@@ -8,8 +8,10 @@ Tested with llguidance 1.9.1.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -26,35 +28,79 @@ if TYPE_CHECKING:
 __all__ = ["Grammar", "GrammarCompiler"]
 
 _MAX_MESSAGE = 300
+# A state of a lexer takes one or two kB.
+_MAX_STATES, _MAX_SHARED_STATES = 50_000, 4_000
+_MAX_KEPT = 32
 # A small model may write blanks for ever where any number may stand: here a line break and an indent at most.
 _JSON: JsonCompileOptions = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """A grammar in the library's form, and where it comes from.
+
+    Attributes:
+        tokenizer: The library's form of the tokenizer.
+        vocabulary: The number of token ids.
+        field: The field of `Sampling` that it comes from, for errors.
+        text: The grammar.
+    """
+
+    tokenizer: LLTokenizer
+    vocabulary: int
+    field: str
+    text: str
+
+    def matcher(self, generated: Sequence[int] = (), *, max_states: int = _MAX_STATES) -> LLMatcher:
+        """Compile it, and consume tokens; what failed is an error of the matcher."""
+        limits = LLParserLimits(max_lexer_states=max_states, verbose_errors=False)
+        matcher = LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits)
+        if generated and not matcher.is_error():
+            matcher.consume_tokens(list(generated))
+        return matcher
 
 
 class Grammar(Constraint):
     """The grammar of one request and its state.
 
+    Requests of one grammar share the states of its lexer, which are made as they are needed and limited in
+    number. Where they reach the limit, a request goes on with states of its own: what others have generated
+    never ends it.
+
     Args:
-        matcher: Its state, without the tokens that the request has generated.
-        vocabulary: The number of token ids.
-        name: The field of `Sampling` that it comes from, for errors.
+        source: The grammar.
+        matcher: Its state after `generated`.
+        generated: The tokens that the request has generated.
+        shared: Whether the matcher shares its lexer with others.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int, name: str) -> None:
-        super().__init__(vocabulary)
-        self._matcher, self._name = matcher, name
+    def __init__(
+        self, source: _Source, matcher: LLMatcher, generated: Sequence[int], *, shared: bool
+    ) -> None:
+        super().__init__(source.vocabulary)
+        self._source, self._matcher, self._shared = source, matcher, shared
+        self._consumed = list(generated)
         self._new: deque[int] = deque()  # not consumed yet: only `fill` uses the matcher
 
     def add_token(self, token: int) -> None:
         self._new.append(token)
 
     def fill(self, words: Tensor) -> None:
-        matcher = self._matcher
         while self._new:
-            matcher.consume_token(self._new.popleft())
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
-        if matcher.is_error():
-            raise InvalidRequest(f"{self._name} cannot be followed further: {_first(matcher.get_error())}.")
+            self._consumed.append(token := self._new.popleft())
+            self._matcher.consume_token(token)
+        self._compute(words)
+        if self._shared and self._matcher.is_error():
+            self._shared = False
+            self._matcher = self._source.matcher(self._consumed)
+            self._compute(words)
+        if self._matcher.is_error():
+            reason = _first(self._matcher.get_error())
+            raise InvalidRequest(f"{self._source.field} cannot be followed further: {reason}.")
+
+    def _compute(self, words: Tensor) -> None:
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
 
 
 class GrammarCompiler:
@@ -82,27 +128,57 @@ class GrammarCompiler:
             self._tokenizer = LLTokenizer(tokenizer.text, n_vocab=self._num_ids, eos_token=known)
         except ValueError as exc:
             raise InvalidRequest(f"Grammars cannot be used with the model's tokenizer: {exc}.") from exc
-        self._limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        self._kept: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
+        self._lock = Lock()
 
     def compile(self, sampling: Sampling, generated: Sequence[int]) -> Grammar:
         """Return the grammar of a request after the tokens that it has generated elsewhere.
 
-        The library's limits bound its time and memory.
+        The grammars that were used last are kept compiled. The library's limits bound its time and memory.
 
         Raises:
             InvalidRequest: the grammar is invalid or too complex, or the tokens are not of it.
         """
-        name = next(field for field in ("json_schema", "regex", "grammar") if getattr(sampling, field))
-        try:
-            text = _to_text(name, getattr(sampling, name))
-        except ValueError as exc:
-            raise InvalidRequest(f"{name} cannot be used: {_first(str(exc))}.") from exc
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        field = next(field for field in ("json_schema", "regex", "grammar") if getattr(sampling, field))
+        compiled = self._compiled(field, getattr(sampling, field))
+        matcher = compiled.first.deep_copy()
+        if generated and not matcher.is_error():
+            matcher.consume_tokens(list(generated))
+        if not matcher.is_error():
+            return Grammar(compiled.source, matcher, generated, shared=True)
+        matcher = compiled.source.matcher(generated)
         if matcher.is_error():
-            raise InvalidRequest(f"{name} cannot be used: {_first(matcher.get_error())}.")
-        if generated and not matcher.consume_tokens(list(generated)):
-            raise InvalidRequest(f"The tokens so far are not of {name}: {_first(matcher.get_error())}.")
-        return Grammar(matcher, self._num_ids, name)
+            raise InvalidRequest(f"The tokens so far are not of {field}: {_first(matcher.get_error())}.")
+        return Grammar(compiled.source, matcher, generated, shared=False)
+
+    def _compiled(self, field: str, value: str) -> _Compiled:
+        with self._lock:
+            if (found := self._kept.get((field, value))) is not None:
+                self._kept.move_to_end((field, value))
+                return found
+        try:
+            source = _Source(self._tokenizer, self._num_ids, field, _to_text(field, value))
+        except ValueError as exc:
+            raise InvalidRequest(f"{field} cannot be used: {_first(str(exc))}.") from exc
+        first = source.matcher(max_states=_MAX_SHARED_STATES)
+        if first.is_error():
+            alone = source.matcher()
+            if alone.is_error():
+                raise InvalidRequest(f"{field} cannot be used: {_first(alone.get_error())}.")
+        compiled = _Compiled(source, first)
+        with self._lock:
+            self._kept[field, value] = compiled
+            while len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compiled:
+    """A grammar and its first matcher, which is only copied: copies share its lexer."""
+
+    source: _Source
+    first: LLMatcher
 
 
 def _to_text(name: str, value: str) -> str:
