@@ -19,6 +19,7 @@ BENCHMARKS = {
     "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
     "fit": "a simulated engine beside the real one that it was fitted to: mean TTFT and TPOT of a trace",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
+    "grammar": "a step of requests with JSON schemas beside one without, and answers to random schemas",
     "kernels": "a linear layer with FP8 weights beside the same with bfloat16 weights, on a CPU",
     "linear": "linear layers on a CPU by our kernel, beside oneDNN",
     "killed": "a process of an engine killed under 100 streams: how long their clients wait",

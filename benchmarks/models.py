@@ -22,10 +22,13 @@ def write_llama(
     kv_heads: int = 2,
     max_tokens: int = 2048,
     dtype: str | None = None,
+    vocabulary: int = 2048,
+    tokenizer: str | None = None,
+    end_token: int | None = None,
 ) -> int:
     """Write a checkpoint at `directory / name` and add it to `directory / "store"`.
 
-    Returns the bytes of its weights. It has heads of 64, and never generates an end of sequence.
+    Returns the bytes of its weights. It has heads of 64.
 
     Args:
         directory: Exists; several models may be written to one.
@@ -37,6 +40,9 @@ def write_llama(
         kv_heads: Number of key and value heads.
         max_tokens: Longest context.
         dtype: Of the weights; float32 by default.
+        vocabulary: Number of token ids.
+        tokenizer: The text of its `tokenizer.json`; none by default.
+        end_token: Its end token; none by default, so it never generates an end of sequence.
     """
     import torch
     import transformers
@@ -44,20 +50,22 @@ def write_llama(
     from hotswap.backends.stores.convert import convert
 
     config: Any = transformers.LlamaConfig(
-        vocab_size=2048,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate or 3 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=max(2, hidden // 64),
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_tokens,
-        eos_token_id=None,
+        eos_token_id=end_token,
         **({} if dtype is None else {"dtype": dtype}),
     )
     torch.manual_seed(seed)
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(config)
     model.save_pretrained(directory / name)
+    if tokenizer is not None:
+        (directory / name / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     convert(directory / name, directory / "store", model_id=name)
     return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
 

@@ -12,8 +12,8 @@ Stores
     `WeightStore`, `WrapperStore` to wrap another; `Manifest`, `Shard`, `TensorSpec`, `HostChunk`,
     `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
     `SupportsLend`, `SupportsNodes`, `SupportsPrefetch`, `SupportsReadInto`, `SupportsTokenizer` (with
-    `Tokenizer`, and `TextStream` to decode with it), `SupportsTextSettings` (with `TextSettings`, and the
-    `ChatTemplate` that writes a `Chat`).
+    `Tokenizer`, and `TextStream` to decode with it; a tokenizer's own is `SupportsLeastTokens`),
+    `SupportsTextSettings` (with `TextSettings`, and the `ChatTemplate` that writes a `Chat`).
 Policies
     `Router`, `Scheduler` and `Mover`; `FleetView` and its parts, which they read, ranked by a `Rank`, `Count`
     or `CountRank`; the actions that a scheduler returns (`Swap`, `Unload`, `Prefetch`, `PinAdapters`,
@@ -83,7 +83,7 @@ from hotswap.store import (
 )
 from hotswap.store_view import Residency, StoreView, TierView
 from hotswap.stream import TokenQueue, TokenStream
-from hotswap.text import ChatTemplate, TextSettings, TextStream, Tokenizer
+from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
 from hotswap.transport import Channel, Frame
 from hotswap.view import (
     AdapterView,
@@ -154,6 +154,7 @@ __all__ = [
     "StoreView",
     "SupportsAdapters",
     "SupportsImport",
+    "SupportsLeastTokens",
     "SupportsLend",
     "SupportsMigration",
     "SupportsNodes",

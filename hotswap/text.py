@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from hotswap.chat import Chat
 
-__all__ = ["ChatTemplate", "TextSettings", "TextStream", "Tokenizer"]
+__all__ = ["ChatTemplate", "SupportsLeastTokens", "TextSettings", "TextStream", "Tokenizer"]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -28,6 +28,18 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `tokens`, special ones left out by default, incomplete characters as U+FFFD."""
+        ...
+
+
+@runtime_checkable
+class SupportsLeastTokens(Protocol):
+    """Tells that a text is too long without encoding it; an optional ability of a `Tokenizer`."""
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` surely has, 0 if none is known; called in worker threads.
+
+        It takes no longer for a longer text.
+        """
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 
 try:
     from tokenizers import Tokenizer as _Tokenizer
@@ -13,6 +14,7 @@ except ImportError as exc:
 
     raise BackendMissing("Text needs the tokenizers library: pip install 'hotswap[torch]'.") from exc
 
+from hotswap.backends.token_bound import most_characters
 from hotswap.errors import ShardCorrupt, ShardMissing
 
 __all__ = ["HfTokenizer"]
@@ -32,6 +34,9 @@ class HfTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._digest = digest
+        self._bound = Lock()
+        self._most_characters: int | None = None
+        self._is_bound_known = False
 
     @classmethod
     def parse(cls, text: bytes, *, name: str = "tokenizer.json") -> HfTokenizer:
@@ -77,10 +82,20 @@ class HfTokenizer:
         ids = encoding.ids
         if not add_special_tokens:
             return ids
-        added = 0
-        while added < len(ids) and encoding.special_tokens_mask[added]:
+        added, special = 0, encoding.special_tokens_mask
+        while added < len(ids) and special[added]:
             added += 1
         return ids[added:] if added and ids[:added] == ids[added : 2 * added] else ids
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` surely has, 0 if its tokenizer may drop parts of texts.
+
+        The first call looks for the longest token, tens of milliseconds.
+        """
+        with self._bound:
+            if not self._is_bound_known:
+                self._most_characters, self._is_bound_known = most_characters(self._tokenizer), True
+        return -(-len(text) // self._most_characters) if self._most_characters else 0
 
     @property
     def text(self) -> str:

@@ -234,7 +234,10 @@ class Core(AsyncContextManagerMixin):
             while True:
                 name, named = self._named(model, adapter)
                 text = self.texts.of(name) if named is None else await self.texts.of_adapter(named)
-                tokens = await text.encode(prompt, sampling, add_special_tokens=add_special_tokens)
+                most = self.state.card(name).max_context_tokens - 1  # one has to follow
+                tokens = await text.encode(
+                    prompt, sampling, add_special_tokens=add_special_tokens, most_tokens=most
+                )
                 resolved = await text.resolve(sampling)
                 # Meanwhile the model may have been rolled to another, or the adapter may have a new version.
                 if (name, named) == self._named(model, adapter):

@@ -11,12 +11,12 @@ from anyio import CapacityLimiter, Lock, to_thread
 
 from hotswap.chat import Chat
 from hotswap.checks import to_token_ids
-from hotswap.errors import InvalidRequest, UnsupportedAdapter
+from hotswap.errors import InvalidRequest, PromptTooLong, UnsupportedAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId, Request, TokenLogprob
 from hotswap.sampling import Sampling
 from hotswap.store import SupportsTextSettings, WeightStore
-from hotswap.text import ChatTemplate, TextSettings, TextStream, Tokenizer
+from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
 
 __all__ = ["ModelText", "Texts"]
 
@@ -50,26 +50,29 @@ class ModelText:
         sampling: Sampling,
         *,
         add_special_tokens: bool | None = None,
+        most_tokens: int,
     ) -> tuple[int, ...]:
         """Return a prompt as token ids; texts are written and encoded in worker threads.
 
         A text gets special tokens round it, and a chat does not, whose template writes them;
-        `add_special_tokens` says otherwise.
+        `add_special_tokens` says otherwise. A text that has over `most_tokens` tokens, whatever they are, is
+        not encoded, unless the prompt is to be truncated.
 
         Raises:
+            PromptTooLong: it surely has more tokens than that.
             InvalidRequest: it is text and the model has no tokenizer, or a chat and it has no template or one
                 that refuses it, or it is neither text, chat nor token ids.
         """
+        kept = sampling.truncate_prompt_tokens
+        most = most_tokens if kept is None else None
         if isinstance(prompt, Chat):
-            text = await self._render(prompt)
-            tokens = await self._encode("The chat", text, add_special_tokens=bool(add_special_tokens))
+            text, specials = await self._render(prompt), bool(add_special_tokens)
+            tokens = await self._encode("The chat", text, add_special_tokens=specials, most_tokens=most)
         elif isinstance(prompt, str):
-            tokens = await self._encode(
-                "The prompt", prompt, add_special_tokens=add_special_tokens is not False
-            )
+            specials = add_special_tokens is not False
+            tokens = await self._encode("The prompt", prompt, add_special_tokens=specials, most_tokens=most)
         else:
             tokens = to_token_ids("prompt", prompt)
-        kept = sampling.truncate_prompt_tokens
         return tokens if kept is None else tokens[-kept:]
 
     async def resolve(self, sampling: Sampling) -> Sampling:
@@ -127,22 +130,44 @@ class ModelText:
             )
         return await self._in_thread(partial(self.chat_template.render, chat))
 
-    async def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        if self.tokenizer is None:
+    async def _encode(
+        self, name: str, text: str, *, add_special_tokens: bool, most_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        if (tokenizer := self.tokenizer) is None:
             raise InvalidRequest(
                 f"{name} is text, but model {self.model!r} has no tokenizer; give token ids."
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as exc:
-            raise InvalidRequest(
-                f"{name} has a lone surrogate at character {exc.start}, which is no text; give valid Unicode."
-            ) from exc
-        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return tuple(await self._in_thread(encode))
+
+        def encode() -> tuple[int, ...]:
+            if most_tokens is not None:
+                _check_length(name, text, tokenizer, most_tokens)
+            _check_unicode(name, text)
+            return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+        return await self._in_thread(encode)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await to_thread.run_sync(work, limiter=self.threads)
+
+
+def _check_length(name: str, text: str, tokenizer: Tokenizer, most_tokens: int) -> None:
+    """Raise `PromptTooLong` if a text surely has over so many tokens."""
+    if len(text) <= most_tokens or not isinstance(tokenizer, SupportsLeastTokens):
+        return
+    if (least := tokenizer.least_tokens(text)) > most_tokens:
+        raise PromptTooLong(
+            f"{name} has {len(text):,} characters, at least {least:,} tokens, and the model takes "
+            f"{most_tokens:,}; shorten it, or give truncate_prompt_tokens."
+        )
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(
+            f"{name} has a lone surrogate at character {exc.start}, which is no text; give valid Unicode."
+        ) from exc
 
 
 class Texts:

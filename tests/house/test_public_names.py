@@ -110,6 +110,7 @@ NAMES = {
         "StoreView",
         "SupportsAdapters",
         "SupportsImport",
+        "SupportsLeastTokens",
         "SupportsLend",
         "SupportsMigration",
         "SupportsNodes",

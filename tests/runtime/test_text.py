@@ -13,7 +13,7 @@ from anyio import to_thread
 
 from hotswap import Fleet, FleetStream, ModelId, Sampling, Token
 from hotswap.abc import Tokenizer, WeightStore, WrapperStore
-from hotswap.errors import InvalidRequest
+from hotswap.errors import InvalidRequest, PromptTooLong
 from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import Idle, expected, idle, sim_fleet, store_of
 
@@ -114,6 +114,27 @@ async def test_texts_are_encoded_off_the_loop_though_callers_hold_every_thread()
     assert len(done.tokens) == 3
     assert tokenizer.threads
     assert threading.get_ident() not in tokenizer.threads
+
+
+class Bounded(Noting):
+    """Knows that no token has more than four characters."""
+
+    def least_tokens(self, text: str) -> int:
+        return -(-len(text) // 4)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
+    tokenizer, context = Bounded(), 100
+    async with sim_fleet("a", store=WithTokenizer(store_of("a", context=context), tokenizer)) as fleet:
+        with pytest.raises(PromptTooLong, match="truncate_prompt_tokens"):
+            await fleet.generate("a", "a" * (4 * context))
+        assert not tokenizer.threads
+        with pytest.raises(PromptTooLong):  # the bound does not tell, and its tokens do
+            await fleet.generate("a", "a" * (4 * context - 8))
+        assert tokenizer.threads
+        kept = Sampling(truncate_prompt_tokens=5, max_tokens=3, ignore_eos=True)
+        done = await fleet.generate("a", "a" * (4 * context), kept)
+    assert done.usage.prompt_tokens == 5
 
 
 async def test_an_end_token_has_no_text_unless_it_is_asked_for() -> None:
