@@ -34,6 +34,7 @@ BENCHMARKS = {
     "requests": "two engines given requests at random, valid, invalid and hostile: how each ends, and memory",
     "sampling": "a step of sampled tokens on a CPU beside greedy ones, and beside vLLM's own sampler",
     "serverlessllm": "startup latency by scheduler on nodes with finite memory, in simulation",
+    "texts": "how long the event loop stands still while texts of 2 MB come in beside 16 streams",
     "traces": "how many engines each policy needs for 99 % of targets on real traces, in simulation",
     "simulate": "requests that a second of a processor simulates, from 16 engines to 10,000",
     "vllm_migrate": "a request that moves between vLLM cores, with its KV blocks or recomputed",

@@ -38,11 +38,12 @@ def most_characters(tokenizer: Tokenizer) -> int | None:
             return None
     if any(split["type"] not in _SPLITTING or split.get("behavior") == "Removed" for split in splits):
         return None
-    if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
         return None  # it stands for the blanks beside it, too
     in_bytes = any(part["type"] == "ByteLevel" for part in (*steps, *splits))
     longest = _longest(tokenizer) if _has_all_bytes(tokenizer, in_bytes=in_bytes) else None
-    return None if longest is None else longest * factor
+    return None if longest is None else factor * max(longest, *(len(token.content) for token in added), 1)
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:
@@ -79,10 +80,11 @@ def _has_all_bytes(tokenizer: Tokenizer, *, in_bytes: bool) -> bool:
 
 
 def _longest(tokenizer: Tokenizer) -> int | None:
-    """Return the length of the longest token; in byte-level vocabularies a character stands for a byte."""
-    left, longest = tokenizer.get_vocab_size(with_added_tokens=True), 1
+    """Return the length of the longest token, added ones aside; where texts are bytes, in bytes."""
+    model = tokenizer.model
+    left, longest = tokenizer.get_vocab_size(with_added_tokens=False), 1
     for id in range(_MOST_GAPS * left):
-        piece = tokenizer.id_to_token(id)
+        piece = model.id_to_token(id)
         if piece is not None:
             longest, left = max(longest, len(piece)), left - 1
         if not left:

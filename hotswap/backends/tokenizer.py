@@ -80,7 +80,7 @@ class HfTokenizer:
         # `encode` would hold Python's lock, and keep the offsets of every token.
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         ids = encoding.ids
-        if not add_special_tokens:
+        if not add_special_tokens or not self._tokenizer.num_special_tokens_to_add(False):
             return ids
         added, special = 0, encoding.special_tokens_mask
         while added < len(ids) and special[added]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +21,28 @@ from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextSt
 
 __all__ = ["ModelText", "Texts"]
 
-# Worker threads of all texts of a fleet. They are of its own: callers may hold all of the default ones.
-_NUM_ENCODERS = 4
+_NUM_THREADS = 4
+# Texts from so many characters on are encoded for more than some tens of milliseconds.
+_LONG_CHARACTERS = 100_000
 
 T = TypeVar("T")
+
+
+class TextThreads:
+    """The worker threads for all texts of a fleet, of its own: callers may hold all of the default ones.
+
+    Long texts use at most half of the processors, so that some are left for streams and the event loop, and
+    they have threads apart, so that short texts do not wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._short = CapacityLimiter(_NUM_THREADS)
+        self._long = CapacityLimiter(max(1, min(_NUM_THREADS, (os.cpu_count() or 1) // 2)))
+
+    async def run(self, work: Callable[[], T], *, num_characters: int) -> T:
+        """Run work on a text of that length in a thread; a cancelled call waits for its end."""
+        limiter = self._long if num_characters >= _LONG_CHARACTERS else self._short
+        return await to_thread.run_sync(work, limiter=limiter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +61,7 @@ class ModelText:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     generation_config: Mapping[str, Any]
-    threads: CapacityLimiter
+    threads: TextThreads
 
     async def encode(
         self,
@@ -128,7 +147,8 @@ class ModelText:
                 f"Model {self.model!r} has no chat template; give the prompt as text, or convert it again "
                 "from a checkpoint that has one."
             )
-        return await self._in_thread(partial(self.chat_template.render, chat))
+        render = partial(self.chat_template.render, chat)
+        return await self.threads.run(render, num_characters=chat.num_characters)
 
     async def _encode(
         self, name: str, text: str, *, add_special_tokens: bool, most_tokens: int | None = None
@@ -144,10 +164,7 @@ class ModelText:
             _check_unicode(name, text)
             return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-        return await self._in_thread(encode)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await to_thread.run_sync(work, limiter=self.threads)
+        return await self.threads.run(encode, num_characters=len(text))
 
 
 def _check_length(name: str, text: str, tokenizer: Tokenizer, most_tokens: int) -> None:
@@ -179,7 +196,7 @@ class Texts:
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
-        self._threads = CapacityLimiter(_NUM_ENCODERS)
+        self._threads = TextThreads()
         self._models: dict[ModelId, ModelText] = {}
         # Of an adapter the version that was read last: requests keep what they began with.
         self._adapters: dict[tuple[str, str], tuple[AdapterId, ModelText | UnsupportedAdapter]] = {}
