@@ -215,7 +215,8 @@ def _masks(
         held.append(compiler.compile(Sampling(json_schema=people(0)), ()))
         for token in answer[: row * len(answer) // rows]:
             held[row].add_token(token)
-    thread, masks = MaskThread(), ()
+    thread = MaskThread()
+    masks: Masks = ()
     for name in ("first", "again"):
         began_s = time.perf_counter()
         computed = thread.begin(held)

@@ -60,6 +60,7 @@ NOT_NAMED = {
     "PromptTooLong": "the same of a prompt that does not fit",
     "SupportsAdapters": "an ability that the fleet asks an engine for",
     "SupportsImport": "an ability that the fleet asks a store for",
+    "SupportsLeastTokens": "an ability that the fleet asks a tokenizer for",
     "SupportsLend": "an ability that engines ask a store for",
     "SupportsNodes": "an ability that the fleet asks a store for",
     "SupportsPrefetch": "an ability that the fleet asks a store for",
