@@ -30,7 +30,8 @@ def check(model: Any, prompt: Sequence[int], told: Sequence[PromptLogprobs], tok
     rows = reference(model, ids)
     assert [entry.id for entry in told] == list(prompt)
     assert (told[0].logprob, told[0].top_logprobs) == (None, ())
-    for position, entry in enumerate([*told[1:], *tokens], start=1):
+    entries: list[PromptLogprobs | Token] = [*told[1:], *tokens]
+    for position, entry in enumerate(entries, start=1):
         row = rows[position - 1]
         assert entry.logprob == pytest.approx(float(row[ids[position]]), abs=TOLERANCE)
         most = row.topk(len(entry.top_logprobs)).values.tolist()
