@@ -31,10 +31,11 @@ async def perform(
     play = Play(
         fleet=fleet, engines=engines, checkpoints=checkpoints, tell=screen.tell, readers=readers, crowd=crowd
     )
-    async with fleet, anyio.create_task_group() as tasks:
-        tasks.start_soon(screen.draw, play)
-        await play.perform()
-        tasks.cancel_scope.cancel()
+    with screen.telling_of_kernels():
+        async with fleet, anyio.create_task_group() as tasks:
+            tasks.start_soon(screen.draw, play)
+            await play.perform()
+            tasks.cancel_scope.cancel()
     return play, spans
 
 

@@ -1,7 +1,9 @@
 """Shows the fleet while it runs: drawn on a terminal, printed line by line elsewhere."""
 
+import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import anyio
@@ -46,6 +48,17 @@ def recitations(number: int) -> str:
     return f"{number} recitation{'' if number == 1 else 's'}"
 
 
+class _Teller(logging.Handler):
+    """Shows what is logged as an event."""
+
+    def __init__(self, screen: "Screen") -> None:
+        super().__init__()
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._screen.tell(record.getMessage())
+
+
 class Screen:
     """Shows a play: `tell` and `tell_swap` add events, `draw` draws them and the fleet."""
 
@@ -66,6 +79,19 @@ class Screen:
             f"  {record.instance}: {short(record.model_before)} → {short(record.model)} {record.outcome} "
             f"in {record.seconds * 1e3:.0f} ms{evicted}"
         )
+
+    @contextmanager
+    def telling_of_kernels(self) -> Generator[None]:
+        """Tell when kernels are compiled: the first load on a machine takes longer by that."""
+        log, handler = logging.getLogger("hotswap.kernels"), _Teller(self)
+        level = log.level
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
 
     async def draw(self, play: Play) -> None:
         """Draw ten frames a second until cancelled, then clear them; return at once without a terminal."""

@@ -35,7 +35,7 @@ from hotswap.kernels.simd import fetch_add, pointer_to
 
 __all__ = ["compiled", "compiled_for_c", "specialized"]
 
-log = logging.getLogger("hotswap")
+log = logging.getLogger("hotswap.kernels")
 
 _FOLDER = Path(__file__).parent
 
@@ -124,15 +124,18 @@ class _Cache(caching.FunctionCache):
         return "only"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = None
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except Exception as exc:  # a truncated file raises many kinds of errors
             log.info(
                 "The kernel %r is compiled again: its cache file cannot be read (%r).", self._kernel, exc
             )
-        with suppress(OSError):
-            self.flush()  # otherwise saving would fail too
-        return None
+            with suppress(OSError):
+                self.flush()  # otherwise saving would fail too
+        if found is None:
+            _tell_of_compilation()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -152,7 +155,14 @@ def _cache_of(function: Callable[..., Any], name: str) -> Any:
         log.info(
             "The kernel %r is compiled in every process: its cache file cannot be written (%r).", name, exc
         )
+        _tell_of_compilation()
         return caching.NullCache()
+
+
+@cache
+def _tell_of_compilation() -> None:
+    """Log, once in a process, why the first load takes longer."""
+    log.info("Kernels are compiled for this processor, which may take half a minute; later loads find them.")
 
 
 @cache

@@ -1,6 +1,7 @@
 """The demo with few requests: what it shows has happened, and a wrong text fails it."""
 
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -52,6 +53,15 @@ def performance(checkpoints: tuple[Checkpoint, ...], store: Path) -> Performance
         partial(perform, checkpoints, store, console=console, readers=READERS, crowd=CROWD)
     )
     return play, spans, _written(console)
+
+
+def test_that_kernels_are_compiled_is_told() -> None:
+    console = _console(terminal=False)
+    log = logging.getLogger("hotswap.kernels")
+    with Screen(console).telling_of_kernels():
+        log.info("Kernels are compiled.")
+    log.info("Kernels are compiled again.")
+    assert _written(console) == "Kernels are compiled.\n"
 
 
 def test_every_text_is_exact(performance: Performance) -> None:

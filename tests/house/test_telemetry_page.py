@@ -20,7 +20,10 @@ PHASES = [field.name.removesuffix("_s") for field in fields(SwapLimits)]
 
 def named_in_the_page() -> set[str]:
     """The names of spans, attributes and metrics in the page."""
-    return set(re.findall(r"`((?:gen_ai|hotswap|error)\.[a-z_.]+)`", PAGE)) - {"hotswap.stores"}
+    return set(re.findall(r"`((?:gen_ai|hotswap|error)\.[a-z_.]+)`", PAGE)) - {
+        "hotswap.stores",
+        "hotswap.kernels",
+    }
 
 
 def named_in_the_code() -> set[str]:

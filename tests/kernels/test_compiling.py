@@ -13,6 +13,7 @@ from hotswap.kernels import compiling
 
 # Runs kernels for dtypes, one after the other, and compares them with PyTorch.
 _RUN = """
+import logging
 import sys
 import torch
 import numba.core.compiler as compiler
@@ -40,6 +41,14 @@ def multiplies(dtype):
     found = packed_linear.linear_packed(hidden, packed_linear.pack(weight), weight.shape)
     return torch.allclose(found.float(), hidden.float() @ weight.float().t(), rtol=1e-2, atol=1e-2)
 
+class Count(logging.Handler):
+    times = 0
+    def emit(self, record):
+        self.times += record.getMessage().startswith("Kernels are compiled")
+
+count = Count()
+logging.getLogger("hotswap").addHandler(count)
+logging.getLogger("hotswap").setLevel(logging.INFO)
 expectation, *names = sys.argv[1:]
 if expectation == "cached":
     compiler.compile_extra = refuse
@@ -50,6 +59,7 @@ for name in names:
 pool, rows = torch.zeros(2, 1, 16, 4), torch.arange(8.0).view(1, 2, 4)
 paged_attention.append(rows, pool, torch.tensor([1, 0]), torch.tensor([3, 5]))
 assert torch.equal(pool[1, 0, 3], rows[0, 0]) and torch.equal(pool[0, 0, 5], rows[0, 1])
+assert count.times == (expectation == "compiled"), "it is told once, and only if it takes long"
 """
 
 # Lets a kernel allocate more memory than the process may have.
