@@ -165,7 +165,8 @@ class TraceDriver(ABC):
         every_s = max(least_s, self._trace.seconds / _MOST_SAMPLES)
         for number in itertools.count():
             await anyio.sleep_until(number * every_s)
-            self.samples += map(_sample, engines)
+            now_s = anyio.current_time()
+            self.samples += [_sample(engine, now_s) for engine in engines]
 
     async def _lose(self, engines: Mapping[str, SimEngine]) -> None:
         for at_s, engine in sorted(self._scenario.cluster.losses):
@@ -270,11 +271,11 @@ def _sampling(output_tokens: int) -> Sampling:
     return Sampling(max_tokens=output_tokens, ignore_eos=True)
 
 
-def _sample(engine: SimEngine) -> Sample:
+def _sample(engine: SimEngine, at_s: float) -> Sample:
     view = engine.status()
     held = view.num_kv_blocks - view.num_free_kv_blocks
     return Sample(
-        at_s=anyio.current_time(),
+        at_s=at_s,
         instance=view.id,
         model="" if view.state is InstanceState.LOST else view.model or "",
         num_requests=view.num_running + view.num_waiting,

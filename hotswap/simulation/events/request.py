@@ -13,7 +13,7 @@ from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.core import Core, NewRequest
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Requeue, departure
-from hotswap.runtime.queue import Standing, Ticket
+from hotswap.runtime.queue import ORDINARY, Standing, Ticket
 from hotswap.simulation.events.engine import Counted, EventEngine
 
 __all__ = ["RequestListener", "SimulatedRequest"]
@@ -122,9 +122,8 @@ class SimulatedRequest(ActiveRequest):
             return
         self._is_answered = False
         request = self.remaining if self._num_before else self.request
-        self._ticket = self._core.admission.enter(
-            request, self.arrival, standing=Standing(suspect=self._is_suspect), answered=self
-        )
+        standing = Standing(suspect=True) if self._is_suspect else ORDINARY
+        self._ticket = self._core.admission.enter(request, self.arrival, standing=standing, answered=self)
 
     def _take(self) -> None:
         ticket, self._ticket = self._ticket, None  # which refers to this request in turn
