@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -411,6 +412,7 @@ def _nested(depth: int, kind: type) -> Any:
     return value
 
 
+@cache
 def _values() -> tuple[Any, ...]:
     import numpy
     import torch
