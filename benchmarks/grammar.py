@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.command import parser_of, save
 from benchmarks.json_schemas import fault, random_schema
-from benchmarks.measure import Summary, machine, ratios, rounds, timed_rounds, versions, workspace
+from benchmarks.measure import Summary, brief, machine, ratios, rounds, timed_rounds, versions, workspace
 from benchmarks.models import write_llama
 from benchmarks.prompts import prompts
 from benchmarks.table import show
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     report = anyio.run(measure, settings, chosen.repeats)
     _show(report)
-    save(report, chosen.json)
+    save(brief(report), chosen.json)
     steps = Summary.of(ratios(report["step_s"][HELD], report["step_s"][FREE]))
     return int(steps.median > LIMIT or bool(report["schemas"]["wrong"]))
 

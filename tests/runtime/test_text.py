@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import pytest
 from anyio import to_thread
 
@@ -114,6 +115,36 @@ async def test_texts_are_encoded_off_the_loop_though_callers_hold_every_thread()
     assert len(done.tokens) == 3
     assert tokenizer.threads
     assert threading.get_ident() not in tokenizer.threads
+
+
+class Slow(Bytes):
+    """Encodes long texts only once it is let."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        if len(text) > 1000:
+            self.began.set()
+            self.go_on.wait()
+        return super().encode(text[:10])
+
+
+async def test_short_texts_do_not_wait_for_long_ones() -> None:
+    tokenizer = Slow()
+    sampling = Sampling(max_tokens=3, ignore_eos=True, truncate_prompt_tokens=5)
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"), tokenizer)) as fleet:
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(20):
+                    tasks.start_soon(fleet.generate, "a", "a" * 200_000, sampling)
+                await to_thread.run_sync(tokenizer.began.wait)
+                for _ in range(5):
+                    assert len((await fleet.generate("a", "abcd", sampling)).tokens) == 3
+                tokenizer.go_on.set()
+        finally:
+            tokenizer.go_on.set()
+        idle(fleet)
 
 
 class Bounded(Noting):
