@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
                 _run(phase, session, chosen)
                 write_json(chosen.out / f"gpu-{name}.json", session.report)  # so far, if the rest is cut off
     finally:
-        session.report["seconds"] = chosen.minutes * 60 - session.left_s
+        session.report["seconds"] = chosen.minutes * 60 - session.remaining_s
         write_json(chosen.out / f"gpu-{name}.json", session.report)
     for line in (*session.report.get("left_out", ()), *session.report.get("faults", ())):
         print(line)
@@ -70,7 +70,7 @@ def _run(phase: str, session: Session, chosen: argparse.Namespace) -> None:
     if missing := needs.get(phase, []) + _missing("triton"):
         session.report.setdefault("left_out", []).append(f"{phase}: there is no {', '.join(missing)}")
         return
-    if session.left_s < 20:
+    if session.remaining_s < 20:
         session.report.setdefault("left_out", []).append(f"{phase}: there was no time")
         return
     began_s = time.perf_counter()

@@ -86,9 +86,9 @@ def _check_published(session: Session) -> None:
     case = _Case((128, 256), session)
     x, out = case.input(3), torch.empty(3, 128, dtype=torch.bfloat16, device=session.device)
     published_linear(x.to(torch.bfloat16), case.columns[0], case.column_scales, out)
-    codes = case.columns[0].t().contiguous().view(torch.float8_e4m3fn)
+    quantized = case.columns[0].t().contiguous().view(torch.float8_e4m3fn)
     scales = case.column_scales.t().repeat_interleave(SCALE_COLUMNS, 0)
-    error = relative_error(out, x.double() @ (codes.double() * scales.double()).T)
+    error = relative_error(out, x.double() @ (quantized.double() * scales.double()).T)
     session.report["published_error"] = error
     if not error < 0.02:
         session.report.setdefault("faults", []).append(f"the published recipe is off by {error:.2e}")
@@ -100,16 +100,16 @@ def compare(session: Session, names: Sequence[str], out: Path) -> None:
     rows_of = (1, 17) if session.is_dry else ROWS
     records: list[tables.Record] = []
     lines: list[list[str]] = []
-    end_s = session.left_s * (1 - _SWEEP_SHARE)
+    end_s = session.remaining_s * (1 - _SWEEP_SHARE)
     for index, shape in enumerate(shapes):
-        if session.left_s < 60 and not session.is_dry:
+        if session.remaining_s < 60 and not session.is_dry:
             session.report.setdefault("left_out", []).append(f"fp8 from shape {shape} on, for want of time")
             break
         case = _Case(shape, session)
         for place, rows in enumerate(rows_of):
             # Each point may use its share, so that the last are not left to chance.
             num_left = (len(shapes) - index) * len(rows_of) - place
-            stop_s = session.left_s - (session.left_s - end_s) / num_left
+            stop_s = session.remaining_s - (session.remaining_s - end_s) / num_left
             record = _point(session, case, rows, stop_s)
             records.append(record)
             lines.append(_line(record))
@@ -135,7 +135,7 @@ def _keep(session: Session, records: Sequence[tables.Record], out: Path) -> None
 
 def _point(session: Session, case: _Case, rows: int, stop_s: float) -> tables.Record:
     def measure(point: Point, tile: Tile) -> float:
-        if session.left_s < stop_s:
+        if session.remaining_s < stop_s:
             return math.inf
         try:
             return case.time(point.rows, partial(case.ours, tile)).median
@@ -181,8 +181,8 @@ class _Case:
             for _ in range(count)
         ]
         self.dense = [dequantize_rows(weight, slice(None), session.dtype) for _ in range(count)]
-        codes = weight.qweight.view(torch.uint8).t().contiguous()
-        self.columns = [codes.clone() for _ in range(count)]
+        quantized = weight.qweight.view(torch.uint8).t().contiguous()
+        self.columns = [quantized.clone() for _ in range(count)]
         self.column_scales = torch.rand(width, -(-columns // SCALE_COLUMNS), device=session.device) + 0.5
         self.workspace = Workspace(session.device)
 
@@ -207,12 +207,12 @@ class _Case:
 
 
 def _weight(columns: int, width: int, session: Session, *, whole: bool = False) -> Fp8Weight:
-    """Random codes, every finite one among them, or only those that are no zeros and no subnormals.
+    """Random FP8 values, every finite one among them, or only those that are no zeros and no subnormals.
 
     Scales have four significant bits, as conversions choose them.
     """
-    codes = torch.arange(256, dtype=torch.uint8, device=session.device)
-    finite = codes[(codes & 127) != 127]
+    quantized = torch.arange(256, dtype=torch.uint8, device=session.device)
+    finite = quantized[(quantized & 127) != 127]
     finite = finite[(finite & 120) != 0] if whole else finite
     chosen = finite[torch.randint(len(finite), (columns, width), device=session.device)]
     groups = -(-width // GROUP)

@@ -90,7 +90,7 @@ def compare(session: Session, out: Path) -> None:
         count = 2 if session.is_dry else NUM_ADAPTERS
         loaded = _load(session, (ranks * count)[:count], *_sizes(session))
         for num_rows, used in ((3, 2),) if session.is_dry else MIXES:
-            if session.left_s < 20 and not session.is_dry:
+            if session.remaining_s < 20 and not session.is_dry:
                 session.report.setdefault("left_out", []).append(f"adapters, {name}, {num_rows} rows")
                 continue
             slots = [row % used for row in range(num_rows)]
@@ -113,7 +113,7 @@ def compare(session: Session, out: Path) -> None:
 
 
 def _swept(session: Session, loaded: _Loaded, slots: Sequence[int]) -> tables.Record:
-    until_s = session.left_s * (1 - _SWEEP_SHARE / 3)
+    until_s = session.remaining_s * (1 - _SWEEP_SHARE / 3)
     start = tile_for(len(slots), WIDTH, session.device)
 
     def measure(tile: Tile) -> float:
@@ -124,7 +124,7 @@ def _swept(session: Session, loaded: _Loaded, slots: Sequence[int]) -> tables.Re
             return math.inf
 
     def has_time() -> bool:
-        return not session.is_dry and session.left_s > until_s
+        return not session.is_dry and session.remaining_s > until_s
 
     return sweep(WIDTH, len(slots), start, measure, has_time=has_time)
 

@@ -46,7 +46,7 @@ class Session:
     report: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until nothing more may begin."""
         return self.ends_at - time.perf_counter()
 

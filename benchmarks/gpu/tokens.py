@@ -72,7 +72,7 @@ async def _serve(session: Session, root: Path) -> dict[str, Any]:
                 found["load_s"].append(await _timed(session, engine.load(card, store)))
                 found["first_token_s"].append(await _timed(session, _generate(engine, 1, output=1)))
             for batch in (1, 2) if session.is_dry else BATCHES:
-                if session.left_s < 30 and not session.is_dry:
+                if session.remaining_s < 30 and not session.is_dry:
                     session.report.setdefault("left_out", []).append(
                         f"tokens of {root.name}, {batch} at once"
                     )

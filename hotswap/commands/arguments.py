@@ -40,7 +40,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="have engines compute what prompts begin with once, while they have room to keep it",
     )
-    parser.add_argument("--rate", type=float, help="stretch time to so many requests a second")
+    parser.add_argument("--rate", type=float, help="scale time so that so many requests arrive a second")
     parser.add_argument(
         "--driver",
         choices=("events", "clients"),
@@ -53,7 +53,9 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=float, default=1.0, help="seconds between plans (default: %(default)s)"
     )
-    parser.add_argument("--min-replicas", type=int, default=0, help="the floor of every model")
+    parser.add_argument(
+        "--min-replicas", type=int, default=0, help="the least number of replicas of every model"
+    )
     parser.add_argument(
         "--lose", action="append", default=[], metavar="e0@30", help="lose an engine at a second"
     )

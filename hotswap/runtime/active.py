@@ -131,13 +131,13 @@ class ActiveRequest:
         """End it by an error, wherever it is."""
         raise NotImplementedError
 
-    def head_for(self, instance: Instance, by: SpanContext) -> None:
+    def redirect(self, instance: Instance, by: SpanContext) -> None:
         """Have it go to an instance, which it is assigned to already, as soon as it leaves this one."""
         self.next_instance, self.evicted_by = instance, by
         self.arrived, self.arrived_s = anyio.Event(), None
 
     def take_next(self) -> Instance | None:
-        """Return the instance of `head_for`, once; `None` if there is none."""
+        """Return the instance of `redirect`, once; `None` if there is none."""
         instance, self.next_instance = self.next_instance, None
         return instance
 

@@ -222,7 +222,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
     async def roll(
         self, model: str, *, to: str, streams: RollStreams = "pinned", reason: str = "rolled"
     ) -> tuple[InstanceId, ...]:
-        """Give a model new weights, one replica after the other; return the instances that turned.
+        """Give a model new weights, one replica after the other; return the instances that have them.
 
         The new weights are a model of their own, `to`. As soon as one replica has them, new requests for
         `model`, and those that wait without a token, are served by `to`. Streams that have one are `"pinned"`
@@ -235,7 +235,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
         Raises:
             UnknownModel, ConfigError: either is not registered, or they are one.
             UnknownAdapter: `to` lacks an adapter that `model` has; requests name adapters by the same names.
-            SwapFailed, SwapRefused: a replica could not turn; it serves, or is EMPTY, as the message says.
+            SwapFailed, SwapRefused: a replica was not swapped; it serves, or is EMPTY, as the message says.
             FleetClosed: the fleet is not open, or closed meanwhile.
         """
         work = self._core.operations.roll(model, to=to, streams=streams, reason=reason)

@@ -5,7 +5,7 @@
     tokens  have the destination prefill the tokens so far while the request decodes, again what has come
             since, until little is left; cut, hand over (ServerlessLLM: Fu et al., OSDI 2024, section 5.3)
 
-A hand-over tells the request where to go next (`ActiveRequest.head_for`). A failure before that leaves the
+A hand-over tells the request where to go next (`ActiveRequest.redirect`). A failure before that leaves the
 request where it was; a failure afterwards is handled like that of any other stay on an instance.
 """
 
@@ -139,7 +139,7 @@ class Move:
                 self.stage = "hand over"
                 self._require_here()
                 self.stopped_s, self.num_tokens = anyio.current_time(), self.active.remaining.num_tokens
-                self._head()
+                self._redirect()
                 self.active.interrupt()
             await self._arrive()
 
@@ -209,7 +209,7 @@ class Move:
         with self._timed("commit"):
             await sink.commit(stopped.tokens)
             self._require_here()
-            self._head()
+            self._redirect()
             try:
                 await source.release()
             except BaseException:
@@ -245,7 +245,7 @@ class Move:
                     await anext(tokens)
                     num_reused = tokens.num_reused_tokens
             except RequestEvicted as exc:
-                raise self._abort("rounds", f"instance {self.destination.id!r} turned away") from exc
+                raise self._abort("rounds", f"instance {self.destination.id!r} admits no request") from exc
         if num_sent and 2 * num_reused < num_sent:
             raise self._abort(
                 "rounds", f"instance {self.destination.id!r} kept {num_reused} of {num_sent} tokens"
@@ -265,12 +265,12 @@ class Move:
             if self._owes:
                 self._state.release(request, self.destination)
 
-    def _head(self) -> None:
-        self.active.head_for(self.destination, self._span.get_span_context())
+    def _redirect(self) -> None:
+        self.active.redirect(self.destination, self._span.get_span_context())
         self._owes = False
 
     async def _arrive(self) -> None:
-        """Wait for the first token, or for whatever else becomes of the hop."""
+        """Wait for the first token, or for another end of the hop."""
         with self._timed("arrive"):
             assert self.active.arrived is not None, "it was told to come here"
             await self.active.arrived.wait()

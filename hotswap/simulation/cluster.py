@@ -44,7 +44,7 @@ class Cluster:
         reporting: Whether views have the load of engines as it is, or `"by_step"`: as each has reported it,
             which it makes up when it has planned a step and sends when that has ended.
         max_adapters: Adapters that an engine holds at once.
-        min_replicas: The floor of every model.
+        min_replicas: The least number of replicas of every model.
         max_context_tokens: The longest request.
         losses: When which engine is lost: pairs of seconds and its id. A fleet brings it back.
     """

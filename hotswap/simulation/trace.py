@@ -144,7 +144,7 @@ class Trace:
         return self._with(self.requests[:num_requests])
 
     def window(self, start_s: float, seconds: float) -> Trace:
-        """Keep what arrives in `seconds` from `start_s` on, which becomes 0."""
+        """Keep what arrives in `seconds` from `start_s` on, and count time from there."""
         inside = (r for r in self.requests if start_s <= r.arrive_s < start_s + seconds)
         return self._with(replace(r, arrive_s=r.arrive_s - start_s) for r in inside)
 

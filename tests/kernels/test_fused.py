@@ -89,7 +89,7 @@ def test_rotations_have_the_bits_of_pytorch(
     )
     def check(rows: int, heads: int, kv_heads: int, half: int, rest: int, rows_first: bool) -> None:
         def some(count: int, seed: int) -> Tensor:
-            """Heads of which only a part is turned, as some models do."""
+            """Heads of which only a part is rotated, as some models do."""
             first, second = (rows, count) if rows_first else (count, rows)
             lying = weight_of(first * second, 2 * half + rest, dtype, seed=seed).view(1, first, second, -1)
             return (lying.transpose(1, 2) if rows_first else lying)[..., : 2 * half]

@@ -43,7 +43,7 @@ def test_sleepers_wake_in_time_and_equals_in_order(delays_s: list[float]) -> Non
     assert woken == sorted(enumerate(delays_s), key=lambda sleeper: sleeper[1])
 
 
-def test_the_same_program_takes_the_same_course() -> None:
+def test_the_same_program_takes_the_same_steps() -> None:
     async def program() -> list[tuple[int, float]]:
         random = Random(3)
         return await _sleepers([random.choice([0.5, random.random()]) for _ in range(200)])

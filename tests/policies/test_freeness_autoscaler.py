@@ -1,4 +1,4 @@
-"""When instances come and go by freeness, which, and at what pace."""
+"""When instances come and go by freeness, which, and how fast."""
 
 from collections import Counter
 from dataclasses import replace
@@ -116,7 +116,7 @@ def test_the_least_free_model_is_served_first() -> None:
     assert plan(at("e0", 5), at("e1", 30, of="b"), empty("x"), models=models) == ([("x", "b")], [])
 
 
-# ------------------------------------------------------------------ the pace
+# ------------------------------------------------------------------ how fast
 
 
 def test_nothing_changes_while_an_instance_comes_or_goes() -> None:

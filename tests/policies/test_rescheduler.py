@@ -256,8 +256,8 @@ def test_a_plan_does_not_depend_on_the_order_of_the_view(
     cluster: Cluster, rule: VirtualUsageRescheduler
 ) -> None:
     view = cluster.view()
-    turned = replace(view, instances=view.instances[::-1], running=view.running[::-1])
-    assert rule.plan(turned) == rule.plan(view)
+    reversed_view = replace(view, instances=view.instances[::-1], running=view.running[::-1])
+    assert rule.plan(reversed_view) == rule.plan(view)
 
 
 @given(clusters(models="a"), st.integers(2, 5), rules)

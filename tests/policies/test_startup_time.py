@@ -257,7 +257,7 @@ def test_moving_off_a_turning_instance_goes_on() -> None:
     assert swaps(plan) == []
 
 
-def test_an_instance_that_others_are_sent_to_is_not_turned_in_the_same_plan() -> None:
+def test_an_instance_that_others_are_sent_to_is_not_swapped_in_the_same_plan() -> None:
     leaving = swapping_to("e0", "a", of="b")
     models = [model("a", 1), model("b", 1), model("c", 1, waiting=1)]
     plan = RULE.plan(seen([leaving, E1], models, [run("r0", leaving)]))
@@ -388,14 +388,14 @@ def test_on_nodes_too_every_action_would_be_begun_and_min_replicas_hold(
 ) -> None:
     plan = StartupTimePlacement(costs=COSTS, victims=victims).plan(view)
     assert accepted(view, plan) == tuple(plan)
-    turned = {a.instance: a.model for a in plan if isinstance(a, Swap)}
+    swapped = {a.instance: a.model for a in plan if isinstance(a, Swap)}
     for donor in view.models:
         before = len(view.replicas(donor.id))
-        lost = sum(i.model == donor.id for i in view.instances if i.id in turned)
-        gained = sum(model == donor.id for model in turned.values())
+        lost = sum(i.model == donor.id for i in view.instances if i.id in swapped)
+        gained = sum(model == donor.id for model in swapped.values())
         assert before - lost + gained >= min(before, donor.min_replicas)
     if victims == "stay":
-        assert all(not view.instance(instance).num_requests for instance in turned)
+        assert all(not view.instance(instance).num_requests for instance in swapped)
 
 
 # ------------------------------------------------------------------ trying everything
@@ -510,15 +510,15 @@ def test_no_other_choice_of_instances_is_better(view: FleetView) -> None:
 @given(small_fleets())
 def test_every_victim_is_sent_once_to_a_replica_that_stays_and_has_places(view: FleetView) -> None:
     plan = RULE.plan(view)
-    turned = {action.instance: action.model for action in plan if isinstance(action, Swap)}
+    swapped = {action.instance: action.model for action in plan if isinstance(action, Swap)}
     sent = Counter(action.destination for action in plan if isinstance(action, Migrate))
-    victims = [run.id for i in view.instances if i.id in turned for run in Tried(view).movers(i)]
+    victims = [run.id for i in view.instances if i.id in swapped for run in Tried(view).movers(i)]
     assert sorted(a.request for a in plan if isinstance(a, Migrate)) == sorted(victims)
     models = {run.id: run.model for run in view.running}
     for action in plan:
         if isinstance(action, Migrate):
             destination = view.instance(action.destination)
-            assert destination.id not in turned
+            assert destination.id not in swapped
             assert destination.model == models[action.request]
             assert destination.num_requests + sent[destination.id] <= destination.max_requests
 

@@ -196,7 +196,7 @@ def test_m2_is_the_least_loaded_model() -> None:
     assert swaps(replace(RULE, max_swaps=1).plan(view)) == [("e3", "a")]
 
 
-def test_m2_keeps_its_floor() -> None:
+def test_m2_keeps_its_min_replicas() -> None:
     instances = [serving("e0", "a"), serving("e1", "b"), serving("e2", "c")]
     assert (
         swaps(

@@ -121,7 +121,7 @@ def test_a_popular_adapter_is_there_when_it_is_asked_for(pooled: bool) -> None:
 
 
 @virtual_time
-async def test_after_a_swap_the_popular_ones_are_back_before_anybody_asks() -> None:
+async def test_after_a_swap_the_popular_ones_are_back_before_a_request_asks() -> None:
     async with fleet_of(Noting(), scheduler=AdapterPool()) as fleet:
         await fleet.swap("e0", to="a")
         await asked(fleet, [(n / 2, NAMES[n % 2]) for n in range(8)])
@@ -169,7 +169,7 @@ async def test_adapters_in_use_stay_and_requests_that_need_an_adapter_go_first()
 
 
 @virtual_time
-async def test_what_somebody_waits_for_is_not_displaced_by_a_plan() -> None:
+async def test_what_a_request_waits_for_is_not_displaced_by_a_plan() -> None:
     engine, plans = Noting(max_adapters=1, max_requests=1), Wants()
     async with fleet_of(engine, scheduler=plans, interval_s=0.1) as fleet:
         await fleet.swap("e0", to="a")
@@ -265,7 +265,7 @@ async def test_what_cannot_be_had_is_said_once_and_the_rest_is_loaded(
 
 
 @virtual_time
-async def test_a_plan_for_what_has_gone_or_turned_is_dropped() -> None:
+async def test_a_plan_for_what_has_gone_or_been_swapped_is_dropped() -> None:
     engine, plans = Noting(), Wants("x0", model="b")
     async with fleet_of(engine, scheduler=plans, interval_s=0.1) as fleet:
         await fleet.swap("e0", to="a")

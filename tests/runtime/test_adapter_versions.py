@@ -103,7 +103,7 @@ async def test_a_request_keeps_its_version_through_moves_evictions_and_losses() 
 
 
 @virtual_time
-async def test_an_adapter_nobody_uses_is_replaced_at_once() -> None:
+async def test_an_unused_adapter_is_replaced_at_once() -> None:
     engine, recorder = Counting("e0"), Recorder()
     async with fleet_of(engine, tracer_provider=recorder.provider) as fleet:
         await fleet.swap("e0", to="a")
@@ -425,7 +425,7 @@ class ById(Counting):
 
 
 @virtual_time
-async def test_an_engine_that_knows_no_versions_is_told_of_and_waited_for_by_nobody() -> None:
+async def test_an_engine_that_knows_no_versions_is_named_and_holds_nothing_up() -> None:
     async with fleet_of(ById("e0")) as fleet:
         await fleet.swap("e0", to="a")
         await Client(fleet).run(4)

@@ -160,7 +160,7 @@ async def test_requests_with_other_adapters_do_not_wait_for_each_other() -> None
 
 
 @virtual_time
-async def test_refusing_a_model_answers_all_who_wait_for_it_and_nobody_else() -> None:
+async def test_refusing_a_model_answers_all_that_wait_for_it_and_no_others() -> None:
     office = Places()
     refused: list[str] = []
 

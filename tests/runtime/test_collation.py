@@ -31,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Outcome:
     """What became of a workload on one engine."""
 
     requests: tuple[Asked, ...]
@@ -63,7 +63,7 @@ class Course:
 
 def played(
     arrivals: Iterable[tuple[float, str]], rule: WeightedLoadSwap, *, tokens: int = 20, **options: Any
-) -> Course:
+) -> Outcome:
     """Play requests at their times to one engine; each takes a hundredth of a second for a token."""
     order = sorted(arrivals)
     models = sorted({model for _, model in order})
@@ -88,7 +88,7 @@ def played(
 
     swaps = run(scenario)
     assert all(swap.outcome == "done" for swap in swaps)
-    return Course(tuple(requests), tuple(swaps))
+    return Outcome(tuple(requests), tuple(swaps))
 
 
 def in_turns(models: str, rounds: int, gap_s: float) -> list[tuple[float, str]]:
@@ -96,11 +96,11 @@ def in_turns(models: str, rounds: int, gap_s: float) -> list[tuple[float, str]]:
     return [(n * gap_s, model) for n, model in enumerate(models * rounds)]
 
 
-def bound_s(course: Course, rule: WeightedLoadSwap, interval_s: float) -> float:
+def bound_s(outcome: Outcome, rule: WeightedLoadSwap, interval_s: float) -> float:
     """What `WeightedLoadSwap` says: (M - 1) (max(P, R) + I + S) + S."""
     assert rule.patience_s is not None
-    num_models = len({request.model for request in course.requests})
-    swap_s = max(swap.seconds for swap in course.swaps)
+    num_models = len({request.model for request in outcome.requests})
+    swap_s = max(swap.seconds for swap in outcome.swaps)
     return (num_models - 1) * (max(rule.patience_s, rule.min_residency_s) + interval_s + swap_s) + swap_s
 
 
@@ -108,9 +108,9 @@ def bound_s(course: Course, rule: WeightedLoadSwap, interval_s: float) -> float:
 @pytest.mark.parametrize("max_requests", [1, 8])
 def test_abcabc_is_served_as_aabbcc(rounds: int, max_requests: int) -> None:
     """One load for each model, where serving them as they come would take one for each request."""
-    course = played(in_turns("abc", rounds, 0.02), RULE, max_requests=max_requests)
-    assert course.served == "a" * rounds + "b" * rounds + "c" * rounds
-    assert [swap.model_after for swap in course.swaps] == ["a", "b", "c"]
+    outcome = played(in_turns("abc", rounds, 0.02), RULE, max_requests=max_requests)
+    assert outcome.served == "a" * rounds + "b" * rounds + "c" * rounds
+    assert [swap.model_after for swap in outcome.swaps] == ["a", "b", "c"]
 
 
 def test_without_a_least_residency_a_slow_abcabc_is_a_swap_for_each() -> None:
@@ -125,11 +125,11 @@ def test_a_least_residency_puts_together_what_comes_slowly(residency_s: float) -
     """No model is given up sooner, so there are at most so many swaps, and waits have a bound."""
     arrivals = in_turns("abc", 8, 1.0)
     rule = WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=3.0, min_residency_s=residency_s)
-    course = played(arrivals, rule)
-    seconds = max(request.ended_s for request in course.requests)
-    assert len(course.swaps) <= ceil(seconds / residency_s) + 1
-    assert all(end_s - start_s >= residency_s for _, start_s, end_s in course.turns)
-    assert max(map(course.waited_s, course.requests)) <= bound_s(course, rule, 0.5)
+    outcome = played(arrivals, rule)
+    seconds = max(request.ended_s for request in outcome.requests)
+    assert len(outcome.swaps) <= ceil(seconds / residency_s) + 1
+    assert all(end_s - start_s >= residency_s for _, start_s, end_s in outcome.turns)
+    assert max(map(outcome.waited_s, outcome.requests)) <= bound_s(outcome, rule, 0.5)
 
 
 # Three models with more work than the engine does, each with a queue that its turns do not empty.
@@ -139,17 +139,17 @@ OVERLOAD = in_turns("abc", 60, 0.05)
 def test_a_long_queue_does_not_keep_a_newcomer_out() -> None:
     """Two models have queues from the beginning, which last for minutes; a third one comes later."""
     arrivals = [(0.0, "a")] * 200 + [(0.01, "b")] * 200 + [(1.0, "c")]
-    course = played(arrivals, RULE, max_requests=1)
-    (late,) = [request for request in course.requests if request.model == "c"]
-    assert course.waited_s(late) <= bound_s(course, RULE, 0.5)
-    assert late.ended_s < 0.2 * max(request.ended_s for request in course.requests)
+    outcome = played(arrivals, RULE, max_requests=1)
+    (late,) = [request for request in outcome.requests if request.model == "c"]
+    assert outcome.waited_s(late) <= bound_s(outcome, RULE, 0.5)
+    assert late.ended_s < 0.2 * max(request.ended_s for request in outcome.requests)
 
 
 def test_turns_last_as_long_as_patience_and_go_round() -> None:
-    course = played(OVERLOAD, RULE, tokens=50, max_requests=2)
-    first = [model for model, _, _ in course.turns][:6]
+    outcome = played(OVERLOAD, RULE, tokens=50, max_requests=2)
+    first = [model for model, _, _ in outcome.turns][:6]
     assert first == ["a", "b", "c", "a", "b", "c"]
-    lengths = [end_s - start_s for _, start_s, end_s in course.turns[:6]]
+    lengths = [end_s - start_s for _, start_s, end_s in outcome.turns[:6]]
     assert all(3.0 <= seconds <= 3.0 + 0.5 + 0.1 for seconds in lengths)
 
 
@@ -182,9 +182,9 @@ def test_no_model_waits_longer_than_is_said(
     max_requests: int,
 ) -> None:
     rule = WeightedLoadSwap(t1=0.5, t2=50, b=1.5, patience_s=patience_s, min_residency_s=residency_s)
-    course = played(arrivals, rule, interval_s=interval_s, max_requests=max_requests)
-    assert len(course.requests) == len(arrivals)
-    longest_s = max(map(course.waited_s, course.requests))
-    assert longest_s <= bound_s(course, rule, interval_s) + 1e-6
-    for (_, start_s, end_s), _ in itertools.pairwise(course.turns):
+    outcome = played(arrivals, rule, interval_s=interval_s, max_requests=max_requests)
+    assert len(outcome.requests) == len(arrivals)
+    longest_s = max(map(outcome.waited_s, outcome.requests))
+    assert longest_s <= bound_s(outcome, rule, interval_s) + 1e-6
+    for (_, start_s, end_s), _ in itertools.pairwise(outcome.turns):
         assert end_s - start_s >= residency_s - 1e-6

@@ -367,8 +367,8 @@ async def test_pinned_streams_end_with_the_weights_they_began_with() -> None:
         for number in range(9):
             clients.start_soon(read, fleet, "a", (1, number), LONG)
         await until(lambda: sum(i.num_running for i in fleet.view().instances) == 9)
-        turned = await fleet.roll("a", to="a2")
-        assert sorted(turned) == ["e0", "e1", "e2"]
+        rolled = await fleet.roll("a", to="a2")
+        assert sorted(rolled) == ["e0", "e1", "e2"]
         assert {i.model for i in fleet.view().instances} == {"a2"}
         async with fleet.stream("a", (1,), LONG) as stream:
             first = await anext(stream)
@@ -453,5 +453,5 @@ async def test_new_weights_take_over_the_least_number_of_replicas() -> None:
         for instance in ("e0", "e1"):
             await fleet.swap(instance, to="a")
         await fleet.roll("a", to="a2")
-        floors = {model.id: model.min_replicas for model in fleet.view().models}
-        assert floors == {"a": 0, "a2": 2}
+        least = {model.id: model.min_replicas for model in fleet.view().models}
+        assert least == {"a": 0, "a2": 2}

@@ -121,7 +121,7 @@ async def test_a_drain_ends_when_the_last_client_leaves() -> None:
     async with alone(engine_of("e0")) as fleet, anyio.create_task_group() as clients:
         clients.start_soon(read, fleet, "a", (1,), LONG)
         await until(lambda: fleet.view().instance(E0).num_running == 1)
-        left_s = anyio.current_time() + 0.333
+        deadline_at_s = anyio.current_time() + 0.333
 
         async def leave() -> None:
             await anyio.sleep(0.333)
@@ -131,7 +131,7 @@ async def test_a_drain_ends_when_the_last_client_leaves() -> None:
             tasks.start_soon(leave)
             with anyio.CancelScope(shield=True), anyio.fail_after(60):
                 record = await fleet.drain("e0")
-        assert end_s(record) == pytest.approx(left_s, abs=1e-9)
+        assert end_s(record) == pytest.approx(deadline_at_s, abs=1e-9)
 
 
 @virtual_time

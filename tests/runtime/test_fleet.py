@@ -309,13 +309,13 @@ async def test_minimum_replicas_are_restored_after_a_loss() -> None:
     registered = [Model("a", min_replicas=1), Model("b", min_replicas=1)]
     async with sim_fleet("a", "b", engines=engines, models=registered) as fleet:
 
-        def floors_hold() -> bool:
+        def min_replicas_serve() -> bool:
             return {i.model for i in fleet.view().instances if i.state is InstanceState.SERVING} == {"a", "b"}
 
-        await until(floors_hold)
+        await until(min_replicas_serve)
         engines[0].lose()
-        assert not floors_hold()
-        await until(floors_hold)
+        assert not min_replicas_serve()
+        await until(min_replicas_serve)
 
 
 @virtual_time
@@ -341,7 +341,7 @@ async def test_an_error_of_the_block_leaves_the_fleet_as_itself() -> None:
 
 
 @virtual_time
-async def test_ready_waits_for_the_floors_and_for_nothing_else() -> None:
+async def test_ready_waits_for_min_replicas_and_for_nothing_else() -> None:
     registered = [Model("a", min_replicas=1), Model("b", min_replicas=1), Model("c")]
     async with sim_fleet("a", "b", "c", models=registered) as fleet:
         with anyio.fail_after(10):
@@ -423,9 +423,9 @@ async def test_an_instance_was_used_last_when_a_request_came_or_left() -> None:
             await anyio.sleep(0.1)
             assert used_s(fleet) == [came_s, None]
             await stream.collect()
-        left_s = anyio.current_time()
+        ended_s = anyio.current_time()
         await anyio.sleep(5.0)
-        assert used_s(fleet) == [left_s, None]
-        assert left_s > came_s + 0.1
+        assert used_s(fleet) == [ended_s, None]
+        assert ended_s > came_s + 0.1
         await fleet.unload("e0")
-        assert used_s(fleet) == [left_s, None]
+        assert used_s(fleet) == [ended_s, None]

@@ -17,7 +17,7 @@ from hotswap.offline.replay import dump_view, load_view
 from hotswap.runtime.index import Index
 
 Pull: TypeAlias = Callable[[InstanceId], InstanceView]
-Recount: TypeAlias = Callable[[InstanceView], InstanceView]
+WithCounts: TypeAlias = Callable[[InstanceView], InstanceView]
 
 MODELS = [ModelId(name) for name in "abc"]
 IDS = [InstanceId(f"e{number}") for number in range(6)]
@@ -26,9 +26,9 @@ IDS = [InstanceId(f"e{number}") for number in range(6)]
 class Indexed:
     """An instance as an index sees it."""
 
-    def __init__(self, now: InstanceView, pull: Pull | None, recount: Recount | None) -> None:
+    def __init__(self, now: InstanceView, pull: Pull | None, with_counts: WithCounts | None) -> None:
         self.now, self.told, self.is_put = now, now, False
-        self._pull, self._recount = pull, recount
+        self._pull, self._with_counts = pull, with_counts
 
     def view(self) -> InstanceView:
         self.told = self.now if self.is_put or self._pull is None else self._pull(self.now.id)
@@ -38,27 +38,27 @@ class Indexed:
         return self.told
 
     def counted(self, view: InstanceView) -> InstanceView:
-        return self.view() if self._recount is None else self._recount(view)
+        return self.view() if self._with_counts is None else self._with_counts(view)
 
 
 class Kept(Index):
-    """An index of instances that tests `put`; of other changes it asks `pull` and `recount`."""
+    """An index of instances that tests `put`; of other changes it asks `pull` and `with_counts`."""
 
     def __init__(
         self,
         instances: Iterable[InstanceView] = (),
         pull: Pull | None = None,
-        recount: Recount | None = None,
+        with_counts: WithCounts | None = None,
     ) -> None:
         super().__init__()
         self._shown: dict[InstanceId, Indexed] = {}
-        self._pull, self._recount = pull, recount
+        self._pull, self._with_counts = pull, with_counts
         for view in instances:
             self.put(view)
 
     def put(self, view: InstanceView) -> None:
         if view.id not in self._shown:
-            self._shown[view.id] = Indexed(view, self._pull, self._recount)
+            self._shown[view.id] = Indexed(view, self._pull, self._with_counts)
             self.add(view.id, self._shown[view.id])
         shown = self._shown[view.id]
         shown.now, shown.is_put = view, True
@@ -132,14 +132,14 @@ def walk_replicas(now: dict[InstanceId, InstanceView], model: ModelId) -> tuple[
 
 @given(changes, st.booleans())
 def test_it_answers_as_a_walk_over_all_instances_does(
-    course: list[tuple[str, InstanceView, bool]], recounts: bool
+    steps: list[tuple[str, InstanceView, bool]], has_counts: bool
 ) -> None:
-    def recount(view: InstanceView) -> InstanceView:
+    def with_counts(view: InstanceView) -> InstanceView:
         return view.updated(num_requests=now[view.id].num_requests)
 
     now: dict[InstanceId, InstanceView] = {}
-    kept = Kept(pull=lambda instance: now[instance], recount=recount if recounts else None)
-    for kind, view, asked in course:
+    kept = Kept(pull=lambda instance: now[instance], with_counts=with_counts if has_counts else None)
+    for kind, view, asked in steps:
         if kind == "put":
             now[view.id] = view
             kept.put(view)
@@ -244,14 +244,14 @@ def test_a_heap_that_many_changes_went_through_still_knows_the_best() -> None:
 
 
 def test_engines_are_not_looked_at_for_what_the_fleet_itself_counts() -> None:
-    def recount(view: InstanceView) -> InstanceView:
+    def with_counts(view: InstanceView) -> InstanceView:
         return view.updated(num_requests=7)
 
     def pull(instance: InstanceId) -> InstanceView:
         raise AssertionError(f"{instance} was looked at")
 
     kept = Kept(
-        [InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS], pull, recount
+        [InstanceView(id=key, state=InstanceState.SERVING, model=MODELS[0]) for key in IDS], pull, with_counts
     )
     for key in IDS:
         kept.counts_changed(key)

@@ -362,8 +362,8 @@ async def test_a_model_that_is_loaded_meanwhile_is_removed_all_the_same() -> Non
 
 @virtual_time
 async def test_a_scheduler_does_not_bring_back_a_model_that_is_removed() -> None:
-    floors = models("a", min_replicas=1) + models("m3", min_replicas=1)
-    async with fleet_of(models=floors, interval_s=0.01) as fleet:
+    registered = models("a", min_replicas=1) + models("m3", min_replicas=1)
+    async with fleet_of(models=registered, interval_s=0.01) as fleet:
         await fleet.ready()
         async with anyio.create_task_group() as clients:
             clients.start_soon(read, fleet, "m3", (1,), LONG)

@@ -110,7 +110,7 @@ async def ridden(fleet: EventFleet, model: str, adapter: str | None, num_tokens:
     await end.event.wait()
 
 
-async def course(witness: Witness, engines: Sequence[Engine], asked: list[tuple[str, bool, int]]) -> None:
+async def play(witness: Witness, engines: Sequence[Engine], asked: list[tuple[str, bool, int]]) -> None:
     fleet = (EventFleet if isinstance(engines[0], EventEngine) else Fleet)(
         engines=engines,
         store=SimStore(dict.fromkeys("abc", "1 GiB")),
@@ -154,7 +154,7 @@ def test_what_is_shown_is_what_there_is(asked: list[tuple[str, bool, int]], kind
     engines: list[Engine] = [sims[0], Plain(sims[1]), sims[2]] if plain else sims
     witness = Witness(engines)
     # The one replica of a model may be the engine that holds no adapters.
-    run(course, witness, engines, [(m, adapted and not plain, n) for m, adapted, n in asked])
+    run(play, witness, engines, [(m, adapted and not plain, n) for m, adapted, n in asked])
     assert witness.wrong == []
     assert witness.num_questions > len(asked)
     assert {InstanceState.EMPTY, InstanceState.SERVING} <= witness.seen
@@ -163,7 +163,7 @@ def test_what_is_shown_is_what_there_is(asked: list[tuple[str, bool, int]], kind
 def test_a_view_that_is_kept_does_not_change() -> None:
     engines = [SimEngine(f"e{n}") for n in range(2)]
     witness = Witness(engines, keeps=True)
-    run(course, witness, engines, [("a", True, 40), ("b", False, 90), ("c", False, 20), ("a", False, 60)])
+    run(play, witness, engines, [("a", True, 40), ("b", False, 90), ("c", False, 20), ("a", False, 60)])
     assert len({text for _, text in witness.kept}) > 5
     assert all(dump_view(view) == text for view, text in witness.kept)
 

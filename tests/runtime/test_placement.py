@@ -140,7 +140,7 @@ async def test_much_waiting_work_preempts_and_the_preempted_go_on() -> None:
 
 
 @virtual_time
-async def test_pinned_models_are_there_before_anybody_asks() -> None:
+async def test_pinned_models_are_there_before_a_request_asks() -> None:
     async with sim_fleet("a", "b", scheduler=StaticPinning({"e0": "a", "e1": "b"})) as fleet:
         await until(lambda: {i.model for i in fleet.view().instances if i.serving_since_s} == {"a", "b"})
         await fleet.swap("e0", to="b")

@@ -113,9 +113,9 @@ async def test_a_request_that_loses_every_engine_is_given_up_by_the_cause_after_
 @virtual_time
 async def test_requests_beside_a_poison_request_go_on_exactly(moment: Moment) -> None:
     engines = [Fragile(f"e{number}", moment) for number in range(4)]
-    floors = models("a", min_replicas=4)
+    registered = models("a", min_replicas=4)
     async with sim_fleet(
-        "a", engines=engines, models=floors, scheduler=RestoreMinReplicas(), interval_s=0.1
+        "a", engines=engines, models=registered, scheduler=RestoreMinReplicas(), interval_s=0.1
     ) as fleet:
         await fleet.ready()
         async with anyio.create_task_group() as clients:
@@ -149,9 +149,9 @@ async def test_a_request_that_waits_for_its_first_token_beside_a_poison_request_
 @virtual_time
 async def test_a_request_that_gets_tokens_between_losses_is_not_given_up() -> None:
     engines = [Fragile(f"e{number}") for number in range(3)]
-    floors = models("a", min_replicas=3)
+    registered = models("a", min_replicas=3)
     async with sim_fleet(
-        "a", engines=engines, models=floors, scheduler=RestoreMinReplicas(), interval_s=0.1
+        "a", engines=engines, models=registered, scheduler=RestoreMinReplicas(), interval_s=0.1
     ) as fleet:
         await fleet.ready()
         async with fleet.stream("a", (1, 2), Sampling(max_tokens=120, ignore_eos=True)) as stream:
@@ -171,9 +171,9 @@ async def test_a_request_that_gets_tokens_between_losses_is_not_given_up() -> No
 @virtual_time
 async def test_a_request_that_lost_two_engines_by_chance_is_served() -> None:
     engines = [Fragile(f"e{number}") for number in range(3)]
-    floors = models("a", min_replicas=3)
+    registered = models("a", min_replicas=3)
     async with sim_fleet(
-        "a", engines=engines, models=floors, scheduler=RestoreMinReplicas(), interval_s=0.1
+        "a", engines=engines, models=registered, scheduler=RestoreMinReplicas(), interval_s=0.1
     ) as fleet:
         await fleet.ready()
         async with fleet.stream("a", range(1, 3000), SOME) as stream:

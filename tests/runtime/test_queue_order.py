@@ -242,8 +242,8 @@ async def calls_to_be_served(fleet: Fleet) -> float:
 
 
 async def while_none_is_served(num_waiting: int, scheduler: Scheduler) -> dict[str, float]:
-    floors = models("a") + models("b", min_replicas=1)
-    async with queue_of(num_waiting, scheduler, models=floors) as (fleet, clients):
+    registered = models("a") + models("b", min_replicas=1)
+    async with queue_of(num_waiting, scheduler, models=registered) as (fleet, clients):
         await anyio.sleep(2.0)
         assert len(fleet.view().waiting) == num_waiting
         leave = await calls_to_leave(fleet)

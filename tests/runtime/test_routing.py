@@ -26,7 +26,7 @@ ROUTERS = (ConsistentHashRouter(), PrefixRouter(block_tokens=2), LeastTimeRouter
 
 @pytest.mark.parametrize("router", ROUTERS, ids=repr)
 @virtual_time
-async def test_a_fleet_that_swaps_stays_exact_whoever_routes(router: Router) -> None:
+async def test_a_fleet_that_swaps_stays_exact_with_any_router(router: Router) -> None:
     async with sim_fleet("a", "b", "c", engines=2, router=router, interval_s=0.05) as fleet:
         async with anyio.create_task_group() as clients:
             for turn in range(45):
@@ -40,9 +40,9 @@ async def test_a_fleet_that_swaps_stays_exact_whoever_routes(router: Router) -> 
 @virtual_time
 async def test_requests_of_one_beginning_meet(router: Router) -> None:
     where: dict[int, set[InstanceId | None]] = {key: set() for key in range(6)}
-    floor = models("a", min_replicas=4)
+    registered = models("a", min_replicas=4)
     async with sim_fleet(
-        "a", engines=4, router=router, models=floor, scheduler=RestoreMinReplicas()
+        "a", engines=4, router=router, models=registered, scheduler=RestoreMinReplicas()
     ) as fleet:
         await fleet.ready()
         for turn in range(30):

@@ -44,7 +44,7 @@ class Repeating(Scheduler):
 REASONS: dict[str, tuple[Scheduler, dict[str, Any]]] = {
     "pinned": (StaticPinning({"e0": "a"}), {}),
     "floored": (WeightedLoadSwap(t1=0, t2=4, b=1), {"min_replicas": 1}),
-    "floors alone": (RestoreMinReplicas(), {"min_replicas": 1}),
+    "min_replicas alone": (RestoreMinReplicas(), {"min_replicas": 1}),
     "by hand alone": (Idle(), {}),
     "asks for another": (Repeating(), {}),
 }
@@ -55,14 +55,14 @@ REASONS: dict[str, tuple[Scheduler, dict[str, Any]]] = {
 async def test_the_log_says_once_that_a_model_has_requests_and_no_instance(
     reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler, floor = REASONS[reason]
-    registered = [*models("a", **floor), *models("b")]
+    scheduler, fields = REASONS[reason]
+    registered = [*models("a", **fields), *models("b")]
     async with (
         sim_fleet("a", "b", engines=1, models=registered, scheduler=scheduler, interval_s=0.05) as fleet,
         anyio.create_task_group() as clients,
     ):
         with anyio.fail_after(60):
-            if fleet.view().instances[0].model is None and not floor and reason != "pinned":
+            if fleet.view().instances[0].model is None and not fields and reason != "pinned":
                 await fleet.swap("e0", to="a")
             await read(fleet, "a", (1,), SOME)
         with caplog.at_level(logging.WARNING, "hotswap"):

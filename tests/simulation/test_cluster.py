@@ -40,7 +40,7 @@ def played(trace: Trace, cluster: Cluster = CLUSTER) -> Outcome:
     return simulate(trace, cluster, router=AffinityRouter(), scheduler=SWAP)
 
 
-def test_everybody_gets_all_tokens_on_fewer_engines_than_models() -> None:
+def test_every_request_gets_all_tokens_on_fewer_engines_than_models() -> None:
     trace = mixed()
     outcome = played(trace)
     assert [r.output_tokens for r in outcome.requests] == [r.output_tokens for r in trace.requests]

@@ -54,7 +54,7 @@ def test_outcomes_and_pictures_go_to_files(tmp_path: Path, capsys: pytest.Captur
     assert all(file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for file in one.glob("*.png"))
 
 
-def test_a_real_trace_can_be_stretched_and_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_trace_can_be_scaled_and_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.csv"
     lines = (f"{n / 2},{100 + n},{5 + n % 7}" for n in range(200))
     path.write_text("arrival_s,input_tokens,output_tokens\n" + "\n".join(lines) + "\n")

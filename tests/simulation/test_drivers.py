@@ -52,7 +52,7 @@ from hotswap.simulation.trace import power_law_lengths
 TOLERANCE = 1e-6
 
 
-def course(outcome: Outcome) -> Iterator[tuple[list[object], list[float]]]:
+def decisions(outcome: Outcome) -> Iterator[tuple[list[object], list[float]]]:
     """What was decided, and when: facts that must be equal, and seconds that must be so but for rounding."""
     for r in outcome.requests:
         facts = [r.number, r.model, r.adapter, r.output_tokens, r.num_hops, r.error, r.first_s is None]
@@ -96,9 +96,9 @@ def assert_same(
         )
         for driver in ("clients", "events")
     )
-    assert len(list(course(one))) == len(list(course(other)))
+    assert len(list(decisions(one))) == len(list(decisions(other)))
     assert one.num_reused_tokens == other.num_reused_tokens
-    for (facts, times), (other_facts, other_times) in zip(course(one), course(other), strict=True):
+    for (facts, times), (other_facts, other_times) in zip(decisions(one), decisions(other), strict=True):
         assert facts == other_facts
         assert times == pytest.approx(other_times, abs=TOLERANCE)
     return one

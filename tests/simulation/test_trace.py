@@ -1,4 +1,4 @@
-"""Traces: read whole or refused by the line, stretched without loss, prompts that share prefixes."""
+"""Traces: read whole or refused by the line, scaled in time without loss, prompts that share prefixes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def weights_key(manifest: Manifest) -> Hashable | None:
 
 def compute_format(skeleton: Skeleton) -> str:
     """Return the dtype that a bound model computes in, marked if linear weights stay quantized."""
-    return f"{skeleton.dtype} codes" if skeleton.fp8_linears else str(skeleton.dtype)
+    return f"{skeleton.dtype} quantized" if skeleton.fp8_linears else str(skeleton.dtype)
 
 
 def fingerprint_of(manifest: Manifest, compute_format: str) -> str:

@@ -91,7 +91,7 @@ class _InFlightStep:
         work: What was submitted.
         sequences: The requests of its pieces, in order.
         sampling: The requests it samples for, each with its number of tokens then.
-        masks: The masks of requests; `None` if no one is constrained.
+        masks: The masks of requests; `None` if no request is constrained.
         rows: Which of the masks are those of `sampling`, in its order.
     """
 

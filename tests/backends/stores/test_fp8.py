@@ -72,8 +72,8 @@ def test_the_store_has_quantized_values_and_scales_and_all_else_unchanged(
     assert set(found) == set(model.state_dict()) | {f"{name}.scale" for name in chosen}
     for name, tensor in model.state_dict().items():
         if name in chosen:
-            codes, scales = quantize(tensor, SCHEMES[scheme])
-            assert same(found[name], codes)
+            quantized, scales = quantize(tensor, SCHEMES[scheme])
+            assert same(found[name], quantized)
             assert same(found[f"{name}.scale"], scales)
         else:
             assert same(found[name], tensor)
@@ -110,8 +110,8 @@ def test_each_rank_groups_what_it_has(scheme: str, tmp_path: Path) -> None:
         assert any(parts[name].shape[-1] % 128 for name in chosen)
         for name, part in parts.items():
             if name in chosen:
-                codes, scales = quantize(part, SCHEMES[scheme])
-                assert same(found[name], codes)
+                quantized, scales = quantize(part, SCHEMES[scheme])
+                assert same(found[name], quantized)
                 assert same(found[f"{name}.scale"], scales)
             else:
                 assert same(found[name], part)

@@ -127,11 +127,11 @@ def test_norms_of_one_class_may_differ_in_epsilon() -> None:
 def apply_rotary_pos_emb(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The rotation of GPT-J: of neighbouring elements instead of halves."""
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         neighbours = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
         return x * cos[:, None] + neighbours * sin[:, None]
 
-    return turned(queries), turned(keys)
+    return rotated(queries), rotated(keys)
 
 
 class Attention(nn.Module):

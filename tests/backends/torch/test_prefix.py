@@ -24,8 +24,8 @@ async def test_a_prompt_is_computed_from_where_it_differs_and_gives_the_same_tok
     async with serving(model) as engine:
         assert await read(engine, PROMPT) == (answer, 0)
         assert await read(engine, PROMPT) == (answer, 89)
-        turned = [*PROMPT[:75], 3, 3, 3]
-        assert await read(engine, turned) == (generate(model, turned, 12), 75)
+        other = [*PROMPT[:75], 3, 3, 3]
+        assert await read(engine, other) == (generate(model, other, 12), 75)
         following = [*PROMPT, *answer, 9, 9]
         # What was sampled last was never computed.
         assert await read(engine, following) == (generate(model, following, 12), len(PROMPT) + 11)
