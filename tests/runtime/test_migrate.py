@@ -92,6 +92,8 @@ async def test_a_moved_stream_is_that_of_an_undisturbed_run(
                     read.append(token.id)
                     if moments and len(read) == moments[0]:
                         moments.pop(0)
+                        if stream.finish_reason is not None:  # the engine was far ahead of this reader
+                            continue
                         at = stream.hops[-1].instance
                         record = await fleet.migrate(
                             stream.request.id, to="e1" if at == "e0" else "e0", method=method
