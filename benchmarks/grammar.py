@@ -4,7 +4,8 @@
     python -m benchmarks grammar --full                   hidden 1024, 12 layers, a thousand schemas
 
 `step`: a `TorchEngine` decodes 32 requests of a random Llama in bf16 with a vocabulary of 128,256, on all
-cores, by turns with 32 different schemas and without; seconds from token to token, once all have their first.
+cores, by turns with 32 different schemas and without; seconds from token to token, once all have their first,
+by the clock and of the processor. The latter counts masks in full, though they are computed beside the step.
 `sampling`: a token for each of 32 rows of random logits, on one thread, with the masks of 32 states of a
 schema and without. `masks`: seconds to compile a schema, to copy it for another
 request, and to compute the masks of 32 requests, in states that no request had before and again. `schemas`:
@@ -83,7 +84,7 @@ async def measure(settings: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Return the report."""
     tokenizer = train(settings["vocabulary"])
     with workspace("grammar") as directory:
-        steps, schemas = await _engine(directory, tokenizer, settings, repeats)
+        steps, spent, schemas = await _engine(directory, tokenizer, settings, repeats)
         found = machine(directory)
     compiler = GrammarCompiler(tokenizer, settings["vocabulary"], (END,))
     masks, measured = _masks(compiler, tokenizer, settings["rows"])
@@ -92,6 +93,7 @@ async def measure(settings: dict[str, Any], repeats: int) -> dict[str, Any]:
         "versions": versions("torch", "llguidance", "jsonschema"),
         "settings": settings,
         "step_s": steps,
+        "step_processor_s": spent,
         "sampling_s": _sampling(settings, masks, repeats),
         "masks_s": measured,
         "schemas": schemas,
@@ -124,7 +126,7 @@ def people(number: int) -> dict[str, Any]:
 
 async def _engine(
     directory: Path, tokenizer: HfTokenizer, settings: dict[str, Any], repeats: int
-) -> tuple[dict[str, list[float]], dict[str, Any]]:
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, Any]]:
     size_bytes = write_llama(
         directory,
         hidden=settings["hidden"],
@@ -135,37 +137,40 @@ async def _engine(
         end_token=END,
     )
     steps: dict[str, list[float]] = {HELD: [], FREE: []}
+    spent: dict[str, list[float]] = {HELD: [], FREE: []}
     async with (
         TieredStore(PinnedStore(2 * size_bytes), NvmeStore(directory / "store")) as store,
         TorchEngine("e0", kv_tokens=64 * 1024, packed_bytes=4 * size_bytes) as engine,
     ):
         await engine.load(ModelCard.of(Model(MODEL), await store.manifest(MODEL)), store)
         for turn, name in enumerate(rounds(list(steps), repeats + 1)):
-            seconds = await _step(engine, settings, held=name is HELD)
+            step_s, processor_s = await _step(engine, settings, held=name is HELD)
             if turn >= len(steps):  # the first round packs weights and prepares the tokenizer
-                steps[name].append(seconds)
-        return steps, await _schemas(engine, tokenizer, settings["schemas"])
+                steps[name].append(step_s)
+                spent[name].append(processor_s)
+        return steps, spent, await _schemas(engine, tokenizer, settings["schemas"])
 
 
-async def _step(engine: TorchEngine, settings: dict[str, Any], *, held: bool) -> float:
-    """Return the mean seconds of a step of decodes."""
+async def _step(engine: TorchEngine, settings: dict[str, Any], *, held: bool) -> tuple[float, float]:
+    """Return the mean seconds of a step of decodes, by the clock and of the processor."""
     rows, num_tokens = settings["rows"], settings["steps"] + 2
-    arrived: list[list[float]] = [[] for _ in range(rows)]
+    arrived: list[list[tuple[float, float]]] = [[] for _ in range(rows)]
 
     async def one(row: int, prompt: Sequence[int]) -> None:
         held_to: dict[str, Any] = {"json_schema": people(row)} if held else {}
         sampling = Sampling(temperature=0.8, seed=row, max_tokens=num_tokens, ignore_eos=True, **held_to)
         async with engine.stream(_request(row, prompt, sampling)) as tokens:
             async for _ in tokens:
-                arrived[row].append(time.perf_counter())
+                arrived[row].append((time.perf_counter(), time.process_time()))
 
     async with anyio.create_task_group() as tasks:
         for row, prompt in enumerate(prompts(rows, PROMPT)):
             tasks.start_soon(one, row, prompt)
     assert all(len(times) == num_tokens for times in arrived), "an answer was shorter than its schema says"
-    begin_s, end_s = max(times[0] for times in arrived), min(times[-1] for times in arrived)
-    within = [at for at in arrived[0] if begin_s <= at <= end_s]
-    return (within[-1] - within[0]) / (len(within) - 1)
+    begin, end = max(times[0] for times in arrived), min(times[-1] for times in arrived)
+    within = [at for at in arrived[0] if begin <= at <= end]
+    num_steps = len(within) - 1
+    return (within[-1][0] - within[0][0]) / num_steps, (within[-1][1] - within[0][1]) / num_steps
 
 
 async def _schemas(engine: TorchEngine, tokenizer: HfTokenizer, count: int) -> dict[str, Any]:
@@ -185,10 +190,9 @@ async def _schemas(engine: TorchEngine, tokenizer: HfTokenizer, count: int) -> d
         else:
             kinds["right"] += 1
 
-    for begin in range(0, count, ROWS):
-        async with anyio.create_task_group() as tasks:
-            for at in range(begin, min(begin + ROWS, count)):
-                tasks.start_soon(one, at)
+    async with anyio.create_task_group() as tasks:
+        for at in range(count):
+            tasks.start_soon(one, at)
     return {**kinds, "wrong": wrong}
 
 
@@ -253,7 +257,8 @@ def _kind(
 
 
 def _show(report: dict[str, Any]) -> None:
-    pairs = {"step": report["step_s"], **report["sampling_s"]}
+    steps = {"step": report["step_s"], "step, of the processor": report["step_processor_s"]}
+    pairs = {**steps, **report["sampling_s"]}
     lines: list[list[str]] = []
     for name, seconds in pairs.items():
         held, free = (Summary.of([1e3 * s for s in seconds[kind]]) for kind in (HELD, FREE))
