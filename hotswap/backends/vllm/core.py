@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing.connection
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
@@ -101,6 +103,31 @@ class Core:
         """Whether its process has ended, or cannot serve any more."""
         return self._is_dead or bool(self.llm.errored)
 
+    @property
+    def ending(self) -> str:
+        """How its process ended, to follow "has ended": `" by SIGKILL"`, `" with exit code 1"`.
+
+        Empty while that is not known: vLLM may give a core up before its process exits.
+        """
+        if (code := self._exit_code()) is None:
+            return ""
+        if code >= 0:
+            return f" with exit code {code}"
+        names = {int(known): known.name for known in signal.Signals}
+        return f" by {names.get(-code, f'signal {-code}')}"
+
+    def _exit_code(self) -> int | None:
+        process = self.processes[0]
+        if not multiprocessing.connection.wait([process.sentinel], 0):
+            return None
+        # Where a thread of vLLM has reaped it this moment, the code comes a moment later.
+        for _ in range(100):
+            if process.exitcode is not None:
+                break
+            threading.Event().wait(0.001)
+        code: int | None = process.exitcode
+        return code
+
     def _note_death(self) -> None:
         self._loop.remove_reader(self._sentinel)
         self._is_dead = True
@@ -166,12 +193,12 @@ class Core:
                     return await work
                 finally:
                     self._calls.discard(scope)
-            raise InstanceLost(f"vLLM's core has ended while it was to {what}.")
+            raise InstanceLost(f"vLLM's core has ended{self.ending} while it was to {what}.")
         except InstanceLost:
             raise
         except Exception as exc:
             if self.is_dead or isinstance(exc, named("vllm.v1.engine.exceptions:EngineDeadError")):
-                raise InstanceLost(f"vLLM's core has ended while it was to {what}.") from exc
+                raise InstanceLost(f"vLLM's core has ended{self.ending} while it was to {what}.") from exc
             raise UnsupportedModel(f"vLLM could not {what}: {exc}") from exc
 
     def tell(self, work: Callable[[], Awaitable[object]], what: str, then: Callable[[], None]) -> None:

@@ -333,7 +333,7 @@ class VllmEngine(Engine):
 
     def _note_death(self, core: Core) -> None:
         if self._core is core:
-            self._lose("vLLM's core process has ended")
+            self._lose(f"vLLM's core process has ended{core.ending}")
 
     async def _release(self) -> None:
         """Give the core back. Cannot be interrupted."""

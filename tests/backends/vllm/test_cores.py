@@ -255,7 +255,7 @@ async def test_a_core_that_ends_while_nothing_runs_is_noticed_at_once() -> None:
         await engine.load(store.card("a"), store)
         os.kill(process_of(engine), signal.SIGKILL)
         await until(lambda: engine.status().state is InstanceState.LOST)
-        with pytest.raises(InstanceLost):
+        with pytest.raises(InstanceLost, match="ended by SIGKILL"):
             await generate(engine, ask())
         await engine.unload()
         await engine.load(store.card("b"), store)
@@ -271,7 +271,7 @@ async def test_calls_of_a_core_that_died_end() -> None:
         os.kill(process_of(engine), signal.SIGSTOP)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_kill_soon, process_of(engine))
-            with pytest.raises(InstanceLost):
+            with pytest.raises(InstanceLost, match="ended by SIGKILL while it was to answer"):
                 await core.call(core.llm.collective_rpc("hotswap_process"), "answer")
         await engine.unload()
 
