@@ -158,6 +158,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         f"{_CONNECTOR}:KVConnectorMetadata": (),
         "vllm.distributed.kv_transfer:get_kv_transfer_group": (),
         "vllm.v1.structured_output:StructuredOutputManager._create_grammar": ("request",),
+        "vllm.triton_utils.dispatcher:_rebind_kernels": ("overrides",),
     }
 )
 """Every name that is used, and the parameters by which it is called."""

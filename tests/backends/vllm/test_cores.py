@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from hotswap import Adapter, Fleet, InstanceState, Model, ModelId, Request, RequestId, Sampling
+from hotswap.backends.torch import TorchEngine
 from hotswap.backends.vllm import CorePool, VllmEngine
 from hotswap.errors import InstanceError, InstanceLost, StoreError, UnsupportedAdapter, UnsupportedModel
 from hotswap.policies import LeastLoadedRouter
@@ -260,6 +262,19 @@ async def test_a_core_that_ends_while_nothing_runs_is_noticed_at_once() -> None:
         await engine.unload()
         await engine.load(store.card("b"), store)
         assert len(await generate(engine, ask("b"))) == 8
+
+
+async def test_a_core_starts_where_a_torch_engine_has_computed() -> None:
+    """Its kernels are compiled by numba, in one of whose modules vLLM would end a core that starts."""
+    store = make_store()
+    async with TorchEngine("t", kv_bytes="8 MiB") as computing:
+        await computing.load(store.card("a"), store)
+        async with computing.stream(ask()) as tokens:
+            assert len(await tokens.collect()) == 8
+    importlib.import_module("llvmlite.binding.ffi")
+    async with make_engine() as engine:
+        await engine.load(store.card("a"), store)
+        assert len(await generate(engine, ask())) == 8
 
 
 async def test_calls_of_a_core_that_died_end() -> None:

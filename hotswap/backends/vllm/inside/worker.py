@@ -6,6 +6,7 @@ vLLM imports this module in each worker before it loads a model (`worker_extensi
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import mmap
 import os
@@ -28,6 +29,7 @@ __all__ = ["LOAD_FORMAT", "OWNER", "WorkerExtension", "die_with_parent", "regist
 LOAD_FORMAT = "hotswap"
 OWNER = "HOTSWAP_VLLM_OWNER"
 """The environment variable with the id of the process that starts a core, set while it starts."""
+_NUMBAS = "llvmlite.binding.ffi"
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -87,8 +89,31 @@ def register() -> None:
     loaders = named("vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER")
     if LOAD_FORMAT not in loaders:
         named("vllm.model_executor.model_loader:register_model_loader")(LOAD_FORMAT)(_make_loader())
+    _patch_rebinding()
     resume.apply()
     patch_cores()
+
+
+def _patch_rebinding() -> None:
+    """Have vLLM's search for kernels in all modules pass over one of numba's, which ends it by an error.
+
+    A process that has computed with a `TorchEngine` on a CPU has numba, and so has a core that it forks.
+    """
+    dispatcher: Any = named("vllm.triton_utils.dispatcher")
+    rebind = dispatcher._rebind_kernels
+    if getattr(rebind, "__wrapped__", None) is not None:
+        return
+
+    @functools.wraps(rebind)
+    def rebind_kernels(overrides: Any) -> None:
+        hidden = sys.modules.pop(_NUMBAS, None)
+        try:
+            rebind(overrides)
+        finally:
+            if hidden is not None:
+                sys.modules[_NUMBAS] = hidden
+
+    dispatcher._rebind_kernels = rebind_kernels
 
 
 def _make_loader() -> type:
