@@ -78,8 +78,7 @@ class Sampling:
 
     With a grammar of any kind the model's own end tokens end the generation even with `ignore_eos`, since no
     text may follow. `max_tokens` may end it before. A schema as deep as `{"type": "object"}` asks for any
-    JSON object. `TorchEngine` takes all three kinds, `VllmEngine` no `grammar`, and simulated engines, which
-    have no text, ignore them.
+    JSON object. Simulated engines, which have no text, ignore grammars.
     """
 
     n: int
@@ -206,7 +205,13 @@ class Sampling:
     @property
     def has_grammar(self) -> bool:
         """Whether the generation is constrained by a grammar."""
-        return bool(self.json_schema or self.regex or self.grammar)
+        return bool(self.grammar_field[0])
+
+    @property
+    def grammar_field(self) -> tuple[str, str]:
+        """The name of the field that has the grammar, and its value; two empty strings without one."""
+        fields = ("json_schema", self.json_schema), ("regex", self.regex), ("grammar", self.grammar)
+        return next((field for field in fields if field[1]), ("", ""))
 
     @property
     def is_random(self) -> bool:

@@ -113,6 +113,9 @@ class GrammarCompiler:
         vocabulary: The number of token ids that the model has logits for.
         end_ids: The model's end tokens, which may come where the grammar is complete.
 
+    Attributes:
+        tokenizer: The library's form of the tokenizer.
+
     Raises:
         InvalidRequest: the library cannot use the tokenizer, or it has none of the end tokens.
     """
@@ -125,7 +128,7 @@ class GrammarCompiler:
             )
         self._num_ids = max(vocabulary, tokenizer.num_ids)
         try:
-            self._tokenizer = LLTokenizer(tokenizer.text, n_vocab=self._num_ids, eos_token=known)
+            self.tokenizer = LLTokenizer(tokenizer.text, n_vocab=self._num_ids, eos_token=known)
         except ValueError as exc:
             raise InvalidRequest(f"Grammars cannot be used with the model's tokenizer: {exc}.") from exc
         self._kept: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
@@ -139,17 +142,31 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: the grammar is invalid or too complex, or the tokens are not of it.
         """
-        field = next(field for field in ("json_schema", "regex", "grammar") if getattr(sampling, field))
-        compiled = self._compiled(field, getattr(sampling, field))
+        field, value = sampling.grammar_field
+        compiled = self._compiled(field, value)
         matcher = compiled.first.deep_copy()
         if generated and not matcher.is_error():
             matcher.consume_tokens(list(generated))
         if not matcher.is_error():
             return Grammar(compiled.source, matcher, generated, shared=True)
-        matcher = compiled.source.matcher(generated)
+        matcher = self.matcher(field, value, generated)
+        return Grammar(compiled.source, matcher, generated, shared=False)
+
+    def matcher(self, field: str, value: str, generated: Sequence[int]) -> LLMatcher:
+        """Return the state of a grammar after tokens, with a lexer of its own: for engines that keep it.
+
+        Args:
+            field: The field of `Sampling` that it comes from.
+            value: The field's value.
+            generated: The tokens.
+
+        Raises:
+            InvalidRequest: the grammar is invalid or too complex, or the tokens are not of it.
+        """
+        matcher = self._compiled(field, value).source.matcher(generated)
         if matcher.is_error():
             raise InvalidRequest(f"The tokens so far are not of {field}: {_first(matcher.get_error())}.")
-        return Grammar(compiled.source, matcher, generated, shared=False)
+        return matcher
 
     def _compiled(self, field: str, value: str) -> _Compiled:
         with self._lock:
@@ -157,7 +174,7 @@ class GrammarCompiler:
                 self._kept.move_to_end((field, value))
                 return found
         try:
-            source = _Source(self._tokenizer, self._num_ids, field, _to_text(field, value))
+            source = _Source(self.tokenizer, self._num_ids, field, _to_text(field, value))
         except ValueError as exc:
             raise InvalidRequest(f"{field} cannot be used: {_first(str(exc))}.") from exc
         first = source.matcher(max_states=_MAX_SHARED_STATES)
