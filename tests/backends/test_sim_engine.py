@@ -319,3 +319,54 @@ async def test_an_engine_that_reports_by_step_is_seen_one_step_late() -> None:
     assert late[1:] == live[:-1]
     assert late[0][:2] == (0, 0)
     assert [engine.status().num_running for engine in engines] == [0, 0]
+
+
+FIELDS: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {5: 1.0},
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [5],
+    "forced_end_tokens": [5],
+    "bad_words": ["a"],
+    "bad_words_ids": [[5, 6]],
+    "min_tokens": 2,
+    "seed": 3,
+    "stop": ["a"],
+    "stop_token_ids": [5],
+    "include_stop": True,
+    "skip_special_tokens": False,
+    "truncate_prompt_tokens": 2,
+    "logprobs": 2,
+    "prompt_logprobs": 2,
+    "logprobs_of": "sampled",
+    "json_schema": {"type": "object"},
+    "regex": "a+",
+    "grammar": 'start: "a"',
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_of_sampling_is_taken(name: str) -> None:
+    """Those that change logits or need text have no effect: tokens depend on the prompt and the seed."""
+
+    async def serve() -> None:
+        where = store()
+        async with SimEngine("e0", profile=PROFILE) as engine:
+            await engine.load(await card(where), where)
+            request = ask(4, 6)
+            asked = replace(request, sampling=Sampling(max_tokens=6, ignore_eos=True, **{name: FIELDS[name]}))
+            async with engine.stream(asked) as tokens:
+                found = await tokens.collect()
+        assert len(found) == 6
+        if name != "temperature":
+            assert [token.id for token in found] == expected_tokens(request, await card(where))
+        assert [len(token.top_logprobs) for token in found] == [2 if name == "logprobs" else 0] * 6
+        assert len(tokens.prompt_logprobs) == (4 if name == "prompt_logprobs" else 0)
+
+    run(serve)

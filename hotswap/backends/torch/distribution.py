@@ -13,7 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Workspace", "draw", "keep_from", "to_weights", "top_k_threshold", "top_p_threshold", "uniform"]
+__all__ = [
+    "Workspace",
+    "draw",
+    "invert",
+    "keep_from",
+    "to_weights",
+    "top_k_threshold",
+    "top_p_threshold",
+    "uniform",
+]
 
 # Weights are summed in blocks: a draw finds its block by their sums, then its token in one block.
 _BLOCK = 512
@@ -135,18 +144,27 @@ def keep_from(weights: Tensor, bound: float) -> None:
 
 
 def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
+    """Return the tokens that `invert` finds, on the host."""
+    places = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)
+    return [int(token) for token in invert(weights, places).cpu()]
+
+
+def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return the token of each row at which the cumulative sum of weights passes its part of the whole.
 
     Args:
         weights: `[rows, vocabulary]`, in a `Workspace`, with zeros for tokens that are cut.
-        uniforms: Of each row, from 0 up to but not including 1.
+        uniforms: Of each row, from 0 up to but not including 1: `[rows]`, fp64.
+
+    Returns:
+        `[rows]`, int64.
     """
     rows, size = weights.shape
     width = weights.stride(0)
     blocks = weights.as_strided((rows, width // _BLOCK, _BLOCK), (width, _BLOCK, 1))
     sums = blocks.sum(-1).double()
     reached = sums.cumsum(-1)
-    goal = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)[:, None] * reached[:, -1:]
+    goal = uniforms[:, None] * reached[:, -1:]
     block = torch.searchsorted(reached, goal, right=True).clamp_(max=sums.shape[1] - 1)
     # A block of zeros is never the first to pass a goal, but rounding may leave the goal at the very end.
     block = torch.minimum(block, _last_positive(sums)[:, None])
@@ -156,7 +174,7 @@ def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
     place = torch.searchsorted(within, part * within[:, -1:], right=True)
     last = torch.searchsorted(within, within[:, -1:].contiguous())  # the last one that is not zero
     tokens = block * _BLOCK + torch.minimum(place, last)
-    return [int(token) for token in tokens[:, 0].clamp_(max=size - 1).cpu()]
+    return tokens[:, 0].clamp_(max=size - 1)
 
 
 def uniform(seed: int, index: int) -> float:

@@ -69,7 +69,10 @@ class Core:
         weights: A fingerprint of its weights, which keeps prefix caches apart; empty while unknown.
         died: Called on the event loop when its process has ended by itself.
         resumes: Whether requests that began elsewhere continue as if they had begun here; see `resume`.
+        has_rules: Whether it samples by rules that vLLM itself has not; see `inside.sampling`.
         has_grammars: Whether it can constrain generations to a grammar, which takes the model's tokenizer.
+        guides: Whether it compiles grammars as a `TorchEngine` does, not as vLLM is told in `arguments`.
+        grammar_ends: The end tokens of its model that the tokenizer has.
         sleeps: Whether it can free its device memory while it is idle: on GPUs.
         blocks: The shape of its KV blocks; `None` if requests cannot move with them. See `migration`.
     """
@@ -77,7 +80,9 @@ class Core:
     def __init__(self, llm: Any, stats: Stats, directory: Path, architecture: str) -> None:
         self.llm, self.stats = llm, stats
         self.weights = ""
-        self.resumes, self.has_grammars = True, False
+        self.resumes = self.has_rules = self.guides = True
+        self.has_grammars = False
+        self.grammar_ends: tuple[int, ...] = ()
         self.blocks: BlockShape | None = None
         self.architecture = architecture
         self._directory = directory
@@ -271,7 +276,7 @@ async def start(settings: Settings, staged: Staged) -> Core:
     except Exception as exc:
         raise _start_error(exc, staged) from exc
     core = Core(llm, stats, directory, staged.architecture)
-    core.has_grammars = bool(staged.tokenizer)
+    core.has_grammars, core.guides = bool(staged.tokenizer), settings.guides
     if settings.pp > 1:
         # Stages learn in a first pass what they send; a request that comes before it ends the core.
         try:

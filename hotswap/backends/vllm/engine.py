@@ -26,8 +26,9 @@ from hotswap.backends.vllm.migration import (
     lent_sink,
     lent_source,
 )
+from hotswap.backends.vllm.params import no_grammar, sampling_params, unsupported
 from hotswap.backends.vllm.settings import Settings, StartMethod
-from hotswap.backends.vllm.streams import Stream, Streams, sampling_params
+from hotswap.backends.vllm.streams import Stream, Streams
 from hotswap.engine import Engine, StatusListener
 from hotswap.errors import InstanceError, RequestEvicted
 from hotswap.migration import KVSink, KVSource
@@ -44,18 +45,6 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
     InstanceState.LOADING,
     InstanceState.SERVING,
     InstanceState.DRAINING,
-)
-
-_UNSUPPORTED = (
-    "bad_words",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "forced_end_tokens",
-    "grammar",
-    "logprobs",
-    "min_p",
-    "prompt_logprobs",
-    "suppress_tokens",
 )
 
 
@@ -367,13 +356,13 @@ class VllmEngine(Engine):
             context=self._context,
             vocabulary=core.vocabulary,
             kv_tokens=core.num_blocks * core.block_tokens,
-            no_grammar=_no_grammar(core, request),
-            unsupported=_UNSUPPORTED,
+            no_grammar=no_grammar(core, request),
+            unsupported=unsupported(request.sampling, core),
         )
         adapter = self._adapters.use(request.adapter)
         stream = self._streams.open(request)
         arrival = next((s.id for s in self._sinks if s.committed and s.request.id == request.id), None)
-        params = sampling_params(request, card, self._context, resumes=core.resumes, arrival=arrival)
+        params = sampling_params(request, card, self._context, core, arrival=arrival)
         self._streams.start(self._running, stream, core, params, adapter.place if adapter else None)
         return stream, core, adapter
 
@@ -412,12 +401,3 @@ class VllmEngine(Engine):
     @property
     def _loaded_bytes(self) -> int:
         return self._card.weight_bytes if self._card and not self._life.is_lost else 0
-
-
-def _no_grammar(core: Core, request: Request) -> str:
-    """Why a core cannot hold a request to a grammar; empty if it can."""
-    if not core.has_grammars:
-        return "its store has no tokenizer of the model; convert the model with its tokenizer.json"
-    if request.generated and not core.resumes:
-        return "this vLLM would begin the grammar anew after what was generated elsewhere"
-    return ""

@@ -142,6 +142,7 @@ class Loader:
         except BaseException:
             await core.stop()
             raise
+        core.grammar_ends = staged.grammar_ends
         get_current_span().add_event(done)
         self._ready = core
 

@@ -18,6 +18,9 @@ _ENGINE = "vllm.v1.engine.async_llm:AsyncLLM"
 _ARGUMENTS = "vllm.engine.arg_utils:AsyncEngineArgs"
 _SAMPLING = "vllm.sampling_params:SamplingParams"
 _LORA = "vllm.lora.request:LoRARequest"
+_GUIDANCE = "vllm.v1.structured_output.backend_guidance"
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SAMPLER = "vllm.v1.sample.sampler:Sampler"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -87,7 +90,11 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "repetition_penalty",
             "presence_penalty",
             "frequency_penalty",
+            "min_p",
+            "logprobs",
+            "prompt_logprobs",
             "logit_bias",
+            "_bad_words_token_ids",
             "stop_token_ids",
             "ignore_eos",
             "detokenize",
@@ -96,7 +103,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "structured_outputs",
         ),
         "vllm.sampling_params:RequestOutputKind": (),
-        "vllm.sampling_params:StructuredOutputsParams": ("json", "regex"),
+        "vllm.sampling_params:StructuredOutputsParams": ("json", "regex", "grammar"),
         "vllm.config:KVTransferConfig": ("kv_connector", "kv_connector_module_path", "kv_role"),
         _LORA: ("lora_name", "lora_int_id", "lora_path"),
         "vllm.v1.metrics.loggers:StatLoggerBase.record": (
@@ -119,7 +126,6 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vllm.v1.request:Request.append_output_token_ids": ("token_ids",),
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
             "sampling_params",
-            "generator",
             "output_token_ids",
         ),
         "vllm.v1.engine.core:EngineCore": (),
@@ -158,6 +164,45 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         f"{_CONNECTOR}:KVConnectorMetadata": (),
         "vllm.distributed.kv_transfer:get_kv_transfer_group": (),
         "vllm.v1.structured_output:StructuredOutputManager._create_grammar": ("request",),
+        f"{_GUIDANCE}:GuidanceBackend": ("vllm_config", "tokenizer", "vocab_size"),
+        f"{_GUIDANCE}:GuidanceGrammar": ("ll_matcher", "ll_tokenizer", "vocab_size"),
+        f"{_RUNNER}:Sampler": ("logprobs_mode",),
+        f"{_RUNNER}:build_logitsprocs": ("vllm_config",),
+        f"{_RUNNER}:apply_grammar_bitmask": (
+            "scheduler_output",
+            "grammar_output",
+            "input_batch",
+            "logits",
+        ),
+        f"{_SAMPLER}.forward": (
+            "logits",
+            "sampling_metadata",
+            "predict_bonus_token",
+            "logprobs_mode_override",
+        ),
+        f"{_SAMPLER}.apply_logits_processors": ("logits", "sampling_metadata", "predict_bonus_token"),
+        f"{_SAMPLER}.sample": ("logits", "sampling_metadata", "logprobs_mode_override"),
+        f"{_SAMPLER}.apply_temperature": ("logits", "temp", "all_random"),
+        f"{_SAMPLER}.greedy_sample": ("logits",),
+        f"{_SAMPLER}.compute_logprobs": ("logits",),
+        f"{_SAMPLER}.gather_logprobs": ("logprobs", "num_logprobs", "token_ids"),
+        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": ("logits", "k", "p"),
+        "vllm.v1.sample.metadata:SamplingMetadata": (
+            "temperature",
+            "all_random",
+            "top_k",
+            "top_p",
+            "max_num_logprobs",
+            "logitsprocs",
+        ),
+        "vllm.v1.outputs:LogprobsTensors": ("logprob_token_ids", "logprobs", "selected_token_ranks"),
+        "vllm.v1.sample.logits_processor:LogitsProcessor.apply": ("logits",),
+        "vllm.v1.sample.logits_processor:LogitsProcessor.update_state": ("batch_update",),
+        "vllm.v1.sample.logits_processor:process_dict_updates": (
+            "req_entries",
+            "batch_update",
+            "new_state",
+        ),
         "vllm.triton_utils.dispatcher:_rebind_kernels": ("overrides",),
     }
 )

@@ -72,6 +72,11 @@ class Settings:
         return self.tp * self.pp
 
     @property
+    def guides(self) -> bool:
+        """Whether hotswap compiles grammars, not vLLM as `arguments` say."""
+        return "structured_outputs_config" not in self.arguments
+
+    @property
     def total_bytes(self) -> int:
         """The memory that the instance may use: `memory_bytes`, or that of the machine."""
         if self.memory_bytes is not None:
@@ -122,6 +127,8 @@ class Settings:
                 "max_cpu_loras": places,
                 "max_lora_rank": self.max_adapter_rank,
             }
+        if has_tokenizer:
+            given["structured_outputs_config"] = {"backend": "guidance"}
         if not on_cpu:
             given["enable_sleep_mode"] = True
         return given | dict(self.arguments)

@@ -44,6 +44,7 @@ class Staged:
         manifest: Its manifest.
         directory: Holds their index, the model's config and tokenizer, and the weights unless they are lent.
         tokenizer: The tokenizer's text; empty where the store has none.
+        grammar_ends: The model's end tokens that the tokenizer has.
         loan: The store's own file, while it is lent.
     """
 
@@ -51,6 +52,7 @@ class Staged:
     manifest: Manifest
     directory: Path
     tokenizer: str = ""
+    grammar_ends: tuple[int, ...] = ()
     loan: AsyncExitStack | None = None
 
     @property
@@ -97,9 +99,9 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
             "again, whole."
         )
     directory = await anyio.to_thread.run_sync(_make_directory)
-    loan, tokenizer = AsyncExitStack(), ""
+    loan = AsyncExitStack()
     try:
-        tokenizer = await _write_tokenizer(directory, store, card)
+        tokenizer, ends = await _write_tokenizer(directory, store, card)
         lent = await _borrow(loan, store, manifest)
         if lent is None:
             await anyio.to_thread.run_sync(_make_file, directory, manifest)
@@ -109,21 +111,27 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
     except BaseException:
         await Staged(card, manifest, directory, loan=loan).release()
         raise
-    return Staged(card, manifest, directory, tokenizer, None if lent is None else loan)
+    return Staged(card, manifest, directory, tokenizer, ends, None if lent is None else loan)
 
 
-async def _write_tokenizer(directory: Path, store: WeightStore, card: ModelCard) -> str:
-    """Write the model's tokenizer for transformers, if the store has it; return its text."""
+async def _write_tokenizer(
+    directory: Path, store: WeightStore, card: ModelCard
+) -> tuple[str, tuple[int, ...]]:
+    """Write the model's tokenizer for transformers, if the store has it.
+
+    Returns:
+        Its text, empty without one, and the model's end tokens that it has.
+    """
     tokenizer = await store.tokenizer(card.id) if isinstance(store, SupportsTokenizer) else None
     if not isinstance(tokenizer, HfTokenizer):
-        return ""
-    # The end token of a grammar is that of the model.
-    end = next((piece for token in card.eos_token_ids if (piece := tokenizer.piece(token))), None)
+        return "", ()
+    ends = {token: piece for token in card.eos_token_ids if (piece := tokenizer.piece(token)) is not None}
+    end = next(iter(ends.values()), None)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end} if end else {})}
     text = tokenizer.text
     (directory / TOKENIZER).write_text(text)
     (directory / TOKENIZER_CONFIG).write_text(json.dumps(config))
-    return text
+    return text, tuple(sorted(ends))
 
 
 async def _borrow(loan: AsyncExitStack, store: WeightStore, manifest: Manifest) -> tuple[Path, int] | None:

@@ -11,64 +11,13 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.notifier import StatusNotifier
-from hotswap.backends.servable import most_tokens
 from hotswap.backends.vllm.core import Core
-from hotswap.backends.vllm.inside.connector import ARRIVAL
-from hotswap.backends.vllm.inside.resume import RESUMED
-from hotswap.backends.vllm.names import named
+from hotswap.backends.vllm.logprobs import error_in, of_prompt, of_token
 from hotswap.errors import InstanceError, InvalidRequest
-from hotswap.model import ModelCard
 from hotswap.request import Request, RequestId, Token
-from hotswap.sampling import Sampling
 from hotswap.stream import TokenQueue
 
-__all__ = ["Stream", "Streams", "sampling_params"]
-
-
-def sampling_params(
-    request: Request, card: ModelCard, context: int, *, resumes: bool, arrival: str | None = None
-) -> Any:
-    """Return vLLM's sampling parameters of a request; the fleet, not vLLM, matches stop strings.
-
-    If the core `resumes`, vLLM is asked for the whole generation, with the tokens that there are so far;
-    otherwise for the rest, with those tokens as part of the prompt. `arrival` is the id of the sink that has
-    its KV blocks.
-    """
-    sampling, begun = request.sampling, len(request.generated)
-    free = sampling.ignore_eos and not sampling.has_grammar
-    ends = {*sampling.stop_token_ids, *(() if free else card.eos_token_ids)}
-    passed = 0 if resumes else begun
-    extra: dict[str, Any] = {RESUMED: list(request.generated)} if begun and resumes else {}
-    if arrival is not None:
-        extra["kv_transfer_params"] = {ARRIVAL: arrival}
-    max_tokens = most_tokens(request, context) - len(request.prompt) - passed
-    return named("vllm.sampling_params:SamplingParams")(
-        max_tokens=max_tokens,
-        min_tokens=min(max(0, sampling.min_tokens - passed), max_tokens),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=(sampling.seed or 0) if sampling.is_random else None,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias) or None,
-        stop_token_ids=sorted(ends),
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=named("vllm.sampling_params:RequestOutputKind").DELTA,
-        extra_args=extra or None,
-        structured_outputs=_grammar(sampling),
-    )
-
-
-def _grammar(sampling: Sampling) -> Any:
-    """Return vLLM's parameters of a grammar; `None` without one."""
-    if not sampling.has_grammar:
-        return None
-    return named("vllm.sampling_params:StructuredOutputsParams")(
-        json=sampling.json_schema or None, regex=sampling.regex or None
-    )
+__all__ = ["Stream", "Streams"]
 
 
 @dataclass(slots=True, eq=False)
@@ -152,14 +101,20 @@ class Stream:
 
     def _pass_on(self, output: Any) -> None:
         completion = output.outputs[0]
-        ids: list[int] = list(completion.token_ids)
         reason = completion.finish_reason if output.finished else None
         if not self.begun:
             self.tokens.num_reused_tokens = int(output.num_cached_tokens or 0)
-        for place, id in enumerate(ids, start=1):
-            ended = reason if place == len(ids) and reason in ("stop", "length") else None
+            self.tokens.prompt_logprobs = of_prompt(self.request, output.prompt_logprobs or ())
+        ids: list[int] = [int(id) for id in completion.token_ids]
+        for place, id in enumerate(ids):
+            ended = reason if place == len(ids) - 1 and reason in ("stop", "length") else None
+            told: dict[int, Any] = completion.logprobs[place] if completion.logprobs else {}
+            if (error := error_in(told, id)) is not None:
+                self.tokens.close(error)
+                break
+            logprob, top = of_token(self.request, told, id)
             index = self.num_tokens - len(self.request.prompt)
-            self.tokens.put(Token(id=int(id), index=index, finish_reason=ended))
+            self.tokens.put(Token(id=id, index=index, finish_reason=ended, logprob=logprob, top_logprobs=top))
             self.num_tokens += 1
             self.begun = True
         if reason in ("stop", "length"):

@@ -1,6 +1,6 @@
-"""A test of a new core: whether it resumes requests and moves their KV blocks exactly.
+"""A test of a new core: whether it samples by rules, resumes requests and moves their KV blocks exactly.
 
-vLLM promises neither, so every core is tested when it has started.
+vLLM promises none of it, so every core is tested when it has started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hotswap.backends.vllm.migration import (
     lent_sink,
     lent_source,
 )
-from hotswap.backends.vllm.streams import Stream, sampling_params
+from hotswap.backends.vllm.params import sampling_params
+from hotswap.backends.vllm.streams import Stream
 from hotswap.errors import HotswapError, InstanceLost, MigrationAborted
 from hotswap.model import ModelCard
 from hotswap.request import Request, RequestId
@@ -38,7 +39,7 @@ _MOST_TOKENS, _NUM_AFTER = 64, 3
 
 
 async def try_core(core: Core, card: ModelCard, weights: str) -> None:
-    """Set `resumes` and `blocks` of a new core by a test, and log what it cannot do.
+    """Set `has_rules`, `resumes` and `blocks` of a new core by a test, and log what it cannot do.
 
     A seeded generation is cut and resumed; then another moves out of the core and into it again with its KV
     blocks, one of them full.
@@ -47,7 +48,8 @@ async def try_core(core: Core, card: ModelCard, weights: str) -> None:
         InstanceLost: the core ended.
         UnsupportedModel: it cannot generate at all.
     """
-    core.weights, core.resumes, core.blocks = weights, True, None
+    core.weights, core.blocks, core.resumes = weights, None, True
+    core.has_rules = True
     prompt = tuple(1 + place % (core.vocabulary - 1) for place in range(core.block_tokens + 3))
     request = Request(
         id=RequestId("trial"),
@@ -55,16 +57,32 @@ async def try_core(core: Core, card: ModelCard, weights: str) -> None:
         prompt=prompt if _has_room(core, prompt) else (1, 2, 3),
         sampling=Sampling(max_tokens=_NUM_TOKENS, temperature=1.0, seed=7, ignore_eos=True),
     )
+    await _try_rules(core, request, 1 % core.vocabulary, card)
     whole = await _generate(core, request, card)
     rest = await _generate(core, request.continued(whole[:_CUT]), card)
     core.resumes = whole == whole[:_CUT] + rest
     if not core.resumes:
         log.warning(
-            "This vLLM does not resume requests exactly: requests that are sampled with a seed continue with "
-            "other tokens after a move. Greedy requests are not affected."
+            "This vLLM does not resume requests exactly: after a move their penalties and bad words begin "
+            "anew, and so do draws where it does not sample by hotswap's rules. Others are not affected."
         )
     elif request.prompt == prompt:
         await _try_blocks(core, replace(request, id=RequestId("trial of blocks")), card)
+
+
+async def _try_rules(core: Core, request: Request, token: int, card: ModelCard) -> None:
+    """Set `has_rules` of a core: whether it gives a token that is forced, and the log-probability of that."""
+    forced = Sampling(max_tokens=1, forced_end_tokens=(token,), logprobs=0, logprobs_of="sampled")
+    asked = replace(request, sampling=forced)
+    stream = Stream(asked, num_tokens=asked.num_tokens)
+    await core.call(stream.run(core, sampling_params(asked, card, core.context, core), None), "generate")
+    told = [(given.id, given.logprob) for given in await stream.tokens.collect()]
+    core.has_rules = told == [(token, 0.0)]
+    if not core.has_rules:
+        log.warning(
+            "This vLLM does not sample by hotswap's rules: it refuses requests with suppressed or forced "
+            "tokens, min_p beside top_p, or log-probabilities of the distribution that is sampled from."
+        )
 
 
 def _has_room(core: Core, prompt: tuple[int, ...]) -> bool:
@@ -111,7 +129,7 @@ async def _move(core: Core, request: Request, card: ModelCard) -> list[int]:
         context = MigrationContext(
             Life(InstanceId("trial"), StatusNotifier()), core, core.blocks, lambda: core
         )
-        params = sampling_params(_lasting(request, _MOST_TOKENS), card, core.context, resumes=True)
+        params = sampling_params(_lasting(request, _MOST_TOKENS), card, core.context, core)
         tasks.start_soon(stream.run, core, params, None)
         await stream.has(request.num_tokens + 1)
         source, sink = VllmKVSource(context, stream, give_up), VllmKVSink(context, request, lambda sink: None)
@@ -139,7 +157,7 @@ async def _arrive(
 ) -> list[int]:
     """Return the tokens of a request that must find all its blocks."""
     stream = Stream(request, num_tokens=request.num_tokens)
-    params = sampling_params(request, card, core.context, resumes=True, arrival=sink.id)
+    params = sampling_params(request, card, core.context, core, arrival=sink.id)
     await stream.run(core, params, None)
     found = stream.tokens.num_reused_tokens
     if found != num_computed:
@@ -148,7 +166,7 @@ async def _arrive(
 
 
 async def _generate(core: Core, request: Request, card: ModelCard) -> list[int]:
-    params = sampling_params(request, card, core.context, resumes=core.resumes)
+    params = sampling_params(request, card, core.context, core)
     stream = Stream(request, num_tokens=request.num_tokens)
     await core.call(stream.run(core, params, None), "generate")
     return [token.id for token in await stream.tokens.collect()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -21,7 +23,7 @@ from tests.backends.torch.zoo import make_model
 from tests.backends.vllm.support import llama, make_engine, make_store
 from tests.backends.vllm.test_resumption import moved, whole
 from tests.runtime.support import Idle
-from tests.text_tokenizers import byte_level, sentencepiece
+from tests.text_tokenizers import BYTE_LEVEL_SIZE, byte_level, sentencepiece
 
 END = 0  # the tokenizer's
 SCHEMA = {
@@ -34,17 +36,28 @@ SCHEMA = {
     "required": ["name", "sizes", "done"],
     "additionalProperties": False,
 }
+LARK = """
+start: sum
+sum: product ("+" product)*
+product: atom ("*" atom)*
+atom: NUMBER | "(" sum ")"
+NUMBER: /[1-9][0-9]{0,3}/
+"""
 REGEX = r"([a-f]{2,9}-[0-9]{3}\n){3}"
+# JSON may have blanks in many places, and a model without sense would write all of them.
+BLANKS = [token for token in range(BYTE_LEVEL_SIZE) if byte_level().decode([token]).isspace()]
+TERSE = {"json_schema": json.dumps(SCHEMA), "suppress_tokens": BLANKS}
 KINDS: dict[str, dict[str, Any]] = {
-    "schema": {"json_schema": json.dumps(SCHEMA)},
-    "schema, seeded": {"json_schema": json.dumps(SCHEMA), "temperature": 1.2},
+    "schema": TERSE,
+    "schema, seeded": {**TERSE, "temperature": 1.2},
+    "lark, seeded": {"grammar": LARK, "temperature": 3.0},
     "regex": {"regex": REGEX},
     "regex, seeded": {"regex": REGEX, "temperature": 1.5, "presence_penalty": 0.5},
 }
 
 
-def make_terse(name: str) -> VllmEngine:
-    """An engine whose JSON has no blanks, of which a model without sense would make no end."""
+def make_xgrammars(name: str) -> VllmEngine:
+    """An engine whose grammars vLLM compiles by another library, as it is told."""
     terse = {"backend": "xgrammar", "disable_any_whitespace": True}
     return make_engine(name, arguments={"structured_outputs_config": terse})
 
@@ -77,6 +90,9 @@ def asked(kind: str, number: int) -> Request:
 
 def assert_keeps_to_it(kind: str, tokens: list[int]) -> None:
     text = byte_level().decode(tokens)
+    if kind.startswith("lark"):  # a sum has no longest length
+        assert re.fullmatch(r"[0-9+*()]+", text), text
+        return
     assert tokens[-1] == END, text
     if kind.startswith("schema"):  # whose strings of a length may hold characters that JSON escapes
         assert set(json.loads(text, strict=False)) == {"name", "sizes", "done"}
@@ -84,10 +100,12 @@ def assert_keeps_to_it(kind: str, tokens: list[int]) -> None:
         assert re.fullmatch(REGEX, text), text
 
 
-async def test_grammars_hold_over_any_number_of_moves() -> None:
+@pytest.mark.parametrize("make", [make_engine, make_xgrammars])
+async def test_grammars_hold_over_any_number_of_moves(make: Callable[[str], VllmEngine]) -> None:
     store, random, moves = make_texts(), Random(4), list[int]()
-    requests = [asked(kind, number) for kind in KINDS for number in range(4)]
-    async with make_terse("e0") as one, make_terse("e1") as other:
+    kinds = [kind for kind in KINDS if make is make_engine or "grammar" not in KINDS[kind]]
+    requests = [asked(kind, number) for kind in kinds for number in range(4)]
+    async with make("e0") as one, make("e1") as other:
         for engine in (one, other):
             await engine.load(store.card("a"), store)
         for request in requests:
@@ -102,7 +120,7 @@ async def test_grammars_hold_over_any_number_of_moves() -> None:
 async def test_grammars_move_with_kv_blocks() -> None:
     store = make_texts()
     async with Fleet(
-        engines=[make_terse("one"), make_terse("other")],
+        engines=[make_engine("one"), make_engine("other")],
         store=store,
         models=[Model("a")],
         router=LeastLoadedRouter(),
@@ -146,6 +164,7 @@ async def test_an_invalid_grammar_fails_its_own_request_alone() -> None:
             for wrong in (
                 Sampling(regex="(a"),
                 Sampling(json_schema='{"type": "no such type"}'),
+                Sampling(grammar="start: missing"),
             ):
                 request = Request(id=RequestId("wrong"), model=ModelId("a"), prompt=(5, 6), sampling=wrong)
                 with pytest.raises(InvalidRequest):
@@ -163,6 +182,29 @@ async def test_a_grammar_that_a_core_rejects_ends_its_stream() -> None:
             await whole(engine, strange)
         await until(lambda: engine.status().num_waiting == 0 and engine.status().num_running == 0)
         assert_keeps_to_it("regex", await whole(engine, asked("regex", 0)))
+
+
+async def test_a_grammar_ends_by_the_end_tokens_of_its_own_model() -> None:
+    """A core that takes the weights of another model has its end tokens, too."""
+    store, ends = make_texts(), {"a": (END,), "b": (7, 9)}
+    for name in ends:
+        store.manifests[name] = replace(store.manifests[name], eos_token_ids=ends[name])
+    async with make_engine() as engine:
+        for name in ("a", "b", "a"):
+            await engine.load(store.card(name), store)
+            request = replace(asked("regex, seeded", 0), model=ModelId(name))
+            tokens = await whole(engine, request)
+            assert tokens[-1] in ends[name]
+            assert re.fullmatch(REGEX, byte_level().decode(tokens[:-1]))
+            await engine.unload()
+
+
+async def test_a_lark_grammar_is_refused_where_vllm_compiles_grammars() -> None:
+    store = make_texts()
+    async with make_xgrammars("e0") as engine:
+        await engine.load(store.card("a"), store)
+        with pytest.raises(InvalidRequest, match="structured_outputs_config"):
+            await whole(engine, asked("lark, seeded", 0))
 
 
 async def test_another_tokenizer_is_another_core() -> None:

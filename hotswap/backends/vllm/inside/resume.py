@@ -1,8 +1,8 @@
 """Patches by which a request continues in another vLLM as if it had begun there.
 
 A request that moves has generated tokens already. As part of a longer prompt they would count as prompt:
-penalties, seeded noise, minimum lengths and grammars would begin anew. So they are marked as generated before
-vLLM's scheduler and worker see the request, and the states that depend on their number are advanced.
+penalties, minimum lengths and bad words would begin anew. So they are marked as generated before vLLM's
+scheduler and worker see the request. Grammars are advanced in `grammar`; draws depend on the position alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def apply() -> None:
     _done.append(True)
     _patch_requests()
     _patch_runners()
-    _patch_grammars()
 
 
 def carried_tokens(sampling_params: Any) -> list[int]:
@@ -52,7 +51,7 @@ def _patch_requests() -> None:
 
 
 def _patch_runners() -> None:
-    """Patch the runner's state of a request: its tokens, and its random generator."""
+    """Patch the runner's state of a request: its tokens."""
     runner: Any = named("vllm.v1.worker.gpu_model_runner")
     state_class: Any = runner.CachedRequestState
 
@@ -60,33 +59,6 @@ def _patch_runners() -> None:
     def make_state(*args: Any, **given: Any) -> Any:
         if carried := carried_tokens(given.get("sampling_params")):
             given["output_token_ids"] = carried
-            _advance(given.get("generator"), len(carried))
         return state_class(*args, **given)
 
     runner.CachedRequestState = make_state
-
-
-def _advance(generator: Any, num_tokens: int) -> None:
-    """Advance a generator by `num_tokens` seeded tokens: on a CPU each has drawn one integer."""
-    if generator is None:
-        return
-    import torch
-
-    if generator.device.type == "cpu":
-        for _ in range(num_tokens):
-            torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
-
-
-def _patch_grammars() -> None:
-    manager: Any = named("vllm.v1.structured_output:StructuredOutputManager")
-    make = manager._create_grammar
-
-    @functools.wraps(make)
-    def create_grammar(self: Any, request: Any) -> Any:
-        grammar = make(self, request)
-        carried = carried_tokens(request.sampling_params)
-        if carried and not grammar.accept_tokens(request.request_id, carried):
-            raise ValueError(f"The tokens of request {request.request_id!r} do not fit its grammar.")
-        return grammar
-
-    manager._create_grammar = create_grammar

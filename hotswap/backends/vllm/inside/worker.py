@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hotswap.backends.vllm.inside import resume
+from hotswap.backends.vllm.inside import grammar, resume, sampling
 from hotswap.backends.vllm.inside.blocks import patch_cores
 from hotswap.backends.vllm.inside.connector import HotswapConnector
 from hotswap.backends.vllm.inside.pages import Pages
@@ -91,6 +91,8 @@ def register() -> None:
         named("vllm.model_executor.model_loader:register_model_loader")(LOAD_FORMAT)(_make_loader())
     _patch_rebinding()
     resume.apply()
+    grammar.apply()
+    sampling.apply()
     patch_cores()
 
 
