@@ -26,6 +26,7 @@ __all__ = [
     "is_set",
     "shown",
     "to_entries",
+    "to_flag",
     "to_float",
     "to_int",
     "to_objects",
@@ -136,6 +137,19 @@ def to_float(name: str, value: object, least: float, most: float, *, above: bool
             return number
     begin = f"over {least:g}" if above else f"from {least:g}"
     raise InvalidRequest(f"{name} is {shown(value)}; give a finite number {begin} to {most:g}.")
+
+
+def to_flag(name: str, value: object, default: bool) -> bool:
+    """Return true or false, and the default for `None`.
+
+    Raises:
+        InvalidRequest: it is anything else.
+    """
+    if value is None:
+        return default
+    if isinstance(value, bool):
+        return value
+    raise InvalidRequest(f"{name} is {shown(value)}; give true or false.")
 
 
 def to_token_ids(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, cast
 
-from hotswap.checks import MAX_TOKEN_ID, is_set, shown, to_entries, to_float, to_int, to_token_ids
+from hotswap.checks import MAX_TOKEN_ID, is_set, shown, to_entries, to_flag, to_float, to_int, to_token_ids
 from hotswap.errors import InvalidRequest
 
 __all__ = ["AS_MANY_AS_FIT", "Sampling", "to_sampling"]
@@ -56,6 +56,7 @@ class Sampling:
         suppress_tokens: Tokens that never come.
         begin_suppress_tokens: Tokens that do not come first.
         forced_end_tokens: Of these one comes last where `max_tokens` ends the generation; each is as likely.
+            `min_tokens` does not forbid that.
             Beside a grammar only those come that it allows there, and what it allows if there are none.
         bad_words: Texts whose tokens never come in a row; a fleet makes `bad_words_ids` of them.
         bad_words_ids: The same as token ids.
@@ -172,13 +173,15 @@ class Sampling:
             ("stop_token_ids", stop_token_ids),
         ):
             put(self, name, to_token_ids(name, () if ids is None else ids, most=_MAX_ENTRIES, ordered=False))
+        if self.forced_end_tokens:  # the last token may end it, whatever comes before
+            put(self, "min_tokens", min(self.min_tokens, self.max_tokens - 1))
         put(self, "bad_words", _texts("bad_words", bad_words, _MAX_ENTRIES))
         put(self, "bad_words_ids", _words(bad_words_ids))
         put(self, "seed", None if seed is None else to_int("seed", seed, -(1 << 63), (1 << _SEED_BITS) - 1))
         put(self, "stop", _texts("stop", stop, _MAX_STOPS))
-        put(self, "ignore_eos", _flag("ignore_eos", ignore_eos, False))
-        put(self, "include_stop", _flag("include_stop", include_stop, False))
-        put(self, "skip_special_tokens", _flag("skip_special_tokens", skip_special_tokens, True))
+        put(self, "ignore_eos", to_flag("ignore_eos", ignore_eos, False))
+        put(self, "include_stop", to_flag("include_stop", include_stop, False))
+        put(self, "skip_special_tokens", to_flag("skip_special_tokens", skip_special_tokens, True))
         put(self, "truncate_prompt_tokens", _limit("truncate_prompt_tokens", truncate_prompt_tokens, 1))
         put(self, "logprobs", _limit("logprobs", logprobs, 0, _MAX_LOGPROBS))
         put(self, "prompt_logprobs", _limit("prompt_logprobs", prompt_logprobs, 0, _MAX_LOGPROBS))
@@ -257,14 +260,6 @@ def _number(
 
 def _limit(name: str, value: object, least: int, most: int = MAX_TOKEN_ID) -> int | None:
     return None if value is None else to_int(name, value, least, most)
-
-
-def _flag(name: str, value: object, default: bool) -> bool:
-    if value is None:
-        return default
-    if isinstance(value, bool):
-        return value
-    raise InvalidRequest(f"{name} is {shown(value)}; give true or false.")
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> str:

@@ -140,6 +140,11 @@ def test_a_grammar_stands_alone() -> None:
         Sampling(regex="a+", min_tokens=3)
 
 
+def test_a_forced_end_comes_last_however_many_tokens_must_come() -> None:
+    assert Sampling(forced_end_tokens=[5], max_tokens=4, min_tokens=4).min_tokens == 3
+    assert Sampling(forced_end_tokens=[5], max_tokens=4, min_tokens=2).min_tokens == 2
+
+
 def test_samples_of_one_prompt_have_seeds_of_their_own() -> None:
     last = Sampling(seed=2**64 - 1, n=3, temperature=1.0, prompt_logprobs=2)
     samples = [last.sample(index) for index in range(3)]

@@ -21,6 +21,7 @@ from hotswap.checks import (
     check_priority,
     check_seconds,
     check_strings,
+    to_flag,
     to_objects,
 )
 from hotswap.engine import Engine
@@ -225,6 +226,7 @@ class Core(AsyncContextManagerMixin):
             check_priority(InvalidRequest, priority)
             check_seconds(InvalidRequest, deadline_s=deadline_s)
             check_strings(InvalidRequest, model=model, adapter="" if adapter is None else adapter)
+            to_flag("add_special_tokens", add_special_tokens, True)
             sampling = to_sampling(sampling)
             if most_samples is not None and sampling.n > most_samples:
                 raise InvalidRequest(

@@ -99,6 +99,14 @@ async def test_a_deadline_far_away_does_not_come(deadline_s: float | None) -> No
         assert len(done.tokens) == 5
 
 
+@pytest.mark.parametrize("flag", [0, 1, "yes", [], (1, 2)], ids=brief)
+@virtual_time
+async def test_a_flag_is_true_or_false(flag: Any) -> None:
+    async with sim_fleet("a") as fleet:
+        with pytest.raises(InvalidRequest, match="add_special_tokens is"):
+            await fleet.generate("a", (1, 2, 3), add_special_tokens=flag)
+
+
 @pytest.mark.parametrize("priority", NO_PRIORITY, ids=brief)
 @virtual_time
 async def test_a_priority_that_is_no_level_is_refused_by_name(priority: Any) -> None:
