@@ -20,7 +20,8 @@ _MAX_SAMPLES = 128
 _MAX_LOGPROBS = 20
 _MAX_ENTRIES = 1024
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 64, 1024
-_MAX_GRAMMAR_CHARACTERS = 1 << 20
+# A grammar takes up to 0.3 kB of memory for each of its characters.
+_MAX_GRAMMAR_CHARACTERS = 1 << 17
 
 T = TypeVar("T")
 

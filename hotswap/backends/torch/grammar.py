@@ -30,7 +30,7 @@ __all__ = ["Grammar", "GrammarCompiler"]
 _MAX_MESSAGE = 300
 # A state of a lexer takes one or two kB.
 _MAX_STATES, _MAX_SHARED_STATES = 50_000, 4_000
-_MAX_KEPT = 32
+_MAX_KEPT, _MAX_KEPT_CHARACTERS = 32, 1 << 18
 # A small model may write blanks for ever where any number may stand: here a line break and an indent at most.
 _JSON: JsonCompileOptions = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
 
@@ -185,7 +185,7 @@ class GrammarCompiler:
         compiled = _Compiled(source, first)
         with self._lock:
             self._kept[field, value] = compiled
-            while len(self._kept) > _MAX_KEPT:
+            while len(self._kept) > _MAX_KEPT or sum(map(_size, self._kept)) > _MAX_KEPT_CHARACTERS:
                 self._kept.popitem(last=False)
         return compiled
 
@@ -208,3 +208,7 @@ def _first(message: str) -> str:
     """Return the message of the library on one line, without the state of the parser."""
     line = " ".join(message.partition("\n<")[0].split()).rstrip(".")
     return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."
+
+
+def _size(key: tuple[str, str]) -> int:
+    return len(key[1])

@@ -221,6 +221,14 @@ def test_a_grammar_is_kept_compiled_until_many_others_were_used() -> None:
     assert compiler._compiled("regex", "a{0}") is not made
 
 
+def test_grammars_that_are_kept_are_short_in_all() -> None:
+    compiler = grammar.GrammarCompiler(byte_level(), VOCABULARY, (END,))
+    for count in range(20):
+        compiler.compile(Sampling(regex=chr(ord("a") + count) * 60_000), ())
+        assert sum(len(text) for _, text in compiler._kept) <= 1 << 18
+    assert len(compiler._kept) == 4
+
+
 def test_a_request_is_not_ended_by_what_others_of_its_grammar_have_generated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
