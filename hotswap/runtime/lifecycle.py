@@ -37,6 +37,7 @@ __all__ = [
     "Rejected",
     "Requeue",
     "departure",
+    "doubled",
     "step",
 ]
 
@@ -190,8 +191,13 @@ def step(history: History, event: Event) -> tuple[History, Next]:
 def _requeue(history: History) -> Requeue:
     """The second stall in a row waits a little, and each one after it twice as long."""
     stalls = history.num_stalls
-    pause_s = 0.0 if stalls <= 1 else min(FIRST_PAUSE_S * 2 ** (stalls - 2), LONGEST_PAUSE_S)
+    pause_s = 0.0 if stalls <= 1 else doubled(FIRST_PAUSE_S, stalls - 2, LONGEST_PAUSE_S)
     return Requeue(pause_s, suspect=history.num_losses >= SUSPECT_LOSSES)
+
+
+def doubled(first_s: float, times: int, most_s: float) -> float:
+    """Return a pause that doubles so many times, however many, up to `most_s`."""
+    return min(first_s * 2.0 ** min(times, 64), most_s)
 
 
 def _given_up(error: InstanceLost, num_losses: int) -> InstanceLost:

@@ -20,7 +20,7 @@ from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.demand import Demand
 from hotswap.runtime.index import Index
 from hotswap.runtime.instance import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RESTARTS, Cooldown, Instance
-from hotswap.runtime.lifecycle import Event, Evicted, Lost, Next
+from hotswap.runtime.lifecycle import Event, Evicted, Lost, Next, doubled
 from hotswap.runtime.queue import Answered, Queue, Standing, Ticket
 from hotswap.store import WeightStore
 from hotswap.view import InstanceId, InstanceState
@@ -272,7 +272,7 @@ class FleetState:
         An instance whose restart failed ten times in a row is left LOST.
         """
         failures = instance.cooldowns.get(model, Cooldown()).num_failures + 1
-        pause_s = min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S)
+        pause_s = doubled(FIRST_PAUSE_S, failures - 1, LONGEST_PAUSE_S)
         instance.cooldowns[model] = Cooldown(failures, anyio.current_time() + pause_s)
         if model is None and failures >= MAX_RESTARTS:
             instance.gone_for_good = True
