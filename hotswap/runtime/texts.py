@@ -102,6 +102,10 @@ class ModelText:
         Raises:
             InvalidRequest: the model has no tokenizer.
         """
+        if sampling.stop and self.tokenizer is None:
+            raise InvalidRequest(
+                f"Model {self.model!r} has no tokenizer to match stop strings with; use stop_token_ids."
+            )
         if not sampling.bad_words:
             return sampling
         words = list(sampling.bad_words_ids)
@@ -113,26 +117,18 @@ class ModelText:
         return replace(sampling, bad_words=(), bad_words_ids=tuple(words))
 
     def stream(self, request: Request) -> TextStream | None:
-        """Return what turns the request's tokens into text, `None` without a tokenizer.
-
-        Raises:
-            InvalidRequest: it has stop strings, and the model has no tokenizer.
-        """
+        """Return what turns the request's tokens into text, `None` without a tokenizer."""
+        if self.tokenizer is None:
+            return None
         sampling = request.sampling
-        if self.tokenizer is not None:
-            return TextStream(
-                self.tokenizer,
-                prompt=request.prompt,
-                stop=sampling.stop,
-                min_tokens=sampling.min_tokens,
-                include_stop=sampling.include_stop,
-                skip_special_tokens=sampling.skip_special_tokens,
-            )
-        if sampling.stop:
-            raise InvalidRequest(
-                f"Model {request.model!r} has no tokenizer to match stop strings with; use stop_token_ids."
-            )
-        return None
+        return TextStream(
+            self.tokenizer,
+            prompt=request.prompt,
+            stop=sampling.stop,
+            min_tokens=sampling.min_tokens,
+            include_stop=sampling.include_stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
 
     def with_text(self, tokens: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """Return tokens with how each reads by itself, special ones too; as they are without a tokenizer."""

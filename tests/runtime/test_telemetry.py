@@ -271,6 +271,8 @@ async def test_requests_are_counted_by_outcome_and_error_and_their_tokens_by_typ
             await fleet.generate("no such model", (1,))
         with pytest.raises(InvalidRequest):
             await fleet.generate("a", ())
+        with pytest.raises(InvalidRequest, match="stop_token_ids"):  # there is no tokenizer
+            await fleet.generate("a", (1,), Sampling(stop=["x"]))
     found = points(reader.get_metrics_data())
     counted = {
         (str(at["hotswap.request.outcome"]), str(at.get("error.type", ""))): value
@@ -282,7 +284,7 @@ async def test_requests_are_counted_by_outcome_and_error_and_their_tokens_by_typ
         ("error", "QueueFull"): 1,
         ("error", "DeadlineExceeded"): 1,
         ("refused", "UnknownModel"): 1,
-        ("refused", "InvalidRequest"): 1,
+        ("refused", "InvalidRequest"): 2,
     }
     assert {at.get("gen_ai.request.model", "a") for at, _ in found["hotswap.requests"]} == {"a"}, (
         "a client cannot make up names of series"
