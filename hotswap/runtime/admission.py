@@ -68,10 +68,10 @@ class Admission:
             return ticket
         if refusable and len(state.queue) + num_behind > self._max_waiting:
             state.dequeue(ticket)
-            would = f", and {num_behind + 1} samples would have to" if num_behind else ""
+            would = f"{num_behind + 1} samples would have to wait, and " if num_behind else ""
             raise QueueFull(
-                f"{len(state.queue)} requests wait already of {self._max_waiting} that may{would}; try again "
-                "later.",
+                f"{would}{len(state.queue)} requests wait already of {self._max_waiting} that may; try again "
+                f"later{', or ask for fewer' if num_behind else ''}.",
                 retry_after_s=self._usual_wait_s,
             )
         if not state.index.has_replica(request.model):

@@ -30,6 +30,10 @@ class Closing:
         self._num_callers = 0
         self._is_closed = False
 
+    def begin(self) -> None:
+        """Admit requests: the fleet is open, for the first time or again."""
+        self._is_closed = False
+
     def check_admits(self) -> None:
         """Raise `FleetClosed` if a new request comes too late, or too early, and `WrongLoop` as ever."""
         self._lifetime.check_open()

@@ -179,6 +179,7 @@ class Core(AsyncContextManagerMixin):
                 observe_fleet(self.telemetry, last_view)
                 async with anyio.create_task_group() as tasks:
                     self.lifetime.begin(tasks)
+                    self.closing.begin()
                     tasks.start_soon(self._control.run, tasks, last_view, name="hotswap control")
                     try:
                         yield self
@@ -223,6 +224,7 @@ class Core(AsyncContextManagerMixin):
         operation = tm.CHAT if isinstance(prompt, Chat) else tm.COMPLETION
         try:
             self.closing.check_admits()
+            arrived_s = anyio.current_time()
             check_priority(InvalidRequest, priority)
             check_seconds(InvalidRequest, deadline_s=deadline_s)
             check_strings(InvalidRequest, model=model, adapter="" if adapter is None else adapter)
@@ -241,10 +243,13 @@ class Core(AsyncContextManagerMixin):
                     prompt, sampling, add_special_tokens=add_special_tokens, most_tokens=most
                 )
                 resolved = await text.resolve(sampling)
-                # Meanwhile the model may have been rolled to another, or the adapter may have a new version.
-                if (name, named) == self._named(model, adapter):
+                # Meanwhile the model may have been rolled to another or replaced under its name, or the
+                # adapter may have a new version.
+                if (name, named) == self._named(model, adapter) and (named or self.texts.of(name) is text):
                     break
-            new = self.new_request(name, tokens, resolved, adapter=adapter, priority=priority)
+            new = self.new_request(
+                name, tokens, resolved, adapter=adapter, priority=priority, arrived_s=arrived_s
+            )
         except Exception as exc:
             self.telemetry.refused(operation, self._registered(model), exc)
             raise
@@ -303,6 +308,7 @@ class Core(AsyncContextManagerMixin):
         *,
         adapter: str | None,
         priority: int,
+        arrived_s: float,
     ) -> NewRequest:
         """Check a request that has just come, and give it its id, which sorts as requests came.
 
@@ -322,7 +328,7 @@ class Core(AsyncContextManagerMixin):
             sampling=self._settled(sampling, most_tokens=card.max_context_tokens - len(prompt)),
             adapter=None if named is None else named.version,
             priority=priority,
-            arrived_s=anyio.current_time(),
+            arrived_s=arrived_s,
         )
         self.models.check_servable(request)
         if named is not None:

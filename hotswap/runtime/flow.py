@@ -141,7 +141,8 @@ class ClientRequest(ActiveRequest):
 
     def end(self) -> None:
         """Let everything that waits for the request go on, and record it."""
-        self.tokens.close(FleetClosed("The fleet closed before the request finished; ask another fleet."))
+        cause = "block of the stream was left" if self.scope.cancel_called else "fleet closed"
+        self.tokens.close(FleetClosed(f"The {cause} before the request had finished; ask again elsewhere."))
         self.ended.set()
         if self.arrived is not None:
             self.arrived.set()
@@ -162,12 +163,12 @@ class ClientRequest(ActiveRequest):
         outcome = self.finish_reason or ("left" if self._error is None else "error")
         telemetry.requests.add(1, {**labels, **ended, tm.REQUEST_OUTCOME: outcome})
         telemetry.request_seconds.record(request_s, {**labels, **ended})
-        if not self._index:  # the prompt of all samples counts once
-            telemetry.token_usage.record(len(self.request.prompt), {**labels, tm.TOKEN_TYPE: "input"})
-            telemetry.reused.add(self.num_reused_tokens, labels)
-        telemetry.token_usage.record(len(self._given), {**labels, tm.TOKEN_TYPE: "output"})
         if self.queue_s is not None:
             telemetry.queue_seconds.record(self.queue_s, labels)
+            telemetry.token_usage.record(len(self._given), {**labels, tm.TOKEN_TYPE: "output"})
+            if not self._index:  # the prompt of all samples counts once
+                telemetry.token_usage.record(len(self.request.prompt), {**labels, tm.TOKEN_TYPE: "input"})
+                telemetry.reused.add(self.num_reused_tokens, labels)
         if self.ttft_s is not None:
             telemetry.ttft.record(self.ttft_s, labels)
             if (gaps := len(self._given) - 1) > 0:

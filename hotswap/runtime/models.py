@@ -67,8 +67,10 @@ class Models:
         Raises:
             UnknownModel: the fleet has no such model.
             InvalidRequest: the file or `fields` have a value that cannot be used.
+            FleetClosed: the fleet is not open.
         """
         check_strings(ConfigError, model=model)
+        self._lifetime.check_open()
         name = ModelId(model)
         name = self._state.aliases.get(name, name)
         self._state.card(name)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import anyio
 
 from hotswap.chat import Chat
 from hotswap.runtime.completion import Completion
 from hotswap.runtime.core import Core
 from hotswap.runtime.flow import FleetStream
 from hotswap.sampling import Sampling
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
 
 __all__ = ["Requests"]
 
@@ -124,7 +129,7 @@ class Requests:
             deadline_s=deadline_s,
             add_special_tokens=add_special_tokens,
         ) as streams:
-            done = [await stream.complete() for stream in streams]
+            done = await _completed(streams)
             samples = tuple(sample for one in done for sample in one.samples)
             return Completion.of(samples, prompt_logprobs=done[0].prompt_logprobs)
 
@@ -161,3 +166,25 @@ class Requests:
             deadline_s=deadline_s,
             add_special_tokens=add_special_tokens,
         )
+
+
+async def _completed(streams: Sequence[FleetStream]) -> list[Completion]:
+    """Read streams to their ends, side by side; the first error ends all."""
+    if len(streams) == 1:
+        return [await streams[0].complete()]
+    done: dict[int, Completion] = {}
+    errors: list[Exception] = []
+
+    async def read(number: int, tasks: TaskGroup) -> None:
+        try:
+            done[number] = await streams[number].complete()
+        except Exception as exc:
+            errors.append(exc)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(len(streams)):
+            tasks.start_soon(read, number, tasks)
+    if errors:
+        raise errors[0]
+    return [done[number] for number in range(len(streams))]

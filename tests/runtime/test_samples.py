@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hotswap import Completion, Fleet, FleetStream, InstanceId, Sampling, Token
 from hotswap.backends.sim import SimEngine
-from hotswap.errors import DeadlineExceeded, InvalidRequest, MigrationAborted, QueueFull
+from hotswap.errors import DeadlineExceeded, InstanceError, InvalidRequest, MigrationAborted, QueueFull
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import RoundRobinRouter
 from tests.runtime.support import Idle, engine_of, expected, idle, sim_fleet, until
@@ -279,4 +279,23 @@ async def test_others_are_served_while_samples_wait_for_their_first_one() -> Non
         async with fleet.samples("a", PROMPT, EIGHT):
             other = await fleet.generate("a", [7, 8], replace(EIGHT, n=1, max_tokens=1))
             assert other.hops
+        idle(fleet)
+
+
+@virtual_time
+async def test_an_error_of_one_sample_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete = FleetStream.complete
+
+    async def fails_for_one(self: FleetStream) -> Completion:
+        if self.request.id.endswith("-3"):
+            await anext(self)
+            raise InstanceError("the third sample failed")
+        return await complete(self)
+
+    monkeypatch.setattr(FleetStream, "complete", fails_for_one)
+    async with sharing_fleet() as fleet:
+        await fleet.swap("e0", to="a")
+        many = replace(EIGHT, max_tokens=3000)
+        with anyio.fail_after(5), pytest.raises(InstanceError, match="third sample"):
+            await fleet.generate("a", PROMPT, many)
         idle(fleet)

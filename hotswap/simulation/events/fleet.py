@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import anyio
+
 from hotswap.request import ModelId
 from hotswap.runtime.core import Core
 from hotswap.sampling import Sampling
@@ -33,7 +35,10 @@ class EventFleet(Core):
         The listener knows it by its `number`; other arguments, and errors, are those of `Fleet.stream`.
         """
         self.lifetime.check_open()
-        new = self.new_request(ModelId(model), prompt, sampling, adapter=adapter, priority=priority)
+        now_s = anyio.current_time()
+        new = self.new_request(
+            ModelId(model), prompt, sampling, adapter=adapter, priority=priority, arrived_s=now_s
+        )
         request = SimulatedRequest(new, self, number, listener)
         self.state.begin(request)
         request.start()
