@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias, cast
 
 from hotswap.checks import shown
 from hotswap.errors import InvalidRequest
@@ -32,21 +32,58 @@ _OBJECTS = (dict, Mapping)  # most are dicts, which is seen sooner
 _LISTS = (list, tuple)
 
 _Path: TypeAlias = "tuple[_Path, str | int] | str"
-_Object: TypeAlias = dict[str, Any]
+
+
+def _refuse_change(self: object, *args: object, **kwargs: object) -> NoReturn:
+    raise TypeError("A chat is read-only; make another, by Chat(...) or dataclasses.replace(chat, ...).")
+
+
+_refused: Any = _refuse_change
+
+
+class _Object(dict[str, Any]):
+    """An object of a chat: a `dict` to templates and to `json`, which can be hashed and not changed."""
+
+    __slots__ = ()
+    __setitem__ = __delitem__ = __ior__ = _refused
+    clear = pop = popitem = setdefault = update = _refused
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return type(self), (dict(self),)  # a copy or pickle is made at once, as no entry can be set later
+
+
+class _List(list[Any]):
+    """A list of a chat: as `_Object` is a `dict`."""
+
+    __slots__ = ()
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refused
+    append = clear = extend = insert = pop = remove = reverse = sort = _refused
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self))
+
+    def __reduce__(self) -> tuple[type, tuple[list[Any]]]:
+        return type(self), (list(self),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False)
 class Chat:
     """A conversation as a prompt: the chat template of its model says how it is written.
 
-    It is checked and copied when it is made, so later changes of the caller's lists do not reach it. All
-    values are those of JSON; anything else is an `InvalidRequest` that names the field.
+    It is checked and copied when it is made, so later changes of the caller's lists do not reach it. Its own
+    objects and lists refuse changes by `TypeError`, and equal chats have the same hash; `dataclasses.replace`
+    makes a changed one. All values are those of JSON; anything else is an `InvalidRequest` that names the
+    field.
 
     Args:
         messages: One or more, each with a `role` and a `content`: a string, or a list of parts
-            `{"type": "text", "text": ...}`. `content` may be missing (or `None`) beside other fields, such as
+            `{"type": "text", "text": ...}`. `content` may be missing beside other fields, such as
             `tool_calls`. All fields are given to the template: `tool_calls`, `tool_call_id`, `name`,
-            `reasoning_content`. Most templates want the `arguments` of a tool call as an object.
+            `reasoning_content`; those that are `None` are left out, as by `apply_chat_template`. Most
+            templates want the `arguments` of a tool call as an object.
         tools: Descriptions of functions as JSON schemas, in OpenAI's form.
         documents: What a template for retrieval shows the model: objects, mostly of `title` and `text`.
         add_generation_prompt: Whether the prompt ends with the beginning of an answer.
@@ -61,7 +98,7 @@ class Chat:
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: Mapping[str, Any]
-    num_characters: int
+    num_characters: int = field(init=False)
 
     def __init__(
         self,
@@ -124,13 +161,14 @@ class _Copier:
         if isinstance(value, float) and math.isfinite(value):
             return float(value)
         if isinstance(value, _OBJECTS):
-            return {
-                self._key(path, key): self.copy((path, str(key)), field, depth + 1)
-                for key, field in cast("Mapping[object, object]", value).items()
+            fields = {
+                self._key(path, key): self.copy((path, str(key)), entry, depth + 1)
+                for key, entry in cast("Mapping[object, object]", value).items()
             }
+            return _Object(fields)
         if isinstance(value, _LISTS):
             entries = enumerate(cast("Sequence[object]", value))
-            return [self.copy((path, at), entry, depth + 1) for at, entry in entries]
+            return _List([self.copy((path, at), entry, depth + 1) for at, entry in entries])
         raise InvalidRequest(f"{_name(path)} is {shown(value)}; give a value of JSON.")
 
     def _key(self, path: _Path, key: object) -> str:
@@ -173,8 +211,8 @@ def _messages(messages: Iterator[_Object]) -> tuple[_Object, ...]:
 
 
 def _message(name: str, message: _Object) -> _Object:
-    # Clients write fields out that they leave empty; templates ask whether a field is there.
-    message = {key: value for key, value in message.items() if value is not None}
+    # As `apply_chat_template` has it: many templates ask whether a field is there, not whether it is None.
+    message = _Object({key: value for key, value in message.items() if value is not None})
     role = message.get("role")
     if not isinstance(role, str) or not 0 < len(role) <= _MAX_ROLE_CHARACTERS:
         raise InvalidRequest(
@@ -185,9 +223,9 @@ def _message(name: str, message: _Object) -> _Object:
         _check_content(f"{name}.content", message["content"])
     elif len(message) == 1:
         raise InvalidRequest(f"{name}.content is missing; give a string, or a list of text parts.")
-    for field in ("name", "tool_call_id"):
-        if not isinstance(message.get(field, ""), str):
-            raise InvalidRequest(f"{name}.{field} is {shown(message[field])}; give a string.")
+    for key in ("name", "tool_call_id"):
+        if not isinstance(message.get(key, ""), str):
+            raise InvalidRequest(f"{name}.{key} is {shown(message[key])}; give a string.")
     _check_calls(f"{name}.tool_calls", message.get("tool_calls", []))
     return message
 
@@ -198,7 +236,7 @@ def _check_content(name: str, content: object) -> None:
     if not isinstance(content, list):
         raise InvalidRequest(f"{name} is {shown(content)}; give a string, or a list of text parts.")
     for at, part in enumerate(cast("list[object]", content)):
-        fields = cast("_Object", part) if isinstance(part, dict) else {}
+        fields = part if isinstance(part, _Object) else _Object()
         if fields.get("type") != "text":
             kind = fields.get("type", part)
             raise InvalidRequest(
@@ -225,12 +263,12 @@ def _tools(tools: Iterator[_Object]) -> tuple[_Object, ...]:
 
 def _check_function(name: str, value: object) -> None:
     """Check a function, or a call of one: an object which has it as `function`, or is it."""
-    if not isinstance(value, dict):
+    if not isinstance(value, _Object):
         raise InvalidRequest(f"{name} is {shown(value)}; give an object.")
-    function = cast("_Object", value).get("function", cast("object", value))
-    if not isinstance(function, dict):
+    function = value.get("function", value)
+    if not isinstance(function, _Object):
         raise InvalidRequest(f"{name}.function is {shown(function)}; give an object.")
-    called = cast("_Object", function).get("name")
+    called = function.get("name")
     if called is not None and not isinstance(called, str):
         raise InvalidRequest(f"The name of the function of {name} is {shown(called)}; give a string.")
 
@@ -243,7 +281,7 @@ def _flag(name: str, value: object) -> bool:
 
 def _variables(copier: _Copier, value: object) -> _Object:
     if value is None:
-        return {}
+        return _Object()
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"chat_template_kwargs is {shown(value)}; give an object.")
     variables = cast("_Object", copier.copy("chat_template_kwargs", cast("object", value)))

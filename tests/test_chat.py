@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +38,86 @@ def test_a_chat_is_a_copy() -> None:
         tools=[{"type": "function", "function": {"name": "f"}}],
         chat_template_kwargs={"x": [1]},
     )
+
+
+def full() -> Chat:
+    return Chat(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "tool_calls": [CALL]},
+        ],
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"required": ["x"]}}}],
+        documents=[{"title": "t", "text": "x"}],
+        chat_template_kwargs={"x": [1, {"y": None}]},
+    )
+
+
+def containers(value: Any) -> list[Any]:
+    """All objects and lists in a value, itself included."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [value] * isinstance(value, dict | list) + [one for entry in inner for one in containers(entry)]
+
+
+CHANGES_OF_OBJECTS: list[Any] = [
+    lambda value: value.__setitem__("role", "x"),
+    lambda value: value.__delitem__(next(iter(value))),
+    lambda value: value.__ior__({"role": "x"}),
+    lambda value: value.clear(),
+    lambda value: value.pop(next(iter(value))),
+    lambda value: value.popitem(),
+    lambda value: value.setdefault("new", 1),
+    lambda value: value.update(role="x"),
+]
+CHANGES_OF_LISTS: list[Any] = [
+    lambda value: value.__setitem__(0, "x"),
+    lambda value: value.__setitem__(slice(0, 1), "x"),
+    lambda value: value.__delitem__(0),
+    lambda value: value.__iadd__(["x"]),
+    lambda value: value.__imul__(2),
+    lambda value: value.append("x"),
+    lambda value: value.clear(),
+    lambda value: value.extend(["x"]),
+    lambda value: value.insert(0, "x"),
+    lambda value: value.pop(),
+    lambda value: value.remove(value[0]),
+    lambda value: value.reverse(),
+    lambda value: value.sort(),
+]
+
+
+@pytest.mark.parametrize("made", [lambda chat: chat, deepcopy, lambda chat: pickle.loads(pickle.dumps(chat))])
+def test_a_chat_and_its_copies_cannot_be_changed(made: Any) -> None:
+    chat, before = made(full()), repr_of(full())
+    assert chat == full()
+    inside = containers((chat.messages, chat.tools, chat.documents, chat.chat_template_kwargs))
+    assert len(inside) == 17
+    for value in inside:
+        for change in CHANGES_OF_OBJECTS if isinstance(value, dict) else CHANGES_OF_LISTS:
+            with pytest.raises(TypeError, match="read-only"):
+                change(value)
+    assert repr_of(chat) == before
+
+
+def repr_of(chat: Chat) -> str:
+    return repr((chat.messages, chat.tools, chat.documents, chat.chat_template_kwargs))
+
+
+def test_equal_chats_are_the_same_key() -> None:
+    one, other = full(), full()
+    assert one is not other
+    assert {one: "found"}[other] == "found"
+    assert len({one, other, replace(one, add_generation_prompt=False), Chat([USER])}) == 3
+
+
+def test_a_changed_chat_is_made_by_replace_and_checked_as_any_other() -> None:
+    chat = full()
+    open_ended = replace(chat, add_generation_prompt=False, continue_final_message=True)
+    assert open_ended.messages == chat.messages
+    assert (open_ended.continue_final_message, chat.continue_final_message) == (True, False)
+    shorter = replace(chat, messages=(USER,))
+    assert shorter.num_characters < chat.num_characters == open_ended.num_characters
+    with pytest.raises(InvalidRequest, match="messages is empty"):
+        replace(chat, messages=())
 
 
 def test_texts_are_plain_ones() -> None:
@@ -145,4 +228,5 @@ def test_any_value_is_taken_or_refused_and_nothing_else(messages: Any) -> None:
     except InvalidRequest:
         return
     json.dumps(chat.messages, allow_nan=False).encode()
+    assert hash(chat) == hash(replace(chat))
     assert all(isinstance(message["role"], str) for message in chat.messages)
