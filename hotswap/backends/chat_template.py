@@ -1,12 +1,13 @@
 """Chat templates of Hugging Face checkpoints, rendered as transformers renders them.
 
-The text is that of `apply_chat_template(..., tokenize=False)` of transformers 5, with one exception: parts of
-a message are joined, by line breaks, for templates that would take a list of them for a string.
+The text is that of `apply_chat_template(..., tokenize=False)` of transformers 5.23, with one exception: parts
+of a message are joined, by line breaks, for templates that do not read parts. Transformers gives these the
+list, which they write as Python shows it, leave out or refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,6 +30,9 @@ _LEAST_CHARACTERS, _CHARACTERS_EACH = 16 << 20, 16
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SHOWN_CHARACTERS = 500
+_MOST_PASSES = 16  # over assignments: a value may come by others that stand behind its own
+_ENTRY_FILTERS = ("first", "last", "random")
+_LOOP_FILTERS = ("groupby", "map", "rejectattr", "selectattr")
 
 
 class JinjaChatTemplate:
@@ -175,25 +179,104 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
+# ----------------------------------------------------------------------------- whether a template reads parts
+
+
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether a template goes through the parts of a content: whether it loops over one."""
-    names = {"content"}
-    for assigned in tree.find_all(nodes.Assign):
-        if isinstance(assigned.target, nodes.Name) and _is_content(assigned.node, names):
-            names.add(assigned.target.name)
-    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+    """Whether a template reads the parts of a content: by a loop, by a filter, or by the fields of one."""
+    names = _Names(tree)
+    return (
+        any(names.has_content(loop.iter) for loop in tree.find_all(nodes.For))
+        or any(names.goes_through(made) for made in tree.find_all(nodes.Filter))
+        or any(names.reads_part(read) for read in tree.find_all((nodes.Getattr, nodes.Getitem)))
+    )
 
 
-def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    if isinstance(node, nodes.Filter):
-        return _is_content(node.node, names)
-    if isinstance(node, nodes.CondExpr):
-        return _is_content(node.expr1, names) or _is_content(node.expr2, names)
-    if isinstance(node, nodes.Call):  # message.get("content")
-        named = any(isinstance(arg, nodes.Const) and arg.value == "content" for arg in node.args)
-        return named and isinstance(node.node, nodes.Getattr) and node.node.attr == "get"
+class _Names:
+    """The variables of a template that may have a content, and those that may have an entry of one."""
+
+    def __init__(self, tree: nodes.Template) -> None:
+        self._contents, self._entries = {"content"}, set[str]()
+        assigned = list(_assigned(tree))
+        size = 0
+        for _ in range(_MOST_PASSES):
+            size, before = self._assign(assigned), size
+            if size == before:
+                break
+
+    def has_content(self, node: nodes.Node | None) -> bool:
+        """Whether a value is a content, or made of one."""
+        if isinstance(node, nodes.Filter):
+            return node.name not in _ENTRY_FILTERS and self.has_content(node.node)
+        if isinstance(node, nodes.CondExpr):
+            return self.has_content(node.expr1) or self.has_content(node.expr2)
+        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            return self.has_content(node.node)
+        return _variable(node) in self._contents or _field(node) == "content"
+
+    def goes_through(self, node: nodes.Filter) -> bool:
+        """Whether a filter goes through the entries of a content."""
+        reads_fields = node.name in _LOOP_FILTERS or any(arg.key == "attribute" for arg in node.kwargs)
+        return reads_fields and self.has_content(node.node)
+
+    def reads_part(self, node: nodes.Node) -> bool:
+        """Whether a value is a field of an entry of a content, where the entry is no character."""
+        if not isinstance(node, nodes.Getattr | nodes.Getitem) or (field := _field(node)) is None:
+            return False
+        is_method = isinstance(node, nodes.Getattr) and hasattr(str, field)
+        return not is_method and self._has_entry(node.node)
+
+    def _assign(self, assigned: Iterable[tuple[str, nodes.Node]]) -> int:
+        """Add the variables that get a content or an entry; return how many there are."""
+        for name, value in assigned:
+            if self.has_content(value):
+                self._contents.add(name)
+            elif self._has_entry(value):
+                self._entries.add(name)
+        return len(self._contents) + len(self._entries)
+
+    def _has_entry(self, node: nodes.Node) -> bool:
+        if isinstance(node, nodes.Filter):
+            return node.name in _ENTRY_FILTERS and self.has_content(node.node)
+        if isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice):
+            return _field(node) is None and self.has_content(node.node)
+        return _variable(node) in self._entries
+
+
+def _assigned(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
+    """Give the variables that are set, and the parameters of macros, each with a value that it gets."""
+    for one in tree.find_all(nodes.Assign):
+        if (name := _variable(one.target)) is not None:
+            yield name, one.node
+    for block in tree.find_all(nodes.With):
+        for target, value in zip(block.targets, block.values, strict=True):
+            if isinstance(target, nodes.Name):
+                yield target.name, value
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name in macros:
+            for parameter, value in zip(macros[call.node.name].args, call.args, strict=False):
+                yield parameter.name, value
+            for keyword in call.kwargs:
+                yield keyword.key, keyword.value
+
+
+def _variable(node: nodes.Node | None) -> str | None:
+    """Return the name of a variable, that of an attribute of a namespace included: `ns.content`."""
+    if isinstance(node, nodes.NSRef):
+        return f"{node.name}.{node.attr}"
+    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
+        return f"{node.node.name}.{node.attr}"
+    return node.name if isinstance(node, nodes.Name) else None
+
+
+def _field(node: nodes.Node | None) -> str | None:
+    """Return the field that a value is read from: `x.field`, `x["field"]`, `x.get("field")`."""
     if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return isinstance(node, nodes.Name) and node.name in names
+        return node.attr
+    if isinstance(node, nodes.Call):
+        gets = isinstance(node.node, nodes.Getattr) and node.node.attr == "get"
+        key = node.args[0] if gets and node.args else None
+    else:
+        key = node.arg if isinstance(node, nodes.Getitem) else None
+    return key.value if isinstance(key, nodes.Const) and isinstance(key.value, str) else None

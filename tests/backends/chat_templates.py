@@ -319,6 +319,31 @@ DEEPSEEK = """\
 {% if ns.is_tool %}{{ '<｜tool▁outputs▁end｜>' }}{% endif %}\
 {% if add_generation_prompt and not ns.is_tool %}{{ '<｜Assistant｜>' + ('<think>\\n' if thinking else '') }}{% endif %}"""
 
+# Contents of None mark the calls of tools, and the arguments of a call are a text.
+DEEPSEEK_R1 = """\
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}\
+{% set ns = namespace(calls=false, results=false, system='') %}\
+{%- for message in messages %}{%- if message['role'] == 'system' %}{% set ns.system = message['content'] %}{%- endif %}{%- endfor %}\
+{{ bos_token }}{{ ns.system }}\
+{%- for message in messages %}\
+{%- if message['role'] == 'user' %}{%- set ns.results = false -%}{{ '<｜User｜>' + message['content'] }}{%- endif %}\
+{%- if message['role'] == 'assistant' and message['content'] is none %}{%- set ns.results = false -%}\
+{%- for tool in message['tool_calls'] %}\
+{%- if not ns.calls %}{{ '<｜Assistant｜><｜tool▁calls▁begin｜>' }}{%- set ns.calls = true -%}{%- else %}{{ '\\n' }}{%- endif %}\
+{{ '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n```json\\n' }}\
+{{ tool['function']['arguments'] + '\\n```<｜tool▁call▁end｜>' }}\
+{%- endfor %}{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}{%- endif %}\
+{%- if message['role'] == 'assistant' and message['content'] is not none %}\
+{%- if ns.results %}{{ '<｜tool▁outputs▁end｜>' + message['content'] + '<｜end▁of▁sentence｜>' }}{%- set ns.results = false -%}\
+{%- else %}{% set content = message['content'] %}\
+{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}\
+{{ '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}{%- endif %}{%- endif %}\
+{%- if message['role'] == 'tool' %}{{ '\\n' if ns.results else '<｜tool▁outputs▁begin｜>' }}{%- set ns.results = true -%}\
+{{ '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}{%- endif %}\
+{%- endfor -%}\
+{% if ns.results %}{{ '<｜tool▁outputs▁end｜>' }}{% endif %}\
+{% if add_generation_prompt and not ns.results %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"""
+
 COMMAND_R = """\
 {{ bos_token }}{%- macro document_turn(documents) -%}
 <|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><results>
@@ -499,6 +524,7 @@ TEMPLATES = {
     "chatml": CHATML,
     "command-r": COMMAND_R,
     "deepseek": DEEPSEEK,
+    "deepseek-r1": DEEPSEEK_R1,
     "gemma": GEMMA,
     "glm": GLM,
     "hermes": HERMES,

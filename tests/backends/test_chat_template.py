@@ -72,6 +72,12 @@ USES_TOOLS = [
     assistant("It is 21.5 °C.", reasoning_content="I looked."),
     user("And now?"),
 ]
+NONE = [
+    {**user("Weather?"), "name": None, "tool_calls": None},
+    {"role": "assistant", "content": None, "name": None, "tool_calls": [call("abcdefgh1", "now", at=None)]},
+    {"role": "tool", "name": None, "tool_call_id": "abcdefgh1", "content": "noon", "reasoning_content": None},
+    assistant("Noon.", tool_calls=None, thinking=None),
+]
 PARTS = [
     {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
     {"role": "user", "content": [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]},
@@ -110,7 +116,9 @@ def both(name: str, messages: Any, **options: Any) -> tuple[str, str]:
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("tools", [None, [], TOOLS], ids=["without tools", "no tools", "tools"])
-@pytest.mark.parametrize("messages", [SINGLE, TURNS, USES_TOOLS], ids=["one", "turns", "tool calls"])
+@pytest.mark.parametrize(
+    "messages", [SINGLE, TURNS, USES_TOOLS, NONE], ids=["one", "turns", "tool calls", "None"]
+)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_text_is_that_of_transformers(
     name: str, messages: Any, tools: Any, add_generation_prompt: bool
@@ -131,6 +139,86 @@ def test_every_template_takes_some_of_these_chats() -> None:
     assert [name for name, texts in taken.items() if set(texts) == {"refused"}] == []
     with_tools = [name for name, texts in taken.items() if any("weather" in text for text in texts[3:])]
     assert len(with_tools) >= 6
+
+
+EACH = "{%% for m in messages %%}%s{%% endfor %%}"
+
+
+def both_by(template: str, messages: Any) -> tuple[str, str]:
+    """The text of transformers and ours by a template that is given here."""
+    right = theirs("chatml").apply_chat_template(messages, chat_template=template, tokenize=False)
+    chat = Chat(messages, add_generation_prompt=False)
+    return right, JinjaChatTemplate({"default": template}, SPECIAL).render(chat)
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (EACH % "{{ m.role[0] }}{{ m.name is defined }} ", "uFalse aFalse tFalse aFalse "),
+        (EACH % "{{ m.role[0] }}{{ 'tool_calls' in m }} ", "uFalse aTrue tFalse aFalse "),
+        (EACH % "{{ m.content }};", "Weather?;;noon;Noon.;"),
+        (EACH % "{{ m.content is none }} ", "False False False False "),
+        (EACH % "{{ m.tool_calls | default([]) | tojson }}", None),
+        (EACH % "{{ m.keys() | list }}{{ m }}{{ m | tojson(indent=2) }}{{ m | pprint }}", None),
+    ],
+)
+def test_fields_that_are_none_are_those_of_transformers(template: str, written: str | None) -> None:
+    right, text = both_by(template, NONE)
+    assert text == right
+    assert written is None or text == written
+
+
+def test_a_template_that_asks_for_contents_of_none_is_given_none_by_either() -> None:
+    """Transformers leaves them out too: by DeepSeek-R1-Distill neither writes calls of tools."""
+    called = {"type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [user("When?"), {"role": "assistant", "content": None, "tool_calls": [called]}]
+    assert both("deepseek-r1", messages) == ("refused", "refused")
+    with pytest.raises(InvalidRequest, match="has no attribute 'content'"):
+        ours("deepseek-r1").render(Chat(messages))
+
+
+TEXT_PARTS = [{"type": "text", "text": " a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content[0].text }}",
+        "{{ messages[0]['content'][-1]['text'] }}{{ messages[0].content | length }}",
+        "{{ messages[0].content[0].get('text') }}",
+        "{{ messages[0].get('content')[1:][0].text }}",
+        "{% set content = messages[0].content %}{% set part = content[1] %}{{ part['type'] }}",
+        "{% set part = messages[0].content | first %}{{ part.text }}",
+        "{{ (messages[0].content | last).text }}",
+        "{{ messages[0].content | map(attribute='text') | join('|') }}",
+        "{{ messages[0].content | selectattr('type', 'equalto', 'text') | list | length }}",
+        "{{ messages[0].content | join('|', attribute='text') }}",
+        "{% macro m(x) %}{% for p in x %}{{ p.text }}{% endfor %}{% endmacro %}{{ m(messages[0].content) }}",
+        "{% set ns = namespace(x='') %}{% set ns.x = messages[0].content %}{{ ns.x[0].text }}",
+        "{% with x = messages[0].content %}{{ x[1].text }}{% endwith %}",
+        "{% macro say(x) %}{{ x[0].text }}{% endmacro %}{{ say(x=messages[0].content) }}",
+    ],
+)
+def test_a_template_that_reads_parts_gets_them_however_it_does(template: str) -> None:
+    right, text = both_by(template, [{"role": "user", "content": TEXT_PARTS}])
+    assert text == right != ""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "content",
+        "content[0] + content[1:]",
+        "content[0].upper() + content[1:]",
+        "content.split('x')[0]",
+        "content if content is string else ''",
+        "content | trim",
+    ],
+)
+def test_a_template_for_texts_gets_the_parts_as_one_text(use: str) -> None:
+    template = "{% set content = messages[0].content %}{{ " + use + " }}"
+    text = JinjaChatTemplate({"default": template}).render(Chat([{"role": "user", "content": TEXT_PARTS}]))
+    assert text.strip() == "a\nb"
 
 
 @pytest.mark.parametrize("name", ["llama-3", "gemma", "glm"])
@@ -207,7 +295,12 @@ _CALLS = st.builds(
 )
 _ANSWERS = st.fixed_dictionaries(
     {"role": st.just("assistant"), "content": _TEXT},
-    optional={"tool_calls": st.lists(_CALLS, max_size=2), "reasoning_content": _TEXT, "thinking": _TEXT},
+    optional={
+        "tool_calls": st.lists(_CALLS, max_size=2) | st.none(),
+        "reasoning_content": _TEXT | st.none(),
+        "thinking": _TEXT | st.none(),
+        "name": st.none(),
+    },
 )
 _RESULTS = st.builds(
     lambda text: {"role": "tool", "content": text, "name": "f", "tool_call_id": "abcdefgh1"}, _TEXT
