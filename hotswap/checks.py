@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import SupportsFloat, SupportsIndex, TypeGuard, TypeVar, cast
 
 from hotswap.errors import HotswapError, InvalidRequest
@@ -17,11 +17,13 @@ __all__ = [
     "check_choice",
     "check_counts",
     "check_kind",
+    "check_no_messages",
     "check_positive_seconds",
     "check_priority",
     "check_required_seconds",
     "check_seconds",
     "check_strings",
+    "check_unicode",
     "is_list",
     "is_set",
     "shown",
@@ -105,6 +107,27 @@ def check_kind(error: type[HotswapError], name: str, value: object, kind: type) 
         return
     lacks = f" It lacks {', '.join(lacking)}." if lacking else ""
     raise error(f"{name} is {shown(value)}; give an object of type {kind.__name__}.{lacks}")
+
+
+def check_no_messages(prompt: object) -> None:
+    """Raise `InvalidRequest` for messages where a prompt is wanted, and name what takes them."""
+    messages = cast("Sequence[object]", prompt) if isinstance(prompt, list | tuple) else (prompt,)
+    if messages and isinstance(messages[0], Mapping):
+        message = cast("object", messages[0])
+        raise InvalidRequest(
+            f"prompt has messages of a chat, {shown(message)}; give Chat(messages) as the prompt, or call "
+            "fleet.chat(model, messages)."
+        )
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raise `InvalidRequest` for a text that has a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(
+            f"{name} has a lone surrogate at character {exc.start}, which is no text; give valid Unicode."
+        ) from exc
 
 
 def to_int(name: str, value: object, least: int, most: int) -> int:

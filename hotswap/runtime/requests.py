@@ -140,7 +140,9 @@ class Requests:
         sampling: Sampling | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         adapter: str | None = None,
         priority: int = 0,
@@ -149,12 +151,15 @@ class Requests:
     ) -> Completion:
         """Return a model's answer to a conversation, which the model's own chat template writes.
 
-        Arguments and errors are those of `Chat` and `samples`; `stream(model, Chat(messages))` gives tokens.
+        Arguments and errors are those of `Chat` and `samples`; with `continue_final_message` the answer is
+        what comes after the last message. `stream(model, Chat(messages))` gives tokens.
         """
         chat = Chat(
             messages,
             tools=tools,
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
         return await self.generate(

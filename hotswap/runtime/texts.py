@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from anyio import CapacityLimiter, Lock, to_thread
 
 from hotswap.chat import Chat
-from hotswap.checks import to_token_ids
+from hotswap.checks import check_no_messages, check_unicode, to_token_ids
 from hotswap.errors import InvalidRequest, PromptTooLong, UnsupportedAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId, Request, TokenLogprob
@@ -91,6 +91,7 @@ class ModelText:
             specials = add_special_tokens is not False
             tokens = await self._encode("The prompt", prompt, add_special_tokens=specials, most_tokens=most)
         else:
+            check_no_messages(prompt)
             tokens = to_token_ids("prompt", prompt)
         return tokens if kept is None else tokens[-kept:]
 
@@ -157,7 +158,7 @@ class ModelText:
         def encode() -> tuple[int, ...]:
             if most_tokens is not None:
                 _check_length(name, text, tokenizer, most_tokens)
-            _check_unicode(name, text)
+            check_unicode(name, text)
             return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
         return await self.threads.run(encode, num_characters=len(text))
@@ -172,15 +173,6 @@ def _check_length(name: str, text: str, tokenizer: Tokenizer, most_tokens: int) 
             f"{name} has {len(text):,} characters, at least {least:,} tokens, and the model takes "
             f"{most_tokens:,}; shorten it, or give truncate_prompt_tokens."
         )
-
-
-def _check_unicode(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        raise InvalidRequest(
-            f"{name} has a lone surrogate at character {exc.start}, which is no text; give valid Unicode."
-        ) from exc
 
 
 class Texts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from collections.abc import Sequence
@@ -104,6 +105,47 @@ async def test_a_chat_that_cannot_be_written_is_refused_before_it_waits() -> Non
     async with sim_fleet("a") as fleet:  # a store that knows nothing of text
         with pytest.raises(InvalidRequest, match="no chat template"):
             await fleet.chat("a", HI)
+
+
+class Kept:
+    """A template that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.chats: list[Chat] = []
+
+    def render(self, chat: Chat) -> str:
+        self.chats.append(chat)
+        return "x"
+
+
+@virtual_time
+async def test_all_that_a_chat_may_have_can_be_asked_of_a_fleet() -> None:
+    asked: dict[str, Any] = {
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "documents": [{"title": "Ants", "text": "They are small."}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert {"messages", *asked} == {*inspect.signature(Chat).parameters}
+    store, kept = Texts(store_of("a")), Kept()
+    store.templates["a"] = kept
+    async with sim_fleet("a", store=store) as fleet:
+        await fleet.chat("a", HI, SHORT, **asked)
+        for name, value in asked.items():
+            if name != "continue_final_message":  # which is none for prompts that end with a new message
+                await fleet.chat("a", HI, SHORT, **{name: value})
+    alone = [Chat(HI, **{name: asked[name]}) for name in asked if name != "continue_final_message"]
+    assert kept.chats == [Chat(HI, **asked), *alone]
+
+
+@pytest.mark.parametrize("prompt", [HI, tuple(HI), HI[0]], ids=["list", "tuple", "one"])
+@virtual_time
+async def test_messages_that_are_given_as_a_prompt_are_told_where_they_belong(prompt: Any) -> None:
+    async with serving() as fleet:
+        with pytest.raises(InvalidRequest, match=r"Chat\(messages\).*fleet\.chat\(model, messages\)"):
+            await fleet.generate("a", prompt)
+        idle(fleet)
 
 
 class Slow:
