@@ -10,15 +10,17 @@ from typing import Any, Literal, TypeVar, cast
 from hotswap.checks import MAX_TOKEN_ID, is_set, shown, to_entries, to_flag, to_float, to_int, to_token_ids
 from hotswap.errors import InvalidRequest
 
-__all__ = ["AS_MANY_AS_FIT", "Sampling", "to_sampling"]
+__all__ = ["AS_MANY_AS_FIT", "MAX_ENTRIES", "Sampling", "to_sampling"]
 
 AS_MANY_AS_FIT = MAX_TOKEN_ID
 """The `max_tokens` of a request that may fill the model's context."""
 
+MAX_ENTRIES = 1024
+"""The most entries of a list of tokens or words, and the most token ids of one forbidden word."""
+
 _SEED_BITS = 64
 _MAX_SAMPLES = 128
 _MAX_LOGPROBS = 20
-_MAX_ENTRIES = 1024
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 64, 1024
 # A grammar takes up to 0.3 kB of memory for each of its characters.
 _MAX_GRAMMAR_CHARACTERS = 1 << 17
@@ -173,10 +175,10 @@ class Sampling:
             ("forced_end_tokens", forced_end_tokens),
             ("stop_token_ids", stop_token_ids),
         ):
-            put(self, name, to_token_ids(name, () if ids is None else ids, most=_MAX_ENTRIES, ordered=False))
+            put(self, name, to_token_ids(name, () if ids is None else ids, most=MAX_ENTRIES, ordered=False))
         if self.forced_end_tokens:  # the last token may end it, whatever comes before
             put(self, "min_tokens", min(self.min_tokens, self.max_tokens - 1))
-        put(self, "bad_words", _texts("bad_words", bad_words, _MAX_ENTRIES))
+        put(self, "bad_words", _texts("bad_words", bad_words, MAX_ENTRIES))
         put(self, "bad_words_ids", _words(bad_words_ids))
         put(self, "seed", None if seed is None else to_int("seed", seed, -(1 << 63), (1 << _SEED_BITS) - 1))
         put(self, "stop", _texts("stop", stop, _MAX_STOPS))
@@ -289,11 +291,11 @@ def _text(name: str, value: object) -> str:
 
 
 def _words(value: object) -> tuple[tuple[int, ...], ...]:
-    return _entries("bad_words_ids", value, "lists of token ids", _MAX_ENTRIES, _word)
+    return _entries("bad_words_ids", value, "lists of token ids", MAX_ENTRIES, _word)
 
 
 def _word(name: str, value: object) -> tuple[int, ...]:
-    ids = to_token_ids(name, value, most=_MAX_ENTRIES)
+    ids = to_token_ids(name, value, most=MAX_ENTRIES)
     if not ids:
         raise InvalidRequest(f"{name} is empty; give at least one token id.")
     return ids
@@ -303,7 +305,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     if isinstance(value, Mapping):  # JSON's keys are strings
         value = [(_key(key), bias) for key, bias in cast("Mapping[object, object]", value).items()]
     biases = _entries(
-        "logit_bias", value, "pairs of a token and what is added to its logit", _MAX_ENTRIES, _bias
+        "logit_bias", value, "pairs of a token and what is added to its logit", MAX_ENTRIES, _bias
     )
     if len({token for token, _ in biases}) < len(biases):
         raise InvalidRequest("logit_bias names a token twice; give one bias for each.")
@@ -329,6 +331,8 @@ def _schema(value: object) -> str:
             value = json.dumps(dict(cast("Mapping[str, Any]", value)), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as exc:
             raise InvalidRequest(f"json_schema cannot be written as JSON: {shown(str(exc))}.") from exc
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"json_schema is {shown(value)}; give an object, or its JSON text.")
     text = _grammar("json_schema", value)
     if text:
         try:
@@ -336,7 +340,7 @@ def _schema(value: object) -> str:
         except (ValueError, RecursionError) as exc:
             raise InvalidRequest(f"json_schema is no JSON: {shown(str(exc))}.") from exc
         if not isinstance(parsed, dict):
-            raise InvalidRequest(f"json_schema is {shown(text)}; give a JSON object.")
+            raise InvalidRequest(f"json_schema is {shown(text)}; give an object, or its JSON text.")
     return text
 
 

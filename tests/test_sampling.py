@@ -131,6 +131,12 @@ def test_numbers_of_array_libraries_are_taken() -> None:
     assert [type(id) for id in sampling.stop_token_ids] == [int, int]
 
 
+@pytest.mark.parametrize("value", [True, [], 5, "[1]", "true"])
+def test_a_schema_is_an_object_or_its_text(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^json_schema is .*; give an object, or its JSON text"):
+        Sampling(json_schema=value)
+
+
 def test_a_grammar_stands_alone() -> None:
     with pytest.raises(InvalidRequest, match="json_schema, regex and grammar"):
         Sampling(json_schema="{}", regex="a+")

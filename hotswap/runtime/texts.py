@@ -15,7 +15,7 @@ from hotswap.checks import check_no_messages, check_unicode, to_token_ids
 from hotswap.errors import InvalidRequest, PromptTooLong, UnsupportedAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId, Request, TokenLogprob
-from hotswap.sampling import Sampling
+from hotswap.sampling import MAX_ENTRIES, Sampling
 from hotswap.store import SupportsTextSettings, WeightStore
 from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
 
@@ -101,7 +101,7 @@ class ModelText:
         A word is forbidden as it is written at the beginning of a text, and after a space.
 
         Raises:
-            InvalidRequest: the model has no tokenizer.
+            InvalidRequest: the model has no tokenizer, or the words are too many or too long as tokens.
         """
         if sampling.stop and self.tokenizer is None:
             raise InvalidRequest(
@@ -113,8 +113,13 @@ class ModelText:
         for at, word in enumerate(sampling.bad_words):
             for text in dict.fromkeys((word, f" {word.lstrip()}")):
                 ids = await self._encode(f"bad_words[{at}]", text, add_special_tokens=False)
+                if len(ids) > MAX_ENTRIES:
+                    raise InvalidRequest(f"bad_words[{at}] has {len(ids):,} tokens, over {MAX_ENTRIES:,}.")
                 if ids and ids not in words:
                     words.append(ids)
+        if len(words) > MAX_ENTRIES:
+            found = f"{len(words):,} lists of tokens, up to two for each word"
+            raise InvalidRequest(f"bad_words and bad_words_ids are {found}; give at most {MAX_ENTRIES:,}.")
         return replace(sampling, bad_words=(), bad_words_ids=tuple(words))
 
     def stream(self, request: Request) -> TextStream | None:

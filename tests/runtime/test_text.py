@@ -283,3 +283,21 @@ async def test_logprobs_come_with_the_text_of_their_tokens() -> None:
     assert [entry.logprob is None for entry in done.prompt_logprobs] == [True, False, False]
     assert {token.logprob for token in plain.tokens} == {None}
     assert plain.prompt_logprobs == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [f"{at:010b}".replace("0", "a").replace("1", "b") for at in range(600)],
+            "^bad_words and bad_words_ids",
+        ),
+        (["b", "€" * 400], r"^bad_words\[1\] has 1,200 tokens"),
+    ],
+)
+async def test_forbidden_words_of_too_many_tokens_are_refused_by_their_own_name(
+    words: list[str], message: str
+) -> None:
+    async with two_replicas() as fleet:
+        with pytest.raises(InvalidRequest, match=message):
+            await fleet.generate("a", PROMPT, Sampling(bad_words=words))

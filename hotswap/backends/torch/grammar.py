@@ -9,11 +9,13 @@ Tested with llguidance 1.9.1.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
+import numpy as np
+import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
@@ -30,9 +32,18 @@ __all__ = ["Grammar", "GrammarCompiler"]
 _MAX_MESSAGE = 300
 # A state of a lexer takes one or two kB.
 _MAX_STATES, _MAX_SHARED_STATES = 50_000, 4_000
+# A step waits for its masks. These let one take some tens of milliseconds at most; compiling, which no step
+# waits for, may take some tenths of a second. Text that is forced is followed to its end within one mask.
+_COMPILE_FUEL, _MASK_FUEL, _MASK_ITEMS, _MAX_SYMBOLS = 200_000, 30_000, 5_000, 20_000
 _MAX_KEPT, _MAX_KEPT_CHARACTERS = 32, 1 << 18
 # A small model may write blanks for ever where any number may stand: here a line break and an indent at most.
 _JSON: JsonCompileOptions = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
+# Parts of the library's messages.
+_LEXER, _EMPTY = "lexer error", "NoExtension"
+_TOO_COMPLEX = (_LEXER, "parser error", "Parser Error", "too big")
+
+_Key: TypeAlias = "tuple[str, str]"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +64,27 @@ class _Source:
 
     def matcher(self, generated: Sequence[int] = (), *, max_states: int = _MAX_STATES) -> LLMatcher:
         """Compile it, and consume tokens; what failed is an error of the matcher."""
-        limits = LLParserLimits(max_lexer_states=max_states, verbose_errors=False)
+        limits = LLParserLimits(
+            max_lexer_states=max_states,
+            initial_lexer_fuel=_COMPILE_FUEL,
+            step_lexer_fuel=_MASK_FUEL,
+            step_max_items=_MASK_ITEMS,
+            max_grammar_size=_MAX_SYMBOLS,
+            verbose_errors=False,
+        )
         matcher = LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits)
         if generated and not matcher.is_error():
             matcher.consume_tokens(list(generated))
         return matcher
+
+    def refusal(self, matcher: LLMatcher) -> InvalidRequest:
+        """Return the error of a request whose matcher has failed."""
+        error = matcher.get_error()
+        if _EMPTY in error:
+            return InvalidRequest(f"{self.field} matches no text; give one that some text matches.")
+        if any(text in error for text in _TOO_COMPLEX):
+            return InvalidRequest(f"{self.field} is too complex; give a simpler one: {_first(error)}.")
+        return InvalidRequest(f"{self.field} cannot be used: {_first(error)}.")
 
 
 class Grammar(Constraint):
@@ -69,38 +96,120 @@ class Grammar(Constraint):
 
     Args:
         source: The grammar.
-        matcher: Its state after `generated`.
+        matcher: Its state at the beginning, or its error.
         generated: The tokens that the request has generated.
         shared: Whether the matcher shares its lexer with others.
     """
 
     def __init__(
-        self, source: _Source, matcher: LLMatcher, generated: Sequence[int], *, shared: bool
+        self,
+        source: _Source,
+        matcher: LLMatcher,
+        generated: Sequence[int] = (),
+        *,
+        shared: bool,
     ) -> None:
         super().__init__(source.vocabulary)
         self._source, self._matcher, self._shared = source, matcher, shared
-        self._consumed = list(generated)
-        self._new: deque[int] = deque()  # not consumed yet: only `fill` uses the matcher
+        self._consumed: list[int] = []
+        self._new = deque(generated)  # not consumed yet: only `prepare` and `fill` use the matcher
+        self._ready: Tensor | None = None  # the next mask
+
+    def prepare(self) -> Grammar:
+        """Compute the mask of the next token for `fill`, before a step asks for it.
+
+        Raises:
+            InvalidRequest: the grammar matches no text or is too complex, or the tokens are not of it.
+        """
+        generated, words = bool(self._new), self._empty()
+        self._consume()
+        if generated and self._matcher.is_error() and not _failed_lexer(self._matcher):
+            reason = _first(self._matcher.get_error())
+            raise InvalidRequest(f"The tokens so far are not of {self._source.field}: {reason}.")
+        self._advance(words)
+        if self._shared and _failed_lexer(self._ahead(words)):
+            self._go_alone()
+            self._advance(words)
+        if (ahead := self._ahead(words)).is_error():
+            raise self._source.refusal(ahead)
+        self._ready = words
+        return self
 
     def add_token(self, token: int) -> None:
         self._new.append(token)
 
     def fill(self, words: Tensor) -> None:
+        if self._ready is not None and not self._new:
+            words.copy_(self._ready)
+            return
+        self._ready = None
+        self._advance(words)
+
+    def _advance(self, words: Tensor) -> None:
+        self._consume()
+        self._compute(words)
+        if self._shared and _failed_lexer(self._matcher):
+            self._go_alone()
+            self._compute(words)
+        if self._matcher.is_error():
+            raise self._source.refusal(self._matcher)
+
+    def _go_alone(self) -> None:
+        self._shared = False
+        # Forced text that is too long fails a token late: so the last two get the fuel of a mask, which it
+        # has from the first mask on, not that to compile.
+        self._matcher = self._source.matcher(self._consumed[:-2])
+        self._compute(self._empty())
+        for token in self._consumed[-2:]:
+            self._matcher.consume_token(token)
+
+    def _ahead(self, words: Tensor) -> LLMatcher:
+        """Return the state after the next token if there is one choice, else this one.
+
+        A grammar that forces more text than can be followed fails only there.
+        """
+        packed = words.numpy().view(np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(packed, count=self.vocabulary, bitorder="little"))
+        if len(allowed) != 1:
+            return self._matcher
+        ahead = self._matcher.deep_copy()
+        ahead.consume_token(int(allowed[0]))
+        return ahead
+
+    def _empty(self) -> Tensor:
+        return torch.zeros(-(-self.vocabulary // 32), dtype=torch.int32)
+
+    def _consume(self) -> None:
         while self._new:
             self._consumed.append(token := self._new.popleft())
             self._matcher.consume_token(token)
-        self._compute(words)
-        if self._shared and self._matcher.is_error():
-            self._shared = False
-            self._matcher = self._source.matcher(self._consumed)
-            self._compute(words)
-        if self._matcher.is_error():
-            reason = _first(self._matcher.get_error())
-            raise InvalidRequest(f"{self._source.field} cannot be followed further: {reason}.")
 
     def _compute(self, words: Tensor) -> None:
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
+
+
+class _Recent(Generic[T]):
+    """What was made of the grammars that were used last, limited in number and in characters of all."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[_Key, T] = OrderedDict()
+
+    def find(self, key: _Key) -> T | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def keep(self, key: _Key, made: T) -> None:
+        self._kept[key] = made
+        while len(self._kept) > _MAX_KEPT or sum(len(text) for _, text in self._kept) > _MAX_KEPT_CHARACTERS:
+            self._kept.popitem(last=False)
+
+    def __iter__(self) -> Iterator[_Key]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 class GrammarCompiler:
@@ -131,26 +240,22 @@ class GrammarCompiler:
             self.tokenizer = LLTokenizer(tokenizer.text, n_vocab=self._num_ids, eos_token=known)
         except ValueError as exc:
             raise InvalidRequest(f"Grammars cannot be used with the model's tokenizer: {exc}.") from exc
-        self._kept: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
+        self._kept: _Recent[_Compiled] = _Recent()
+        self._refused: _Recent[str] = _Recent()
         self._lock = Lock()
 
     def compile(self, sampling: Sampling, generated: Sequence[int]) -> Grammar:
-        """Return the grammar of a request after the tokens that it has generated elsewhere.
+        """Return the grammar of a request after the tokens so far, with its next mask.
 
-        The grammars that were used last are kept compiled. The library's limits bound its time and memory.
+        The grammars that were used last are kept compiled, and those that were refused last are remembered.
+        The library's limits bound its time and memory.
 
         Raises:
-            InvalidRequest: the grammar is invalid or too complex, or the tokens are not of it.
+            InvalidRequest: the grammar is invalid, too complex or empty, or the tokens are not of it.
         """
         field, value = sampling.grammar_field
         compiled = self._compiled(field, value)
-        matcher = compiled.first.deep_copy()
-        if generated and not matcher.is_error():
-            matcher.consume_tokens(list(generated))
-        if not matcher.is_error():
-            return Grammar(compiled.source, matcher, generated, shared=True)
-        matcher = self.matcher(field, value, generated)
-        return Grammar(compiled.source, matcher, generated, shared=False)
+        return _begin(compiled.source, compiled.first, generated)
 
     def matcher(self, field: str, value: str, generated: Sequence[int]) -> LLMatcher:
         """Return the state of a grammar after tokens, with a lexer of its own: for engines that keep it.
@@ -161,7 +266,7 @@ class GrammarCompiler:
             generated: The tokens.
 
         Raises:
-            InvalidRequest: the grammar is invalid or too complex, or the tokens are not of it.
+            InvalidRequest: the grammar is invalid, too complex or empty, or the tokens are not of it.
         """
         matcher = self._compiled(field, value).source.matcher(generated)
         if matcher.is_error():
@@ -169,25 +274,31 @@ class GrammarCompiler:
         return matcher
 
     def _compiled(self, field: str, value: str) -> _Compiled:
+        key = field, value
         with self._lock:
-            if (found := self._kept.get((field, value))) is not None:
-                self._kept.move_to_end((field, value))
+            if (found := self._kept.find(key)) is not None:
                 return found
+            if (reason := self._refused.find(key)) is not None:
+                raise InvalidRequest(reason)
+        try:
+            compiled = self._make(field, value)
+        except InvalidRequest as exc:
+            with self._lock:
+                self._refused.keep(key, str(exc))
+            raise
+        with self._lock:
+            self._kept.keep(key, compiled)
+        return compiled
+
+    def _make(self, field: str, value: str) -> _Compiled:
+        """Compile a grammar and compute its first mask."""
         try:
             source = _Source(self.tokenizer, self._num_ids, field, _to_text(field, value))
         except ValueError as exc:
             raise InvalidRequest(f"{field} cannot be used: {_first(str(exc))}.") from exc
         first = source.matcher(max_states=_MAX_SHARED_STATES)
-        if first.is_error():
-            alone = source.matcher()
-            if alone.is_error():
-                raise InvalidRequest(f"{field} cannot be used: {_first(alone.get_error())}.")
-        compiled = _Compiled(source, first)
-        with self._lock:
-            self._kept[field, value] = compiled
-            while len(self._kept) > _MAX_KEPT or sum(map(_size, self._kept)) > _MAX_KEPT_CHARACTERS:
-                self._kept.popitem(last=False)
-        return compiled
+        _begin(source, first)
+        return _Compiled(source, first)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,17 +309,24 @@ class _Compiled:
     first: LLMatcher
 
 
+def _begin(source: _Source, first: LLMatcher, generated: Sequence[int] = ()) -> Grammar:
+    """Return a grammar that shares the lexer of `first`, unless that is too large for it."""
+    if first.is_error():
+        return Grammar(source, source.matcher(), generated, shared=False).prepare()
+    return Grammar(source, first.deep_copy(), generated, shared=True).prepare()
+
+
 def _to_text(name: str, value: str) -> str:
     if name == "json_schema":
         return LLMatcher.grammar_from_json_schema(value, defaults=_JSON)
     return LLMatcher.grammar_from_regex(value) if name == "regex" else LLMatcher.grammar_from_lark(value)
 
 
+def _failed_lexer(matcher: LLMatcher) -> bool:
+    return _LEXER in matcher.get_error()
+
+
 def _first(message: str) -> str:
     """Return the message of the library on one line, without the state of the parser."""
     line = " ".join(message.partition("\n<")[0].split()).rstrip(".")
     return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."
-
-
-def _size(key: tuple[str, str]) -> int:
-    return len(key[1])

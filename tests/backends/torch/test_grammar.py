@@ -50,6 +50,10 @@ product: atom ("*" atom)*
 atom: NUMBER | "(" sum ")"
 NUMBER: /[1-9][0-9]{0,3}/
 """
+# All rules may begin at the first character, so that a row of its parser has thousands of items.
+RULES = f"start: {'|'.join(f'r{at}' for at in range(2000))}\n" + "\n".join(
+    f'r{at}: "a" r{(at * 7 + 1) % 2000}? r{at * 3 % 2000}?' for at in range(2000)
+)
 
 
 @dataclass
@@ -264,10 +268,16 @@ def test_a_request_is_not_ended_by_what_others_of_its_grammar_have_generated(
         ({"json_schema": {"type": "object", "if": {}}}, 'json_schema cannot be used.*"if"'),
         ({"grammar": "start: missing"}, "grammar cannot be used.*missing"),
         ({"grammar": "start: " + "(a|" * 10_000 + "a" + ")" * 10_000 + "\na: /x/"}, "grammar cannot be used"),
-        ({"regex": "[a-z]{1,2000}" * 2000}, "regex cannot be"),
+        ({"regex": "(a{1000}){1000}"}, "regex is too complex"),
+        ({"regex": "a{1000000000}"}, "regex is too complex"),
+        ({"json_schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}}, "json_schema is too complex"),
+        ({"grammar": RULES}, "grammar is too complex"),
+        ({"regex": r"[^\s\S]"}, "regex matches no text"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema matches no text"),
+        ({"grammar": "start: start"}, "grammar matches no text"),
     ],
 )
-async def test_a_damaged_grammar_is_refused_by_its_field_and_others_go_on(
+async def test_a_damaged_grammar_is_refused_before_it_is_admitted_by_its_field_and_others_go_on(
     sampling: dict[str, Any], message: str
 ) -> None:
     async with serving() as engine:
@@ -276,10 +286,67 @@ async def test_a_damaged_grammar_is_refused_by_its_field_and_others_go_on(
         async with engine.stream(request) as tokens:
             received = [await anext(tokens)]
             with pytest.raises(InvalidRequest, match=message) as caught:
-                await collect(engine, ask("damaged", **sampling))
+                async with engine.stream(ask("damaged", **sampling)):
+                    pytest.fail("it was admitted")
             assert len(str(caught.value)) < 1000
             received += [token async for token in tokens]
         assert received == alone
+
+
+def test_a_refused_grammar_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = grammar.GrammarCompiler(byte_level(), VOCABULARY, (END,))
+    sampling = Sampling(regex="(a{1000}){1000}")
+    with pytest.raises(InvalidRequest) as first:
+        compiler.compile(sampling, ())
+    monkeypatch.setattr(grammar, "LLMatcher", None)
+    with pytest.raises(InvalidRequest) as second:
+        compiler.compile(sampling, ())
+    assert str(second.value) == str(first.value)
+
+
+def test_refused_grammars_are_few_and_others_stay_kept() -> None:
+    compiler = grammar.GrammarCompiler(byte_level(), VOCABULARY, (END,))
+    made = compiler._compiled("regex", "a")
+    for count in range(40):
+        with pytest.raises(InvalidRequest):
+            compiler.compile(Sampling(regex="(" * (count + 1)), ())
+    assert len(compiler._refused) <= 32
+    assert compiler._compiled("regex", "a") is made
+
+
+@pytest.mark.parametrize("generated", ["", "2", "25"])
+def test_the_first_mask_is_computed_before_a_step_asks_for_it(generated: str) -> None:
+    compiler = grammar.GrammarCompiler(byte_level(), VOCABULARY, (END,))
+    tokens = [byte_level().id_of(digit) or 0 for digit in generated]
+    held = compiler.compile(Sampling(regex="[0-9]{2}x"), tokens)
+    held._matcher = None
+    words = torch.zeros(-(-VOCABULARY // 32), dtype=torch.int32)
+    held.fill(words)
+    allowed = {token for token in range(VOCABULARY) if words[token // 32] >> (token % 32) & 1}
+    texts = {byte_level().decode([token]) for token in allowed}
+    assert {text[:1] for text in texts} == ({"x"} if len(generated) == 2 else set("0123456789"))
+
+
+def test_a_mask_has_a_limit_of_work_also_after_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that is forced is followed to its end within one mask, which a step waits for."""
+
+    def follow() -> int:
+        compiler = grammar.GrammarCompiler(byte_level(), VOCABULARY, (END,))
+        held = compiler.compile(Sampling(regex="(c|d)(a{200}){200}"), ())
+        held.add_token(byte_level().id_of("c") or 0)
+        for count in range(3):
+            words = torch.zeros(-(-VOCABULARY // 32), dtype=torch.int32)
+            try:
+                held.fill(words)
+            except InvalidRequest:
+                return count
+            allowed = [token for token in range(VOCABULARY) if words[token // 32] >> (token % 32) & 1]
+            held.add_token(allowed[0])
+        return 3
+
+    assert follow() < 3
+    monkeypatch.setattr(grammar, "_MASK_FUEL", 200_000)
+    assert follow() == 3
 
 
 async def test_a_request_whose_grammar_leaves_no_token_ends_alone() -> None:
@@ -291,6 +358,8 @@ async def test_a_request_whose_grammar_leaves_no_token_ends_alone() -> None:
             a = byte_level().id_of("a") or 0
             with pytest.raises(InvalidRequest, match="no token"):
                 await collect(engine, ask("stuck", regex="[ab]", suppress_tokens=(a, a + 1)))
+            with pytest.raises(InvalidRequest, match="regex is too complex"):
+                await collect(engine, ask("heavy", regex="[a-z]{1,2000}" * 2000))
             received += [token async for token in tokens]
         assert received == alone
 
