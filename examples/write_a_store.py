@@ -16,7 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import anyio
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
 from hotswap.abc import (
     HostChunk,
@@ -41,6 +41,7 @@ class ZipStore(WeightStore):
         self._archives = {ModelId(path.stem): path for path in sorted(folder.glob("*.zip"))}
         self._shards = {model: self._find(model) for model in self._archives}
         self._chunk_bytes = chunk_bytes
+        self._limiter = CapacityLimiter(4)  # the program may hold all of the default threads
 
     async def manifest(self, model: ModelId) -> Manifest:
         if model not in self._shards:
@@ -54,7 +55,7 @@ class ZipStore(WeightStore):
     async def open(self, shard: Shard) -> AsyncIterator[AsyncIterator[HostChunk]]:
         if shard not in self._shards.values():
             raise ShardMissing(f"Model {shard.model!r} has no such shard here; ask for its manifest again.")
-        with await to_thread.run_sync(self._open, shard.model) as archive:
+        with await to_thread.run_sync(self._open, shard.model, limiter=self._limiter) as archive:
             async with aclosing(self._lend(archive, shard)) as chunks:
                 yield chunks
 
@@ -68,8 +69,8 @@ class ZipStore(WeightStore):
     async def _lend(self, archive: zipfile.ZipFile, shard: Shard) -> AsyncGenerator[HostChunk]:
         offset = 0
         try:
-            with await to_thread.run_sync(archive.open, shard.file) as entry:
-                while data := await to_thread.run_sync(entry.read, self._chunk_bytes):
+            with await to_thread.run_sync(archive.open, shard.file, limiter=self._limiter) as entry:
+                while data := await to_thread.run_sync(entry.read, self._chunk_bytes, limiter=self._limiter):
                     yield HostChunk(offset, memoryview(data), tier="zip")
                     offset += len(data)
         except (zipfile.BadZipFile, zlib.error, EOFError) as exc:

@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 
 from hotswap.errors import SourceChanged
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
 from hotswap.runtime.state import FleetState
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["AdapterFiles"]
 
@@ -90,9 +91,9 @@ class AdapterFiles:
             yield  # an engine tells what is missing
             return
         check = partial(_check, version, adapter)
-        await to_thread.run_sync(check, limiter=self._limiter)
+        await run_in_thread(check, limiter=self._limiter)
         yield
-        await to_thread.run_sync(check, limiter=self._limiter)
+        await run_in_thread(check, limiter=self._limiter)
 
     def _is_outdated(self, adapter: Adapter) -> bool:
         needed = self._state.is_needed(ModelId(adapter.model), adapter.version)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from anyio import CapacityLimiter, Lock, to_thread
+from anyio import CapacityLimiter, Lock
 
 from hotswap.chat import Chat
 from hotswap.checks import check_no_messages, check_unicode, to_token_ids
@@ -18,6 +18,7 @@ from hotswap.request import AdapterId, ModelId, Request, TokenLogprob
 from hotswap.sampling import MAX_ENTRIES, Sampling
 from hotswap.store import SupportsTextSettings, WeightStore
 from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["ModelText", "Texts"]
 
@@ -42,7 +43,7 @@ class TextThreads:
     async def run(self, work: Callable[[], T], *, num_characters: int) -> T:
         """Run work on a text of that length in a thread; a cancelled call waits for its end."""
         limiter = self._long if num_characters >= _LONG_CHARACTERS else self._short
-        return await to_thread.run_sync(work, limiter=limiter)
+        return await run_in_thread(work, limiter=limiter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 
-from anyio import to_thread
-
 from hotswap.backends.stores.disk_directory import DiskDirectory, Reservation
 from hotswap.backends.stores.durable import map_write_errors, sync_file, write_file
 from hotswap.backends.stores.index import dump_index, parse_index
@@ -19,6 +17,7 @@ from hotswap.backends.stores.pieces import check_shard
 from hotswap.errors import StoreError
 from hotswap.model import Manifest, Shard
 from hotswap.request import ModelId
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["Admission", "ShardFile"]
 
@@ -59,12 +58,12 @@ class Admission:
         """
         file = ShardFile(self._directory, shard, self._disk.root)
         try:
-            await to_thread.run_sync(file.open)
+            await run_in_thread(file.open)
             yield file
             if file.finished:
                 self._missing.pop(shard, None)
         finally:
-            await to_thread.run_sync(file.close)
+            await run_in_thread(file.close)
 
     async def commit(self, side_files: Mapping[str, bytes] | None = None) -> None:
         """Sync all files to the disk, the index last, and give the directory the model's name.
@@ -76,7 +75,7 @@ class Admission:
             raise StoreError(
                 f"{len(self._missing)} shards of model {self.manifest.model!r} were not written. Finish them."
             )
-        await to_thread.run_sync(self._commit, dict(side_files or {}))
+        await run_in_thread(self._commit, dict(side_files or {}))
 
     # ------------------------------------------------------------------------------------- worker threads
 
@@ -131,7 +130,7 @@ class ShardFile:
 
     async def write(self, data: memoryview) -> None:
         """Write the next bytes, which must not change until it returns."""
-        await to_thread.run_sync(self._write, data)
+        await run_in_thread(self._write, data)
 
     def finish(self) -> None:
         """Compare the checksum; the shard is complete.

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from anyio import to_thread
-
 from hotswap.backends.memory import aligned_buffer, copy
 from hotswap.backends.stores.files import map_read_errors, open_regular
 from hotswap.backends.stores.layout import model_directory
@@ -25,6 +23,7 @@ from hotswap.errors import ConfigError
 from hotswap.model import Manifest
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["Bench", "ReadMethod", "bench"]
 
@@ -83,7 +82,7 @@ async def bench(
         manifest = await disk.manifest(model)
         raw = stack.enter_context(_RawReader(model_directory(root, model), manifest, chunk_bytes, threads))
         methods: dict[str, _Read] = {
-            "raw": partial(to_thread.run_sync, raw.read),
+            "raw": partial(run_in_thread, raw.read),
             "direct": partial(_read_all, disk, manifest),
             "buffered": partial(_read_all, cached, manifest),
         }
@@ -113,7 +112,7 @@ async def _measure(
     total_bytes = repeat * len(methods) * size_bytes
     for turn in range(repeat):
         for number, (name, read) in enumerate(methods.items()):
-            await to_thread.run_sync(raw.drop_pages)
+            await run_in_thread(raw.drop_pages)
             start_s = time.perf_counter()
             await read()
             seconds[name] += (time.perf_counter() - start_s,)
@@ -145,7 +144,7 @@ async def _copy_all(store: WeightStore, manifest: Manifest) -> None:
     for shard in manifest.shards:
         async with store.open(shard) as chunks:
             async for chunk in chunks:
-                await to_thread.run_sync(copy, target[: len(chunk.data)], chunk.data)
+                await run_in_thread(copy, target[: len(chunk.data)], chunk.data)
 
 
 @asynccontextmanager

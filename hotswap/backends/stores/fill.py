@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import anyio
-from anyio import CancelScope, to_thread
+from anyio import CancelScope
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import copy
@@ -15,6 +15,7 @@ from hotswap.backends.stores.reading import give_back
 from hotswap.errors import ShardMissing, StoreError
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.store import SupportsReadInto, WeightStore
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["Fill", "FillReader", "more_specific"]
 
@@ -159,7 +160,7 @@ class Fill:
             async for chunk in chunks:
                 start = chunk.offset_bytes - self.shard.buffer_offset_bytes
                 with self.data[start : start + len(chunk.data)] as target:
-                    await to_thread.run_sync(_copy, target, chunk.data)
+                    await run_in_thread(_copy, target, chunk.data)
                 self.tier, self.filled_bytes = chunk.tier, start + len(chunk.data)
                 self._notify()
 

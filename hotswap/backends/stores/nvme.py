@@ -13,7 +13,7 @@ from typing import Self
 from weakref import WeakValueDictionary
 
 import anyio
-from anyio import CancelScope, CapacityLimiter, to_thread
+from anyio import CancelScope, CapacityLimiter
 
 from hotswap.backends.stores.admission import Admission
 from hotswap.backends.stores.convert import convert
@@ -37,6 +37,7 @@ from hotswap.request import ModelId
 from hotswap.store import WeightStore
 from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import Residency, StoreView, TierView
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["NvmeStore"]
 
@@ -114,11 +115,11 @@ class NvmeStore(WeightStore):
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         """Remove the leftovers of dead writers, and read the indexes of the models."""
-        for directory in await to_thread.run_sync(sweep, self.root):
+        for directory in await run_in_thread(sweep, self.root):
             _log.warning("Removed %r, which a dead conversion had left.", str(directory))
-        for directory in await to_thread.run_sync(self._models.sweep):
+        for directory in await run_in_thread(self._models.sweep):
             _log.warning("Removed %r, which a dead process had left.", str(directory))
-        for model in await to_thread.run_sync(models_in, self.root):
+        for model in await run_in_thread(models_in, self.root):
             try:
                 await self.manifest(model)
             except StoreError as exc:
@@ -132,7 +133,7 @@ class NvmeStore(WeightStore):
 
     async def manifest(self, model: ModelId) -> Manifest:
         try:
-            manifest = await to_thread.run_sync(self._indexes.load, model, limiter=self._context.limiter)
+            manifest = await run_in_thread(self._indexes.load, model, limiter=self._context.limiter)
         except StoreError:
             self._resident.pop(model, None)
             raise
@@ -164,7 +165,7 @@ class NvmeStore(WeightStore):
                 if model.source is None:
                     return
                 imported = ImportedModel(model_directory(self.root, id), manifest)
-                options = await to_thread.run_sync(imported.options_to_convert_again, model)
+                options = await run_in_thread(imported.options_to_convert_again, model)
                 if options is None:
                     return
                 await self._convert(id, Path(model.source), options, replace_existing=True)
@@ -190,7 +191,7 @@ class NvmeStore(WeightStore):
             yield admission
         finally:
             with CancelScope(shield=True):
-                await to_thread.run_sync(admission.close)
+                await run_in_thread(admission.close)
             self._incoming.pop(admission, None)
             if admission.committed:
                 self._resident[manifest.model] = manifest.weight_bytes
@@ -202,7 +203,7 @@ class NvmeStore(WeightStore):
             ShardMissing: there is no such model.
             StoreError: it is being read or pinned, by this process or another; nothing was changed.
         """
-        freed_bytes = await to_thread.run_sync(self._models.remove, model)
+        freed_bytes = await run_in_thread(self._models.remove, model)
         self._forget(model)
         return freed_bytes
 
@@ -231,19 +232,19 @@ class NvmeStore(WeightStore):
         Raises:
             StoreError: one of them could not be read; missing ones are left out.
         """
-        return await to_thread.run_sync(self._read_side_files, model)
+        return await run_in_thread(self._read_side_files, model)
 
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
-        return await to_thread.run_sync(self._load_tokenizer, model, limiter=self._context.limiter)
+        return await run_in_thread(self._load_tokenizer, model, limiter=self._context.limiter)
 
     async def text_settings(self, model: ModelId) -> TextSettings | None:
-        return await to_thread.run_sync(self._load_settings, model, limiter=self._context.limiter)
+        return await run_in_thread(self._load_settings, model, limiter=self._context.limiter)
 
     async def adapter_settings(self, adapter: Adapter) -> TextSettings:
         model = ModelId(adapter.model)
         manifest, files = await self.manifest(model), await self.side_files(model)
         read = partial(read_adapter_settings, adapter, manifest, files)
-        return await to_thread.run_sync(read, limiter=self._context.limiter)
+        return await run_in_thread(read, limiter=self._context.limiter)
 
     def view(self) -> StoreView:
         tier = TierView(
@@ -304,7 +305,7 @@ class NvmeStore(WeightStore):
 
         async with background() as tasks:
             tasks.start_soon(watch)
-            await to_thread.run_sync(run, limiter=self._converters)
+            await run_in_thread(run, limiter=self._converters)
 
     @asynccontextmanager
     async def _read_locked(self, model: ModelId) -> AsyncGenerator[None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 import anyio
-from anyio import CancelScope, to_thread
+from anyio import CancelScope
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import aligned_buffer, pin, unpin
@@ -20,6 +20,7 @@ from hotswap.hardware import parse_bytes
 from hotswap.model import Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.view import Residency, StoreView, TierView
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["PinnedStore"]
 
@@ -198,7 +199,7 @@ class PinnedStore(HostTier):
     async def _free_dropped(self) -> None:
         async with self._freeing:
             for slot in self._budget.take_dropped():
-                await to_thread.run_sync(slot.value.close)
+                await run_in_thread(slot.value.close)
                 self._budget.freed(slot)
 
 

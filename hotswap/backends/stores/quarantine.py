@@ -7,13 +7,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from anyio import to_thread
-
 from hotswap.backends.stores.layout import model_directory
 from hotswap.backends.stores.nvme import NvmeStore
 from hotswap.errors import ShardCorrupt
 from hotswap.model import HostChunk, Shard
 from hotswap.store import WrapperStore
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["QuarantineStore"]
 
@@ -49,14 +48,14 @@ class QuarantineStore(WrapperStore):
         """Raise if the shard is known to be damaged; remember it if the block finds that it is."""
         path = model_directory(self._disk.root, shard.model) / shard.file
         if (known := self._damaged.get(shard)) is not None:
-            if known[0] == await to_thread.run_sync(_identity, path):
+            if known[0] == await run_in_thread(_identity, path):
                 raise ShardCorrupt(known[1])
             self._damaged.pop(shard, None)
         try:
             yield
         except ShardCorrupt as exc:
             if shard.file in str(exc):  # and not an error of the reader about another file
-                self._damaged[shard] = await to_thread.run_sync(_identity, path), str(exc)
+                self._damaged[shard] = await run_in_thread(_identity, path), str(exc)
             raise
 
 

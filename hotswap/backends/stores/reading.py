@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
-from anyio import CapacityLimiter, from_thread, to_thread
+from anyio import CapacityLimiter, from_thread
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
@@ -21,6 +21,7 @@ from hotswap.backends.stores.ring import BufferPool, Ring
 from hotswap.backends.stores.shielded import in_thread
 from hotswap.errors import StoreError
 from hotswap.model import HostChunk, Shard
+from hotswap.worker_threads import run_in_thread
 
 __all__ = [
     "ReadAhead",
@@ -160,7 +161,7 @@ class ReadAhead:
 
     async def _run_thread(self, limiter: CapacityLimiter) -> None:
         try:
-            await to_thread.run_sync(self._read_pieces, limiter=limiter)
+            await run_in_thread(self._read_pieces, limiter=limiter)
         finally:
             self._num_threads -= 1
             self._wake.set()
@@ -203,7 +204,7 @@ async def read_into(file: BlockFile, shard: Shard, context: ReadContext, destina
         watch.start_soon(read.stop_when_cancelled)
         async with anyio.create_task_group() as threads:
             for _ in range(min(context.threads, len(read.pieces))):
-                threads.start_soon(partial(to_thread.run_sync, read.run, limiter=limiter))
+                threads.start_soon(partial(run_in_thread, read.run, limiter=limiter))
     if read.errors:
         raise read.errors[min(read.errors)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import anyio
-from anyio import CancelScope, get_cancelled_exc_class, move_on_after, to_thread
+from anyio import CancelScope, get_cancelled_exc_class, move_on_after
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
@@ -32,6 +32,7 @@ from hotswap.hardware import parse_bytes
 from hotswap.model import Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.view import Residency, StoreView, TierView
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["SharedStore", "clear"]
 
@@ -107,7 +108,7 @@ class SharedStore(HostTier):
     async def _close_all(self) -> None:
         async with self._opening:
             await self._close_idle()
-        await to_thread.run_sync(self._segments.close)
+        await run_in_thread(self._segments.close)
 
     async def manifest(self, model: ModelId) -> Manifest:
         await checkpoint()
@@ -293,14 +294,14 @@ class SharedStore(HostTier):
         if self._tasks is None:
             raise StoreError(f"{self!r} is not open; use it inside `async with`.")
         if not make:
-            return await to_thread.run_sync(partial(self._segments.attach, label, writable=can_pin()))
+            return await run_in_thread(partial(self._segments.attach, label, writable=can_pin()))
         attach_or_create = partial(self._segments.attach_or_create, label, writable=can_pin())
         try:
-            return await to_thread.run_sync(attach_or_create)
+            return await run_in_thread(attach_or_create)
         except TierFull:
             if not await self._close_idle():
                 raise
-        return await to_thread.run_sync(attach_or_create)
+        return await run_in_thread(attach_or_create)
 
     async def _release(self, buffer: SharedBuffer) -> None:
         """End one use; the last one unmaps, and removes a segment that is not kept."""
@@ -368,7 +369,7 @@ class _Known:
 
 async def _known(manifest: Manifest) -> _Known:
     """Compute a manifest's digest and labels; in a thread, because many tensors take a moment."""
-    digest = await to_thread.run_sync(digest_of, manifest)
+    digest = await run_in_thread(digest_of, manifest)
     labels = tuple(Label.of(manifest, rank, digest) for rank in range(manifest.world_size))
     return _Known(manifest, digest, labels, frozenset(manifest.shards))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
-from anyio import CancelScope, to_thread
+from anyio import CancelScope
 
 from hotswap.backends.memory import pin, unpin
 from hotswap.backends.stores.host_tier import BufferReservation
@@ -18,6 +18,7 @@ from hotswap.backends.stores.segment import Segment
 from hotswap.backends.stores.segment_directory import Busy, map_memory_errors
 from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.model import Manifest, Shard
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["SharedBuffer", "SharedBufferReservation", "pauses", "retry_while_busy"]
 
@@ -80,7 +81,7 @@ class SharedBuffer:
         async with self.fill_lock:
             self.num_filling -= 1
             if not self.num_filling:
-                await to_thread.run_sync(self.segment.end_filling)
+                await run_in_thread(self.segment.end_filling)
 
     def close(self) -> None:
         """Unpin and unmap. Blocking."""

@@ -12,7 +12,9 @@ from functools import partial
 from typing import TypeVar
 
 import anyio
-from anyio import CancelScope, CapacityLimiter, to_thread
+from anyio import CancelScope, CapacityLimiter
+
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["in_thread", "shielded"]
 
@@ -43,5 +45,5 @@ async def shielded(work: Callable[[], Awaitable[_T]]) -> _T:
 
 
 async def in_thread(call: Callable[[], _T], *, limiter: CapacityLimiter | None = None) -> _T:
-    """Run `call` in a worker thread, `shielded`."""
-    return await shielded(partial(to_thread.run_sync, call, limiter=limiter))
+    """Run `call` by `run_in_thread`, `shielded`."""
+    return await shielded(partial(run_in_thread, call, limiter=limiter))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 
-import anyio.to_thread
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from hotswap.backends.memory import aligned_buffer
 from hotswap.errors import ShardCorrupt
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.store import SupportsReadInto, WeightStore
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["FlatBuffers", "check_shard_size", "fetch", "host_bytes", "in_place"]
 
@@ -101,7 +101,7 @@ async def _copy_chunks(store: WeightStore, shard: Shard, flat: Tensor) -> None:
     async with store.open(shard) as chunks:
         async for chunk in chunks:
             _check_inside(chunk.offset_bytes, chunk.data.nbytes, shard, flat)
-            await anyio.to_thread.run_sync(_copy, chunk, flat)
+            await run_in_thread(_copy, chunk, flat)
             copied += chunk.data.nbytes
     check_shard_size(shard, copied)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from anyio import CapacityLimiter, Lock, to_thread
+from anyio import CapacityLimiter, Lock
 
 from hotswap.backends.tokenizer import HfTokenizer
 from hotswap.backends.torch.loading import LoadedModel
@@ -13,6 +13,7 @@ from hotswap.backends.torch.masks import Constraint
 from hotswap.errors import BackendMissing, InvalidRequest
 from hotswap.request import Request
 from hotswap.store import SupportsTokenizer, WeightStore
+from hotswap.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
     from hotswap.backends.torch.grammar import GrammarCompiler
@@ -48,9 +49,7 @@ class Compilers:
         key = tokenizer, model.vocabulary, model.eos_token_ids
         async with self._lock:
             if key not in self._kept:
-                self._kept[key] = await to_thread.run_sync(
-                    _make_compiler, tokenizer, model, limiter=self.threads
-                )
+                self._kept[key] = await run_in_thread(_make_compiler, tokenizer, model, limiter=self.threads)
                 while len(self._kept) > _MAX_KEPT:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(key)
@@ -86,7 +85,7 @@ class Constraints:
         async with self._lock:
             if self._compiler is None:
                 self._compiler = await self._find_compiler(request)
-        return await to_thread.run_sync(
+        return await run_in_thread(
             self._compiler.compile,
             request.sampling,
             request.generated,

@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hotswap.errors import MemoryNotReclaimed, OutOfMemory
 from hotswap.kernels.processor import instructions
+from hotswap.worker_threads import run_in_thread
 
 __all__ = [
     "ReleasedMemory",
@@ -89,7 +89,7 @@ class ReleasedMemory:
                 await anyio.sleep(_POLL_S)
         if self._device.type == "cuda":
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(torch.cuda.empty_cache)
+                await run_in_thread(torch.cuda.empty_cache)
         if used:
             raise MemoryNotReclaimed(
                 f"{len(used)} tensors that an unload released are still referenced and keep their memory of "

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Self
 
 import anyio
-import anyio.to_thread
 import torch
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
@@ -52,6 +51,7 @@ from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.view import EngineStatus, InstanceId, InstanceState
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["TorchEngine"]
 
@@ -518,7 +518,7 @@ class TorchEngine(Engine):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop()
-            await anyio.to_thread.run_sync(worker.join)
+            await run_in_thread(worker.join)
         await self._drop_staged()
         await self._release_serving()
         await self._loader.stop()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import anyio
-import anyio.to_thread
 import torch
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from hotswap.kernels.targets import runs_triton
 from hotswap.model import Manifest, ModelCard, TensorSpec
 from hotswap.request import ModelId
 from hotswap.store import SupportsLend, WeightStore
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["LocalLoader", "LocalModel"]
 
@@ -94,11 +94,11 @@ class LocalModel(LoadedModel):
         return self.loader.targets(self)
 
     async def pack(self) -> None:
-        while await anyio.to_thread.run_sync(self.loader.pack_next, self):
+        while await run_in_thread(self.loader.pack_next, self):
             pass
 
     async def open(self, budget: KVBudget) -> LocalForward:
-        return await anyio.to_thread.run_sync(self.loader.open, self, budget)
+        return await run_in_thread(self.loader.open, self, budget)
 
     async def release(self) -> None:
         await self.loader.release(self)
@@ -141,23 +141,23 @@ class LocalLoader(Loader):
 
     async def start(self) -> None:
         try:
-            await anyio.to_thread.run_sync(check_device, self._device)
+            await run_in_thread(check_device, self._device)
         except RuntimeError as exc:
             raise InstanceLost(f"{self._device} fails ({exc}); restart the process.") from exc
         # Slow the first time and cached: later calls on the event loop return at once.
-        await anyio.to_thread.run_sync(runs_triton, self._device)
+        await run_in_thread(runs_triton, self._device)
 
     async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> LocalModel:
         manifest = await store.manifest(card.id)
         check_world_size(manifest, 1)
-        skeleton = await anyio.to_thread.run_sync(self._borrow_skeleton, manifest.config)
+        skeleton = await run_in_thread(self._borrow_skeleton, manifest.config)
         try:
             weights = await self._weights(manifest, store, others_bytes, skeleton)
         except BaseException:
             self._skeletons.give_back(skeleton, self._device)
             raise
         try:
-            return await anyio.to_thread.run_sync(self._bind, card, manifest, skeleton, weights)
+            return await run_in_thread(self._bind, card, manifest, skeleton, weights)
         except BaseException:
             self._skeletons.give_back(skeleton, self._device)
             await self._free(weights)
@@ -166,7 +166,7 @@ class LocalLoader(Loader):
     async def release(self, model: LocalModel) -> None:
         """Release the weights of a model that no longer runs. Shielded from cancellation."""
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._packed.release, model.packed)
+            await run_in_thread(self._packed.release, model.packed)
         self._skeletons.give_back(model.skeleton, self._device)
         await self._free(model.weights)
 
@@ -176,8 +176,8 @@ class LocalLoader(Loader):
     async def stop(self) -> None:
         """Free the cached buffers and packed weights."""
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._buffers.clear)
-            await anyio.to_thread.run_sync(self._packed.clear)
+            await run_in_thread(self._buffers.clear)
+            await run_in_thread(self._packed.clear)
 
     @property
     def packed_bytes(self) -> int:
@@ -277,7 +277,7 @@ class LocalLoader(Loader):
         specs, size_bytes = recast(weights.specs, main_dtype(weights.specs), dtype)
         flat = await self._allocate(model, size_bytes, others_bytes)
         try:
-            await anyio.to_thread.run_sync(convert, weights.flat, weights.specs, flat, specs)
+            await run_in_thread(convert, weights.flat, weights.specs, flat, specs)
         except BaseException:
             await self._release_buffer(flat)
             raise
@@ -303,7 +303,7 @@ class LocalLoader(Loader):
                 stored = loan.flat if loan else dequantizer.stored_part(flat)
                 if loan is None:
                     await fetch(store, manifest, stored)
-                await anyio.to_thread.run_sync(dequantizer.run, stored, flat)
+                await run_in_thread(dequantizer.run, stored, flat)
             except BaseException:
                 await self._release_buffer(flat)
                 raise
@@ -324,9 +324,9 @@ class LocalLoader(Loader):
         self.weight_bytes += size_bytes
         self._others_bytes = others_bytes
         try:
-            await anyio.to_thread.run_sync(self._fit)
+            await run_in_thread(self._fit)
             with out_of_memory_mapped(f"the weights of {model!r}"):
-                flat = await anyio.to_thread.run_sync(self._buffers.allocate, size_bytes)
+                flat = await run_in_thread(self._buffers.allocate, size_bytes)
         except BaseException:
             self.weight_bytes -= size_bytes
             raise
@@ -336,10 +336,10 @@ class LocalLoader(Loader):
     async def _release_buffer(self, flat: Tensor) -> None:
         self._released.watch(flat)
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._buffers.release, flat)
+            await run_in_thread(self._buffers.release, flat)
             self.weight_bytes -= len(flat)
             # The released memory may be used to pack layers of the serving model.
-            await anyio.to_thread.run_sync(self._fit)
+            await run_in_thread(self._fit)
 
     def _fit(self) -> None:
         """Limit packed weights to the memory that weights and KV blocks do not take. May free much."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_thread
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.adapter_accounting import AdapterAccounting, Held
@@ -25,6 +24,7 @@ from hotswap.errors import (
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
 from hotswap.view import InstanceId
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["Adapters"]
 
@@ -72,7 +72,7 @@ class Adapters:
             directory, core = self._accounting.directory_of(adapter), self._core
             if directory is None or core is None:
                 return
-            await anyio.to_thread.run_sync(_check_files, name, directory, self._max_rank)
+            await run_in_thread(_check_files, name, directory, self._max_rank)
             number = next(_numbers)
             lora = named("vllm.lora.request:LoRARequest")(
                 lora_name=f"{name} {number}", lora_int_id=number, lora_path=str(directory)

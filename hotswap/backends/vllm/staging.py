@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 
 from hotswap.backends.tokenizer import HfTokenizer
 from hotswap.backends.vllm.settings import architecture_of
 from hotswap.errors import OutOfMemory, ShardCorrupt, UnsupportedModel
 from hotswap.model import Manifest, ModelCard, Shard
 from hotswap.store import SupportsLend, SupportsReadInto, SupportsTokenizer, WeightStore
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["CONFIG", "INDEX", "TOKENIZER", "TOKENIZER_CONFIG", "Staged", "stage"]
 
@@ -78,7 +78,7 @@ class Staged:
     async def release(self) -> None:
         """Free it; processes that have it mapped keep the memory. Cannot be interrupted."""
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(_remove, self.directory)
+            await run_in_thread(_remove, self.directory)
             if self.loan is not None:
                 await self.loan.aclose()
 
@@ -98,16 +98,16 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
             f"Model {card.id!r} is {cut} in its store, and vLLM cuts and quantises models itself; convert it "
             "again, whole."
         )
-    directory = await anyio.to_thread.run_sync(_make_directory)
+    directory = await run_in_thread(_make_directory)
     loan = AsyncExitStack()
     try:
         tokenizer, ends = await _write_tokenizer(directory, store, card)
         lent = await _borrow(loan, store, manifest)
         if lent is None:
-            await anyio.to_thread.run_sync(_make_file, directory, manifest)
+            await run_in_thread(_make_file, directory, manifest)
             await _fill(directory, store, manifest)
         place = (directory / _WEIGHTS, 0) if lent is None else lent
-        await anyio.to_thread.run_sync(_write_index, directory, manifest, *place)
+        await run_in_thread(_write_index, directory, manifest, *place)
     except BaseException:
         await Staged(card, manifest, directory, loan=loan).release()
         raise
@@ -186,7 +186,7 @@ async def _read(store: WeightStore, shard: Shard, whole: memoryview) -> None:
         async for chunk in chunks:
             if chunk.offset_bytes != at or at + chunk.data.nbytes > end:
                 raise _misfit(shard, chunk.offset_bytes)
-            await anyio.to_thread.run_sync(_copy, whole, at, chunk.data)
+            await run_in_thread(_copy, whole, at, chunk.data)
             at += chunk.data.nbytes
     if at != end:
         raise _misfit(shard, at)

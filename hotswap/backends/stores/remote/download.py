@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import anyio
-from anyio import to_thread
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.stores.bandwidth import Meter
@@ -17,6 +16,7 @@ from hotswap.backends.stores.remote.objects import PUSH_AGAIN, Objects, Part, Ve
 from hotswap.backends.stores.ring import BufferPool
 from hotswap.errors import ShardCorrupt, StoreError
 from hotswap.model import HostChunk, Shard
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["Download", "DownloadContext"]
 
@@ -147,7 +147,7 @@ class Download:
                 early[arrived[1].start] = arrived
             filled = early.pop(due)
             part = filled[1]
-            await to_thread.run_sync(self._checksum.update, part.target)
+            await run_in_thread(self._checksum.update, part.target)
             due = part.end
             if due == end:
                 self._check()

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import obstore
-from anyio import to_thread
 from obstore import exceptions
 
 from hotswap.backends.stores.files import BlockFile, open_regular, read_small
@@ -19,6 +18,7 @@ from hotswap.backends.stores.remote.objects import reason
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError
 from hotswap.model import Manifest, Shard
 from hotswap.request import ModelId
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["LocalModel", "Upload"]
 
@@ -101,7 +101,7 @@ class Upload:
         """Upload the missing data files, then the side files, then the index."""
         for file, shards in self._local.data_files().items():
             await self._put_data(file, shards)
-        for name, text in (await to_thread.run_sync(self._local.side_files)).items():
+        for name, text in (await run_in_thread(self._local.side_files)).items():
             await self._put_small(name, text)
         await self._put_small(INDEX_NAME, self._local.index)
         return self._local.manifest
@@ -125,7 +125,7 @@ class Upload:
                 buffer_size=_PART_BYTES,
                 max_concurrency=_CONCURRENCY,
             ) as writer:
-                while piece := await to_thread.run_sync(next, pieces, b""):
+                while piece := await run_in_thread(next, pieces, b""):
                     await writer.write(piece)
 
     async def _put_small(self, name: str, text: bytes) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
-from anyio import to_thread
-
 from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.layout import (
     ALIGNMENT_BYTES,
@@ -35,6 +33,7 @@ from hotswap.request import ModelId
 from hotswap.store import WeightStore
 from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import Residency, StoreView, TierView
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["RemoteStore"]
 
@@ -135,17 +134,17 @@ class RemoteStore(WeightStore):
             return None
         from hotswap.backends.tokenizer import HfTokenizer
 
-        return await to_thread.run_sync(HfTokenizer.parse, text)
+        return await run_in_thread(HfTokenizer.parse, text)
 
     async def text_settings(self, model: ModelId) -> TextSettings | None:
         files = await self.side_files(model)
         where = f"{self.url}/{model}"
-        return await to_thread.run_sync(parse_text_settings, files, where) if files else None
+        return await run_in_thread(parse_text_settings, files, where) if files else None
 
     async def adapter_settings(self, adapter: Adapter) -> TextSettings:
         model = ModelId(adapter.model)
         manifest, files = await self.manifest(model), await self.side_files(model)
-        return await to_thread.run_sync(read_adapter_settings, adapter, manifest, files)
+        return await run_in_thread(read_adapter_settings, adapter, manifest, files)
 
     async def side_files(self, model: ModelId) -> dict[str, bytes]:
         """Return the small files beside a model's weights, by name, for a tier that keeps a copy.
@@ -175,7 +174,7 @@ class RemoteStore(WeightStore):
         if (id := model_in(directory.name) if model is None else model) is None:
             raise ShardMissing(f"{str(directory)!r} is no directory of a model; give one in a `NvmeStore`.")
         model_name(id, self.url)
-        local = await to_thread.run_sync(LocalModel, directory, id)
+        local = await run_in_thread(LocalModel, directory, id)
         upload = Upload(self._location, local)
         try:
             there = await self.manifest(id)
@@ -235,7 +234,7 @@ class RemoteStore(WeightStore):
             return known
         text, tag = found
         parse = partial(parse_index, text, path=self._objects.url(path), model=model)
-        return _Known(await to_thread.run_sync(parse), tag)
+        return _Known(await run_in_thread(parse), tag)
 
     def _path(self, model: ModelId, file: str) -> str:
         name = model_name(model, self.url)

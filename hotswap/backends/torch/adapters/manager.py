@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import torch
 from anyio.lowlevel import checkpoint
 
@@ -24,6 +23,7 @@ from hotswap.kernels.segmented_lora import has_kernels
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
 from hotswap.view import InstanceId
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["AdapterManager", "pool_kind"]
 
@@ -87,7 +87,7 @@ class AdapterManager:
         pool, self._pool = self._pool, None
         if pool is not None:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(pool.close)
+                await run_in_thread(pool.close)
 
     async def load(self, adapter: Adapter) -> None:
         """Read an adapter and write it to a slot; see `SupportsAdapters.load_adapter`."""
@@ -97,7 +97,7 @@ class AdapterManager:
             if directory is None or pool is None:
                 return
             with out_of_memory_mapped(f"adapter {name!r} of engine {self._engine!r}"):
-                weights = await anyio.to_thread.run_sync(self._cache.get, directory, pool.dtype)
+                weights = await run_in_thread(self._cache.get, directory, pool.dtype)
             pool.check(name, weights)
             async with self._pool_lock:
                 self._accounting.add(name, await self._put(name, weights, pool))
@@ -111,7 +111,7 @@ class AdapterManager:
             )
         try:
             with out_of_memory_mapped(f"adapter {name!r} of engine {self._engine!r}"):
-                await anyio.to_thread.run_sync(pool.put, slot, weights)
+                await run_in_thread(pool.put, slot, weights)
             # The same model may have been reloaded meanwhile, with another pool.
             if self._pool is not pool:
                 raise self._accounting.unloaded(name)

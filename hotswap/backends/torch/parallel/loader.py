@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import anyio
-import anyio.to_thread
 import torch
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from hotswap.backends.torch.weights import check_world_size
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
 from hotswap.model import Manifest, ModelCard
 from hotswap.store import WeightStore
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["RankedLoader", "RankedModel"]
 
@@ -123,14 +123,14 @@ class RankedLoader(Loader):
         return self._ranks.pids
 
     async def start(self) -> None:
-        await anyio.to_thread.run_sync(self._ranks.start)
+        await run_in_thread(self._ranks.start)
         self._watch()
 
     async def stop(self) -> None:
         self._ranks.unwatch(asyncio.get_running_loop())
         self._ranks.kill()
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._ranks.join)
+            await run_in_thread(self._ranks.join)
         self.weight_bytes = 0
 
     def abandon(self) -> None:
@@ -142,9 +142,9 @@ class RankedLoader(Loader):
     async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> RankedModel:
         manifest = await store.manifest(card.id)
         check_world_size(manifest, self.grid.tp)
-        skeleton = await anyio.to_thread.run_sync(self._borrow_skeleton, manifest.config)
+        skeleton = await run_in_thread(self._borrow_skeleton, manifest.config)
         try:
-            parts = await anyio.to_thread.run_sync(self._parts, skeleton)
+            parts = await run_in_thread(self._parts, skeleton)
             reader = Reader(manifest, parts, self._dtype)
             self._check_room(card, reader.rank_bytes)
             weights = await reader.read(store)
@@ -222,7 +222,7 @@ class RankedLoader(Loader):
         # A rank that refuses a model during a preflight ends: that is the load's error, not an instance loss.
         self._ranks.unwatch(asyncio.get_running_loop())
         try:
-            logits, layers = await anyio.to_thread.run_sync(self._bind, manifest, skeleton, weights)
+            logits, layers = await run_in_thread(self._bind, manifest, skeleton, weights)
         except InstanceLost as exc:
             self._died("a rank failed during a load", exc)
             raise
@@ -282,7 +282,7 @@ class RankedLoader(Loader):
     async def _ask(self, commands: Sequence[Command]) -> list[Done]:
         """Run a command on every rank; if one fails or does not reply in time, the instance is lost."""
         try:
-            return await anyio.to_thread.run_sync(self._ranks.call, commands)
+            return await run_in_thread(self._ranks.call, commands)
         except InstanceLost as exc:
             self._died("a rank failed to run a command", exc)
             raise

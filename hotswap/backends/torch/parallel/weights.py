@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import anyio.to_thread
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from hotswap.backends.torch.weights import ALIGNMENT_BYTES, convert, recast
 from hotswap.errors import OutOfMemory, ShardCorrupt
 from hotswap.model import HostChunk, Manifest, Shard, TensorSpec
 from hotswap.store import WeightStore
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["PartWeights", "Reader"]
 
@@ -90,7 +90,7 @@ class Reader:
                     for shard in self._manifest.shards_of(part):
                         await self._scatter(store, shard, targets)
             for own, memory in zip(self._manifests, stored, strict=True):
-                made.append(await anyio.to_thread.run_sync(self._finish, own, memory))
+                made.append(await run_in_thread(self._finish, own, memory))
         except BaseException:
             for weights in made:
                 weights.memory.close()
@@ -103,7 +103,7 @@ class Reader:
         copied = 0
         async with store.open(shard) as chunks:
             async for chunk in chunks:
-                await anyio.to_thread.run_sync(self._copy, chunk, shard.rank, targets)
+                await run_in_thread(self._copy, chunk, shard.rank, targets)
                 copied += chunk.data.nbytes
         check_shard_size(shard, copied)
 
