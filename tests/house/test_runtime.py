@@ -15,13 +15,13 @@ from tests.house.tree import PACKAGE, name
 
 MAX_FLEET_LINES = 400
 # 7,676 when the state of a fleet got one owner; 200 more for what requests may ask for and are told, 160 for
-# the files of adapters, 100 to close gracefully, 230 for chats and the texts of adapters,
+# the files of adapters, 100 to close gracefully, 250 for chats and the texts of adapters,
 # 160 for metrics and the log, 150 for operations on drained instances, rolls with waiting requests and
 # engines that stop with an error, 60 for arguments that are checked before anything is done, 330 for several
 # samples of one prompt and the first error of one, 80 for engines that cannot tell their status or are in use
 # elsewhere.
 # Raise it for what is added, never for how.
-MAX_LINES = 9_210
+MAX_LINES = 9_230
 MAX_CALLBACKS = 15
 
 RUNTIME, SIMULATION = PACKAGE / "runtime", PACKAGE / "simulation"
