@@ -28,6 +28,7 @@ from hotswap import (
 from hotswap.abc import (
     EngineStatus,
     HostChunk,
+    KVPages,
     KVSink,
     KVSource,
     Manifest,
@@ -618,6 +619,22 @@ class TellsOldTokensWhenStopped(SimEngine):
                 return Stopped(stopped.tokens[:-1], stopped.num_computed - 1)
 
             source.stop = early  # type: ignore[method-assign]
+            yield source
+
+
+@engine_caught_by("test_a_stopped_request_is_read_in_any_pieces_and_again")
+class HasOneReadForAStoppedRequest(SimEngine):
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        async with super().export_kv(request) as source:
+            read, last = source.read, list[KVPages]()
+
+            async def once(first_block: int, num_tokens: int) -> KVPages:
+                if not (source._stopped and last):  # type: ignore[attr-defined]
+                    last[:] = [await read(first_block, num_tokens)]
+                return last[0]
+
+            source.read = once  # type: ignore[method-assign]
             yield source
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 from anyio.lowlevel import checkpoint
 
 from hotswap import Fleet, InstanceState, MigrationMethod, Model, Request, RequestId, Sampling
@@ -25,6 +26,16 @@ from tests.backends.torch.zoo import make_model
 from tests.runtime.support import Idle, until
 
 KINDS = ("llama", "gemma2")
+DEVICES = (
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+        ],
+    ),
+)
 GREEDY = Sampling(max_tokens=60, ignore_eos=True)
 SAMPLED = Sampling(
     max_tokens=60, ignore_eos=True, temperature=0.9, top_k=40, top_p=0.9, repetition_penalty=1.2
@@ -50,8 +61,10 @@ def make_engine(name: str, skeletons: SkeletonCache, **options: Any) -> TorchEng
 
 
 @asynccontextmanager
-async def two_replicas(store: DictStore, skeletons: SkeletonCache, kind: str) -> AsyncGenerator[Fleet]:
-    engines = [make_engine(name, skeletons) for name in ("e0", "e1")]
+async def two_replicas(
+    store: DictStore, skeletons: SkeletonCache, kind: str, **options: Any
+) -> AsyncGenerator[Fleet]:
+    engines = [make_engine(name, skeletons, **options) for name in ("e0", "e1")]
     fleet = Fleet(
         engines=engines,
         store=store,
@@ -66,22 +79,28 @@ async def two_replicas(store: DictStore, skeletons: SkeletonCache, kind: str) ->
 
 
 async def undisturbed(
-    store: DictStore, skeletons: SkeletonCache, kind: str, prompt: tuple[int, ...], sampling: Sampling
+    store: DictStore,
+    skeletons: SkeletonCache,
+    kind: str,
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    **options: Any,
 ) -> list[int]:
-    async with make_engine("oracle", skeletons) as engine:
+    async with make_engine("oracle", skeletons, **options) as engine:
         await engine.load(store.card(kind), store)
         request = Request(id=RequestId("r"), model=store.card(kind).id, prompt=prompt, sampling=sampling)
         async with engine.stream(request) as tokens:
             return [token.id for token in await tokens.collect()]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", ["kv", "tokens"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_moved_stream_is_that_of_an_undisturbed_run(
-    store: DictStore, skeletons: SkeletonCache, kind: str, method: MigrationMethod
+    store: DictStore, skeletons: SkeletonCache, kind: str, method: MigrationMethod, device: str
 ) -> None:
     random = Random(f"{kind}{method}")
-    async with two_replicas(store, skeletons, kind) as fleet:
+    async with two_replicas(store, skeletons, kind, device=device) as fleet:
         for number in range(6):
             prompt = tuple(random.randrange(2, 500) for _ in range(random.choice([3, 31, 32, 100])))
             sampling = replace(random.choice([GREEDY, SAMPLED]), seed=number)
@@ -100,7 +119,7 @@ async def test_a_moved_stream_is_that_of_an_undisturbed_run(
                         )
                         assert record.outcome in ("done", "finished"), record
                         assert record.method == method
-            assert read == await undisturbed(store, skeletons, kind, prompt, sampling)
+            assert read == await undisturbed(store, skeletons, kind, prompt, sampling, device=device)
         assert sum(record.outcome == "done" for record in fleet.migrations) >= 6
         for instance in fleet.view().instances:
             assert instance.num_requests == 0

@@ -164,15 +164,23 @@ class KVCache:
             for content, block in zip(part.numpy(), blocks, strict=True):
                 stack.numpy()[:, block] = content
 
+    @torch.inference_mode()
     def save_staged(self, blocks: Sequence[int], out: Tensor) -> None:
-        """Save through a staging buffer on the device: one kernel launch for all layers, and one copy."""
+        """Save through a staging buffer on the device: one kernel launch for all layers, and one copy.
+
+        In inference mode on any thread: PyTorch lets no other mode write to a tensor of the engine's thread.
+        """
         if self.block_bytes:
             staging = torch.empty(len(out), dtype=torch.uint8, device=self.device)
             gather(self._table(), blocks, staging)
             out.copy_(staging)
 
+    @torch.inference_mode()
     def restore_staged(self, blocks: Sequence[int], data: Tensor) -> None:
-        """Restore through a staging buffer on the device; `data` may be overwritten when this returns."""
+        """Restore through a staging buffer on the device; `data` may be overwritten when this returns.
+
+        In inference mode, like `save_staged`.
+        """
         if self.block_bytes:
             scatter(self._table(), blocks, data.to(self.device))
 

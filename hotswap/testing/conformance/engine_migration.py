@@ -91,6 +91,24 @@ class MigrationChecks(EngineSuite):
                     assert tokens.num_reused_tokens == stopped.num_computed
 
     @check
+    async def test_a_stopped_request_is_read_in_any_pieces_and_again(self) -> None:
+        async with self.pair() as pair:
+            request = self.long_requests(pair.setup.card, 1)[0]
+            async with (
+                self.streaming(pair.source, [request]) as (reader,),
+                pair.export(request.id) as source,
+                pair.take(request) as sink,
+            ):
+                stopped = await source.stop()
+                await sink.reserve(stopped.num_computed)
+                await self.copy_block_by_block(source, sink, stopped.num_computed)
+                await sink.commit(stopped.tokens)
+                await source.release()
+                await reader.ended.wait()
+                rest = await self.rest_of(pair.destination, request, reader)
+            assert reader.ids + rest == await self.expected(request, pair.setup.card)
+
+    @check
     async def test_a_request_that_was_not_released_goes_on_where_it_was(self) -> None:
         async with self.pair() as pair:
             requests = self.long_requests(pair.setup.card)
@@ -285,6 +303,17 @@ class MigrationChecks(EngineSuite):
         if full:
             await sink.write(await source.read(0, full))
         return full
+
+    async def copy_block_by_block(self, source: KVSource, sink: KVSink, num_tokens: int) -> None:
+        """Copy the blocks of a stopped request one at a time, and check them against a read of them all."""
+        whole = bytes((await source.read(0, num_tokens)).data)
+        block_tokens = source.layout.block_tokens
+        size = len(whole) // -(-num_tokens // block_tokens)
+        for block, first in enumerate(range(0, num_tokens, block_tokens)):
+            pages = await source.read(block, min(block_tokens, num_tokens - first))
+            assert (pages.first_block, pages.num_tokens) == (block, min(block_tokens, num_tokens - first))
+            assert bytes(pages.data) == whole[block * size : (block + 1) * size], "the block has changed"
+            await sink.write(pages)
 
     async def rest_of(self, engine: Engine, request: Request, reader: Reader) -> list[int]:
         """Return the tokens that an engine generates from where a reader was interrupted."""

@@ -20,6 +20,16 @@ from tests.backends.torch.zoo import generate, make_model
 
 CPU = torch.device("cpu")
 LAYERS = (LayerShape(kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float32),) * 3
+DEVICES = (
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+        ],
+    ),
+)
 PROMPTS = ([5, 6, 7], [9] * 20, list(range(40, 75)))
 
 
@@ -107,6 +117,23 @@ def test_staged_copies_equal_direct_ones(layers: tuple[LayerShape, ...]) -> None
         cache.save_staged(order, staged)
         assert torch.equal(out, staged)
         assert order != blocks or torch.equal(out, data)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("allocated", [True, False])
+@pytest.mark.parametrize("copied", [True, False])
+def test_blocks_are_copied_on_any_thread_wherever_they_were_allocated(
+    device: str, allocated: bool, copied: bool
+) -> None:
+    """The engine's thread is in inference mode, and the event loop, which makes small copies, is not."""
+    with torch.inference_mode(allocated):
+        cache = KVCache(3, 4, torch.device(device), LAYERS)
+        data = torch.randint(256, (2 * cache.block_bytes,), dtype=torch.uint8)
+        out = torch.zeros_like(data)
+    with torch.inference_mode(copied):
+        cache.restore_staged([3, 1], data)
+        cache.save_staged([3, 1], out)
+    assert torch.equal(out, data)
 
 
 def test_blocks_of_layers_that_were_added_later_are_copied() -> None:
