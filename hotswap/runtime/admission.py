@@ -102,7 +102,7 @@ class Admission:
         if ticket.error is not None:
             raise ticket.error
         assert ticket.instance is not None
-        waited_s = anyio.current_time() - ticket.view.waiting_since_s
+        waited_s = anyio.current_time() - ticket.waiting_since_s
         self._usual_wait_s += 0.1 * (max(waited_s, 0.1) - self._usual_wait_s)
         return ticket.instance
 

@@ -172,11 +172,22 @@ class _Heap(_Kept):
 
     def first(self, group: Group, looked_at: Container[InstanceId] = ()) -> InstanceView | None:
         """Return the first member; the load of one that has been looked at counts as known."""
-        rank, keys, heap, members = self._rank, self._keys, self._heap, group.members
+        keys, heap, members = self._keys, self._heap, group.members
         if len(self.changed) + len(heap) > 4 * len(members) + 64:
             heap.clear()
             keys.clear()
             self.changed = dict.fromkeys(members)
+        if self.changed:
+            self._rank_changed(group, looked_at)
+        while heap:
+            key, _, instance = heap[0]
+            if keys.get(instance) is key:
+                return members[instance]
+            heapq.heappop(heap)
+        return None
+
+    def _rank_changed(self, group: Group, looked_at: Container[InstanceId]) -> None:
+        rank, keys, members, unknown = self._rank, self._keys, group.members, group.load_changed
         for instance in self.changed:
             view = members[instance]
             key = rank(view)
@@ -184,18 +195,12 @@ class _Heap(_Kept):
                 keys.pop(instance, None)
                 continue
             if self.by_count:
-                known = instance not in group.load_changed or instance in looked_at
+                known = instance not in unknown or instance in looked_at
                 key = rank.count(view), known, key if known else None
             if key != keys.get(instance):
                 keys[instance] = key
-                heapq.heappush(heap, (key, next(self._numbers), instance))
+                heapq.heappush(self._heap, (key, next(self._numbers), instance))
         self.changed.clear()
-        while heap:
-            key, _, instance = heap[0]
-            if keys.get(instance) is key:
-                return members[instance]
-            heapq.heappop(heap)
-        return None
 
 
 class _Order(_Kept):

@@ -236,10 +236,13 @@ class Index:
 
     def _renew(self, group: Group, loads: Iterable[InstanceId]) -> None:
         """Bring the views of a group up to date, but for loads that are not among these."""
-        for instance in [i for i in loads if i in group.members]:
-            self._look(instance)
-        for instance in [i for i in group.counts_changed if i in group.members]:
-            self._counted(instance, group)
+        members = group.members  # `loads` may be those of a larger group
+        for instance in tuple(loads):
+            if instance in members:
+                self._look(instance)
+        for instance in tuple(group.counts_changed):
+            if instance in members:
+                self._counted(instance, group)
 
     def _counted(self, instance: InstanceId, group: Group) -> InstanceView:
         """Return the view of a member with its counts as they are now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, TypeAlias
 
@@ -39,7 +39,7 @@ class Standing:
 ORDINARY = Standing()
 
 # Requests of one key are interchangeable for a router: what it declines for the first, it declines for all.
-QueueKey: TypeAlias = tuple[ModelId, AdapterId | None, Standing]
+QueueKey: TypeAlias = tuple[ModelId, AdapterId | None, bool, SampleGroup | None]
 
 
 class Answered(Protocol):
@@ -66,27 +66,47 @@ class Ticket:
         order: Its place: the number of its arrival, less 64 for each level of priority, then a number that no
             other ticket has.
         request: The request.
-        view: What schedulers see of it.
+        waiting_since_s: The loop time at which it came to the queue.
         answered: Set when there is an answer.
         instance: The answer, which the request has been assigned to.
         error: The answer, if the request cannot be served.
         standing: By what else it may have to wait.
         waiting: Whether the queue still has it.
+        seen: Its `view`, once it was asked for.
     """
 
     order: tuple[int, int]
     request: Request
-    view: WaitingView
     answered: Answered
+    waiting_since_s: float
+    standing: Standing = ORDINARY
     instance: Instance | None = None
     error: Exception | None = None
-    standing: Standing = ORDINARY
     waiting: bool = True
+    seen: WaitingView | None = None
+
+    @property
+    def view(self) -> WaitingView:
+        """What schedulers see of it; most requests find an instance before a scheduler looks."""
+        if self.seen is None:
+            request = self.request
+            self.seen = WaitingView(
+                id=request.id,
+                model=request.model,
+                adapter=request.adapter,
+                num_tokens=request.num_tokens,
+                num_generated=len(request.generated),
+                priority=request.priority,
+                arrived_s=request.arrived_s,
+                waiting_since_s=self.waiting_since_s,
+            )
+        return self.seen
 
     @property
     def key(self) -> QueueKey:
         """What it has in common with the requests that the router cannot tell from it."""
-        return self.request.model, self.request.adapter, self.standing
+        request, standing = self.request, self.standing
+        return request.model, request.adapter, standing.suspect, standing.follows
 
 
 class Queue:
@@ -109,18 +129,8 @@ class Queue:
     ) -> Ticket:
         """Append a request that was the fleet's `arrival`th, and return its ticket."""
         self._num_tickets += 1
-        view = WaitingView(
-            id=request.id,
-            model=request.model,
-            adapter=request.adapter,
-            num_tokens=request.num_tokens,
-            num_generated=len(request.generated),
-            priority=request.priority,
-            arrived_s=request.arrived_s,
-            waiting_since_s=anyio.current_time(),
-        )
         order = (arrival - PRIORITY_PLACES * request.priority, self._num_tickets)
-        ticket = Ticket(order, request, view, answered, standing=standing)
+        ticket = Ticket(order, request, answered, anyio.current_time(), standing)
         self._append(ticket)
         return ticket
 
@@ -135,8 +145,7 @@ class Queue:
         """Have tickets wait for their requests as other models' requests, each in its place."""
         for ticket, request in requests.items():
             self.remove(ticket)
-            ticket.request, ticket.waiting = request, True
-            ticket.view = replace(ticket.view, model=request.model, adapter=request.adapter)
+            ticket.request, ticket.waiting, ticket.seen = request, True, None
             self._append(ticket)
         for model in {request.model for request in requests.values()}:
             self._by_model[model].sort()
@@ -172,7 +181,7 @@ class Queue:
     def oldest_s(self, model: ModelId) -> float | None:
         """Return the loop time since which a request has waited for a model; `None` if none waits."""
         queue = self._by_model.get(model)
-        return None if queue is None else next(iter(queue.tickets.values())).view.waiting_since_s
+        return None if queue is None else next(iter(queue.tickets.values())).waiting_since_s
 
     def count(self, model: ModelId) -> int:
         """Return how many requests wait for a model."""
@@ -224,11 +233,12 @@ class _ModelQueue:
     def remove(self, ticket: Ticket) -> None:
         del self.tickets[ticket.order[1]]
         self.num_with[ticket.request.adapter] -= 1
-        same = self.keys[ticket.key]
+        key = ticket.key
+        same = self.keys[key]
         for places in (self._order, same):
             del places[bisect_left(places, ticket.order)]
         if not same:
-            del self.keys[ticket.key]
+            del self.keys[key]
 
     def sort(self) -> None:
         self.tickets = OrderedDict(sorted(self.tickets.items()))
