@@ -135,6 +135,10 @@ class InstanceView(EngineStatus):
             here; 0 if none ever did.
         swapped_s: The loop time at which the latest swap here ended, an unload too and whatever its outcome;
             `None` if there was none.
+        num_opening: Requests here without a token of this stay that the shipped schedulers let have one
+            before they take the instance: those that were assigned in the moment in which the present model
+            became ready, as many as its KV blocks hold, and those that left an instance without a token
+            before (`num_stalls`).
     """
 
     num_requests: int = 0
@@ -148,6 +152,7 @@ class InstanceView(EngineStatus):
     num_moves: int = 0
     last_assigned: int = 0
     swapped_s: float | None = None
+    num_opening: int = 0
 
     @classmethod
     def of(cls, status: EngineStatus, **fields: object) -> InstanceView:
@@ -213,7 +218,8 @@ class ModelView:
 class WaitingView:
     """One request of the queue, in the order in which the router is asked about them.
 
-    Of its `num_tokens` it was given `num_generated` before, elsewhere.
+    Of its `num_tokens` it was given `num_generated` before, elsewhere. It was evicted `num_evicted` times so
+    far, and left instances `num_stalls` times since its latest token, for whatever reason but a move.
     """
 
     id: RequestId
@@ -224,6 +230,8 @@ class WaitingView:
     priority: int = 0
     arrived_s: float = 0.0
     waiting_since_s: float = 0.0
+    num_evicted: int = 0
+    num_stalls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +239,8 @@ class RunningView:
     """One request that is assigned to an instance; `moving` while it is on its way to another.
 
     `begun` once it has got a token there: until then it waits in the engine, or its tokens are prefilled.
+    `since_s` is the loop time at which it came there; `num_evicted` and `num_stalls` are those of
+    `WaitingView`.
     """
 
     id: RequestId
@@ -242,6 +252,9 @@ class RunningView:
     arrived_s: float = 0.0
     begun: bool = True
     moving: bool = False
+    since_s: float = 0.0
+    num_evicted: int = 0
+    num_stalls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,10 +35,14 @@ __all__ = ["ActiveRequest", "Hop", "MoveListener"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One stay of a request on an instance; `first_index` is the index of the first token it was to give."""
+    """One stay of a request on an instance, since `since_s` of the loop.
+
+    `first_index` is the index of the first token that it was to give there.
+    """
 
     instance: InstanceId
     first_index: int
+    since_s: float = 0.0
 
 
 class MoveListener(Protocol):
@@ -63,6 +67,7 @@ class ActiveRequest:
         instance: Where it runs.
         hops: Where it has run.
         history: Of its failures.
+        num_evicted: How often engines gave it back.
         evicted_by: The span of what sent it away last.
         moving: Whether a move is under way; `move` is told when it leaves its instance.
         next_instance: Where it goes when it leaves, assigned to that already.
@@ -85,6 +90,7 @@ class ActiveRequest:
         self.instance: Instance | None = None
         self.hops: list[Hop] = []
         self.history: History = NEW
+        self.num_evicted = 0
         self.evicted_by: SpanContext | None = None
         self.moving = False
         self.move: MoveListener | None = None
@@ -150,7 +156,8 @@ class ActiveRequest:
 
     def begin_hop(self, instance: Instance) -> None:
         """Note a stay that begins."""
-        self.hops.append(Hop(instance=instance.id, first_index=self.num_generated))
+        now_s = anyio.current_time()
+        self.hops.append(Hop(instance=instance.id, first_index=self.num_generated, since_s=now_s))
 
     def note_token(self) -> bool:
         """Note a token: a move that brought the request here has succeeded.
@@ -186,6 +193,7 @@ class ActiveRequest:
             if isinstance(event, Evicted) and by is not None:
                 self.span.add_link(by)
             self.evicted_by = by
+        self.num_evicted += isinstance(event, Evicted)
         self.take_model()
         self.history, decision = step(self.history, event)
         return decision

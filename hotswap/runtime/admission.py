@@ -11,10 +11,11 @@ from hotswap.checks import check_counts, shown
 from hotswap.errors import ConfigError, QueueFull
 from hotswap.request import ModelId, Request
 from hotswap.router import Router
+from hotswap.runtime.change import Change
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.queue import ORDINARY, Answered, Standing, Ticket
 from hotswap.runtime.samples import SampleGroup
-from hotswap.runtime.state import Change, FleetState
+from hotswap.runtime.state import FleetState
 from hotswap.runtime.views import lend
 from hotswap.view import InstanceId
 

@@ -17,11 +17,12 @@ from hotswap.checks import check_required_seconds
 from hotswap.errors import ConfigError, HotswapError, InstanceError
 from hotswap.request import ModelId
 from hotswap.runtime.adapters import Adapters
+from hotswap.runtime.change import Change
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.losses import Losses
 from hotswap.runtime.metrics import LastView
 from hotswap.runtime.moves import Moves
-from hotswap.runtime.state import Change, FleetState
+from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
 from hotswap.runtime.views import lend
 from hotswap.scheduler import Scheduler

@@ -11,6 +11,7 @@ import anyio
 from hotswap.engine import Engine, SupportsAdapters
 from hotswap.errors import InstanceError
 from hotswap.request import ModelId
+from hotswap.runtime.turn import Turn
 from hotswap.telemetry import Telemetry
 from hotswap.view import EngineStatus, InstanceId, InstanceState, InstanceView
 
@@ -43,6 +44,7 @@ class Instance:
         polled: Whether it is asked for its status at every view, since it does not tell of changes.
         gone_for_good: Whether so many restarts failed in a row that none is tried any more.
         swap_context: The span of its latest swap, for links.
+        turn: The requests that its turn began with.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -55,6 +57,7 @@ class Instance:
         self.swapped_s: float | None = None
         self.serving_since_s: float | None = None
         self.draining = self.swapping = False
+        self.turn = Turn()
         self.target: ModelId | None = None
         self.cooldowns: dict[ModelId | None, Cooldown] = {}
         self.swap_context: SpanContext | None = None
@@ -107,6 +110,7 @@ class Instance:
             num_moves=self.num_moves,
             last_assigned=self.last_assigned,
             last_used_s=self.last_used_s,
+            num_opening=len(self.turn),
         )
 
     def counted(self, view: InstanceView) -> InstanceView:
@@ -117,6 +121,7 @@ class Instance:
             num_moves=self.num_moves,
             last_assigned=self.last_assigned,
             last_used_s=self.last_used_s,
+            num_opening=len(self.turn),
         )
 
     def _cooling_down(self) -> tuple[ModelId, ...]:

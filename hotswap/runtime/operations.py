@@ -19,11 +19,12 @@ from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Admission
+from hotswap.runtime.change import Change
 from hotswap.runtime.drain import Drain
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.moves import Moves
 from hotswap.runtime.queue import Ticket
-from hotswap.runtime.state import Change, FleetState
+from hotswap.runtime.state import FleetState
 from hotswap.runtime.supervisor import EngineSupervisor
 from hotswap.runtime.swaps import Swaps
 from hotswap.view import InstanceId, InstanceState

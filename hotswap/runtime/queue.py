@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 import anyio
 
 from hotswap.request import AdapterId, ModelId, Request
+from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.samples import SampleGroup
 from hotswap.view import WaitingView
@@ -73,6 +74,7 @@ class Ticket:
         standing: By what else it may have to wait.
         waiting: Whether the queue still has it.
         seen: Its `view`, once it was asked for.
+        active: The request under way, once it has begun.
     """
 
     order: tuple[int, int]
@@ -84,12 +86,13 @@ class Ticket:
     error: Exception | None = None
     waiting: bool = True
     seen: WaitingView | None = None
+    active: ActiveRequest | None = None
 
     @property
     def view(self) -> WaitingView:
         """What schedulers see of it; most requests find an instance before a scheduler looks."""
         if self.seen is None:
-            request = self.request
+            request, active = self.request, self.active
             self.seen = WaitingView(
                 id=request.id,
                 model=request.model,
@@ -99,6 +102,8 @@ class Ticket:
                 priority=request.priority,
                 arrived_s=request.arrived_s,
                 waiting_since_s=self.waiting_since_s,
+                num_evicted=0 if active is None else active.num_evicted,
+                num_stalls=0 if active is None else active.history.num_stalls,
             )
         return self.seen
 
@@ -125,12 +130,21 @@ class Queue:
         return sum(len(queue.tickets) for queue in self._by_model.values())
 
     def add(
-        self, request: Request, arrival: int, answered: Answered, standing: Standing = ORDINARY
+        self,
+        request: Request,
+        arrival: int,
+        answered: Answered,
+        standing: Standing = ORDINARY,
+        *,
+        active: ActiveRequest | None = None,
     ) -> Ticket:
-        """Append a request that was the fleet's `arrival`th, and return its ticket."""
+        """Append a request that was the fleet's `arrival`th, and return its ticket.
+
+        `active` is the request under way, once that has begun.
+        """
         self._num_tickets += 1
         order = (arrival - PRIORITY_PLACES * request.priority, self._num_tickets)
-        ticket = Ticket(order, request, answered, anyio.current_time(), standing)
+        ticket = Ticket(order, request, answered, anyio.current_time(), standing, active=active)
         self._append(ticket)
         return ticket
 

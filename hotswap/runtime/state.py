@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from enum import Enum, auto
-from typing import Protocol
 
 import anyio
 
@@ -17,6 +15,7 @@ from hotswap.errors import ConfigError, SwapRefused, UnknownModel
 from hotswap.model import Adapter, Model, ModelCard
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.runtime.active import ActiveRequest
+from hotswap.runtime.change import Change, StateListener
 from hotswap.runtime.demand import Demand
 from hotswap.runtime.index import Index
 from hotswap.runtime.instance import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RESTARTS, Cooldown, Instance
@@ -25,23 +24,7 @@ from hotswap.runtime.queue import Answered, Queue, Standing, Ticket
 from hotswap.store import WeightStore
 from hotswap.view import InstanceId, InstanceState
 
-__all__ = ["Change", "FleetState", "StateListener"]
-
-
-class Change(Enum):
-    """What has changed of a fleet's state, as far as others wait for it."""
-
-    RELEASED = auto()  # an instance has room for a request more
-    WAITING = auto()  # a request waits for a model that no instance serves or swaps to
-    INSTANCES = auto()  # an instance came, went, or changed its model or state
-
-
-class StateListener(Protocol):
-    """What is told of every change, by the code that makes it; it must not await."""
-
-    def state_changed(self, change: Change) -> None:
-        """Act on a change."""
-        ...
+__all__ = ["FleetState"]
 
 
 class FleetState:
@@ -227,9 +210,15 @@ class FleetState:
         self._note(instance)
 
     def set_serving_since(self, instance: Instance, since_s: float | None) -> None:
-        """Note when an instance's model became ready."""
+        """Note when an instance's model became ready; `None` when it has none any more."""
         instance.serving_since_s = since_s
+        if since_s is None:
+            instance.turn.empty()
         self._note(instance)
+
+    def begin_turn(self, instance: Instance) -> None:
+        """Note that the requests which waited for an instance's model have been assigned."""
+        instance.turn.begins = False
 
     def close(self, instance: Instance) -> None:
         """Send an instance no more requests."""
@@ -300,7 +289,7 @@ class FleetState:
 
     def enqueue(self, request: Request, arrival: int, answered: Answered, standing: Standing) -> Ticket:
         """Have a request wait for an instance."""
-        return self.queue.add(request, arrival, answered, standing)
+        return self.queue.add(request, arrival, answered, standing, active=self.requests.get(request.id))
 
     def dequeue(self, ticket: Ticket) -> None:
         """Have it wait no more; nothing happens when it does not."""
@@ -347,6 +336,9 @@ class FleetState:
 
     def note_token(self, request: ActiveRequest) -> None:
         """Note a token of a request that runs; a suspect is none any more."""
+        if (instance := request.instance) is not None and request.request.id in instance.turn:
+            instance.turn.got_token(request.request.id)
+            self.index.counts_changed(instance.id)
         if request.note_token():
             self.tell(Change.RELEASED)
         if self.suspect == request.request.id:
@@ -357,10 +349,15 @@ class FleetState:
         """Count a request to an instance."""
         self._num_assigned += 1
         instance.last_assigned = self._num_assigned
+        active, turn = self.requests.get(request.id), instance.turn
+        view = self.index.counted(instance.id) if turn.begins else None
+        stalled = active is not None and active.history.num_stalls > 0
+        turn.assign(request, stalled=stalled, most=None if view is None else view.max_tokens)
         self._count(request, instance, 1)
 
     def release(self, request: Request, instance: Instance) -> None:
         """Count it out again."""
+        instance.turn.leave(request.id)
         self._count(request, instance, -1)
         self.tell(Change.RELEASED)
 

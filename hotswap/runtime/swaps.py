@@ -11,9 +11,10 @@ from hotswap.checks import check_counts
 from hotswap.errors import ConfigError, InstanceLost, LoadsExhausted, SwapFailed
 from hotswap.request import ModelId
 from hotswap.runtime.admission import Admission
+from hotswap.runtime.change import Change
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.losses import Losses
-from hotswap.runtime.state import Change, FleetState
+from hotswap.runtime.state import FleetState
 from hotswap.runtime.swap import SwapJob, SwapLimits
 from hotswap.telemetry import Telemetry
 
@@ -106,6 +107,7 @@ class Swaps:
             if job is not None and job.record is not None:
                 self._keep(job.record)
             self._state.tell(Change.INSTANCES)
+            self._state.begin_turn(instance)
 
     def _keep(self, record: SwapRecord) -> None:
         if record.outcome != "failed":  # which is logged as a warning

@@ -225,4 +225,7 @@ def _running_view(active: ActiveRequest, instance: Instance) -> RunningView:
         arrived_s=request.arrived_s,
         begun=num_generated > active.hops[-1].first_index,
         moving=active.moving,
+        since_s=active.hops[-1].since_s,
+        num_evicted=active.num_evicted,
+        num_stalls=active.history.num_stalls,
     )

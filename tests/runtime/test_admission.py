@@ -13,9 +13,10 @@ from hotswap.backends.sim import SimEngine
 from hotswap.errors import QueueFull
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.runtime.admission import Admission
+from hotswap.runtime.change import Change
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.queue import Ticket
-from hotswap.runtime.state import Change, FleetState
+from hotswap.runtime.state import FleetState
 from tests.runtime.support import store_of
 
 A, B = ModelId("a"), ModelId("b")

@@ -7,7 +7,7 @@ import anyio
 from hotswap import Fleet, InstanceId, Sampling
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import LeastLoadedRouter
-from tests.runtime.support import Idle, idle, sim_fleet, until
+from tests.runtime.support import Idle, engine_of, idle, sim_fleet, until
 
 LONG = Sampling(max_tokens=300, ignore_eos=True)
 E0, E1 = InstanceId("e0"), InstanceId("e1")
@@ -97,3 +97,57 @@ async def test_the_end_of_the_latest_swap_is_told_of_empty_instances_too() -> No
         record = await fleet.unload("e0")
         view = fleet.view().instance(E0)
         assert (view.model, view.swapped_s) == (None, record.started_s + record.seconds)
+
+
+@virtual_time
+async def test_requests_that_wait_for_a_turn_open_it_until_each_has_a_token() -> None:
+    async with sim_fleet("a", engines=1, scheduler=Idle()) as fleet, anyio.create_task_group() as clients:
+        for prompt in (3, 2000):
+            clients.start_soon(client, fleet, 0, prompt)
+        await until(lambda: len(fleet.view().waiting) == 2)
+        await fleet.swap("e0", to="a")
+        assert fleet.view().instance(E0).num_opening == 2
+        clients.start_soon(client, fleet, 0, 500)  # comes later than the beginning
+        await until(lambda: len(fleet.view().running) == 3)
+        assert fleet.view().instance(E0).num_opening == 2
+        await until(lambda: fleet.view().instance(E0).num_opening == 0)
+        assert sum(request.begun for request in fleet.view().running) >= 2
+        await until(lambda: not fleet.view().running)
+
+
+@virtual_time
+async def test_a_request_that_left_without_a_token_opens_wherever_it_comes() -> None:
+    async with sim_fleet("a", engines=2, scheduler=Idle()) as fleet, anyio.create_task_group() as clients:
+        await fleet.swap("e0", to="a")
+        clients.start_soon(client, fleet, 0, 2000)
+        await until(lambda: len(fleet.view().running) == 1)
+        (before,) = fleet.view().running
+        assert (before.num_evicted, before.num_stalls) == (0, 0)
+        assert (before.since_s, fleet.view().instance(E0).num_opening) == (before.arrived_s, 0)
+        await fleet.unload("e0")
+        await until(lambda: fleet.view().waiting != ())
+        (waits,) = fleet.view().waiting
+        assert (waits.num_evicted, waits.num_stalls) == (1, 1)
+        await fleet.swap("e1", to="a")
+        await until(lambda: fleet.view().running != ())
+        (again,) = fleet.view().running
+        assert (again.num_evicted, again.num_stalls) == (1, 1)
+        assert again.since_s > before.since_s
+        assert fleet.view().instance(E1).num_opening == 1
+        await until(lambda: fleet.view().running[0].begun)
+        (begun,) = fleet.view().running
+        assert (begun.num_evicted, begun.num_stalls, fleet.view().instance(E1).num_opening) == (1, 0, 0)
+
+
+@virtual_time
+async def test_a_turn_opens_with_no_more_requests_than_its_blocks_hold() -> None:
+    engine = engine_of("e0", kv_blocks=128)  # of 16 tokens
+    async with sim_fleet("a", engines=[engine], scheduler=Idle()) as fleet:
+        async with anyio.create_task_group() as clients:
+            for _ in range(4):
+                clients.start_soon(client, fleet, 0, 900)
+            await until(lambda: len(fleet.view().waiting) == 4)
+            await fleet.swap("e0", to="a")
+            assert fleet.view().instance(E0).num_opening == 2
+            assert len(fleet.view().running) + fleet.view().instance(E0).num_requests >= 4
+        idle(fleet)

@@ -30,6 +30,12 @@ class Allocation:
 
     It lives for one `plan`. It answers as a new view from `assume` would after every swap, without a walk
     over the fleet. *p*, *w* and *r* are those of `WeightedLoadSwap`.
+
+    **First tokens are finished.** A replica counts, and no scheduler is offered it, while it has requests
+    that its turn began with and that have no token there yet (`InstanceView.num_opening`). So a prompt whose
+    prefill takes longer than a turn is computed once, not begun again in every turn. Between two tokens a
+    planned swap evicts a request at most once: if it came later in a turn than its beginning. A turn lasts
+    longer by the prefill of the requests that it begins with, which fit into the KV blocks together.
     """
 
     def __init__(self, fleet: FleetView) -> None:
@@ -46,8 +52,9 @@ class Allocation:
             settled = not instance.swapping and not instance.draining
             if settled and state is serving:  # the usual case, without a call
                 replicas[model] += 1
-                free.setdefault(model, {})[instance.id] = instance
-                model_of[instance.id] = model
+                if not instance.num_opening:
+                    free.setdefault(model, {})[instance.id] = instance
+                    model_of[instance.id] = model
             else:
                 replicas[_counts_to(instance)] += 1
                 if settled and state is InstanceState.EMPTY:

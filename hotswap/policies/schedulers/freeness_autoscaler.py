@@ -104,7 +104,7 @@ class FreenessAutoscaler(Scheduler):
         elif group.average_less_one > self.high and group.num_replicas > self._least(model):
             emptied_s = [i.swapped_s for i in fleet.instances if i.model is None and i.swapped_s is not None]
             if max(emptied_s, default=-inf) <= since_s:
-                yield from self._down(group)
+                yield from self._down(group, allocation)
 
     @property
     def _is_pooled(self) -> bool:
@@ -129,9 +129,8 @@ class FreenessAutoscaler(Scheduler):
             allocation.swap(swap)
             yield swap
 
-    def _down(self, group: _Group) -> Iterator[Unload]:
-        free = [instance for instance in group.members if instance.free]
-        if free:
+    def _down(self, group: _Group, allocation: Allocation) -> Iterator[Unload]:
+        if free := allocation.free_replicas(group.model):
             idlest = min(free, key=lambda instance: (instance.num_requests, instance.id))
             reason = f"average F({group.model.id})={group.average:.3g} > {self.high:g}"
             yield Unload(instance=idlest.id, deadline_s=self.drain_s, reason=reason)

@@ -63,10 +63,11 @@ class WeightedLoadSwap(Scheduler):
       has requests and no other model has waited for `patience_s`. On one instance with *M* models, without
       `min_replicas` and failed loads, no request waits longer for its model to be served than
 
-          (M - 1) (max(P, R) + I + S) + S
+          (M - 1) (max(P, R, F) + I + S) + S
 
-      seconds, with *P* `patience_s`, *R* `min_residency_s`, *I* the fleet's interval and *S* the longest
-      swap: all other models have one turn each, however long their queues. `None` is off: then such a model
+      seconds, with *P* `patience_s`, *R* `min_residency_s`, *F* the time of the first tokens that a turn
+      begins with (`Allocation`), *I* the fleet's interval and *S* the longest swap: all other models have one
+      turn each, however long their queues. `None` is off: then such a model
       waits until another one has spare replicas or no requests.
     - `sigmas` tells load from chance. A count of *p* independent requests has a standard deviation of its
       root, so f(m1) counts as greater than f(m2) only if it is by so many standard deviations of their
