@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +170,16 @@ class Manifest:
     unquantized_dtype: str = ""
 
     @property
+    def vocabulary(self) -> int | None:
+        """How many token ids the model has, as far as its config tells."""
+        try:
+            config = json.loads(self.config)
+            size = (config.get("text_config") or config).get("vocab_size")
+        except (ValueError, AttributeError):  # it is empty, or nothing that an engine could load
+            return None
+        return size if type(size) is int and size > 0 else None
+
+    @property
     def weight_bytes(self) -> int:
         """The bytes of all shards of all ranks."""
         return sum(shard.size_bytes for shard in self.shards)
@@ -185,7 +196,10 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """A registered model with the facts of its manifest that engines and policies use."""
+    """A registered model with the facts of its manifest that engines and policies use.
+
+    `vocabulary` is how many token ids it has; `None` if that is not known.
+    """
 
     id: ModelId
     weight_bytes: int
@@ -195,6 +209,7 @@ class ModelCard:
     kv_bytes_per_token: int = 0
     min_replicas: int = 0
     weight: float = 1.0
+    vocabulary: int | None = None
 
     @classmethod
     def of(cls, model: Model, manifest: Manifest) -> ModelCard:
@@ -211,6 +226,7 @@ class ModelCard:
             kv_bytes_per_token=manifest.kv_bytes_per_token,
             min_replicas=model.min_replicas,
             weight=model.weight,
+            vocabulary=manifest.vocabulary,
         )
 
 

@@ -68,6 +68,20 @@ class Request:
         """Return the same request after generating `tokens` more; the next engine prefills them."""
         return replace(self, generated=self.generated + tuple(tokens))
 
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse token ids that a model of so many does not have, wherever the request names one.
+
+        Raises:
+            InvalidRequest: naming the field, the id and the largest that there is.
+        """
+        for name, ids in (("prompt", self.tokens), *self.sampling.token_ids):
+            if ids and (max(ids) >= size or min(ids) < 0):
+                wrong = min(ids) if min(ids) < 0 else max(ids)
+                raise InvalidRequest(
+                    f"{name} of request {self.id!r} has token {wrong}, but the largest id in the vocabulary "
+                    f"of {self.model!r} is {size - 1}; use the model's own tokenizer."
+                )
+
     def __repr__(self) -> str:
         tokens = f"{len(self.prompt)}+{len(self.generated)}/{self.sampling.max_tokens}"
         adapter = f" adapter {self.adapter}" if self.adapter else ""

@@ -37,7 +37,8 @@ class Sampling:
 
     Arguments are taken as JSON gives them, too: lists for tuples, whole numbers for floats, `{id: bias}` for
     `logit_bias`, an object for `json_schema`, one string for `stop`. `None` is the default of each. Anything
-    else of another type, NaN or out of range is an `InvalidRequest` that names the field.
+    else of another type, NaN or out of range is an `InvalidRequest` that names the field. A fleet and its
+    engines refuse token ids that the model does not have in the same way.
 
     Args:
         n: How many samples to draw, at most 128: the prompt is computed once, and each has a seed of its own,
@@ -218,6 +219,18 @@ class Sampling:
         """The name of the field that has the grammar, and its value; two empty strings without one."""
         fields = ("json_schema", self.json_schema), ("regex", self.regex), ("grammar", self.grammar)
         return next((field for field in fields if field[1]), ("", ""))
+
+    @property
+    def token_ids(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The fields that name token ids, and all ids of each."""
+        return (
+            ("logit_bias", tuple(token for token, _ in self.logit_bias)),
+            ("suppress_tokens", self.suppress_tokens),
+            ("begin_suppress_tokens", self.begin_suppress_tokens),
+            ("forced_end_tokens", self.forced_end_tokens),
+            ("bad_words_ids", tuple(token for word in self.bad_words_ids for token in word)),
+            ("stop_token_ids", self.stop_token_ids),
+        )
 
     @property
     def is_random(self) -> bool:

@@ -33,7 +33,7 @@ def check_servable(
         unsupported: Fields of `Sampling` that the engine does not know; none may differ from its default.
 
     Raises:
-        InvalidRequest: it has all its tokens already, or some that the model does not know, or asks
+        InvalidRequest: it has all its tokens already, or names some that the model does not have, or asks
             for several samples, or a grammar.
         PromptTooLong: it fills the context, or would outgrow `kv_tokens`.
     """
@@ -50,15 +50,10 @@ def check_servable(
     for name in unsupported:
         if getattr(request.sampling, name) != getattr(default, name):
             raise InvalidRequest(f"Request {request.id!r} asks for {name}, which this engine has not.")
-    tokens = request.tokens
-    if min(tokens) < 0 or max(tokens) >= vocabulary:
-        raise InvalidRequest(
-            f"Request {request.id!r} has token {max(tokens) if min(tokens) >= 0 else min(tokens)}, but the "
-            f"vocabulary of {model!r} has {vocabulary}; use the model's own tokenizer."
-        )
-    if len(tokens) >= context:
+    request.check_vocabulary(vocabulary)
+    if request.num_tokens >= context:
         raise PromptTooLong(
-            f"Request {request.id!r} has {len(tokens)} tokens, but the context of {model!r} holds "
+            f"Request {request.id!r} has {request.num_tokens} tokens, but the context of {model!r} holds "
             f"{context}; shorten the prompt."
         )
     # The last token is sampled and never computed.

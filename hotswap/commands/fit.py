@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -71,12 +70,5 @@ async def _measured(arguments: argparse.Namespace, progress: Callable[[int, int]
     async with store, engine:
         manifest = await store.manifest(ModelId(arguments.model))
         card = ModelCard.of(Model(arguments.model), manifest)
-        shapes = replace(shapes, vocabulary=_vocabulary(manifest.config, shapes.vocabulary))
+        shapes = replace(shapes, vocabulary=min(shapes.vocabulary, manifest.vocabulary or shapes.vocabulary))
         return await measure_engine(engine, card, store, shapes, progress=progress)
-
-
-def _vocabulary(config: str, most: int) -> int:
-    """How many token ids a model knows, as far as its config says, and no more than `most`."""
-    whole = json.loads(config or "{}")
-    text = whole.get("text_config") or whole
-    return min(most, int(text.get("vocab_size") or most))

@@ -211,10 +211,13 @@ class Models:
         """Refuse at once what could never be served.
 
         Raises:
+            InvalidRequest: it names token ids that the model does not have.
             PromptTooLong: no token can follow the prompt within the model's context.
             ModelTooLarge: the weights exceed every engine's memory, where that is known.
         """
         card = self._state.card(request.model)
+        if card.vocabulary is not None:
+            request.check_vocabulary(card.vocabulary)
         if request.num_tokens >= card.max_context_tokens:
             raise PromptTooLong(
                 f"The prompt has {request.num_tokens} tokens and model {card.id!r} a context of "

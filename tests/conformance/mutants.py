@@ -177,6 +177,13 @@ class CutsThePrompt(EditingEngine):
         return replace(request, prompt=request.prompt[:8])
 
 
+@engine_caught_by("test_token_ids_outside_of_the_vocabulary_are_refused_by_the_name_of_their_field")
+class LeavesOutUnknownTokens(EditingEngine):
+    def rewrite(self, request: Request) -> Request:
+        known = tuple(token for token in request.sampling.suppress_tokens if token < self.vocabulary)
+        return replace(request, sampling=replace(request.sampling, suppress_tokens=known))
+
+
 @engine_caught_by("test_a_cancelled_iteration_loses_no_token")
 class LosesATokenWhenCancelled(EditingEngine):
     @asynccontextmanager

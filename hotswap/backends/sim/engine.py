@@ -367,7 +367,7 @@ class SimEngine(Engine):
         model = self._serving.model
         if request.adapter is not None and request.adapter not in self._adapters:
             raise UnknownAdapter(f"Engine {self.id!r} holds no adapter {request.adapter!r}; load it first.")
-        check_request(request, model)
+        check_request(request, model, self.vocabulary)
         sequence = make(request, model)
         self._batcher.add(sequence)
         self._migration.attach_arrival(sequence)

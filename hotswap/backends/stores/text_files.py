@@ -262,7 +262,7 @@ def _check_added_tokens(adapter: Adapter, source: Path, base: Mapping[str, bytes
 
 def _check_ids(adapter: Adapter, manifest: Manifest, tokens: Mapping[int, str]) -> None:
     """Refuse tokens that the model has no embedding of."""
-    size = _vocabulary_size(manifest)
+    size = manifest.vocabulary
     beyond = [f"{token!r} ({id})" for id, token in sorted(tokens.items()) if size is not None and id >= size]
     if beyond:
         raise UnsupportedAdapter(
@@ -270,14 +270,3 @@ def _check_ids(adapter: Adapter, manifest: Manifest, tokens: Mapping[int, str]) 
             f"{', '.join(beyond[:3])}. Embeddings of added tokens are not served; merge the adapter into "
             "its model."
         )
-
-
-def _vocabulary_size(manifest: Manifest) -> int | None:
-    config = (
-        parse_object(manifest.config.encode(), f"the config of {manifest.model}").raw
-        if manifest.config
-        else {}
-    )
-    part = config.get("text_config")
-    size: object = (cast("dict[str, object]", part) if isinstance(part, dict) else config).get("vocab_size")
-    return size if isinstance(size, int) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from hotswap.backends.servable import most_tokens
@@ -35,7 +34,7 @@ def sampling_params(
     sampling, begun = request.sampling, len(request.generated)
     passed = 0 if core.resumes else begun
     max_tokens = most_tokens(request, context) - len(request.prompt) - passed
-    ends = _ends(sampling, card)
+    ends = _ends(sampling, card, core)
     checked = core.has_rules and _may_leave_nothing(sampling)
     asks = None if begun else sampling.prompt_logprobs  # they were told with the first token
     return named("vllm.sampling_params:SamplingParams")(
@@ -46,10 +45,10 @@ def sampling_params(
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        logit_bias={token: bias for token, bias in sampling.logit_bias if token < core.vocabulary} or None,
-        stop_token_ids=_known(ends, core),
+        logit_bias=dict(sampling.logit_bias) or None,
+        stop_token_ids=ends,
         ignore_eos=True,
-        _bad_words_token_ids=_bad_words(sampling, core),
+        _bad_words_token_ids=[list(word) for word in sampling.bad_words_ids] or None,
         logprobs=_count(0 if checked and sampling.logprobs is None else sampling.logprobs, core),
         prompt_logprobs=_count(asks, core),
         detokenize=False,
@@ -116,10 +115,11 @@ def _may_leave_nothing(sampling: Sampling) -> bool:
     )
 
 
-def _ends(sampling: Sampling, card: ModelCard) -> list[int]:
-    """Return the tokens that end a request."""
+def _ends(sampling: Sampling, card: ModelCard, core: Core) -> list[int]:
+    """Return the tokens that end a request: of the model's own those that it has, as vLLM takes no others."""
     free = sampling.ignore_eos and not sampling.has_grammar
-    return sorted({*sampling.stop_token_ids, *(() if free else card.eos_token_ids)})
+    own = () if free else (token for token in card.eos_token_ids if token < core.vocabulary)
+    return sorted({*sampling.stop_token_ids, *own})
 
 
 def _extra(request: Request, core: Core, ends: list[int], passed: int, arrival: str | None) -> dict[str, Any]:
@@ -139,13 +139,13 @@ def _rules(sampling: Sampling, core: Core, ends: list[int]) -> dict[str, Any]:
     """Return the arguments of `Rules` that differ from their defaults."""
     rules: dict[str, Any] = {}
     if sampling.suppress_tokens:
-        rules["never"] = _known(sampling.suppress_tokens, core)
+        rules["never"] = list(sampling.suppress_tokens)
     if sampling.begin_suppress_tokens:
-        rules["first"] = _known(sampling.begin_suppress_tokens, core)
+        rules["first"] = list(sampling.begin_suppress_tokens)
     if sampling.forced_end_tokens:
-        rules |= {"last": _known(sampling.forced_end_tokens, core), "length": sampling.max_tokens}
+        rules |= {"last": list(sampling.forced_end_tokens), "length": sampling.max_tokens}
     if sampling.min_tokens:
-        rules |= {"ends": _known(ends, core), "min_tokens": sampling.min_tokens}
+        rules |= {"ends": ends, "min_tokens": sampling.min_tokens}
     if sampling.is_random:
         rules["seed"] = _seed(sampling)
     if _cuts_itself(sampling):
@@ -160,15 +160,6 @@ def _rules(sampling: Sampling, core: Core, ends: list[int]) -> dict[str, Any]:
 def _seed(sampling: Sampling) -> int:
     """Return its seed; vLLM takes -1 for none."""
     return (sampling.seed or 0) % _SEEDS
-
-
-def _known(tokens: Iterable[int], core: Core) -> list[int]:
-    """Return the tokens that the model has; vLLM refuses a request with others, or ends by them."""
-    return [token for token in tokens if token < core.vocabulary]
-
-
-def _bad_words(sampling: Sampling, core: Core) -> list[list[int]] | None:
-    return [list(word) for word in sampling.bad_words_ids if max(word) < core.vocabulary] or None
 
 
 def _count(asked: int | None, core: Core) -> int | None:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from hotswap.engine import Engine
-from hotswap.errors import PromptTooLong, RequestEvicted, UnknownAdapter
+from hotswap.errors import InvalidRequest, PromptTooLong, RequestEvicted, UnknownAdapter
 from hotswap.request import AdapterId, Token
 from hotswap.testing.cancel import cancel_at, cancel_everywhere
 from hotswap.testing.conformance.engine_suite import EngineSuite, collect, no_requests
@@ -22,6 +22,7 @@ __all__ = ["StreamChecks"]
 
 GREEDY: dict[str, Any] = {}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+_NO_TOKEN = 2**31 - 1
 
 
 class StreamChecks(EngineSuite):
@@ -71,7 +72,7 @@ class StreamChecks(EngineSuite):
             request = self.request(plain.card)
             undisturbed = await self.expected(request, plain.card)
         end = undisturbed[len(undisturbed) // 2]
-        async with self.serving(eos_token_ids=(end,)) as setup:
+        async with self.serving(eos_token_ids=(end, _NO_TOKEN)) as setup:
             ignoring = await collect(setup.engine, request)
             assert [token.id for token in ignoring] == undisturbed
             heeding = replace(request, sampling=replace(request.sampling, ignore_eos=False))
@@ -143,6 +144,26 @@ class StreamChecks(EngineSuite):
                 pytest.skip("the engine's KV blocks hold a whole context")
             with pytest.raises(PromptTooLong):
                 await collect(setup.engine, self.request(setup.card, most + 1))
+
+    @check
+    async def test_token_ids_outside_of_the_vocabulary_are_refused_by_the_name_of_their_field(self) -> None:
+        fields: dict[str, Any] = {
+            "logit_bias": {_NO_TOKEN: 1.0},
+            "suppress_tokens": [1, _NO_TOKEN],
+            "begin_suppress_tokens": [_NO_TOKEN],
+            "forced_end_tokens": [_NO_TOKEN, 1],
+            "bad_words_ids": [[1], [1, _NO_TOKEN]],
+            "stop_token_ids": [_NO_TOKEN],
+        }
+        async with self.serving() as setup:
+            for name, value in fields.items():
+                with pytest.raises(InvalidRequest, match=name):
+                    await collect(setup.engine, self.request(setup.card, **{name: value}))
+            request = self.request(setup.card)
+            for wrong in (replace(request, prompt=(1, _NO_TOKEN)), request.continued([_NO_TOKEN])):
+                with pytest.raises(InvalidRequest, match="vocabulary"):
+                    await collect(setup.engine, wrong)
+            await collect(setup.engine, request)
 
     @check
     async def test_leaving_a_stream_gives_its_blocks_back(self) -> None:

@@ -30,7 +30,6 @@ from tests.text_tokenizers import SPECIAL, byte_level
 NUM_TOKENS = 20
 STEP_TOKENS = 64  # some prompts take two steps
 CLOSE = 1e-4  # between the two engines' logits, in fp32
-UNKNOWN = 1_000_000  # no token of the model
 REGEX = r"([a-f]{2,9}-[0-9]{3}\n){3}"
 
 
@@ -47,12 +46,12 @@ KINDS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "min_p beside top_p": lambda _: {"temperature": 1.0, "min_p": 0.05, "top_p": 0.7, "top_k": 60},
     "hot": lambda _: {"temperature": 6.0, "top_p": 0.8},
     "cold": lambda _: {"temperature": 0.004},
-    "suppress_tokens": lambda plain: {"suppress_tokens": [*plain[1:4], UNKNOWN]},
+    "suppress_tokens": lambda plain: {"suppress_tokens": [*plain[1:4]]},
     "suppress_tokens, drawn": lambda _: {"suppress_tokens": list(range(0, 400, 2)), "temperature": 1.0},
-    "begin_suppress_tokens": lambda plain: {"begin_suppress_tokens": [plain[0], UNKNOWN]},
-    "bad_words_ids": lambda plain: {"bad_words_ids": [[plain[1]], *pairs_in(plain), [plain[2], UNKNOWN]]},
+    "begin_suppress_tokens": lambda plain: {"begin_suppress_tokens": [plain[0]]},
+    "bad_words_ids": lambda plain: {"bad_words_ids": [[plain[1]], *pairs_in(plain)]},
     "forced_end_tokens": lambda _: {
-        "forced_end_tokens": [9, 7, 11, UNKNOWN],
+        "forced_end_tokens": [9, 7, 11],
         "suppress_tokens": [7],
         "bad_words_ids": [[11]],
         "presence_penalty": 0.5,
@@ -61,10 +60,10 @@ KINDS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "forced_end_tokens, drawn": lambda _: {"forced_end_tokens": [9, 7], "temperature": 1.0},
     "min_tokens": lambda plain: {
         "min_tokens": 12,
-        "stop_token_ids": [*plain[3:6], UNKNOWN],
+        "stop_token_ids": [*plain[3:6]],
         "forced_end_tokens": [plain[3]],
     },
-    "logit_bias": lambda plain: {"logit_bias": {plain[0]: -3.0, 5: 2.5, UNKNOWN: 1.0}},
+    "logit_bias": lambda plain: {"logit_bias": {plain[0]: -3.0, 5: 2.5}},
     "penalties": lambda _: {
         "repetition_penalty": 1.3,
         "presence_penalty": 0.4,
@@ -289,7 +288,7 @@ def test_log_probabilities_of_a_prompt_are_the_models(world: World, length: int)
         {"begin_suppress_tokens": list(range(VOCABULARY)), "temperature": 1.0, "logprobs": 2},
         {"bad_words_ids": [[token] for token in range(VOCABULARY)]},
         {"forced_end_tokens": [9], "suppress_tokens": [9], "max_tokens": 1},
-        {"forced_end_tokens": [UNKNOWN], "max_tokens": 1, "temperature": 1.0},
+        {"forced_end_tokens": [9], "suppress_tokens": [9], "max_tokens": 1, "temperature": 1.0},
         {"forced_end_tokens": [9], "bad_words_ids": [[9]], "max_tokens": 1},
         {"regex": "a+", "suppress_tokens": list(range(VOCABULARY))},
     ],

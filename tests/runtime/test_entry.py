@@ -1,0 +1,55 @@
+"""A request that its model could never serve is refused where it enters, before a swap is made for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotswap import Fleet, Sampling
+from hotswap.backends.sim import SimStore, sim_manifest
+from hotswap.errors import InvalidRequest
+from hotswap.offline.virtual_time import virtual_time
+from tests.runtime.support import WEIGHT_BYTES, idle, sim_fleet
+
+VOCABULARY = 500
+BEYOND: dict[str, Any] = {
+    "logit_bias": {VOCABULARY: 1.0},
+    "suppress_tokens": [1, VOCABULARY],
+    "begin_suppress_tokens": [VOCABULARY],
+    "forced_end_tokens": [VOCABULARY],
+    "bad_words_ids": [[1], [2, VOCABULARY]],
+    "stop_token_ids": [VOCABULARY],
+}
+
+
+def serving(config: str) -> Fleet:
+    """A fleet whose engines are EMPTY, and swap when a request waits."""
+    manifest = sim_manifest("a", WEIGHT_BYTES, max_context_tokens=4096, config=config)
+    return sim_fleet("a", store=SimStore([manifest]))
+
+
+@pytest.mark.parametrize(
+    "config", [f'{{"vocab_size": {VOCABULARY}}}', '{"text_config": {"vocab_size": 500}}']
+)
+@virtual_time
+async def test_token_ids_outside_of_the_vocabulary_cost_no_swap(config: str) -> None:
+    async with serving(config) as fleet:
+        for name, value in BEYOND.items():
+            with pytest.raises(InvalidRequest, match=rf"{name} .* token 500, .* largest id .* 499"):
+                await fleet.generate("a", (1, 2), Sampling(**{name: value}))
+        with pytest.raises(InvalidRequest, match=r"prompt .* token 500"):
+            await fleet.generate("a", (1, VOCABULARY))
+        assert not fleet.swaps
+        inside = Sampling(max_tokens=2, logit_bias={499: 1.0}, suppress_tokens=[499], stop_token_ids=[499])
+        assert (await fleet.generate("a", (1, 499), inside)).tokens
+        idle(fleet)
+
+
+@pytest.mark.parametrize("config", ["", "{}", "[]", '{"vocab_size": "many"}', '{"text_config": 1}'])
+@virtual_time
+async def test_a_config_that_tells_no_vocabulary_leaves_the_check_to_the_engine(config: str) -> None:
+    async with serving(config) as fleet:
+        with pytest.raises(InvalidRequest, match=r"stop_token_ids .* largest id .* 31999"):
+            await fleet.generate("a", (1,), Sampling(stop_token_ids=[32_000]))
+        assert len(fleet.swaps) == 1
