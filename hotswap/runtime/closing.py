@@ -48,7 +48,8 @@ class Closing:
         check_seconds(ConfigError, deadline_s=deadline_s)
         self._num_callers += 1
         try:
-            log.info("The fleet closes; %d requests are under way.", len(self._state.requests))
+            num_requests = len(self._state.entering) + len(self._state.requests)
+            log.info("The fleet closes; %d requests are under way.", num_requests)
             with anyio.move_on_after(math.inf if deadline_s is None else deadline_s):
                 await self._requests_ended()
             num_ended = self._end_requests(deadline_s)
@@ -60,11 +61,18 @@ class Closing:
         return num_ended
 
     async def _requests_ended(self) -> None:
-        while self._state.requests:
+        while self._state.entering or self._state.requests:
             await self._state.changed(self._state.version)
 
     def _end_requests(self, deadline_s: float | None) -> int:
-        left = tuple(self._state.requests.values())
+        entering, left = tuple(self._state.entering), tuple(self._state.requests.values())
+        for request in entering:
+            request.abort(
+                FleetClosed(
+                    f"The fleet closed {deadline_s} s after it began to, before the prompt of a request was "
+                    "read. Ask another fleet."
+                )
+            )
         for active in left:
             active.abort(
                 FleetClosed(
@@ -72,9 +80,9 @@ class Closing:
                     f"not finished, and {active.num_generated} tokens were given. Ask another fleet."
                 )
             )
-        if left:
-            log.warning("The fleet closed before %d requests had finished; they ended unfinished.", len(left))
-        return len(left)
+        if num_ended := len(entering) + len(left):
+            log.warning("The fleet closed before %d requests had finished; they ended unfinished.", num_ended)
+        return num_ended
 
     def __repr__(self) -> str:
         return f"<Closing [{'closed' if self._is_closed else 'closing' if self._num_callers else 'open'}]>"

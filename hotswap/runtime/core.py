@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Self
 
@@ -35,6 +37,7 @@ from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.admission import Admission
 from hotswap.runtime.closing import Closing
 from hotswap.runtime.control import Control
+from hotswap.runtime.entering import EnteringRequest
 from hotswap.runtime.flow import ClientRequest, Flow
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.losses import Losses
@@ -49,7 +52,7 @@ from hotswap.runtime.state import FleetState
 from hotswap.runtime.supervisor import enter
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swaps import Swaps
-from hotswap.runtime.texts import Texts
+from hotswap.runtime.texts import ModelText, Texts
 from hotswap.sampling import AS_MANY_AS_FIT, Sampling, to_sampling
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
@@ -121,7 +124,7 @@ class Core(AsyncContextManagerMixin):
         self.closing = Closing(state, self.lifetime)
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)
-        self.texts = Texts(state.store)
+        self.texts = Texts(state.store, self.lifetime)
         self.adapters = Adapters(state, self.caches, self.lifetime, telemetry, self.texts)
         losses = Losses(telemetry)
         self.swaps = Swaps(
@@ -235,41 +238,21 @@ class Core(AsyncContextManagerMixin):
                     f"n is {sampling.n}, but a stream is one sample; ask `samples` for a stream of each, or "
                     "`generate`."
                 )
-            while True:
-                name, named = self._named(model, adapter)
-                text = self.texts.of(name) if named is None else await self.texts.of_adapter(named)
-                most = self.state.card(name).max_context_tokens - 1  # one has to follow
-                tokens = await text.encode(
-                    prompt, sampling, add_special_tokens=add_special_tokens, most_tokens=most
+            name = self._served(model)
+            self.state.card(name)
+            entering = EnteringRequest(name, arrived_s + (math.inf if deadline_s is None else deadline_s))
+            with self._under_way(entering):
+                tokens, sampling, text = await self._read(
+                    entering, model, prompt, sampling, adapter=adapter, add_special_tokens=add_special_tokens
                 )
-                resolved = await text.resolve(sampling)
-                # Meanwhile the model may have been rolled to another or replaced under its name, or the
-                # adapter may have a new version.
-                if (name, named) == self._named(model, adapter) and (named or self.texts.of(name) is text):
-                    break
             new = self.new_request(
-                name, tokens, resolved, adapter=adapter, priority=priority, arrived_s=arrived_s
+                entering.model, tokens, sampling, adapter=adapter, priority=priority, arrived_s=arrived_s
             )
+            self.lifetime.check_open()  # it may have closed meanwhile
         except Exception as exc:
             self.telemetry.refused(operation, self._registered(model), exc)
             raise
-        samples = samples_of(new.request)
-        group = SampleGroup(samples[0].id) if len(samples) > 1 else None
-        requests = tuple(
-            ClientRequest(
-                sample,
-                adapter=new.adapter,
-                arrival=new.arrival,
-                operation=operation,
-                telemetry=self.telemetry,
-                text=text,
-                deadline_s=deadline_s,
-                samples=group,
-                index=index,
-            )
-            for index, sample in enumerate(samples)
-        )
-        self._begin(requests, group)
+        requests = self._begin(new, text, operation=operation, deadline_s=deadline_s)
         try:
             yield requests
         finally:
@@ -280,25 +263,73 @@ class Core(AsyncContextManagerMixin):
                 for request in requests:
                     await request.ended.wait()
 
-    def _begin(self, requests: tuple[ClientRequest, ...], group: SampleGroup | None) -> None:
-        """Queue the samples of a request, all or none, and start their tasks."""
-        first, *others = requests
+    async def _read(
+        self,
+        entering: EnteringRequest,
+        model: str,
+        prompt: str | Sequence[int] | Chat,
+        sampling: Sampling,
+        *,
+        adapter: str | None,
+        add_special_tokens: bool | None,
+    ) -> tuple[tuple[int, ...], Sampling, ModelText]:
+        """Return a prompt and what is asked for in token ids, and how their texts are read."""
+        while True:
+            entering.model, named = self._named(model, adapter)
+            text = self.texts.of(entering.model) if named is None else await self.texts.of_adapter(named)
+            most = self.state.card(entering.model, closed=True).max_context_tokens - 1  # one has to follow
+            tokens = await text.encode(
+                prompt, sampling, add_special_tokens=add_special_tokens, most_tokens=most
+            )
+            resolved = await text.resolve(sampling)
+            # Meanwhile the model may have been rolled to another, or the adapter may have a new version.
+            if (entering.model, named) == self._named(model, adapter):
+                return tokens, resolved, text
+
+    @contextmanager
+    def _under_way(self, entering: EnteringRequest) -> Generator[None]:
+        """Have a request be under way while its prompt is read, and end like others."""
+        self.state.entering[entering] = None
         try:
-            self.closing.check_admits()  # the fleet may have closed while a text was encoded
+            with entering.reading():
+                yield
+        finally:
+            del self.state.entering[entering]
+            self.state.wake()
+
+    def _begin(
+        self, new: NewRequest, text: ModelText, *, operation: str, deadline_s: float | None
+    ) -> tuple[ClientRequest, ...]:
+        """Queue the samples of a request, all or none, and start their tasks."""
+        leader, *followers = samples_of(new.request)
+        group = SampleGroup(leader.id) if followers else None
+        make = partial(
+            ClientRequest,
+            adapter=new.adapter,
+            arrival=new.arrival,
+            operation=operation,
+            telemetry=self.telemetry,
+            text=text,
+            deadline_s=deadline_s,
+            samples=group,
+        )
+        first = make(leader)
+        try:
             ticket = self.admission.enter(
-                first.request, first.arrival, refusable=True, num_behind=len(others)
+                first.request, first.arrival, refusable=True, num_behind=len(followers)
             )
         except HotswapError as exc:
-            for request in requests:
-                request.fail(exc)
-                request.end()
+            first.fail(exc)
+            first.end()
             raise
+        others = [make(sample, index=index) for index, sample in enumerate(followers, 1)]
         standing = Standing(follows=group)
         tickets = [self.admission.enter(one.request, one.arrival, standing=standing) for one in others]
-        for request, answer in zip(requests, (ticket, *tickets), strict=True):
+        for request, answer in zip((first, *others), (ticket, *tickets), strict=True):
             self.state.begin(request)
             name = f"request {request.request.id}"
             self.lifetime.tasks.start_soon(self.flow.run, request, answer, name=name)
+        return (first, *others)
 
     def new_request(
         self,
@@ -319,7 +350,7 @@ class Core(AsyncContextManagerMixin):
             InvalidRequest, PromptTooLong, ModelTooLarge: it could never be served.
         """
         model, named = self._named(model, adapter)
-        card = self.state.card(model)
+        card = self.state.card(model, closed=True)
         arrival = self.state.next_arrival()
         request = Request(
             id=RequestId(f"{self._name}-{arrival:07d}"),
@@ -341,10 +372,13 @@ class Core(AsyncContextManagerMixin):
 
     def _named(self, model: str, adapter: str | None) -> tuple[ModelId, Adapter | None]:
         """Return the model and the adapter that serve requests for these names now."""
-        name = ModelId(model)
-        name = self.state.aliases.get(name, name)
-        self.state.card(name)
+        name = self._served(model)
+        self.state.card(name, closed=True)
         return name, None if adapter is None else self.adapters.named(name, adapter)
+
+    def _served(self, model: str) -> ModelId:
+        """Return the model that serves requests for this name now."""
+        return self.state.aliases.get(ModelId(model), ModelId(model))
 
     def _settled(self, sampling: Sampling, *, most_tokens: int) -> Sampling:
         """Return what is asked for with nothing left open."""

@@ -15,7 +15,9 @@ from hotswap.errors import ConfigError, ModelTooLarge, PromptTooLong, UnknownMod
 from hotswap.generation import sampling_of, unmapped
 from hotswap.model import Model, ModelCard
 from hotswap.request import ModelId, Request
+from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.adapters import Adapters
+from hotswap.runtime.entering import EnteringRequest
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
@@ -129,9 +131,9 @@ class Models:
     async def remove(self, model: str, *, deadline_s: float | None = None) -> None:
         """Let requests ask for a model no more, and unload it wherever it is once its requests have ended.
 
-        Its requests under way, waiting ones too, go on to their end; after `deadline_s` seconds those left
-        end by `UnknownModel`. Its adapters go with it. Its weights stay in the store. A cancellation
-        leaves the model registered.
+        Its requests under way go on to their end, also those that wait or whose prompts are being read; after
+        `deadline_s` seconds those left end by `UnknownModel`. Its adapters go with it. Its weights stay in
+        the store. A cancellation leaves the model registered.
 
         Raises:
             UnknownModel: the fleet has no such model.
@@ -178,15 +180,19 @@ class Models:
 
     # ------------------------------------------------------------------ removal
 
+    def _under_way(self, model: ModelId) -> list[EnteringRequest | ActiveRequest]:
+        entering = [request for request in self._state.entering if request.model == model]
+        begun = [active for active in self._state.requests.values() if active.request.model == model]
+        return [*entering, *begun]
+
     async def _requests_ended(self, model: ModelId) -> None:
-        while any(active.request.model == model for active in self._state.requests.values()):
+        while self._under_way(model):
             await self._state.changed(self._state.version)
 
     def _end_requests(self, model: ModelId) -> None:
         error = UnknownModel(f"Model {model!r} was removed from the fleet; ask for another.")
-        for active in tuple(self._state.requests.values()):
-            if active.request.model == model:
-                active.abort(error)
+        for request in self._under_way(model):
+            request.abort(error)
 
     async def _unload_everywhere(self, model: ModelId) -> None:
         while view := self._holder(model):
@@ -215,7 +221,7 @@ class Models:
             PromptTooLong: no token can follow the prompt within the model's context.
             ModelTooLarge: the weights exceed every engine's memory, where that is known.
         """
-        card = self._state.card(request.model)
+        card = self._state.card(request.model, closed=True)
         if card.vocabulary is not None:
             request.check_vocabulary(card.vocabulary)
         if request.num_tokens >= card.max_context_tokens:

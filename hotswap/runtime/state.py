@@ -17,6 +17,7 @@ from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.change import Change, StateListener
 from hotswap.runtime.demand import Demand
+from hotswap.runtime.entering import EnteringRequest
 from hotswap.runtime.index import Index
 from hotswap.runtime.instance import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RESTARTS, Cooldown, Instance
 from hotswap.runtime.lifecycle import Event, Evicted, Lost, Next, doubled
@@ -37,7 +38,8 @@ class FleetState:
         instances: By id, in the order in which they came.
         registered: The models that requests may ask for.
         models: The cards of those whose manifest has been read.
-        requests: Those under way.
+        entering: Requests whose prompts are being read.
+        requests: Those under way beside them.
         queue: Those of them that wait for an instance.
         aliases: Models whose requests another model serves (`Fleet.roll`).
         rolls: The old and the new model of each roll under way.
@@ -56,6 +58,7 @@ class FleetState:
         self.instances: dict[InstanceId, Instance] = {}
         self.registered: dict[ModelId, Model] = {}
         self.models: dict[ModelId, ModelCard] = {}
+        self.entering: dict[EnteringRequest, None] = {}
         self.requests: dict[RequestId, ActiveRequest] = {}
         self.queue = Queue()
         self.aliases: dict[ModelId, ModelId] = {}
@@ -106,13 +109,13 @@ class FleetState:
 
     # ------------------------------------------------------------------ models
 
-    def card(self, model: ModelId) -> ModelCard:
-        """Return the card of a model that requests may ask for.
+    def card(self, model: ModelId, *, closed: bool = False) -> ModelCard:
+        """Return the card of a model that requests may ask for, or of one that is `closed` to new ones.
 
         Raises:
             UnknownModel: naming the models there are.
         """
-        card = self.models.get(model) if model in self.registered else None
+        card = self.models.get(model) if closed or model in self.registered else None
         if card is None:
             known = ", ".join(map(repr, self.registered)) or "none"
             raise UnknownModel(f"Model {model!r} is not registered; this fleet serves {known}.")

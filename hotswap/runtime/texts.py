@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import anyio
 from anyio import CapacityLimiter, Lock
 
 from hotswap.chat import Chat
 from hotswap.checks import check_no_messages, check_unicode, to_token_ids
-from hotswap.errors import InvalidRequest, PromptTooLong, UnsupportedAdapter
+from hotswap.errors import FleetClosed, InvalidRequest, PromptTooLong, UnsupportedAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId, Request, TokenLogprob
+from hotswap.runtime.lifetime import Lifetime
 from hotswap.sampling import MAX_ENTRIES, Sampling
 from hotswap.store import SupportsTextSettings, WeightStore
 from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
@@ -25,6 +27,8 @@ __all__ = ["ModelText", "Texts"]
 _NUM_THREADS = 4
 # Texts from so many characters on are encoded for more than some tens of milliseconds.
 _LONG_CHARACTERS = 100_000
+# To encode a million characters takes 0.3 s of a processor.
+_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN, _MOST_CHARACTERS_EVER = 1 << 22, 64, 1 << 26
 
 T = TypeVar("T")
 
@@ -34,16 +38,48 @@ class TextThreads:
 
     Long texts use at most half of the processors, so that some are left for streams and the event loop, and
     they have threads apart, so that short texts do not wait for them.
+
+    Args:
+        lifetime: Of the fleet, whose tasks await the threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
         self._short = CapacityLimiter(_NUM_THREADS)
         self._long = CapacityLimiter(max(1, min(_NUM_THREADS, (os.cpu_count() or 1) // 2)))
 
     async def run(self, work: Callable[[], T], *, num_characters: int) -> T:
-        """Run work on a text of that length in a thread; a cancelled call waits for its end."""
+        """Run work on a text of that length in a thread.
+
+        A cancelled call returns at once. Work that has begun goes on and keeps its thread to its end, so that
+        callers that come and go have no more threads than others; work that has not begun is dropped.
+
+        Raises:
+            FleetClosed: the fleet closed meanwhile.
+        """
         limiter = self._long if num_characters >= _LONG_CHARACTERS else self._short
-        return await run_in_thread(work, limiter=limiter)
+        scope, ended = anyio.CancelScope(), anyio.Event()
+        results, errors = list[T](), list[Exception]()
+
+        async def call() -> None:
+            try:
+                with scope:
+                    results.append(await run_in_thread(work, limiter=limiter))
+            except Exception as exc:
+                errors.append(exc)
+            finally:
+                ended.set()
+
+        self._lifetime.tasks.start_soon(call, name="hotswap text")
+        try:
+            await ended.wait()
+        finally:
+            scope.cancel()
+        if errors:
+            raise errors.pop()
+        if not results:
+            raise FleetClosed("The fleet closed while a text was read; ask another fleet.")
+        return results[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +112,24 @@ class ModelText:
 
         A text gets special tokens round it, and a chat does not, whose template writes them;
         `add_special_tokens` says otherwise. A text that has over `most_tokens` tokens, whatever they are, is
-        not encoded, unless the prompt is to be truncated.
+        not encoded, unless the prompt is to be truncated, and one of far more characters is not in any case.
+        A cancelled call returns at once.
 
         Raises:
-            PromptTooLong: it surely has more tokens than that.
+            PromptTooLong: it surely has more tokens than that, or over 64 characters for each and over four
+                million.
             InvalidRequest: it is text and the model has no tokenizer, or a chat and it has no template or one
                 that refuses it, or it is neither text, chat nor token ids.
         """
         kept = sampling.truncate_prompt_tokens
         most = most_tokens if kept is None else None
         if isinstance(prompt, Chat):
+            _check_characters("The chat", prompt.num_characters, most_tokens)
             text, specials = await self._render(prompt), bool(add_special_tokens)
+            _check_characters("The chat", len(text), most_tokens)
             tokens = await self._encode("The chat", text, add_special_tokens=specials, most_tokens=most)
         elif isinstance(prompt, str):
+            _check_characters("The prompt", len(prompt), most_tokens)
             specials = add_special_tokens is not False
             tokens = await self._encode("The prompt", prompt, add_special_tokens=specials, most_tokens=most)
         else:
@@ -170,6 +211,16 @@ class ModelText:
         return await self.threads.run(encode, num_characters=len(text))
 
 
+def _check_characters(name: str, num_characters: int, most_tokens: int) -> None:
+    """Raise `PromptTooLong` for a text that would take many seconds to encode, whatever is kept of it."""
+    most = min(max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * most_tokens), _MOST_CHARACTERS_EVER)
+    if num_characters > most:
+        raise PromptTooLong(
+            f"{name} has {num_characters:,} characters, over the {most:,} that are read for a model of "
+            f"{most_tokens:,} tokens; shorten it."
+        )
+
+
 def _check_length(name: str, text: str, tokenizer: Tokenizer, most_tokens: int) -> None:
     """Raise `PromptTooLong` if a text surely has over so many tokens."""
     if len(text) <= most_tokens or not isinstance(tokenizer, SupportsLeastTokens):
@@ -186,11 +237,12 @@ class Texts:
 
     Args:
         store: Where the files of models are.
+        lifetime: Of the fleet.
     """
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: WeightStore, lifetime: Lifetime) -> None:
         self._store = store
-        self._threads = TextThreads()
+        self._threads = TextThreads(lifetime)
         self._models: dict[ModelId, ModelText] = {}
         # Of an adapter the version that was read last: requests keep what they began with.
         self._adapters: dict[tuple[str, str], tuple[AdapterId, ModelText | UnsupportedAdapter]] = {}

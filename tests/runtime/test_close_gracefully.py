@@ -12,7 +12,6 @@ import pytest
 from hotswap import Fleet, Sampling
 from hotswap.errors import ConfigError, FleetClosed
 from hotswap.offline.virtual_time import virtual_time
-from hotswap.runtime.texts import ModelText
 from hotswap.testing.cancel import cancel_at
 from tests.runtime.support import Idle, engine_of, expected, idle, read, sim_fleet
 
@@ -129,25 +128,6 @@ async def test_a_close_cancelled_anywhere_leaves_a_fleet_that_serves() -> None:
                 await read(fleet, "a", (1,), SOME)
                 await fleet.close_gracefully()
     assert number > 1
-
-
-@virtual_time
-async def test_a_request_whose_text_is_being_read_when_the_fleet_closes_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with sim_fleet("a", scheduler=Idle()) as fleet, anyio.create_task_group() as tasks:
-        await fleet.swap("e0", to="a")
-        encode, reached = ModelText.encode, anyio.Event()
-
-        async def slowly(*args: Any, **options: Any) -> tuple[int, ...]:
-            reached.set()
-            await anyio.sleep(1.0)
-            return await encode(*args, **options)
-
-        monkeypatch.setattr(ModelText, "encode", slowly)
-        tasks.start_soon(refused, fleet)
-        await reached.wait()
-        assert await fleet.close_gracefully() == 0
 
 
 @virtual_time

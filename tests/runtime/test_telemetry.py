@@ -295,6 +295,24 @@ async def test_requests_are_counted_by_outcome_and_error_and_their_tokens_by_typ
 
 
 @virtual_time
+async def test_a_request_for_many_samples_that_is_refused_is_one_request() -> None:
+    recorder, reader = Recorder(), InMemoryMetricReader()
+    async with sim_fleet(
+        "a",
+        scheduler=Idle(),
+        max_waiting=7,
+        tracer_provider=recorder.provider,
+        meter_provider=MeterProvider([reader]),
+    ) as fleet:
+        with pytest.raises(QueueFull):
+            await fleet.generate("a", (1,), Sampling(n=8, temperature=1.0))
+    found = points(reader.get_metrics_data())
+    assert [value for _, value in found["hotswap.requests"]] == [1]
+    assert [value for _, value in found["gen_ai.server.request.duration"]] == [1]
+    assert len(recorder.spans("text_completion a")) == 1
+
+
+@virtual_time
 async def test_tokens_add_up() -> None:
     reader = InMemoryMetricReader()
     async with sim_fleet("a", meter_provider=MeterProvider([reader])) as fleet:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -147,6 +148,47 @@ async def test_short_texts_do_not_wait_for_long_ones() -> None:
         idle(fleet)
 
 
+class Waiting(Bytes):
+    """Encodes no text before it is let, and counts those that it encodes at a time."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self.num_running = self.most_running = self.num_ended = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        self.began.set()
+        self.go_on.wait(10)
+        self.num_running -= 1
+        self.num_ended += 1
+        return [1]
+
+
+@pytest.mark.parametrize("length", [10, 200_000])
+async def test_a_client_that_leaves_does_not_wait_for_its_text(length: int) -> None:
+    tokenizer = Waiting()
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"), tokenizer)) as fleet:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.generate, "a", "a" * length)
+            await to_thread.run_sync(tokenizer.began.wait)
+            tasks.cancel_scope.cancel()
+        assert not tokenizer.num_ended
+        tokenizer.go_on.set()
+
+
+@pytest.mark.parametrize("length", [10, 200_000])
+async def test_clients_that_come_and_go_hold_no_more_threads_than_others(length: int) -> None:
+    tokenizer = Waiting()
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"), tokenizer)) as fleet:
+        for _ in range(12):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.02):  # asyncio's own cancellation, which leaves threads alone
+                    await fleet.generate("a", "a" * length)
+        assert 1 <= tokenizer.most_running <= 4
+        tokenizer.go_on.set()
+
+
 class Bounded(Noting):
     """Knows that no token has more than four characters."""
 
@@ -166,6 +208,15 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
         kept = Sampling(truncate_prompt_tokens=5, max_tokens=3, ignore_eos=True)
         done = await fleet.generate("a", "a" * (4 * context), kept)
     assert done.usage.prompt_tokens == 5
+
+
+async def test_a_text_of_far_too_many_characters_is_not_encoded_to_be_truncated() -> None:
+    tokenizer = Noting()
+    kept = Sampling(truncate_prompt_tokens=5, max_tokens=3, ignore_eos=True)
+    async with sim_fleet("a", store=WithTokenizer(store_of("a"), tokenizer)) as fleet:
+        with pytest.raises(PromptTooLong, match=r"4,194,305 characters, over the 4,194,304"):
+            await fleet.generate("a", "a" * ((1 << 22) + 1), kept)
+    assert not tokenizer.threads
 
 
 async def test_an_end_token_has_no_text_unless_it_is_asked_for() -> None:
