@@ -6,8 +6,8 @@ Programs that use a fleet import from `hotswap`; values that both need are in bo
 Engines
     `Engine`, `WrapperEngine` to wrap another; `EngineStatus` and `StatusListener`, by which an engine tells
     its state; `ModelCard`, which it loads; `Request`, and `TokenQueue` for the `TokenStream` of its tokens.
-    Optional abilities: `SupportsPreload`, `SupportsAdapters`, `SupportsMigration` (with `KVSource`, `KVSink`,
-    `KVLayout`, `KVPages`, `Stopped`).
+    Optional abilities: `SupportsPreload`, `SupportsAdapters`, `SupportsGrammars`, `SupportsMigration` (with
+    `KVSource`, `KVSink`, `KVLayout`, `KVPages`, `Stopped`).
 Stores
     `WeightStore`, `WrapperStore` to wrap another; `Manifest`, `Shard`, `TensorSpec`, `HostChunk`,
     `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
@@ -34,7 +34,14 @@ from hotswap.action import (
     Unload,
 )
 from hotswap.chat import Chat
-from hotswap.engine import Engine, StatusListener, SupportsAdapters, SupportsPreload, WrapperEngine
+from hotswap.engine import (
+    Engine,
+    StatusListener,
+    SupportsAdapters,
+    SupportsGrammars,
+    SupportsPreload,
+    WrapperEngine,
+)
 from hotswap.migration import (
     KVLayout,
     KVPages,
@@ -153,6 +160,7 @@ __all__ = [
     "Stopped",
     "StoreView",
     "SupportsAdapters",
+    "SupportsGrammars",
     "SupportsImport",
     "SupportsLeastTokens",
     "SupportsLend",

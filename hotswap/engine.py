@@ -20,7 +20,14 @@ from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
 from hotswap.view import EngineStatus, InstanceId
 
-__all__ = ["Engine", "StatusListener", "SupportsAdapters", "SupportsPreload", "WrapperEngine"]
+__all__ = [
+    "Engine",
+    "StatusListener",
+    "SupportsAdapters",
+    "SupportsGrammars",
+    "SupportsPreload",
+    "WrapperEngine",
+]
 
 
 class Engine(AsyncContextManagerMixin, ABC):
@@ -177,6 +184,24 @@ class SupportsAdapters(Protocol):
 
         Raises:
             InstanceError: a request uses it.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsGrammars(Protocol):
+    """An engine that holds requests to grammars, and can say of one that is wrong for every model."""
+
+    def check_grammar(self, field: str, grammar: str) -> None:
+        """Refuse a grammar that no model could be held to; called in worker threads, and at any time.
+
+        Args:
+            field: The field of `Sampling` that has it.
+            grammar: The field's value.
+
+        Raises:
+            InvalidRequest: the grammar cannot be used.
+            BackendMissing: what it takes is not installed.
         """
         ...
 

@@ -282,6 +282,7 @@ class Core(AsyncContextManagerMixin):
                 prompt, sampling, add_special_tokens=add_special_tokens, most_tokens=most
             )
             resolved = await text.resolve(sampling)
+            await text.check_grammar(sampling, [one.engine for one in self.state.instances.values()])
             # Meanwhile the model may have been rolled to another, or the adapter may have a new version.
             if (entering.model, named) == self._named(model, adapter):
                 return tokens, resolved, text

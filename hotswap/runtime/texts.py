@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +13,8 @@ from anyio import CapacityLimiter, Lock
 
 from hotswap.chat import Chat
 from hotswap.checks import check_no_messages, check_unicode, to_token_ids
-from hotswap.errors import FleetClosed, InvalidRequest, PromptTooLong, UnsupportedAdapter
+from hotswap.engine import Engine, SupportsGrammars
+from hotswap.errors import FleetClosed, HotswapError, InvalidRequest, PromptTooLong, UnsupportedAdapter
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId, Request, TokenLogprob
 from hotswap.runtime.lifetime import Lifetime
@@ -163,6 +164,35 @@ class ModelText:
             found = f"{len(words):,} lists of tokens, up to two for each word"
             raise InvalidRequest(f"bad_words and bad_words_ids are {found}; give at most {MAX_ENTRIES:,}.")
         return replace(sampling, bad_words=(), bad_words_ids=tuple(words))
+
+    async def check_grammar(self, sampling: Sampling, engines: Collection[Engine]) -> None:
+        """Refuse a grammar that none of a fleet's engines takes, as far as all of them can say.
+
+        Raises:
+            InvalidRequest: it is wrong for every model, or the model has no tokenizer.
+            BackendMissing: what it takes is not installed.
+        """
+        field, grammar = sampling.grammar_field
+        checking = [engine for engine in engines if isinstance(engine, SupportsGrammars)] if field else []
+        if not checking or len(checking) < len(engines):
+            return
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                f"Model {self.model!r} has no tokenizer, which {field} takes; convert it again from a "
+                "checkpoint that has one."
+            )
+
+        def check() -> None:
+            errors = list[HotswapError]()
+            for engine in checking:
+                try:
+                    engine.check_grammar(field, grammar)
+                except HotswapError as exc:
+                    errors.append(exc)
+            if len(errors) == len(checking):
+                raise errors.pop()
+
+        await self.threads.run(check, num_characters=len(grammar))
 
     def stream(self, request: Request) -> TextStream | None:
         """Return what turns the request's tokens into text, `None` without a tokenizer."""

@@ -109,6 +109,7 @@ NAMES = {
         "Stopped",
         "StoreView",
         "SupportsAdapters",
+        "SupportsGrammars",
         "SupportsImport",
         "SupportsLeastTokens",
         "SupportsLend",

@@ -19,10 +19,10 @@ MAX_FLEET_LINES = 400
 # 160 for metrics and the log, 150 for operations on drained instances, rolls with waiting requests and
 # engines that stop with an error, 60 for arguments that are checked before anything is done, 330 for several
 # samples of one prompt and the first error of one, 80 for engines that cannot tell their status or are in use
-# elsewhere, 100 for the beginning of turns and what views tell of stalls, 160 for requests whose prompts are
-# read: under way like others, cancelled at once and bounded.
+# elsewhere, 100 for the beginning of turns and what views tell of stalls, 190 for requests whose prompts are
+# read: under way like others, cancelled at once, bounded, and refused before a swap for a wrong grammar.
 # Raise it for what is added, never for how.
-MAX_LINES = 9_500
+MAX_LINES = 9_530
 MAX_CALLBACKS = 15
 
 RUNTIME, SIMULATION = PACKAGE / "runtime", PACKAGE / "simulation"

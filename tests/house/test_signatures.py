@@ -59,6 +59,7 @@ NOT_NAMED = {
     "InvalidRequest": "what a caller catches of a request that asks for something wrong",
     "PromptTooLong": "the same of a prompt that does not fit",
     "SupportsAdapters": "an ability that the fleet asks an engine for",
+    "SupportsGrammars": "an ability that the fleet asks an engine for",
     "SupportsImport": "an ability that the fleet asks a store for",
     "SupportsLeastTokens": "an ability that the fleet asks a tokenizer for",
     "SupportsLend": "an ability that engines ask a store for",

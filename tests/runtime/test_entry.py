@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotswap import Fleet, Sampling
+from hotswap import Fleet, Model, Sampling
+from hotswap.abc import Engine, WrapperEngine
 from hotswap.backends.sim import SimStore, sim_manifest
+from hotswap.backends.stores import NvmeStore
+from hotswap.backends.torch import TorchEngine
 from hotswap.errors import InvalidRequest
 from hotswap.offline.virtual_time import virtual_time
+from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
+from tests.runtime import alphabet
 from tests.runtime.support import WEIGHT_BYTES, idle, sim_fleet
 
 VOCABULARY = 500
@@ -29,6 +35,22 @@ def serving(config: str) -> Fleet:
     return sim_fleet("a", store=SimStore([manifest]))
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return alphabet.checkpoint(tmp_path / "alphabet")
+
+
+def on_torch(source: Path, *more: Engine) -> Fleet:
+    return Fleet(
+        engines=[TorchEngine("e0", threads=1, kv_tokens=512), *more],
+        store=NvmeStore(source.parent / "store"),
+        models=[Model("m", source)],
+        router=LeastLoadedRouter(),
+        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
+        interval_s=0.1,
+    )
+
+
 @pytest.mark.parametrize(
     "config", [f'{{"vocab_size": {VOCABULARY}}}', '{"text_config": {"vocab_size": 500}}']
 )
@@ -44,6 +66,37 @@ async def test_token_ids_outside_of_the_vocabulary_cost_no_swap(config: str) -> 
         inside = Sampling(max_tokens=2, logit_bias={499: 1.0}, suppress_tokens=[499], stop_token_ids=[499])
         assert (await fleet.generate("a", (1, 499), inside)).tokens
         idle(fleet)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "a("}, "regex cannot be used.*unclosed group"),
+        ({"grammar": "start: missing"}, "grammar cannot be used"),
+        ({"json_schema": {"type": "objct"}}, "json_schema cannot be used.*objct"),
+    ],
+)
+async def test_a_wrong_grammar_costs_no_swap(source: Path, fields: dict[str, Any], message: str) -> None:
+    async with on_torch(source) as fleet:
+        with pytest.raises(InvalidRequest, match=message):
+            await fleet.generate("m", "a", Sampling(**fields))
+        assert not fleet.swaps
+        assert (await fleet.generate("m", "a", Sampling(max_tokens=3, regex="[b-z]+"))).text == "bcd"
+
+
+async def test_a_grammar_for_a_model_without_a_tokenizer_costs_no_swap(source: Path) -> None:
+    (source / "tokenizer.json").unlink()
+    async with on_torch(source) as fleet:
+        with pytest.raises(InvalidRequest, match="'m' has no tokenizer, which json_schema takes"):
+            await fleet.generate("m", (1, 2), Sampling(json_schema={"type": "object"}))
+        assert not fleet.swaps
+
+
+async def test_a_grammar_is_left_to_the_engine_where_one_cannot_say(source: Path) -> None:
+    async with on_torch(source, WrapperEngine(TorchEngine("e1", threads=1))) as fleet:
+        with pytest.raises(InvalidRequest, match="regex cannot be used"):
+            await fleet.generate("m", "a", Sampling(regex="a("))
+        assert fleet.swaps
 
 
 @pytest.mark.parametrize("config", ["", "{}", "[]", '{"vocab_size": "many"}', '{"text_config": 1}'])

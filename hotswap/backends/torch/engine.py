@@ -18,6 +18,7 @@ import torch
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.adapter_accounting import Held
+from hotswap.backends.grammar_check import GrammarCheck
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
@@ -215,7 +216,7 @@ class TorchEngine(Engine):
             size_bytes=parse_bytes(adapter_bytes),
             notifier=self._notifier,
         )
-        self._compilers = Compilers()
+        self._compilers, self._grammars = Compilers(), GrammarCheck()
         self._worker: Worker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._models, self._num_loads = _Models(self._notifier), 0
@@ -301,6 +302,9 @@ class TorchEngine(Engine):
         await self._adapters.drop(adapter)
 
     # ------------------------------------------------------------------ requests
+
+    def check_grammar(self, field: str, grammar: str) -> None:
+        self._grammars.check(field, grammar)
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:

@@ -12,35 +12,23 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
+from hotswap.backends.grammars import LEXER, MAX_STATES, first_line, limits, refusal, to_text
 from hotswap.backends.tokenizer import HfTokenizer
 from hotswap.backends.torch.masks import Constraint
 from hotswap.errors import InvalidRequest
 from hotswap.sampling import Sampling
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 __all__ = ["Grammar", "GrammarCompiler"]
 
-_MAX_MESSAGE = 300
-# A state of a lexer takes one or two kB.
-_MAX_STATES, _MAX_SHARED_STATES = 50_000, 4_000
-# A step waits for its masks. These let one take some tens of milliseconds at most; compiling, which no step
-# waits for, may take some tenths of a second. Text that is forced is followed to its end within one mask.
-_COMPILE_FUEL, _MASK_FUEL, _MASK_ITEMS, _MAX_SYMBOLS = 200_000, 30_000, 5_000, 20_000
+_MAX_SHARED_STATES = 4_000
 _MAX_KEPT, _MAX_KEPT_CHARACTERS = 32, 1 << 18
-# A small model may write blanks for ever where any number may stand: here a line break and an indent at most.
-_JSON: JsonCompileOptions = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
-# Parts of the library's messages.
-_LEXER, _EMPTY = "lexer error", "NoExtension"
-_TOO_COMPLEX = (_LEXER, "parser error", "Parser Error", "too big")
 
 _Key: TypeAlias = "tuple[str, str]"
 T = TypeVar("T")
@@ -62,29 +50,16 @@ class _Source:
     field: str
     text: str
 
-    def matcher(self, generated: Sequence[int] = (), *, max_states: int = _MAX_STATES) -> LLMatcher:
+    def matcher(self, generated: Sequence[int] = (), *, max_states: int = MAX_STATES) -> LLMatcher:
         """Compile it, and consume tokens; what failed is an error of the matcher."""
-        limits = LLParserLimits(
-            max_lexer_states=max_states,
-            initial_lexer_fuel=_COMPILE_FUEL,
-            step_lexer_fuel=_MASK_FUEL,
-            step_max_items=_MASK_ITEMS,
-            max_grammar_size=_MAX_SYMBOLS,
-            verbose_errors=False,
-        )
-        matcher = LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits)
+        matcher = LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits(max_states))
         if generated and not matcher.is_error():
             matcher.consume_tokens(list(generated))
         return matcher
 
     def refusal(self, matcher: LLMatcher) -> InvalidRequest:
         """Return the error of a request whose matcher has failed."""
-        error = matcher.get_error()
-        if _EMPTY in error:
-            return InvalidRequest(f"{self.field} matches no text; give one that some text matches.")
-        if any(text in error for text in _TOO_COMPLEX):
-            return InvalidRequest(f"{self.field} is too complex; give a simpler one: {_first(error)}.")
-        return InvalidRequest(f"{self.field} cannot be used: {_first(error)}.")
+        return refusal(self.field, matcher.get_error())
 
 
 class Grammar(Constraint):
@@ -124,7 +99,7 @@ class Grammar(Constraint):
         generated, words = bool(self._new), self._empty()
         self._consume()
         if generated and self._matcher.is_error() and not _failed_lexer(self._matcher):
-            reason = _first(self._matcher.get_error())
+            reason = first_line(self._matcher.get_error())
             raise InvalidRequest(f"The tokens so far are not of {self._source.field}: {reason}.")
         self._advance(words)
         if self._shared and _failed_lexer(self._ahead(words)):
@@ -270,7 +245,7 @@ class GrammarCompiler:
         """
         matcher = self._compiled(field, value).source.matcher(generated)
         if matcher.is_error():
-            raise InvalidRequest(f"The tokens so far are not of {field}: {_first(matcher.get_error())}.")
+            raise InvalidRequest(f"The tokens so far are not of {field}: {first_line(matcher.get_error())}.")
         return matcher
 
     def _compiled(self, field: str, value: str) -> _Compiled:
@@ -293,9 +268,9 @@ class GrammarCompiler:
     def _make(self, field: str, value: str) -> _Compiled:
         """Compile a grammar and compute its first mask."""
         try:
-            source = _Source(self.tokenizer, self._num_ids, field, _to_text(field, value))
+            source = _Source(self.tokenizer, self._num_ids, field, to_text(field, value))
         except ValueError as exc:
-            raise InvalidRequest(f"{field} cannot be used: {_first(str(exc))}.") from exc
+            raise refusal(field, str(exc)) from exc
         first = source.matcher(max_states=_MAX_SHARED_STATES)
         _begin(source, first)
         return _Compiled(source, first)
@@ -316,17 +291,5 @@ def _begin(source: _Source, first: LLMatcher, generated: Sequence[int] = ()) -> 
     return Grammar(source, first.deep_copy(), generated, shared=True).prepare()
 
 
-def _to_text(name: str, value: str) -> str:
-    if name == "json_schema":
-        return LLMatcher.grammar_from_json_schema(value, defaults=_JSON)
-    return LLMatcher.grammar_from_regex(value) if name == "regex" else LLMatcher.grammar_from_lark(value)
-
-
 def _failed_lexer(matcher: LLMatcher) -> bool:
-    return _LEXER in matcher.get_error()
-
-
-def _first(message: str) -> str:
-    """Return the message of the library on one line, without the state of the parser."""
-    line = " ".join(message.partition("\n<")[0].split()).rstrip(".")
-    return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."
+    return LEXER in matcher.get_error()

@@ -12,6 +12,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.adapter_accounting import Held
+from hotswap.backends.grammar_check import GrammarCheck
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
@@ -124,6 +125,7 @@ class VllmEngine(Engine):
         )
         self._notifier = StatusNotifier()
         self._life = Life(self.id, self._notifier)
+        self._grammars = GrammarCheck()
         self._loader = Loader(self.id, self._settings, self._life, cores)
         self._core = None
         self._card: ModelCard | None = None
@@ -203,6 +205,11 @@ class VllmEngine(Engine):
         await self._adapters.drop(adapter)
 
     # ------------------------------------------------------------------ requests
+
+    def check_grammar(self, field: str, grammar: str) -> None:
+        """Refuse a grammar that no model could be held to, unless vLLM compiles it as `arguments` say."""
+        if self._settings.guides:
+            self._grammars.check(field, grammar)
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:

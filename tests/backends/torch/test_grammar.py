@@ -26,6 +26,7 @@ from tests.backends.torch.zoo import VOCABULARY, make_model
 from tests.text_tokenizers import BYTE_LEVEL_SIZE, SPECIAL, byte_level
 
 grammar = pytest.importorskip("hotswap.backends.torch.grammar")
+grammars = pytest.importorskip("hotswap.backends.grammars")
 
 END = byte_level().id_of(SPECIAL) or 0
 SKELETONS = SkeletonCache()
@@ -345,7 +346,7 @@ def test_a_mask_has_a_limit_of_work_also_after_the_first_token(monkeypatch: pyte
         return 3
 
     assert follow() < 3
-    monkeypatch.setattr(grammar, "_MASK_FUEL", 200_000)
+    monkeypatch.setattr(grammars, "_MASK_FUEL", 200_000)
     assert follow() == 3
 
 
