@@ -8,6 +8,7 @@ virtual time are traced like real ones.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ from opentelemetry.util.types import AttributeValue
 
 from hotswap.errors import RequestEvicted
 
-__all__ = ["Telemetry"]
+__all__ = ["Telemetry", "traceback_of"]
 
 # What a span of a request is called, with its model: `chat llama`.
 COMPLETION, CHAT = "text_completion", "chat"
@@ -243,3 +244,12 @@ class Telemetry:
             raise
         finally:
             self.finish(span, error)
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return an error with its causes as Python prints them, for the log.
+
+    A record of the log with the error itself would keep its frames, and with them KV blocks and weights of
+    engines: an unload would fail for as long as a handler keeps the record.
+    """
+    return "".join(traceback.format_exception(error)).rstrip()

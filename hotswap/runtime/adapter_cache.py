@@ -263,8 +263,9 @@ class _AdapterCache:
         self._last_used.pop(adapter, None)
         try:
             await self._drop(engine, adapter)
-        except Exception:  # of the engine, and none of the caller's
-            log.exception("Instance %r kept adapter %r, which is outdated.", self.instance.id, adapter)
+        except Exception as exc:  # of the engine, and none of the caller's
+            what = "Instance %r kept adapter %r, which is outdated.\n%s"
+            log.error(what, self.instance.id, adapter, tm.traceback_of(exc))
 
     def _note_use(self, adapter: AdapterId) -> None:
         self._last_used.pop(adapter, None)

@@ -210,7 +210,7 @@ class Control:
             what = "Instance %r is lost for good; remove or replace it. Its last restart failed: %s"
         else:
             what = "Instance %r could not be restarted and will be tried again: %s"
-        log.warning(what, instance.id, error, exc_info=_foreign(error))
+        log.warning(what, instance.id, error if isinstance(error, HotswapError) else tm.traceback_of(error))
 
     # ------------------------------------------------------------------ what is never served
 

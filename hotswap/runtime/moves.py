@@ -31,6 +31,7 @@ __all__ = ["Moves"]
 log = logging.getLogger("hotswap")
 
 MAX_RECORDS = 10_000
+_BROKE_OFF = "The move of request %r broke off.\n%s"
 
 
 class Moves:
@@ -79,8 +80,8 @@ class Moves:
             await self.run(active, destination, method=method, reason=reason)
         except MigrationAborted:
             return
-        except Exception:  # not of the move: a mover's fault, say
-            log.exception("The move of request %r broke off.", active.request.id)
+        except Exception as exc:  # not of the move: a mover's fault, say
+            log.error(_BROKE_OFF, active.request.id, tm.traceback_of(exc))
 
     async def run(
         self, active: ActiveRequest, destination: Instance, *, method: MigrationMethod | None, reason: str
@@ -117,7 +118,7 @@ class Moves:
         except Exception as exc:
             outcome, error = ("finished" if active.finished else "aborted"), exc
             if not isinstance(exc, HotswapError):
-                log.exception("The move of request %r broke off.", active.request.id)
+                log.error(_BROKE_OFF, active.request.id, tm.traceback_of(exc))
         except BaseException as exc:
             error = exc
             raise

@@ -184,8 +184,9 @@ class SwapJob:
         with anyio.move_on_after(self.limits.unload_s, shield=True):
             try:
                 await engine.drop_preload()
-            except Exception:  # what broke the swap, or cancelled it, is what the caller must see
-                log.exception("Instance %r did not drop what it had preloaded.", self.instance.id)
+            except Exception as exc:  # what broke the swap, or cancelled it, is what the caller must see
+                what = "Instance %r did not drop what it had preloaded.\n%s"
+                log.error(what, self.instance.id, tm.traceback_of(exc))
 
     @asynccontextmanager
     async def _timed(self, name: str, limit_s: float, span: Span) -> AsyncGenerator[None]:

@@ -127,6 +127,37 @@ async def test_a_moved_stream_is_that_of_an_undisturbed_run(
         await until(lambda: all(i.num_free_kv_blocks == i.num_kv_blocks for i in fleet.view().instances))
 
 
+async def test_the_log_of_a_move_that_broke_off_keeps_no_blocks(
+    store: DictStore,
+    skeletons: SkeletonCache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A handler may keep records for as long as it likes."""
+
+    def fail(self: KVCache, blocks: object, out: object) -> None:
+        raise ZeroDivisionError("a library's fault")
+
+    monkeypatch.setattr(KVCache, "save", fail)
+    gc.collect()
+    gc.disable()
+    try:
+        async with two_replicas(store, skeletons, "llama") as fleet:
+            caches = [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is KVCache]
+            async with fleet.stream("llama", (5, 6, 7), replace(GREEDY, max_tokens=900)) as stream:
+                await anext(stream)
+                to = "e1" if stream.hops[-1].instance == "e0" else "e0"
+                record = await fleet.migrate(stream.request.id, to=to, method="kv")
+                assert record.outcome == "aborted"
+            for name in ("e0", "e1"):
+                await fleet.unload(name)
+            assert [cache() for cache in caches if cache() is not None] == []
+    finally:
+        gc.enable()
+    (told,) = [each for each in caplog.records if "broke off" in each.getMessage()]
+    assert "ZeroDivisionError: a library's fault" in told.getMessage(), "with its traceback"
+
+
 async def test_moves_that_fail_keep_no_blocks_of_engines_that_have_unloaded(
     store: DictStore, skeletons: SkeletonCache
 ) -> None:

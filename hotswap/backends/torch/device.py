@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hotswap.errors import MemoryNotReclaimed, OutOfMemory
+from hotswap.errors import ConfigError, MemoryNotReclaimed, OutOfMemory
 from hotswap.kernels.processor import instructions
 from hotswap.worker_threads import run_in_thread
 
@@ -32,9 +32,30 @@ _POLL_S = 0.01
 
 
 def resolve(device: str | torch.device) -> torch.device:
-    """Return the device with its index: `"cuda"` is the current CUDA device."""
-    wanted = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if str(wanted) == "cuda" else wanted
+    """Return the device with its index: `"cuda"` is the current CUDA device.
+
+    Raises:
+        ConfigError: PyTorch does not know it, or sees no such GPU.
+    """
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as exc:
+        raise ConfigError(f"device is {device!r}, it must be 'cpu', 'cuda' or 'cuda:0' ...") from exc
+    if wanted.type != "cuda":
+        return wanted
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ConfigError(
+            f"device is {str(wanted)!r}, and PyTorch {torch.__version__} sees no GPU; install PyTorch for "
+            "CUDA and a driver, or give 'cpu'."
+        )
+    index = torch.cuda.current_device() if str(wanted) == "cuda" else wanted.index
+    if index >= count:
+        raise ConfigError(
+            f"device is {str(wanted)!r}, and PyTorch sees {count} GPUs, from 'cuda:0' on; give one of them, "
+            "or set CUDA_VISIBLE_DEVICES."
+        )
+    return torch.device("cuda", index)
 
 
 def total_bytes(device: torch.device) -> int:

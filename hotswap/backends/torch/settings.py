@@ -61,6 +61,7 @@ class Settings:
         _check(self.pp >= 1, "pp", self.pp, "1 or more")
         can_keep = self.num_ranks == 1 or not self.keep_fp8
         _check(can_keep, "keep_fp8", self.keep_fp8, "False or None with ranks, which dequantize weights")
+        _check_ranks(self.first_device, self.num_ranks)
         _check(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "over 0")
 
     @property
@@ -136,6 +137,16 @@ class Settings:
     def is_invariant(self) -> bool:
         """Whether steps are batch-invariant, which is implemented for CPUs only."""
         return self.invariant and self.first_device.type == "cpu"
+
+
+def _check_ranks(first: torch.device, num_ranks: int) -> None:
+    """Raise `ConfigError` if there are fewer GPUs than ranks from the first on."""
+    last = (first.index or 0) + num_ranks - 1
+    if first.type == "cuda" and last >= torch.cuda.device_count():
+        raise ConfigError(
+            f"tp times pp is {num_ranks}, which takes GPUs 'cuda:{first.index or 0}' to 'cuda:{last}', and "
+            f"PyTorch sees {torch.cuda.device_count()}; lower tp or pp."
+        )
 
 
 def _check(holds: bool, name: str, value: object, otherwise: str) -> None:

@@ -297,3 +297,18 @@ async def test_memory_is_not_freed_by_the_event_loop(monkeypatch: pytest.MonkeyP
 def test_settings_that_cannot_work_are_refused_by_name(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         TorchEngine("e0", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "what"),
+    [("cuda:99", "install PyTorch for CUDA|CUDA_VISIBLE_DEVICES"), ("gpu", "must be 'cpu'")],
+)
+def test_a_device_that_is_not_there_is_refused_with_what_to_do(device: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        TorchEngine("e0", device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="sees no GPU; install PyTorch for CUDA and a driver"):
+        TorchEngine("e0", device="cuda")
