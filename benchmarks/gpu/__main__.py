@@ -29,6 +29,8 @@ from benchmarks.measure import versions, write_json
 
 _RESULTS = Path(__file__).parent.parent / "results"
 PHASES = ("ceilings", "check", "lora", "kv", "swap", "tokens", "fp8")
+# Not run by default: the figures of `fp8` for the tiles of the shipped table, without a sweep.
+_MORE_PHASES = ("paths",)
 _SHAPES = ("8B", "70B/8", "405B/8", "70B")
 
 
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     name = "dry" if chosen.dry else re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
     try:
-        for phase in PHASES:
+        for phase in (*PHASES, *_MORE_PHASES):
             if phase in chosen.phases:
                 _run(phase, session, chosen)
                 write_json(chosen.out / f"gpu-{name}.json", session.report)  # so far, if the rest is cut off
@@ -108,6 +110,8 @@ def _phase(phase: str, chosen: argparse.Namespace) -> Callable[[Session], None]:
         return lambda session: lora.compare(session, chosen.out)
     if phase == "fp8":
         return lambda session: fp8.compare(session, chosen.models, chosen.out)
+    if phase == "paths":
+        return lambda session: fp8.compare_paths(session, chosen.models, chosen.out)
 
     def check(session: Session) -> None:
         fp8.check(session)
@@ -166,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks/gpu/run.sh", description=__doc__.partition("\n")[0])
     parser.add_argument("--dry", action="store_true", help="on the CPU, in small")
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing begins afterwards")
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--phases", nargs="+", choices=(*PHASES, *_MORE_PHASES), default=list(PHASES))
     parser.add_argument(
         "--models", nargs="+", choices=_SHAPES, default=list(_SHAPES), help="whose layers fp8 has"
     )

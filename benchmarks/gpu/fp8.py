@@ -27,10 +27,10 @@ from hotswap.kernels.fp8_gemm import (
     pack,
 )
 from hotswap.kernels.fp8_gemm.sweep import Point, search
-from hotswap.kernels.fp8_gemm.tiles import DENSE, kind_of
+from hotswap.kernels.fp8_gemm.tiles import DENSE, TABLE, kind_of
 from hotswap.kernels.targets import TARGETS, Device, device_of
 
-__all__ = ["SHAPES", "check", "compare"]
+__all__ = ["SHAPES", "check", "compare", "compare_paths"]
 
 # Weights [N, K] of the layers of Llamas: 8B, 70B and 405B on eight devices each, 70B on one.
 SHAPES = {
@@ -96,28 +96,50 @@ def _check_published(session: Session) -> None:
 
 def compare(session: Session, names: Sequence[str], out: Path) -> None:
     """Sweep every shape, set the best beside the others, and write the table of the device."""
+    end_s = session.remaining_s * (1 - _SWEEP_SHARE)
+
+    def point(case: _Case, rows: int, num_left: int) -> tables.Record:
+        # Each point may use its share, so that the last are not left to chance.
+        return _swept(session, case, rows, session.remaining_s - (session.remaining_s - end_s) / num_left)
+
+    _report(session, names, out, point)
+
+
+def compare_paths(session: Session, names: Sequence[str], out: Path) -> None:
+    """Time the tiles of the shipped table and the dense path again, and write the table of the device."""
+    device = _device(session)
+    assert device.target is not None, "a phase without kernels does not begin"
+    target, dtype = device.target, _name(session.dtype)
+
+    def point(case: _Case, rows: int, num_left: int) -> tables.Record:
+        found = tables.load(TABLE).find(device.name, target.name, kind_of(dtype, GROUP), case.shape, rows)
+        tile = heuristic(rows, case.shape, target, device.num_units) if found is None else Tile.of(found)
+        return _timed(session, case, rows, tile.fitted(GROUP))
+
+    _report(session, names, out, point)
+
+
+def _report(
+    session: Session, names: Sequence[str], out: Path, point: Callable[[_Case, int, int], tables.Record]
+) -> None:
+    """Measure every point; the function gets its case, its rows and the number of points that are left."""
     shapes = [(128, 256)] if session.is_dry else [shape for name in names for shape in SHAPES[name]]
     rows_of = (1, 17) if session.is_dry else ROWS
     records: list[tables.Record] = []
-    lines: list[list[str]] = []
-    end_s = session.remaining_s * (1 - _SWEEP_SHARE)
     for index, shape in enumerate(shapes):
         if session.remaining_s < 60 and not session.is_dry:
             session.report.setdefault("left_out", []).append(f"fp8 from shape {shape} on, for want of time")
             break
         case = _Case(shape, session)
-        for place, rows in enumerate(rows_of):
-            # Each point may use its share, so that the last are not left to chance.
-            num_left = (len(shapes) - index) * len(rows_of) - place
-            stop_s = session.remaining_s - (session.remaining_s - end_s) / num_left
-            record = _point(session, case, rows, stop_s)
-            records.append(record)
-            lines.append(_line(record))
+        records += [
+            point(case, rows, (len(shapes) - index) * len(rows_of) - place)
+            for place, rows in enumerate(rows_of)
+        ]
         del case
         session.free()
         _keep(session, records, out)  # in case the rest is cut off
     head = ("N x K, rows", "us", "vs bf16", "of floor", "dense", "vs published", "noise", "path")
-    show(f"fp8 beside bf16 on {_device(session).name}", head, lines)
+    show(f"fp8 beside bf16 on {_device(session).name}", head, [_line(record) for record in records])
     _show_means(records)
 
 
@@ -133,7 +155,7 @@ def _keep(session: Session, records: Sequence[tables.Record], out: Path) -> None
     ]
 
 
-def _point(session: Session, case: _Case, rows: int, stop_s: float) -> tables.Record:
+def _swept(session: Session, case: _Case, rows: int, stop_s: float) -> tables.Record:
     def measure(point: Point, tile: Tile) -> float:
         if session.remaining_s < stop_s:
             return math.inf
@@ -148,6 +170,11 @@ def _point(session: Session, case: _Case, rows: int, stop_s: float) -> tables.Re
     tile = heuristic(rows, case.shape, device.target, device.num_units)
     if not session.is_dry:
         tile, _ = search(Point(rows, case.shape, _name(session.dtype), GROUP), device, measure)
+    return _timed(session, case, rows, tile)
+
+
+def _timed(session: Session, case: _Case, rows: int, tile: Tile) -> tables.Record:
+    """Time a tile beside the others; the record has the dense path if that is faster."""
     bf16 = case.time(rows, case.whole)
     ours, dense = (case.time(rows, partial(case.ours, method)) for method in (tile, DENSE))
     again = case.time(rows, case.whole)

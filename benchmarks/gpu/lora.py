@@ -106,7 +106,8 @@ def compare(session: Session, out: Path) -> None:
         session.free()
     device = device_of(session.device)
     target = device.target.name if device.target else "sm_90"
-    tables.write(out / "segmented_lora.table.json", device.name, target, {}, records)
+    about = {"num_units": session.num_units, **session.report.get("versions", {})}
+    tables.write(out / "segmented_lora.table.json", device.name, target, about, records)
     session.report["lora"] = found
     head = ("queries, keys and values", "us", "loop takes times", "floor us")
     show(f"adapters on {device.name}, {WIDTH} to {WIDTHS}", head, lines)

@@ -1,4 +1,4 @@
-"""A Triton kernel launch as a value: it can be executed, or inspected to compile the kernel ahead of time."""
+"""A Triton kernel launch as a value: executed, repeated, or inspected to compile the kernel ahead of time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["Call"]
+__all__ = ["Call", "Relaunch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +36,38 @@ class Call:
         module, _, name = self.kernel.partition(":")
         return getattr(import_module(module), name)
 
-    def launch(self) -> None:
-        """Launch the kernel on the device of its first argument, on that device's current stream."""
+    def launch(self) -> Any:
+        """Launch the kernel on the device of its first argument, on that device's current stream.
+
+        Returns:
+            Triton's compiled program, for `Relaunch`; `None` in the interpreter.
+        """
         device: torch.device = self.arguments[0].device
         # Triton launches on the thread's current device, whatever device the tensors are on.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.function[self.grid](*self.arguments, **self.constants)
+            return self.function[self.grid](*self.arguments, **self.constants)
+
+
+class Relaunch:
+    """Launches the program of a call again, with the same grid and numbers, and with other tensors.
+
+    Triton's own launch looks up the type, the alignment and the program of all arguments each time, which
+    takes the host several times as long. Tensors must have the dtypes of those in the call, and addresses
+    that are multiples of 16 if those had. The current device must be that of the call.
+
+    Args:
+        call: The call; its tensors come before its numbers.
+        program: The result of its `launch`.
+        num_tensors: The number of its tensors, which each launch gives anew.
+    """
+
+    __slots__ = ("_rest", "_run")
+
+    def __init__(self, call: Call, program: Any, num_tensors: int) -> None:
+        constants = call.function.arg_names[len(call.arguments) :]
+        self._rest = (*call.arguments[num_tensors:], *(call.constants[name] for name in constants))
+        self._run = program[(*call.grid, 1, 1)[:3]]
+
+    def launch(self, *tensors: Tensor) -> None:
+        """Launch the program on the current stream of its device."""
+        self._run(*tensors, *self._rest)

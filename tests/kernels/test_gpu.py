@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hotswap.kernels.fp8_gemm import (
+    Fp8Product,
     Fp8Weight,
+    Tile,
     Workspace,
     choose,
     fp8_linear,
@@ -59,3 +61,26 @@ def test_every_finite_value_is_multiplied_exactly(dtype: torch.dtype) -> None:
     weight = replace(every_value(), qweight=every_value().qweight.repeat(16, 1), scales=torch.ones(64, 1))
     found = fp8_linear(torch.eye(64, dtype=dtype).cuda(), on_gpu(weight))
     assert torch.equal(found.cpu().T.double(), fp8_linear_reference(torch.eye(64), weight).T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1280, 8192), (1000, 1100)])
+def test_launches_that_are_kept_give_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, space = on_gpu(weight_of(*shape, 128, dtype)), Workspace(torch.device("cuda"))
+    for bias in (None, input_of(1, shape[0], dtype)[0].cuda()):
+        product = Fp8Product(weight, bias, space)
+        for rows in (1, 7, 17, 1, 33, 300, 700, 7):
+            x = input_of(rows, shape[1], dtype, seed=rows).cuda()
+            expected = fp8_linear(x, weight, bias)
+            assert torch.equal(product(x), expected)
+            assert torch.equal(product(x.view(1, rows, -1)), expected[None])
+            odd = torch.cat((x[:, :1], x), dim=1)[:, 1:]
+            assert torch.equal(product(odd), expected), "rows that are neither aligned nor contiguous"
+
+
+def test_the_dense_path_adds_a_bias_in_every_block() -> None:
+    shape = (5000, 14336)
+    weight, bias = weight_of(*shape, 128, torch.bfloat16), input_of(1, shape[0], torch.bfloat16)[0]
+    x = input_of(65, shape[1], torch.bfloat16)
+    found = fp8_linear(x.cuda(), on_gpu(weight), bias.cuda(), tile=Tile(path="dense"))
+    assert error(found.cpu(), fp8_linear_reference(x, weight, bias)) <= DENSE_BOUNDS[torch.bfloat16]

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotswap.backends.torch.fp8 import SCALE_SUFFIX, Scheme
 from hotswap.backends.torch.linear import invariant_linear, supported_dtypes, widened
 from hotswap.backends.torch.weights import Views
 from hotswap.errors import ConfigError, ShardCorrupt
-from hotswap.kernels.fp8_gemm import FUSED_DTYPES, Fp8Weight, Workspace, fp8_linear, warm_up
+from hotswap.kernels.fp8_gemm import FUSED_DTYPES, Fp8Product, Fp8Weight, Workspace, fp8_linear, warm_up
 from hotswap.kernels.targets import device_of, runs_triton
 from hotswap.model import TensorSpec
 
@@ -66,14 +65,16 @@ class Fp8Linear:
 
     def __init__(self, layer: nn.Linear, weight: Fp8Weight, space: Workspace) -> None:
         self.layer, self.weight = layer, weight
-        self._space = space
+        self._bias = cast("Tensor | None", layer.bias)
+        self._space, self._product = space, Fp8Product(weight, self._bias, space)
+        self._is_on_cpu = weight.qweight.device.type == "cpu"
         self._former: object = vars(layer).get("forward")
         vars(layer)["forward"] = self
 
     @property
     def is_invariant(self) -> bool:
         """Whether the bits of a row do not depend on the number of rows."""
-        return self.weight.qweight.device.type == "cpu" and self.layer.weight.dtype in supported_dtypes()
+        return self._is_on_cpu and self.layer.weight.dtype in supported_dtypes()
 
     @property
     def _is_wide(self) -> bool:
@@ -88,17 +89,16 @@ class Fp8Linear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return `hidden @ weight.T + bias` for `[..., in]`."""
-        bias = cast("Tensor | None", self.layer.bias)
-        if hidden.device.type == "cpu" and self._is_wide:
-            wide = None if bias is None else bias.float()
+        if not self._is_on_cpu:
+            return self._product(hidden)
+        if self._is_wide:
+            wide = None if self._bias is None else self._bias.float()
             return self._multiply(hidden.float(), wide).to(hidden.dtype)
-        return self._multiply(hidden, bias)
+        return self._multiply(hidden, self._bias)
 
     def _multiply(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        ours = hidden.device.type == "cpu" and hidden.dtype in supported_dtypes()
-        return fp8_linear(
-            hidden, self.weight, bias, workspace=self._space, multiply=invariant_linear if ours else F.linear
-        )
+        method = invariant_linear if hidden.dtype in supported_dtypes() else None
+        return fp8_linear(hidden, self.weight, bias, workspace=self._space, multiply=method)
 
 
 def keeps_fp8_by_default(device: torch.device, dtype: torch.dtype) -> bool:

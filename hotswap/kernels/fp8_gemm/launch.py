@@ -8,7 +8,6 @@ from math import ceil
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hotswap.errors import ConfigError
@@ -19,7 +18,18 @@ from hotswap.kernels.fp8_gemm.tiles import Tile, choose, rows_to_build
 from hotswap.kernels.fp8_gemm.workspace import Workspace
 from hotswap.kernels.targets import TARGETS, Device, device_of, runs_triton
 
-__all__ = ["FUSED_DTYPES", "dequantize_call", "fp8_linear", "gemm_call", "warm_up"]
+__all__ = [
+    "FUSED_DTYPES",
+    "aligned",
+    "check_operands",
+    "dequantize_call",
+    "fp8_linear",
+    "fused_tile",
+    "gemm_call",
+    "kernel_device",
+    "scratch_of",
+    "warm_up",
+]
 
 # Imports triton, so it is imported on first use.
 _KERNELS: Final = "hotswap.kernels.fp8_gemm.kernel"
@@ -39,7 +49,7 @@ def fp8_linear(
     workspace: Workspace | None = None,
     tile: Tile | None = None,
     out: Tensor | None = None,
-    multiply: Multiply = F.linear,
+    multiply: Multiply | None = None,
 ) -> Tensor:
     """Return `x @ weight.T + bias`, in the dtype of `x`; the same bits for the same input in every run.
 
@@ -54,11 +64,29 @@ def fp8_linear(
         workspace: Scratch memory, shared by products on this stream; allocated if not given.
         tile: The tile and path; by default `tiles.choose` takes them from the table or the heuristic.
         out: `[M, N]` for the result, with M rows in `x`; of the dtype of `x`, or float32 on the fused path.
-        multiply: Function for the products of the dense path.
+        multiply: Function for the products of the dense path; see `dense_linear`.
 
     Raises:
         ConfigError: an argument does not match the others; the message has its name.
     """
+    check_operands(x, weight, bias)
+    rows, on = x.reshape(-1, weight.width), kernel_device(x.device)
+    unpack: Dequantize = dequantize_rows
+    fused = fused_tile(rows, weight, on, tile)
+    if _has_kernel(rows, weight, on):
+        rows, unpack = aligned(rows), _dequantize_rows_by_kernel
+    if fused is not None:
+        y = rows.new_empty(len(rows), len(weight.qweight)) if out is None else out
+        gemm_call(rows, weight, bias, y, fused, on, workspace or Workspace(x.device)).launch()
+    else:
+        y = dense_linear(rows, weight, bias, workspace=workspace, multiply=multiply, dequantize_block=unpack)
+        if out is not None:
+            y = out.copy_(y)
+    return y.view(*x.shape[:-1], len(weight.qweight))
+
+
+def check_operands(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> None:
+    """Raise `ConfigError` unless the shapes and dtypes of a product match."""
     width = weight.width
     if x.ndim == 0 or x.shape[-1] != width:
         raise ConfigError(f"x is {list(x.shape)}, its last dimension must be the weight's {width}.")
@@ -66,21 +94,14 @@ def fp8_linear(
         raise ConfigError(
             f"bias is {bias.dtype} {list(bias.shape)}, it must be {x.dtype} [{len(weight.qweight)}]."
         )
-    rows = x.reshape(-1, width)
-    on = _device_of(x.device)
-    dequantize_block: Dequantize = dequantize_rows
-    if _has_kernel(rows, weight, on):
-        chosen = tile or choose(len(rows), weight.shape, _name(x.dtype), weight.group, on)
-        if chosen.path == "fused":
-            y = _fused(rows, weight, bias, chosen.fitted(weight.group), on, workspace, out)
-            return y.view(*x.shape[:-1], len(weight.qweight))
-        dequantize_block = _dequantize_rows_by_kernel
-    y = dense_linear(
-        rows, weight, bias, workspace=workspace, multiply=multiply, dequantize_block=dequantize_block
-    )
-    if out is not None:
-        y = out.copy_(y)
-    return y.view(*x.shape[:-1], len(weight.qweight))
+
+
+def fused_tile(rows: Tensor, weight: Fp8Weight, device: Device, tile: Tile | None = None) -> Tile | None:
+    """Return the tile of a product on the fused path, `tile` if it is given; `None` for the dense path."""
+    if not _has_kernel(rows, weight, device):
+        return None
+    chosen = tile or choose(len(rows), weight.shape, _name(rows.dtype), weight.group, device)
+    return chosen.fitted(weight.group) if chosen.path == "fused" else None
 
 
 def warm_up(
@@ -98,7 +119,7 @@ def warm_up(
     kinds = {(weight.shape, weight.group, bias is None): (weight, bias) for weight, bias in layers}
     for weight, bias in kinds.values():
         if runs_triton(weight.qweight.device):
-            on = _device_of(weight.qweight.device)
+            on = kernel_device(weight.qweight.device)
             for rows in rows_to_build(weight.shape, _name(dtype), weight.group, on, most_rows):
                 x = torch.zeros(rows, weight.width, dtype=dtype, device=weight.qweight.device)
                 fp8_linear(x, weight, bias, workspace=workspace)
@@ -115,27 +136,13 @@ def _has_kernel(rows: Tensor, weight: Fp8Weight, device: Device) -> bool:
     )
 
 
-def _device_of(device: torch.device) -> Device:
+def kernel_device(device: torch.device) -> Device:
+    """Return the device that tiles are chosen for; without a target if the kernels do not run there."""
     if not runs_triton(device):
         return Device(device.type, None, 1)
     if device.type == "cpu":  # Triton's interpreter, which can run any target's tiles
         return Device("interpreter", TARGETS["sm_80"], 4)
     return device_of(device)
-
-
-def _fused(
-    x: Tensor,
-    weight: Fp8Weight,
-    bias: Tensor | None,
-    tile: Tile,
-    device: Device,
-    workspace: Workspace | None,
-    out: Tensor | None,
-) -> Tensor:
-    x = _aligned(x)
-    y = x.new_empty(len(x), len(weight.qweight)) if out is None else out
-    gemm_call(x, weight, bias, y, tile, device, workspace or Workspace(x.device)).launch()
-    return y
 
 
 def gemm_call(
@@ -147,15 +154,12 @@ def gemm_call(
     device: Device,
     workspace: Workspace,
 ) -> Call:
-    """Return the kernel launch of a fused product."""
+    """Return the kernel launch of a fused product: seven tensors, then numbers."""
     (num_rows, width), num_columns = x.shape, len(weight.qweight)
-    tiles = ceil(num_rows / tile.block_m) * ceil(num_columns / tile.block_n)
-    parts = tile.parts_of(width)
-    is_split = parts > 1
+    grid = ceil(num_rows / tile.block_m) * ceil(num_columns / tile.block_n), tile.parts_of(width)
     target = device.target
     assert target is not None, "callers check the target"
-    sums = workspace.sums(parts * tiles * tile.block_m * tile.block_n) if is_split else y
-    counters = workspace.counters(tiles) if is_split else y
+    sums, counters = scratch_of(workspace, grid, tile) or (y, y)
     tensors = (x, weight.qweight, weight.scales, y if bias is None else bias, y, sums, counters)
     strides = (x.stride(0), weight.qweight.stride(0), weight.scales.stride(0), y.stride(0))
     constants: dict[str, Any] = {
@@ -163,7 +167,7 @@ def gemm_call(
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "GROUP": weight.group or 0,
-        "SPLIT": is_split,
+        "SPLIT": grid[1] > 1,
         "WEIGHTS_LEFT": tile.weights_left,
         "REBIAS": x.dtype is torch.bfloat16 or target.flushes_subnormals,
         "HAS_BIAS": bias is not None,
@@ -175,7 +179,15 @@ def gemm_call(
         "num_stages": tile.stages,
     }
     arguments = (*tensors, num_rows, num_columns, width, *strides)
-    return Call(f"{_KERNELS}:fp8_gemm_kernel", (tiles, parts), arguments, constants)
+    return Call(f"{_KERNELS}:fp8_gemm_kernel", grid, arguments, constants)
+
+
+def scratch_of(workspace: Workspace, grid: tuple[int, int], tile: Tile) -> tuple[Tensor, Tensor] | None:
+    """Return the sums and counters of a product; `None` if K is not split."""
+    num_tiles, parts = grid
+    if parts == 1:
+        return None
+    return workspace.sums(parts * num_tiles * tile.block_m * tile.block_n), workspace.counters(num_tiles)
 
 
 def _dequantize_rows_by_kernel(
@@ -206,8 +218,8 @@ def dequantize_call(qweight: Tensor, scales: Tensor, out: Tensor, group: int | N
     return Call(f"{_KERNELS}:dequantize_kernel", grid, arguments, constants)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """Return contiguous rows, aligned to 16 bytes; another alignment would compile another program."""
+def aligned(x: Tensor) -> Tensor:
+    """Return contiguous rows, aligned to 16 bytes: others need another program, whose bits may differ."""
     x = x.contiguous()
     return x if x.data_ptr() % _ALIGNMENT_BYTES == 0 else x.clone()
 

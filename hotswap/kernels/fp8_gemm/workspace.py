@@ -40,7 +40,7 @@ class Workspace:
 
     def _part(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         part = self._parts.get((name, dtype))
-        if part is None or len(part) < count:
+        if part is None or part.numel() < count:
             make = torch.zeros if name == "counters" else torch.empty
             part = self._parts[name, dtype] = make(count, dtype=dtype, device=self._device)
         return part

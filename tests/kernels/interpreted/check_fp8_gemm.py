@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hotswap.errors import ConfigError
 from hotswap.kernels.fp8_gemm import (
+    Fp8Product,
     Fp8Weight,
     Tile,
     Workspace,
@@ -151,6 +153,17 @@ def test_the_chosen_path_is_correct_for_any_number_of_rows(
     found = fp8_linear(x.view(1, rows, 256), pack(weight))
     assert found.shape == (1, rows, 96)
     assert error(found[0], fp8_linear_reference(x, weight)) <= bounds[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_has_the_bits_of_the_function(dtype: torch.dtype) -> None:
+    weight, bias = pack(weight_of(96, 256, 128, dtype)), input_of(1, 96, dtype)[0]
+    product = Fp8Product(weight, bias, Workspace(torch.device("cpu")))
+    for rows in (3, 0, 17, 600, 3):
+        x = input_of(rows, 256, dtype)
+        assert torch.equal(product(x.view(1, rows, 256)), fp8_linear(x, weight, bias)[None])
+    with pytest.raises(ConfigError, match="x is"):
+        product(input_of(2, 128, dtype))
 
 
 def test_unaligned_inputs_give_the_same_bits() -> None:
