@@ -312,3 +312,17 @@ def test_a_device_that_is_not_there_is_refused_with_what_to_do(device: str, what
 def test_a_gpu_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match="sees no GPU; install PyTorch for CUDA and a driver"):
         TorchEngine("e0", device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"), ({"device": "cuda:0", "tp": 2}, "lower tp or pp")],
+    ids=str,
+)
+def test_more_gpus_than_there_are_are_refused(
+    options: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=what):
+        TorchEngine("e0", **options)
