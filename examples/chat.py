@@ -15,7 +15,6 @@ import anyio
 from hotswap import Chat, Fleet, Model, Usage
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
-from hotswap.policies import AffinityRouter, WeightedLoadSwap
 
 SYSTEM = {"role": "system", "content": "You answer in one sentence."}
 QUESTIONS = ("Why is the sky blue?", "And why is it red in the evening?")
@@ -59,8 +58,6 @@ async def main(checkpoints: list[Path], store: Path) -> dict[str, dict[str, str]
         engines=[TorchEngine("e0")],  # with a GPU: TorchEngine("e0", device="cuda:0")
         store=TieredStore(PinnedStore("8 GiB"), NvmeStore(store)),
         models=[Model(path.name, path) for path in checkpoints],
-        router=AffinityRouter(),
-        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),  # swaps to the model that is asked for
     ) as fleet:
         return {path.name: await talk(fleet, path.name) for path in checkpoints}
 

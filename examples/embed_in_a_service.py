@@ -20,7 +20,6 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from hotswap import Fleet, Model, Sampling
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.errors import HotswapError, QueueFull
-from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 
 SIZES = {"smollm-135m": "270 MB", "qwen-0.5b": "1 GB"}
 GONE = (anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound)
@@ -81,8 +80,6 @@ async def main() -> None:
         engines=[SimEngine("e0")],  # one engine for two models: the second is swapped in when asked for
         store=SimStore(SIZES),
         models=[Model(name) for name in SIZES],
-        router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
     )
     async with fleet, anyio.create_task_group() as service:
         port = await service.start(serve, fleet)

@@ -12,7 +12,7 @@ import anyio
 from hotswap import Adapter, Fleet, Model, Sampling
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.errors import UnknownAdapter
-from hotswap.policies import AffinityRouter, WeightedLoadSwap
+from hotswap.policies import AffinityRouter
 
 ADAPTERS = [Adapter(name, "qwen-0.5b", f"/adapters/{name}") for name in ("sql", "law", "poems")]
 
@@ -31,7 +31,6 @@ async def main() -> dict[str | None, list[int]]:
         models=[Model("qwen-0.5b", min_replicas=1)],
         adapters=ADAPTERS,
         router=AffinityRouter(),
-        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
     ) as fleet:
         async with anyio.create_task_group() as clients:
             for adapter in (None, *(adapter.id for adapter in ADAPTERS)):

@@ -14,7 +14,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from hotswap import Fleet, Model, Sampling
 from hotswap.backends.sim import SimEngine, SimStore
-from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 
 SIZES = {"smollm-135m": "270 MB", "qwen-0.5b": "1 GB"}
 
@@ -27,8 +26,6 @@ async def main(endpoint: str | None = None) -> tuple[str, ...]:
         engines=[SimEngine("e0")],
         store=SimStore(SIZES),
         models=[Model(name) for name in SIZES],
-        router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
         tracer_provider=provider,
     )
     try:

@@ -17,7 +17,6 @@ import transformers
 from hotswap import Fleet, Model, Sampling, SwapRecord
 from hotswap.backends.stores import NvmeStore, SharedStore, TieredStore
 from hotswap.backends.vllm import VllmEngine
-from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 
 
 def make_checkpoints(root: Path) -> list[Path]:
@@ -55,8 +54,6 @@ async def main(checkpoints: list[Path], work: Path) -> Answers:
             engines=[VllmEngine(name, kv_bytes="64 MiB", max_requests=16) for name in ("e0", "e1")],
             store=TieredStore(SharedStore(work / "shared", "1 GiB"), NvmeStore(work / "store")),
             models=models,
-            router=LeastLoadedRouter(),
-            scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
             on_swap=tell,
         ) as fleet,
         anyio.create_task_group() as clients,

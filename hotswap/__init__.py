@@ -46,6 +46,7 @@ from hotswap.runtime import (
 )
 from hotswap.sampling import Sampling
 from hotswap.store_view import Residency, StoreView, TierView
+from hotswap.times_view import TimesView
 from hotswap.view import (
     AdapterView,
     FleetView,
@@ -99,6 +100,7 @@ __all__ = [
     "SwapOutcome",
     "SwapRecord",
     "TierView",
+    "TimesView",
     "Token",
     "TokenLogprob",
     "Usage",

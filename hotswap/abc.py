@@ -91,6 +91,7 @@ from hotswap.store import (
 from hotswap.store_view import Residency, StoreView, TierView
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
+from hotswap.times_view import TimesView
 from hotswap.transport import Channel, Frame
 from hotswap.view import (
     AdapterView,
@@ -176,6 +177,7 @@ __all__ = [
     "TextSettings",
     "TextStream",
     "TierView",
+    "TimesView",
     "Token",
     "TokenLogprob",
     "TokenQueue",

@@ -10,15 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
-from hotswap.commands.arguments import add_fit, add_plan, add_simulate
+from hotswap.commands.arguments import add_fit, add_least, add_plan, add_simulate
+from hotswap.commands.progress import progress_bar
 from hotswap.errors import ConfigError, HotswapError, ShardMissing, StoreError, UnsupportedModel
 from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
@@ -74,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help="replay a trace on a simulated fleet")
     add_simulate(simulate)
     simulate.set_defaults(command=_simulate)
+    least = commands.add_parser("least", help="search for the fewest engines that meet a target")
+    add_least(least)
+    least.set_defaults(command=_least)
     plan = commands.add_parser("plan", help="repeat one decision of a scheduler, and explain it")
     add_plan(plan)
     plan.set_defaults(command=_plan)
@@ -137,9 +141,17 @@ def _simulate(arguments: argparse.Namespace) -> int:
         raise ConfigError("--plots needs --out, the directory that pictures go to.")
     with ExitStack() as bars:
         report, rows = simulate_all(
-            arguments, lambda name: bars.enter_context(_bar(f"Simulating {name}", unit="requests"))
+            arguments, lambda name: bars.enter_context(progress_bar(f"Simulating {name}", unit="requests"))
         )
     _tell(arguments, report, _table(("SCHEDULER", *map(str.upper, (*COLUMNS, *COUNTS))), rows))
+    return OK
+
+
+def _least(arguments: argparse.Namespace) -> int:
+    from hotswap.commands.least import COLUMNS, least_of_all
+
+    report, rows = least_of_all(arguments)
+    _tell(arguments, report, _table(COLUMNS, rows))
     return OK
 
 
@@ -154,7 +166,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _fit(arguments: argparse.Namespace) -> int:
     from hotswap.commands.fit import fit, fitted
 
-    with _bar("Measuring steps", unit="kinds") as show:
+    with progress_bar("Measuring steps", unit="kinds") as show:
         result = fit(arguments, show)
     _tell(arguments, fitted(result), f"{arguments.out}: {result.profile.error}; {result.num_steps} kinds")
     return OK
@@ -166,7 +178,7 @@ def _add(arguments: argparse.Namespace) -> int:
 
     source: Path = arguments.source
     model: str = arguments.id or source.resolve().name
-    with _bar(f"Adding {model}") as show:
+    with progress_bar(f"Adding {model}") as show:
 
         def tell(progress: Progress) -> None:
             show(progress.done_bytes, progress.total_bytes)
@@ -268,7 +280,7 @@ def _check(root: Path, entry: StoredModel) -> dict[str, object]:
 
     error: str | None = None
     try:
-        with _bar(f"Verifying {entry.model}") as show:
+        with progress_bar(f"Verifying {entry.model}") as show:
             verify(root, entry.model, progress=show)
     except StoreError as exc:
         error = str(exc)
@@ -336,7 +348,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     from hotswap.backends.stores.bench import bench
 
-    with _bar(f"Timing {arguments.model}") as show:
+    with progress_bar(f"Timing {arguments.model}") as show:
         result = anyio.run(
             partial(
                 bench,
@@ -398,41 +410,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _time(entry: StoredModel) -> datetime:
     return datetime.fromtimestamp(entry.used_ns / 1e9, UTC)
-
-
-class _Show(Protocol):
-    def __call__(self, done: int, total: int, /) -> None: ...
-
-
-@contextmanager
-def _bar(title: str, unit: str = "") -> Generator[_Show]:
-    """A progress bar on standard error, in bytes or a unit; none without `rich` or a terminal."""
-    try:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            Progress,
-            ProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-    except ImportError:
-        yield lambda done, total: None
-        return
-    of_bytes: tuple[ProgressColumn, ...] = (DownloadColumn(), TransferSpeedColumn())
-    of_units: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}"), BarColumn(), *(of_units if unit else of_bytes))
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total or None)
-
-        yield show
 
 
 def _size(size_bytes: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NewType, Self, TypeAlias, TypeVar
 
 from hotswap.request import AdapterId, ModelId, RequestId
 from hotswap.store_view import Residency, StoreView, TierView
+from hotswap.times_view import TimesView
 
 __all__ = [
     "AdapterView",
@@ -32,6 +33,7 @@ __all__ = [
     "RunningView",
     "StoreView",
     "TierView",
+    "TimesView",
     "WaitingView",
 ]
 
@@ -321,6 +323,7 @@ class FleetView:
     store: StoreView = field(default_factory=StoreView)
     running: tuple[RunningView, ...] = ()
     adapters: tuple[AdapterView, ...] = ()
+    times: TimesView = field(default_factory=TimesView)
 
     @property
     def ids(self) -> frozenset[InstanceId]:
@@ -337,6 +340,13 @@ class FleetView:
             if view.id == model:
                 return view
         raise KeyError(model)
+
+    def swap_s(self, model: ModelId, instance: InstanceView) -> float:
+        """Seconds for which a swap to a model would have an instance down, by what was measured (`times`)."""
+        unload_s = 0.0 if instance.state is InstanceState.EMPTY else self.times.unload_s
+        if instance.preloaded == model:
+            return unload_s
+        return unload_s + self.times.load_s(self.store.seen_from(instance.node), model)
 
     def hosts(self, model: ModelId) -> tuple[InstanceView, ...]:
         """Instances that are SERVING the model, also those that take no more requests now."""

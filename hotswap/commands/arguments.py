@@ -1,15 +1,55 @@
-"""What `hotswap simulate`, `plan` and `fit` are told, and nothing that takes time to load."""
+"""What `hotswap simulate`, `least`, `plan` and `fit` are told, and nothing that takes time to load."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-__all__ = ["add_fit", "add_plan", "add_simulate"]
+__all__ = ["add_fit", "add_least", "add_plan", "add_simulate"]
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `hotswap simulate`."""
+    _add_played(parser)
+    parser.add_argument("--engines", type=int, default=4, help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--nodes", type=int, default=0, help="nodes with a store each; 0 is one store (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--driver",
+        choices=("events", "clients"),
+        default="events",
+        help="visit engines when their batch changes, or have a client for every request: the same outcome, "
+        "later (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lose", action="append", default=[], metavar="e0@30", help="lose an engine at a second"
+    )
+    parser.add_argument("--out", type=Path, help="a directory for everything, an outcome a file")
+    parser.add_argument("--plots", action="store_true", help="and for pictures (needs matplotlib)")
+
+
+def add_least(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `hotswap least`."""
+    _add_played(parser)
+    parser.add_argument(
+        "--share", type=float, default=0.99, help="of requests that must be fine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warm",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="requests that arrive before are served and not counted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--most", type=int, default=64, help="the most engines that are tried (default: %(default)s)"
+    )
+    parser.add_argument("--guess", type=int, default=4, help="is tried first (default: %(default)s)")
+
+
+def _add_played(parser: argparse.ArgumentParser) -> None:
+    """What is played, by which policies, and what is fine."""
     parser.add_argument(
         "trace",
         help="a CSV file with arrival_s, input_tokens and output_tokens, or a made one, like "
@@ -18,15 +58,11 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scheduler",
         action="append",
-        required=True,
         metavar="CALL",
-        help="like 'WeightedLoadSwap(t1=8, t2=16, b=2)', or mine.py:Mine(); several are put side by side",
+        help="like 'WeightedLoadSwap(t1=8, t2=16, b=2)', or mine.py:Mine(); several are put side by side; "
+        "CostSwap() if left out",
     )
-    parser.add_argument("--router", default="AffinityRouter()", metavar="CALL", help="default: %(default)s")
-    parser.add_argument("--engines", type=int, default=4, help="how many (default: %(default)s)")
-    parser.add_argument(
-        "--nodes", type=int, default=0, help="nodes with a store each; 0 is one store (default: %(default)s)"
-    )
+    parser.add_argument("--router", default="LeastTimeRouter()", metavar="CALL", help="default: %(default)s")
     parser.add_argument("--device", default="h100-llama-3.1-8b", help="a profile (default: %(default)s)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="one of `hotswap fit`, instead")
     parser.add_argument(
@@ -41,13 +77,6 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         help="have engines compute what prompts begin with once, while they have room to keep it",
     )
     parser.add_argument("--rate", type=float, help="scale time so that so many requests arrive a second")
-    parser.add_argument(
-        "--driver",
-        choices=("events", "clients"),
-        default="events",
-        help="visit engines when their batch changes, or have a client for every request: the same outcome, "
-        "later (default: %(default)s)",
-    )
     parser.add_argument("--requests", type=int, help="only the first so many")
     parser.add_argument("--seed", type=int, default=0, help="of a made trace (default: %(default)s)")
     parser.add_argument(
@@ -56,13 +85,8 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-replicas", type=int, default=0, help="the least number of replicas of every model"
     )
-    parser.add_argument(
-        "--lose", action="append", default=[], metavar="e0@30", help="lose an engine at a second"
-    )
     parser.add_argument("--ttft", type=float, default=10.0, help="seconds to the first token that are fine")
     parser.add_argument("--tpot", type=float, default=0.1, help="seconds for each other one that are fine")
-    parser.add_argument("--out", type=Path, help="a directory for everything, an outcome a file")
-    parser.add_argument("--plots", action="store_true", help="and for pictures (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
@@ -17,7 +17,10 @@ from hotswap.simulation.plots import draw
 from hotswap.simulation.run import simulate
 from hotswap.simulation.trace import Trace, generate, power_law_lengths
 
-__all__ = ["COLUMNS", "COUNTS", "simulate_all"]
+__all__ = ["COLUMNS", "COUNTS", "DEFAULT", "asked_cluster", "asked_trace", "simulate_all"]
+
+# Schedulers, where none is named.
+DEFAULT = ("CostSwap()",)
 
 COLUMNS = (
     "num_requests",
@@ -36,19 +39,11 @@ def simulate_all(
     arguments: argparse.Namespace, progress: Callable[[str], Callable[[int, int], None]]
 ) -> tuple[dict[str, object], list[tuple[str, ...]]]:
     """Run every scheduler of the arguments on the same trace; return the report, and rows for a table."""
-    trace = trace_of(arguments.trace, arguments.seed)
-    if arguments.rate:
-        trace = trace.at_rate(arguments.rate)
-    if arguments.requests:
-        trace = trace.first(arguments.requests)
-    cluster = Cluster(
+    trace = asked_trace(arguments)
+    cluster = replace(
+        asked_cluster(arguments),
         num_engines=arguments.engines,
         num_nodes=arguments.nodes,
-        profile=Profile.read(arguments.profile) if arguments.profile else arguments.device,
-        host_bytes=None if arguments.host is None else parse_bytes(arguments.host),
-        token_budget=arguments.token_budget,
-        prefix_reuse=arguments.prefix_reuse,
-        min_replicas=arguments.min_replicas,
         losses=tuple(_loss(text) for text in arguments.lose),
     )
     slo = Slo(ttft_s=arguments.ttft, tpot_s=arguments.tpot)
@@ -63,7 +58,7 @@ def simulate_all(
             name=text,
             progress=progress(text),
         )
-        for text in arguments.scheduler
+        for text in arguments.scheduler or DEFAULT
     ]
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -81,6 +76,25 @@ def simulate_all(
         "outcomes": [{"scheduler": o.name, **o.summary(slo)} for o in outcomes],
     }
     return report, [_row(outcome, slo) for outcome in outcomes]
+
+
+def asked_trace(arguments: argparse.Namespace) -> Trace:
+    """Return the trace of the arguments, scaled and cut as they say."""
+    trace = trace_of(arguments.trace, arguments.seed)
+    if arguments.rate:
+        trace = trace.at_rate(arguments.rate)
+    return trace.first(arguments.requests) if arguments.requests else trace
+
+
+def asked_cluster(arguments: argparse.Namespace) -> Cluster:
+    """Return engines as the arguments describe them, but for their number."""
+    return Cluster(
+        profile=Profile.read(arguments.profile) if arguments.profile else arguments.device,
+        host_bytes=None if arguments.host is None else parse_bytes(arguments.host),
+        token_budget=arguments.token_budget,
+        prefix_reuse=arguments.prefix_reuse,
+        min_replicas=arguments.min_replicas,
+    )
 
 
 def trace_of(text: str, seed: int) -> Trace:

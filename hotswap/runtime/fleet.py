@@ -44,9 +44,10 @@ class Fleet(Requests, AsyncContextManagerMixin):
         store: where weights lie.
         models: what may be asked for.
         adapters: what requests for a model may name beside it; instances load them when they are asked for.
-        router: chooses an instance for each request.
+        router: chooses an instance for each request; by default the one with the least expected time to its
+            first token (`LeastTimeRouter`).
         scheduler: chooses models for instances, every `interval_s` and when a request waits for an unserved
-            model.
+            model; by default a swap is made once waiting costs more (`CostSwap`).
         interval_s: seconds between plans.
         max_waiting: how many requests may wait at once before new ones that would have to are refused by
             `QueueFull`.
@@ -71,8 +72,8 @@ class Fleet(Requests, AsyncContextManagerMixin):
         store: WeightStore,
         models: Iterable[Model],
         adapters: Iterable[Adapter] = (),
-        router: Router,
-        scheduler: Scheduler,
+        router: Router | None = None,
+        scheduler: Scheduler | None = None,
         interval_s: float = 1.0,
         max_waiting: int = 1024,
         max_load_attempts: int = 3,
@@ -85,13 +86,15 @@ class Fleet(Requests, AsyncContextManagerMixin):
         meter_provider: metrics.MeterProvider | None = None,
         random: Random | None = None,
     ) -> None:
+        from hotswap.policies.defaults import default_router, default_scheduler  # not by `import hotswap`
+
         self._core = Core(
             engines=engines,
             store=store,
             models=models,
             adapters=adapters,
-            router=router,
-            scheduler=scheduler,
+            router=default_router() if router is None else router,
+            scheduler=default_scheduler() if scheduler is None else scheduler,
             interval_s=interval_s,
             max_waiting=max_waiting,
             max_load_attempts=max_load_attempts,

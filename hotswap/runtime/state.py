@@ -22,6 +22,7 @@ from hotswap.runtime.index import Index
 from hotswap.runtime.instance import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RESTARTS, Cooldown, Instance
 from hotswap.runtime.lifecycle import Event, Evicted, Lost, Next, doubled
 from hotswap.runtime.queue import Answered, Queue, Standing, Ticket
+from hotswap.runtime.times import MeasuredTimes
 from hotswap.store import WeightStore
 from hotswap.view import InstanceId, InstanceState
 
@@ -51,6 +52,7 @@ class FleetState:
         version: Another number after every change that `changed` waits for.
         adapters: The latest version of each adapter, by model and name.
         demand: How much each of them is asked for.
+        times: How long swaps and prefills take.
     """
 
     def __init__(self, store: WeightStore) -> None:
@@ -68,7 +70,7 @@ class FleetState:
         self.num_failed_loads: Counter[ModelId] = Counter()
         self.index = Index()
         self.adapters: dict[tuple[str, str], Adapter] = {}
-        self.demand = Demand()
+        self.demand, self.times = Demand(), MeasuredTimes()
         self._last_evicted_s: dict[ModelId, float] = {}
         self._num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
         self.version = self._num_assigned = self._num_arrived = 0
@@ -246,7 +248,8 @@ class FleetState:
     # ------------------------------------------------------------------ failures
 
     def record_swap(self, record: SwapRecord) -> None:
-        """Note what a swap did to the models."""
+        """Note what a swap did to the models, and how long it took."""
+        self.times.learn_swap(record)
         if record.model_before is not None and record.model_after != record.model_before:
             self._last_evicted_s[record.model_before] = anyio.current_time()
 
@@ -340,7 +343,8 @@ class FleetState:
     def note_token(self, request: ActiveRequest) -> None:
         """Note a token of a request that runs; a suspect is none any more."""
         if (instance := request.instance) is not None and request.request.id in instance.turn:
-            instance.turn.got_token(request.request.id)
+            tokens = instance.turn.got_token(request.request.id)
+            self.times.learn_turn(tokens, anyio.current_time() - (instance.serving_since_s or 0.0))
             self.index.counts_changed(instance.id)
         if request.note_token():
             self.tell(Change.RELEASED)

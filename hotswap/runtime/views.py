@@ -30,6 +30,7 @@ from hotswap.view import (
     Rank,
     RunningView,
     StoreView,
+    TimesView,
     WaitingView,
 )
 
@@ -37,7 +38,7 @@ __all__ = ["LiveView", "lend"]
 
 _T = TypeVar("_T")
 
-_PARTS = ("now_s", "instances", "models", "waiting", "store", "running", "adapters")
+_PARTS = ("now_s", "instances", "models", "waiting", "store", "running", "adapters", "times")
 
 
 def lend(
@@ -129,6 +130,10 @@ class LiveView(FleetView):
     @cached_property
     def store(self) -> StoreView:
         return self._state.store.view()
+
+    @cached_property
+    def times(self) -> TimesView:
+        return self._state.times.view()
 
     @cached_property
     def running(self) -> tuple[RunningView, ...]:

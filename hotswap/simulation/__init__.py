@@ -11,20 +11,24 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hotswap.simulation.arrivals import Arrivals, generate_each
     from hotswap.simulation.cluster import Cluster
     from hotswap.simulation.driver import Progress
     from hotswap.simulation.explanation import Candidate, Demand, Explanation, explain
+    from hotswap.simulation.least import Fewest, fewest_engines
     from hotswap.simulation.outcome import Outcome, Sample, Served, Slo
     from hotswap.simulation.plots import draw
     from hotswap.simulation.run import Driver, simulate
     from hotswap.simulation.trace import Trace, TraceRequest, generate
 
 __all__ = [
+    "Arrivals",
     "Candidate",
     "Cluster",
     "Demand",
     "Driver",
     "Explanation",
+    "Fewest",
     "Outcome",
     "Progress",
     "Sample",
@@ -34,14 +38,18 @@ __all__ = [
     "TraceRequest",
     "draw",
     "explain",
+    "fewest_engines",
     "generate",
+    "generate_each",
     "simulate",
 ]
 
 _MODULES = {
+    "arrivals": ("Arrivals", "generate_each"),
     "cluster": ("Cluster",),
     "driver": ("Progress",),
     "explanation": ("Candidate", "Demand", "Explanation", "explain"),
+    "least": ("Fewest", "fewest_engines"),
     "outcome": ("Outcome", "Sample", "Served", "Slo"),
     "plots": ("draw",),
     "run": ("Driver", "simulate"),

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from hotswap.errors import ConfigError
 from hotswap.migration import Mover
 from hotswap.offline.virtual_time import run
+from hotswap.policies.defaults import default_router, default_scheduler
 from hotswap.router import Router
 from hotswap.runtime.move import MigrationLimits
 from hotswap.scheduler import Scheduler
@@ -29,8 +30,8 @@ def simulate(
     trace: Trace,
     cluster: Cluster,
     *,
-    router: Router,
-    scheduler: Scheduler,
+    router: Router | None = None,
+    scheduler: Scheduler | None = None,
     mover: Mover | None = None,
     migration_limits: MigrationLimits | None = None,
     interval_s: float = 1.0,
@@ -40,9 +41,10 @@ def simulate(
 ) -> Outcome:
     """Play a trace to a fleet of the cluster until its last request has ended, and return what became of it.
 
-    The fleet is the one of production, and knows nothing of it. Requests that fail are part of the outcome.
-    Prompts are made when they arrive and forgotten when they end. `progress` is told how many requests have
-    ended, of how many. With large `chunk_bytes` in the `migration_limits` moves are simulated sooner.
+    The fleet is the one of production, and knows nothing of it; without a router or a scheduler it has those
+    of a `Fleet` without any. Requests that fail are part of the outcome. Prompts are made when they arrive
+    and forgotten when they end. `progress` is told how many requests have ended, of how many. With large
+    `chunk_bytes` in the `migration_limits` moves are simulated sooner.
 
     With the driver `"clients"` every request has a client that reads its stream, as in production: a token is
     a few turns of the event loop, and an hour of 100 engines takes minutes. `"events"` visits an engine when
@@ -56,6 +58,8 @@ def simulate(
         raise ConfigError(f"{trace.name!r} has no requests; nothing would happen.")
     if driver not in _DRIVERS:
         raise ConfigError(f"driver is {driver!r}; give {' or '.join(map(repr, _DRIVERS))}.")
+    router = default_router() if router is None else router
+    scheduler = default_scheduler() if scheduler is None else scheduler
     played = _DRIVERS[driver](
         Scenario(
             trace=trace,

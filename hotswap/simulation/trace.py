@@ -148,6 +148,28 @@ class Trace:
         inside = (r for r in self.requests if start_s <= r.arrive_s < start_s + seconds)
         return self._with(replace(r, arrive_s=r.arrive_s - start_s) for r in inside)
 
+    def merge(self, *others: Trace) -> Trace:
+        """Return the requests of this and other traces together, each at its own time."""
+        everything = itertools.chain(self.requests, *(other.requests for other in others))
+        return Trace.of(everything, "+".join((self.name, *(other.name for other in others))))
+
+    def thin(self, seed: int, share: float) -> Trace:
+        """Keep each request with a chance of `share`: the same load, less of it."""
+        if not 0 < share <= 1:
+            raise ConfigError(f"share is {share!r}; give a chance over 0, at most 1.")
+        random = Random(seed)
+        return self._with(request for request in self.requests if random.random() < share)
+
+    def spread(self, seed: int, models: Mapping[str, float]) -> Trace:
+        """Draw a model for each request, by the weights of the models."""
+        _check_weights(models)
+        names = Random(seed).choices(list(models), list(models.values()), k=len(self.requests))
+        return self._with(replace(r, model=name) for r, name in zip(self.requests, names, strict=True))
+
+    def after(self, seconds: float) -> Trace:
+        """Let every request arrive so many seconds later."""
+        return self._with(replace(r, arrive_s=r.arrive_s + seconds) for r in self.requests)
+
     def jittered(self, seed: int, seconds: float) -> Trace:
         """Move each arrival by up to so many seconds to either side: another run of the same load."""
         random = Random(seed)
@@ -185,8 +207,7 @@ def generate(
     Raises:
         ConfigError: no model has a weight, or a number is not over 0.
     """
-    if not models or min(models.values()) < 0 or sum(models.values()) <= 0:
-        raise ConfigError(f"The models are {dict(models)}; give weights, at least one of them over 0.")
+    _check_weights(models)
     for what, value in (("rate_per_s", rate_per_s), ("seconds", seconds), ("cv", cv)):
         _positive(what, value)
     random = Random(seed)
@@ -273,6 +294,11 @@ def _run(first: int, count: int) -> tuple[int, ...]:
     rounds, rest = divmod(count, VOCABULARY)
     whole = _TOKENS[first : first + VOCABULARY] * rounds if rounds else ()
     return whole + _TOKENS[first : first + rest]
+
+
+def _check_weights(models: Mapping[str, float]) -> None:
+    if not models or min(models.values()) < 0 or sum(models.values()) <= 0:
+        raise ConfigError(f"The models are {dict(models)}; give weights, at least one of them over 0.")
 
 
 def _positive(what: str, value: float) -> None:

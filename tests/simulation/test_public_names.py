@@ -10,11 +10,13 @@ import hotswap.simulation
 from tests.house.tree import ROOT
 
 PUBLIC = [
+    "Arrivals",
     "Candidate",
     "Cluster",
     "Demand",
     "Driver",
     "Explanation",
+    "Fewest",
     "Outcome",
     "Progress",
     "Sample",
@@ -24,7 +26,9 @@ PUBLIC = [
     "TraceRequest",
     "draw",
     "explain",
+    "fewest_engines",
     "generate",
+    "generate_each",
     "simulate",
 ]
 

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotswap.errors import ConfigError
-from hotswap.simulation import Trace, TraceRequest, generate
+from hotswap.simulation import Arrivals, Trace, TraceRequest, generate, generate_each
 from hotswap.simulation.trace import PREFIX_BLOCK_TOKENS, power_law_lengths
 
 HEAD = "arrival_s,input_tokens,output_tokens,model,prefix_blocks_512\n"
@@ -169,3 +169,67 @@ def test_power_laws_have_llumnix_means_and_long_tails(mean: int) -> None:
     assert lengths[-1] <= 6144
     with pytest.raises(ConfigError, match="100"):
         power_law_lengths(100)
+
+
+# ---------------------------------------------------------------------- loads made of loads
+
+
+def test_merged_traces_keep_every_request_at_its_time() -> None:
+    one, other = Trace.of(asked(0.0, 2.0, 5.0), "one"), Trace.of(asked(1.0, 2.0), "other")
+    merged = one.merge(other, one.after(10.0))
+    assert [r.arrive_s for r in merged.requests] == [0.0, 1.0, 2.0, 2.0, 5.0, 10.0, 12.0, 15.0]
+    assert merged.name == "one+other+one"
+
+
+@given(st.integers(0, 99), st.floats(0.05, 1.0))
+def test_a_thinned_trace_is_part_of_it_and_the_same_each_time(seed: int, share: float) -> None:
+    trace = generate(1, models={"a": 1}, rate_per_s=20, seconds=100)
+    thin = trace.thin(seed, share)
+    assert set(thin.requests) <= set(trace.requests)
+    assert thin == trace.thin(seed, share)
+    assert abs(len(thin.requests) - share * len(trace.requests)) < 6 * (len(trace.requests) ** 0.5)
+
+
+def test_a_trace_is_spread_over_models_by_their_weights() -> None:
+    trace = generate(1, models={"a": 1}, rate_per_s=40, seconds=100)
+    spread = trace.spread(3, {"x": 3, "y": 1, "z": 0})
+    assert [r.arrive_s for r in spread.requests] == [r.arrive_s for r in trace.requests]
+    assert set(spread.models) == {"x", "y"}
+    assert 2.5 < spread.models["x"] / spread.models["y"] < 3.5
+
+
+@pytest.mark.parametrize("models", [{}, {"a": 0.0}, {"a": -1.0, "b": 2.0}])
+def test_weights_that_are_none_are_refused(models: dict[str, float]) -> None:
+    trace = Trace.of(asked(0.0))
+    with pytest.raises(ConfigError, match="weights"):
+        trace.spread(0, models)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
+def test_a_share_that_is_no_chance_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match="share"):
+        Trace.of(asked(0.0)).thin(0, share)
+
+
+def test_each_model_arrives_by_a_process_of_its_own() -> None:
+    arrivals = {
+        "steady": Arrivals(rate_per_s=5),
+        "bursts": Arrivals(rate_per_s=5, cv=8),
+        "late": Arrivals(rate_per_s=2, parts=(0, 0, 0, 5)),
+    }
+    trace = generate_each(4, arrivals, seconds=400)
+    assert trace == generate_each(4, arrivals, seconds=400)
+    by_model = {name: [r.arrive_s for r in trace.requests if r.model == name] for name in arrivals}
+    assert 1700 < len(by_model["steady"]) < 2300
+    assert min(by_model["late"]) >= 300
+    assert 850 < len(by_model["late"]) < 1150
+    per_second = {
+        name: [sum(s <= at < s + 1 for at in by_model[name]) for s in range(400)] for name in by_model
+    }
+    assert max(per_second["bursts"]) > 2 * max(per_second["steady"])
+
+
+@pytest.mark.parametrize("parts", [(), (0.0,), (1.0, -1.0), (float("inf"),)])
+def test_parts_that_say_no_rate_are_refused(parts: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="parts"):
+        Arrivals(rate_per_s=1, parts=parts)

@@ -2,6 +2,7 @@
 
 from hotswap.policies.schedulers.adapter_pool import AdapterPool
 from hotswap.policies.schedulers.chain import Chain, Cooldown, FirstOf, KeepAsIs
+from hotswap.policies.schedulers.cost import CostSwap
 from hotswap.policies.schedulers.elastic_quota import ElasticQuota, Quotas, quotas
 from hotswap.policies.schedulers.freeness_autoscaler import FreenessAutoscaler
 from hotswap.policies.schedulers.horizontal_autoscaler import HorizontalAutoscaler
@@ -17,6 +18,7 @@ __all__ = [
     "AdapterPool",
     "Chain",
     "Cooldown",
+    "CostSwap",
     "ElasticQuota",
     "FirstOf",
     "FreenessAutoscaler",

@@ -1,0 +1,152 @@
+"""Swaps by what they cost: an instance changes its model once waiting has cost more than the swap would."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, ldexp
+from typing import NamedTuple
+
+from hotswap.action import Action, Swap
+from hotswap.policies.schedulers.allocation import Allocation
+from hotswap.policies.schedulers.instances import used_s
+from hotswap.policies.schedulers.min_replicas import restore_min_replicas
+from hotswap.request import ModelId
+from hotswap.scheduler import Scheduler
+from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, ModelView
+
+__all__ = ["CostSwap"]
+
+# A replica with requests serves for so many swap times at least, so that instances do not swap all the time.
+_TURN = 2.0
+# A wait counts more than once from so many swap times on.
+_PATIENCE = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostSwap(Scheduler):
+    """Gives a model an instance once its requests have waited for as long as the swap would stop others.
+
+    It needs no numbers. Both sides are seconds of requests, by the times that the fleet has measured of its
+    own swaps and prefills (`FleetView.times`), so nothing has to be tuned to models, devices or loads:
+
+        lost(m, i) = w(m) x sum over the requests that wait for m of  t max(1, t / (4 S))
+        cost(m, i) = 0 without a request on the instance i, else
+                     w(v) n (S + swap_s(v, i) + prefill_s(tokens)) / r(v)
+        swap i to m   for the i of the least cost(m, i), if lost(m, i) >= cost(m, i)
+
+    with *t* the seconds that a request has waited and *S* = `swap_s(m, i)`; *v* the model that *i* has, *n*
+    its requests there with all their tokens, *r* its replicas; *w* the `weight`. The *n* requests stop until
+    *i* has come to *m* and back, and their tokens are computed again; with other replicas they lose less.
+    Waits grow by themselves, the long ones with their square, so every waiting model has its turn. The model
+    whose requests have waited most goes first, halved for each failed load.
+
+    Source: the rule of ski rental (Karlin, Manasse, Rudolph, Sleator, "Competitive snoopy caching", 1988):
+    who pays as long as the alternative costs, and then changes, pays at most twice what foresight would have.
+    That bound is for one decision; for a fleet it is a heuristic, measured in `docs/papers.md`.
+
+    **Which models.** Those with waiting requests and fewer replicas than requests, unless an instance is
+    swapping to them already. One that has replicas gets another only if its requests find no place.
+
+    **Which instances.** `min_replicas` are restored first, and kept. An instance with requests is left alone
+    until the first tokens that its turn began with are there (`Allocation`), and for two swap times. Of equal
+    costs EMPTY instances go first, then those with the model preloaded, then the least recently used.
+
+    **The longest wait.** On one instance, with weights of 1, a single request for a model without a replica
+    waits, while no third model does, at most
+
+        max(2 sqrt(S C), F, 2 S) + I + S        where C = n (2 S + T) is the cost, and C for 2 sqrt(S C)
+                                                if that is under 4 S
+
+    seconds: *T* the seconds of prefill of the *n* requests there, *F* the first tokens of their turn, *I* the
+    fleet's interval. Each model whose requests have waited more takes one such turn before.
+    """
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        allocation = Allocation(fleet)
+        restored = tuple(restore_min_replicas(allocation, deadline_s=0.0))
+        return (*restored, *self._swaps(fleet, allocation))
+
+    def _swaps(self, fleet: FleetView, allocation: Allocation) -> Iterator[Swap]:
+        waits = _waits(fleet, allocation)
+        if not waits:
+            return
+        costs = _Costs(fleet, allocation)
+        for wait in sorted(waits, key=lambda wait: (-wait.lost_s(inf), wait.model.id)):
+            model = wait.model
+            best = min((costs.of(model, i) for i in allocation.swappable(model)), default=None)
+            if best is None:
+                continue
+            lost_s = wait.lost_s(fleet.swap_s(model.id, fleet.instance(best.id)))
+            if lost_s >= best.cost_s:  # which is infinite where a turn has just begun
+                lost = f"requests for {model.id} have lost {lost_s:.3g} s by waiting"
+                reason = f"{lost}; others would lose {best.cost_s:.3g} s on {best.id}"
+                swap = Swap(instance=best.id, model=model.id, reason=reason)
+                allocation.swap(swap)
+                yield swap
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """The seconds for which requests have waited for a model that should have an instance more."""
+
+    model: ModelView
+    seconds: Sequence[float]
+
+    def lost_s(self, swap_s: float) -> float:
+        """Return what they have lost, where a swap takes so long; less if the model failed to load."""
+        patience_s = _PATIENCE * max(swap_s, 1e-6)
+        lost_s = sum(wait_s * max(1.0, wait_s / patience_s) for wait_s in self.seconds)
+        return ldexp(lost_s * self.model.weight, -self.model.num_failed_loads)
+
+
+class _Price(NamedTuple):
+    """What an instance costs; a smaller one is better."""
+
+    cost_s: float
+    taken: bool
+    unprepared: bool
+    used_s: float
+    id: InstanceId
+
+
+class _Costs:
+    """The costs of instances while one plan adds its swaps."""
+
+    def __init__(self, fleet: FleetView, allocation: Allocation) -> None:
+        self._fleet, self._allocation = fleet, allocation
+        self._tokens: Counter[InstanceId] = Counter()
+        for run in fleet.running:
+            self._tokens[run.instance] += run.num_tokens
+
+    def of(self, model: ModelView, instance: InstanceView) -> _Price:
+        """Return what others lose if an instance goes to a model; infinite where a turn has just begun."""
+        taken = instance.state is not InstanceState.EMPTY
+        unprepared = instance.preloaded != model.id
+        return _Price(self._cost_s(model, instance), taken, unprepared, used_s(instance), instance.id)
+
+    def _cost_s(self, model: ModelView, instance: InstanceView) -> float:
+        donor = None if instance.model is None else self._allocation.models.get(instance.model)
+        if donor is None or not instance.num_requests:
+            return 0.0
+        there_s = self._fleet.swap_s(model.id, instance)
+        since_s = instance.serving_since_s
+        if since_s is not None and self._fleet.now_s - since_s < _TURN * there_s:
+            return inf
+        stopped_s = there_s + self._fleet.swap_s(donor.id, instance)
+        stopped_s += self._fleet.times.prefill_s(self._tokens[instance.id])
+        return donor.weight * instance.num_requests * stopped_s / self._allocation.num_replicas(donor)
+
+
+def _waits(fleet: FleetView, allocation: Allocation) -> list[_Wait]:
+    """Return what waits for each model that should have an instance more."""
+    seconds: defaultdict[ModelId, list[float]] = defaultdict(list)
+    for request in fleet.waiting:
+        seconds[request.model].append(fleet.now_s - request.waiting_since_s)
+    coming = {instance.target for instance in fleet.instances if instance.swapping}
+    return [
+        _Wait(model, seconds[name])
+        for name, model in allocation.models.items()
+        if name in seconds and name not in coming and allocation.num_replicas(model) < model.num_requests
+    ]

@@ -1,0 +1,117 @@
+"""Swaps by cost: waits against what an eviction stops, by measured times, without settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from hotswap import FleetView, InstanceView, ModelView, TimesView
+from hotswap.policies import CostSwap, KeepAliveSwap, LeastLoadedRouter
+from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
+from tests.policies.views import empty, fleet, model, serving, swapping_to, swaps, waiting
+
+NOW_S = 100.0
+# The store knows no models, so that a load takes ten seconds.
+LOAD_S = 10.0
+
+
+def of(
+    instances: Sequence[InstanceView], models: Sequence[ModelView], waits_s: Sequence[tuple[str, float]]
+) -> FleetView:
+    queue = [waiting(name, NOW_S - wait_s) for name, wait_s in waits_s]
+    return fleet(instances, models, now_s=NOW_S, waiting=queue)
+
+
+def plan(view: FleetView) -> list[tuple[str, str]]:
+    return swaps(CostSwap().plan(view))
+
+
+def test_an_instance_without_requests_is_taken_at_once_the_least_recently_used_first() -> None:
+    models = [model("a"), model("b"), model("c", 1, waiting=1)]
+    idle = [serving("e0", "a", since_s=50.0), serving("e1", "b", since_s=40.0)]
+    assert plan(of(idle, models, [("c", 0.0)])) == [("e1", "c")]
+    assert plan(of([*idle, empty("e2")], models, [("c", 0.0)])) == [("e2", "c")]
+
+
+@pytest.mark.parametrize(("wait_s", "planned"), [(19.9, []), (20.1, [("e0", "b")])])
+def test_a_swap_is_made_once_waits_have_cost_as_much(wait_s: float, planned: list[tuple[str, str]]) -> None:
+    """One request stops for two loads of ten seconds; two wait, which together lose as much twice as soon."""
+    models = [model("a", 1), model("b", 2, waiting=2)]
+    view = of([serving("e0", "a", 1)], models, [("b", wait_s / 2)] * 2)
+    assert plan(view) == planned
+
+
+def test_more_requests_weigh_more_and_so_do_tokens_to_compute_again() -> None:
+    models = [model("a", 2), model("b", 1, waiting=1)]
+    both = [serving("e0", "a", 2)]
+    assert plan(of(both, models, [("b", 39.0)])) == []
+    assert plan(of(both, models, [("b", 41.0)])) == [("e0", "b")]
+    slow = replace(of(both, models, [("b", 41.0)]), times=TimesView(unload_s=1.0))
+    assert plan(slow) == []  # each of the two swaps takes a second more
+
+
+def test_a_model_with_other_replicas_loses_less() -> None:
+    models = [model("a", 2), model("b", 1, waiting=1)]
+    two = [serving("e0", "a", 1), serving("e1", "a", 1)]
+    assert plan(of(two, models, [("b", 9.0)])) == []
+    assert plan(of(two, models, [("b", 11.0)])) == [("e0", "b")]
+
+
+def test_a_turn_lasts_for_two_swaps() -> None:
+    models = [model("a", 1), model("b", 1, waiting=1)]
+    young, old = serving("e0", "a", 1, since_s=81.0), serving("e0", "a", 1, since_s=79.0)
+    assert plan(of([young], models, [("b", 90.0)])) == []
+    assert plan(of([old], models, [("b", 90.0)])) == [("e0", "b")]
+
+
+def test_a_busy_model_gets_another_replica_and_waits_for_one_that_is_coming() -> None:
+    models = [model("a", 9, waiting=4), model("b")]
+    busy, idle = replace(serving("e0", "a", 5), max_requests=5), serving("e1", "b")
+    assert plan(of([busy, idle], models, [("a", 0.1)] * 4)) == [("e1", "a")]
+    coming = swapping_to("e2", "a", of="b")
+    assert plan(of([busy, idle, coming], models, [("a", 0.1)] * 4)) == []
+
+
+def test_models_that_fail_to_load_fall_behind() -> None:
+    models = [model("a"), model("b", 1, waiting=1, failed=3), model("c", 1, waiting=1)]
+    view = of([serving("e0", "a")], models, [("b", 20.0), ("c", 10.0)])
+    assert plan(view) == [("e0", "c")]
+
+
+# ---------------------------------------------------------------------- in time
+
+
+def played(trace: Trace, scheduler: CostSwap | KeepAliveSwap, num_engines: int) -> Outcome:
+    cluster = Cluster(num_engines=num_engines, disk_bytes_per_s=50e9)
+    router = LeastLoadedRouter()
+    return simulate(trace, cluster, router=router, scheduler=scheduler, interval_s=0.5, driver="events")
+
+
+def two_models(num_tokens: int, every_s: float) -> Trace:
+    """One engine's worth of requests for a that never pause, and one for b."""
+    steady = [
+        TraceRequest(arrive_s=every_s * n, model="a", prompt_tokens=200, output_tokens=num_tokens)
+        for n in range(int(120 / every_s))
+    ]
+    return Trace.of(
+        [*steady, TraceRequest(arrive_s=20.0, model="b", prompt_tokens=200, output_tokens=20)], "b waits"
+    )
+
+
+def test_a_request_beside_a_busy_model_waits_no_longer_than_the_stated_bound() -> None:
+    outcome = played(two_models(400, 1.0), CostSwap(), 1)
+    (b,) = (request for request in outcome.requests if request.model == "b")
+    swap_s = max(swap.downtime_s for swap in outcome.swaps)
+    most = 6  # requests of a at once, and their prefill is a second at most
+    assert b.ttft_s <= most * (2 * swap_s + 1.0) + 2 * swap_s + 0.5 + swap_s + 1.0
+    patient = played(two_models(400, 1.0), KeepAliveSwap(), 1)
+    (starved,) = (request for request in patient.requests if request.model == "b")
+    assert b.ttft_s < starved.ttft_s / 3
+
+
+def test_the_default_needs_no_arguments() -> None:
+    outcome = simulate(two_models(50, 2.0), Cluster(num_engines=1), driver="events")
+    assert outcome.settings["scheduler"] == "CostSwap()"
+    assert not any(request.error for request in outcome.requests)
