@@ -9,15 +9,19 @@ import math
 import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import SupportsFloat, SupportsIndex, TypeGuard, TypeVar, cast
 
 from hotswap.errors import HotswapError, InvalidRequest
 
 __all__ = [
+    "check_callables",
     "check_choice",
     "check_counts",
     "check_kind",
     "check_no_messages",
+    "check_paths",
+    "check_positive",
     "check_positive_seconds",
     "check_priority",
     "check_required_seconds",
@@ -66,6 +70,13 @@ def check_positive_seconds(error: type[HotswapError], **seconds: object) -> None
             raise error(f"{name} is {shown(value)}; give seconds over 0 (inf is no limit).")
 
 
+def check_positive(error: type[HotswapError], **numbers: object) -> None:
+    """Raise an error that names the argument unless each is a finite number over 0."""
+    for name, value in numbers.items():
+        if not (_is_number(value) and 0 < value < math.inf):
+            raise error(f"{name} is {shown(value)}; give a finite number over 0.")
+
+
 def check_counts(error: type[HotswapError], least: int, **counts: object) -> None:
     """Raise an error that names the argument unless each is a whole number from `least` on."""
     for name, value in counts.items():
@@ -84,6 +95,20 @@ def check_strings(error: type[HotswapError], **strings: object) -> None:
     for name, value in strings.items():
         if not isinstance(value, str):
             raise error(f"{name} is {shown(value)}; give a string.")
+
+
+def check_callables(error: type[HotswapError], **functions: object) -> None:
+    """Raise an error that names the argument unless each is `None`, or can be called."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise error(f"{name} is {shown(value)}; give a function, or None.")
+
+
+def check_paths(error: type[HotswapError], **paths: object) -> None:
+    """Raise an error that names the argument unless each is `None`, a string or a `Path`."""
+    for name, value in paths.items():
+        if not (value is None or isinstance(value, str | Path)):
+            raise error(f"{name} is {shown(value)}; give a path, as a string or a Path.")
 
 
 def check_choice(error: type[HotswapError], choices: tuple[str | None, ...], **values: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from typing import Any, Final
 
@@ -71,8 +72,10 @@ def sampling_of(config: Mapping[str, Any], **fields: Any) -> Sampling:
     never more than `max_tokens`, and goes where `fields` have a grammar, which decides where it ends.
 
     Raises:
-        InvalidRequest: the file, or `fields`, have a value that no `Sampling` takes.
+        InvalidRequest: the file, or `fields`, have a value that no `Sampling` takes, or it has no such field.
     """
+    if unknown := sorted(fields.keys() - {field.name for field in dataclass_fields(Sampling)}):
+        raise InvalidRequest(f"Sampling has no field {unknown[0]!r}; see its documentation for those it has.")
     given = {name: config[name] for name in _NAMES if config.get(name) is not None}
     if not config.get("do_sample"):
         given = {name: value for name, value in given.items() if name not in _RANDOM}

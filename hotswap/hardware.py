@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hotswap.checks import shown
 from hotswap.errors import ConfigError
 
 __all__ = ["DeviceProfile", "parse_bytes"]
@@ -14,19 +15,17 @@ _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "The size") -> int:
     """Return a size in bytes: an `int` as it is, `"200 GiB"` binary, `"200 GB"` decimal.
 
     Raises:
-        ConfigError: the text is not a size, or the size is negative.
+        ConfigError: it is no size, or negative; `name` is what the error calls it.
     """
-    if isinstance(size, int):
-        if size < 0:
-            raise ConfigError(f"A size of {size} bytes is negative; give 0 or more.")
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    match = _SIZE.fullmatch(size)
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
-        raise ConfigError(f"{size!r} is not a size; write it like '200 GiB', '1.5 GB' or 4096.")
+        raise ConfigError(f"{name} is {shown(size)}; give bytes, as 4096, '200 GiB' or '1.5 GB'.")
     number, unit, binary = match.groups()
     return int(float(number) * (_UNITS if binary else _DECIMAL)[unit.upper()])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from hotswap.checks import check_counts, check_strings, shown
+from hotswap.checks import check_counts, check_paths, check_positive, check_strings, shown
 from hotswap.errors import ConfigError
 from hotswap.model_id import directory_name
 from hotswap.request import AdapterId, ModelId
@@ -56,13 +56,13 @@ class Model:
         except ValueError as exc:
             raise ConfigError(f"Model id {shown(self.id)} {exc}.") from None
         check_counts(ConfigError, 0, **{f"min_replicas of {self.id!r}": self.min_replicas})
-        if not self.weight > 0:
-            raise ConfigError(f"weight of {self.id!r} is {self.weight}; it must be over 0.")
+        check_paths(ConfigError, **{f"source of {self.id!r}": self.source})
+        check_positive(ConfigError, **{f"weight of {self.id!r}": self.weight})
         if self.max_context_tokens is not None:
             check_counts(ConfigError, 1, **{f"max_context_tokens of {self.id!r}": self.max_context_tokens})
         if self.on_change not in get_args(OnChange):
             raise ConfigError(
-                f"on_change of {self.id!r} is {self.on_change!r}; give 'refuse', 'convert' or 'serve'."
+                f"on_change of {self.id!r} is {shown(self.on_change)}; give 'refuse', 'convert' or 'serve'."
             )
 
 
@@ -82,6 +82,7 @@ class Adapter:
 
     def __post_init__(self) -> None:
         check_strings(ConfigError, id=self.id, model=self.model)
+        check_paths(ConfigError, **{f"source of adapter {self.id!r}": self.source})
         if not self.id:
             raise ConfigError(f"An adapter of model {self.model!r} has an empty id; give it a name.")
         if re.search(r"@\d+$", self.id):

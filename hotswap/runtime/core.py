@@ -9,15 +9,17 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import anyio
 from anyio import AsyncContextManagerMixin
+from opentelemetry import metrics, trace
 
 from hotswap import telemetry as tm
 from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.chat import Chat
 from hotswap.checks import (
+    check_callables,
     check_kind,
     check_positive_seconds,
     check_priority,
@@ -57,9 +59,6 @@ from hotswap.sampling import AS_MANY_AS_FIT, Sampling, to_sampling
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 from hotswap.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from opentelemetry import metrics, trace
 
 __all__ = ["Core", "NewRequest"]
 
@@ -105,15 +104,18 @@ class Core(AsyncContextManagerMixin):
         check_kind(ConfigError, "store", store, WeightStore)
         check_kind(ConfigError, "router", router, Router)
         check_kind(ConfigError, "scheduler", scheduler, Scheduler)
-        optional = {
-            "limits": SwapLimits,
-            "migration_limits": MigrationLimits,
-            "mover": Mover,
-            "random": Random,
+        check_callables(ConfigError, on_swap=on_swap, on_migration=on_migration)
+        optional: dict[str, tuple[object, type]] = {
+            "limits": (limits, SwapLimits),
+            "mover": (mover, Mover),
+            "migration_limits": (migration_limits, MigrationLimits),
+            "tracer_provider": (tracer_provider, trace.TracerProvider),
+            "meter_provider": (meter_provider, metrics.MeterProvider),
+            "random": (random, Random),
         }
-        for name, part in zip(optional, (limits, migration_limits, mover, random), strict=True):
+        for name, (part, kind) in optional.items():
             if part is not None:
-                check_kind(ConfigError, name, part, optional[name])
+                check_kind(ConfigError, name, part, kind)
         engines = to_objects(ConfigError, "engines", engines, Engine)
         models = to_objects(ConfigError, "models", models, Model)
         adapters = to_objects(ConfigError, "adapters", adapters, Adapter)

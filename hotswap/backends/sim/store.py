@@ -29,7 +29,7 @@ HOST = TierView(name="host", bytes_per_s=20e9)
 
 def sim_manifest(model: str, weight_bytes: int | str, *, num_shards: int = 1, **facts: Any) -> Manifest:
     """Return the manifest of a made-up model in `num_shards` files; `facts` are fields of `Manifest`."""
-    total = parse_bytes(weight_bytes)
+    total = parse_bytes(weight_bytes, "weight_bytes")
     edges = [total * number // num_shards for number in range(num_shards + 1)]
     shards = tuple(
         Shard(
@@ -82,7 +82,7 @@ class SimStore(WeightStore):
         self._links = {
             tier.name: _Link(tier.name, tier.bytes_per_s, shared) for tier in (home, cache) if tier
         }
-        self._chunk_bytes = parse_bytes(chunk_bytes)
+        self._chunk_bytes = parse_bytes(chunk_bytes, "chunk_bytes")
         self._homes = tuple(self._residency(model, home) for model in self._manifests)
         self._home_bytes = sum(entry.size_bytes for entry in self._homes)
         sizes = [shard.size_bytes for manifest in self._manifests.values() for shard in manifest.shards]

@@ -127,7 +127,7 @@ class HostTier(WeightStore):
 
     def __init__(self, name: str, chunk_bytes: int | str) -> None:
         self.name = name
-        self.chunk_bytes = max(parse_bytes(chunk_bytes), 1)
+        self.chunk_bytes = max(parse_bytes(chunk_bytes, "chunk_bytes"), 1)
         self._bandwidth = Bandwidth(20e9)
 
     @asynccontextmanager

@@ -85,10 +85,10 @@ class NvmeStore(WeightStore):
     ) -> None:
         self.root = Path(root)
         self.name = name
-        self._budget = None if budget is None else parse_bytes(budget)
+        self._budget = None if budget is None else parse_bytes(budget, "budget")
         self._models = DiskDirectory(self.root, self._budget)
         self._indexes = Indexes(self.root)
-        size = parse_bytes(chunk_bytes)
+        size = parse_bytes(chunk_bytes, "chunk_bytes")
         if size <= 0 or size % ALIGNMENT_BYTES:
             raise ConfigError(
                 f"chunk_bytes is {size}; it must be a multiple of {ALIGNMENT_BYTES}, and not 0."

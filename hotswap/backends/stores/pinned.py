@@ -38,7 +38,7 @@ class PinnedStore(HostTier):
         self, budget: int | str, *, name: str = "pinned", chunk_bytes: int | str = "256 MiB"
     ) -> None:
         super().__init__(name, chunk_bytes)
-        self._budget: Budget[ModelId, _RankBuffer] = Budget(name, parse_bytes(budget))
+        self._budget: Budget[ModelId, _RankBuffer] = Budget(name, parse_bytes(budget, "budget"))
         self._reserving = anyio.Lock()
         self._freeing = anyio.Lock()
         self._drops = PendingDrops()

@@ -76,7 +76,7 @@ class SharedStore(HostTier):
         super().__init__(name, chunk_bytes)
         self.directory = Path(directory)
         self.linger_s = linger_s
-        self._segments = SegmentDirectory(self.directory, parse_bytes(budget))
+        self._segments = SegmentDirectory(self.directory, parse_bytes(budget, "budget"))
         self._known: dict[ModelId, _Known] = {}
         self._buffers: dict[Label, SharedBuffer] = {}
         self._opening = anyio.Lock()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hotswap.checks import shown
 from hotswap.errors import ConfigError, MemoryNotReclaimed, OutOfMemory
 from hotswap.kernels.processor import instructions
 from hotswap.worker_threads import run_in_thread
@@ -39,8 +40,8 @@ def resolve(device: str | torch.device) -> torch.device:
     """
     try:
         wanted = torch.device(device)
-    except RuntimeError as exc:
-        raise ConfigError(f"device is {device!r}, it must be 'cpu', 'cuda' or 'cuda:0' ...") from exc
+    except (RuntimeError, TypeError) as exc:
+        raise ConfigError(f"device is {shown(device)}, it must be 'cpu', 'cuda' or 'cuda:0' ...") from exc
     if wanted.type != "cuda":
         return wanted
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

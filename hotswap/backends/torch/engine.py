@@ -43,8 +43,9 @@ from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.settings import Settings
 from hotswap.backends.torch.streams import Streams
 from hotswap.backends.torch.worker import Worker
+from hotswap.checks import check_counts
 from hotswap.engine import Engine, StatusListener
-from hotswap.errors import InstanceError, InstanceLost, RequestEvicted
+from hotswap.errors import ConfigError, InstanceError, InstanceLost, RequestEvicted
 from hotswap.hardware import parse_bytes
 from hotswap.migration import KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
@@ -201,6 +202,7 @@ class TorchEngine(Engine):
             invariant=invariant,
             rank_timeout_s=rank_timeout_s,
         )
+        check_counts(ConfigError, 0, max_adapters=max_adapters)
         self.id = InstanceId(id)
         self.device = settings.first_device
         self._settings, self._kv = settings, settings.kv
@@ -213,7 +215,7 @@ class TorchEngine(Engine):
             self.id,
             self.device,
             max_adapters=self._max_adapters,
-            size_bytes=parse_bytes(adapter_bytes),
+            size_bytes=parse_bytes(adapter_bytes, "adapter_bytes"),
             notifier=self._notifier,
         )
         self._compilers, self._grammars = Compilers(), GrammarCheck()

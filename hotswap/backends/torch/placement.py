@@ -39,7 +39,7 @@ def make_loader(
             settings.first_device,
             dtype=settings.dtype,
             memory_bytes=settings.total_memory_bytes,
-            idle_bytes=parse_bytes(settings.idle_bytes),
+            idle_bytes=parse_bytes(settings.idle_bytes, "idle_bytes"),
             packed_bytes=settings.max_packed_bytes,
             keep_fp8=settings.keep_fp8,
             skeletons=skeletons,

@@ -12,6 +12,7 @@ from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.device import resolve, total_bytes
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.loading import KVBudget
+from hotswap.checks import check_counts, check_kind, check_positive, check_positive_seconds
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
 
@@ -48,21 +49,34 @@ class Settings:
     rank_timeout_s: float
 
     def __post_init__(self) -> None:
+        counts = {"threads": self.threads, "token_budget": self.token_budget}
+        check_counts(
+            ConfigError,
+            1,
+            kv_block_tokens=self.kv_block_tokens,
+            kv_tokens=self.kv_tokens,
+            max_requests=self.max_requests,
+            tp=self.tp,
+            pp=self.pp,
+            **{name: count for name, count in counts.items() if count is not None},
+        )
+        check_positive_seconds(ConfigError, rank_timeout_s=self.rank_timeout_s)
+        if self.itl_target_s is not None:
+            check_positive(ConfigError, itl_target_s=self.itl_target_s)
+        for name in ("prefix_reuse", "invariant"):
+            check_kind(ConfigError, name, getattr(self, name), bool)
+        if self.keep_fp8 is not None:
+            check_kind(ConfigError, "keep_fp8", self.keep_fp8, bool)
+        if self.dtype is not None:
+            check_kind(ConfigError, "dtype", self.dtype, torch.dtype)
         blocks = self.kv_block_tokens
-        _check(blocks >= 16 and blocks % 16 == 0, "kv_block_tokens", blocks, "16, 32 ...")
-        _check(self.max_requests >= 1, "max_requests", self.max_requests, "1 or more")
+        _check(blocks % 16 == 0, "kv_block_tokens", blocks, "16, 32 ...")
         enough = self.token_budget is None or self.token_budget >= self.max_requests
         _check(enough, "token_budget", self.token_budget, "at least max_requests")
-        is_time = self.itl_target_s is None or 0 < self.itl_target_s < float("inf")
-        _check(is_time, "itl_target_s", self.itl_target_s, "over 0 and finite")
         _check(self.kv_tokens >= blocks, "kv_tokens", self.kv_tokens, "at least one block")
-        _check(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
-        _check(self.tp >= 1, "tp", self.tp, "1 or more")
-        _check(self.pp >= 1, "pp", self.pp, "1 or more")
         can_keep = self.num_ranks == 1 or not self.keep_fp8
         _check(can_keep, "keep_fp8", self.keep_fp8, "False or None with ranks, which dequantize weights")
         _check_ranks(self.first_device, self.num_ranks)
-        _check(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "over 0")
 
     @property
     def num_ranks(self) -> int:
@@ -91,19 +105,21 @@ class Settings:
     def total_memory_bytes(self) -> int:
         """The budget of weights and KV blocks of all ranks together, in bytes."""
         if self.memory_bytes is not None:
-            return parse_bytes(self.memory_bytes)
+            return parse_bytes(self.memory_bytes, "memory_bytes")
         whole = total_bytes(self.first_device)
         return whole * self.num_ranks if self.first_device.type == "cuda" else whole
 
     @property
     def max_packed_bytes(self) -> int:
         """The limit of packed weights in bytes; a quarter of all memory by default."""
-        return self.total_memory_bytes // 4 if self.packed_bytes is None else parse_bytes(self.packed_bytes)
+        if self.packed_bytes is not None:
+            return parse_bytes(self.packed_bytes, "packed_bytes")
+        return self.total_memory_bytes // 4
 
     @property
     def kv(self) -> KVBudget:
         """The limits of the KV cache."""
-        size = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
+        size = None if self.kv_bytes is None else parse_bytes(self.kv_bytes, "kv_bytes")
         return KVBudget(self.kv_tokens, size, self.kv_block_tokens, self.max_requests)
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotswap.backends.vllm.names import named
+from hotswap.checks import check_choice, check_counts, check_kind, check_strings
 from hotswap.errors import ConfigError, ShardCorrupt
 from hotswap.hardware import parse_bytes
 
@@ -55,16 +56,19 @@ class Settings:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "max_requests"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give 1 or more.")
-        if self.max_adapters < 0:
-            raise ConfigError(f"max_adapters is {self.max_adapters}; give 0 or more.")
-        if self.start not in (None, "fork", "spawn"):
-            raise ConfigError(f"start is {self.start!r}; it is 'fork', 'spawn' or None.")
+        check_counts(ConfigError, 1, tp=self.tp, pp=self.pp, max_requests=self.max_requests)
+        check_counts(ConfigError, 0, max_adapters=self.max_adapters)
+        check_counts(ConfigError, 1, max_adapter_rank=self.max_adapter_rank)
+        optional = {"kv_block_tokens": self.kv_block_tokens, "token_budget": self.token_budget}
+        check_counts(ConfigError, 1, **{name: size for name, size in optional.items() if size is not None})
+        check_strings(ConfigError, dtype=self.dtype)
+        check_choice(ConfigError, (None, "fork", "spawn"), start=self.start)
+        check_kind(ConfigError, "arguments", self.arguments, Mapping)
         if taken := sorted(_OURS & self.arguments.keys()):
             raise ConfigError(f"The engine itself sets {', '.join(taken)} of vLLM; leave it out.")
-        parse_bytes(self.kv_bytes)
+        parse_bytes(self.kv_bytes, "kv_bytes")
+        if self.memory_bytes is not None:
+            parse_bytes(self.memory_bytes, "memory_bytes")
 
     @property
     def num_ranks(self) -> int:
@@ -80,7 +84,7 @@ class Settings:
     def total_bytes(self) -> int:
         """The memory that the instance may use: `memory_bytes`, or that of the machine."""
         if self.memory_bytes is not None:
-            return parse_bytes(self.memory_bytes)
+            return parse_bytes(self.memory_bytes, "memory_bytes")
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def vllm_arguments(
@@ -102,7 +106,7 @@ class Settings:
             "dtype": self.dtype,
             "max_model_len": -1,  # the model's context, or as much as the KV blocks hold
             "max_num_seqs": self.max_requests,
-            "kv_cache_memory_bytes": parse_bytes(self.kv_bytes),
+            "kv_cache_memory_bytes": parse_bytes(self.kv_bytes, "kv_bytes"),
             "enforce_eager": self.eager,
             "enable_prefix_caching": self.prefix_reuse,
             "tensor_parallel_size": self.tp,

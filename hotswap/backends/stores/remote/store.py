@@ -78,7 +78,7 @@ class RemoteStore(WeightStore):
         options: Mapping[str, Any] | None = None,
         client_options: Mapping[str, Any] | None = None,
     ) -> None:
-        size = parse_bytes(part_bytes)
+        size = parse_bytes(part_bytes, "part_bytes")
         if size <= 0 or size % ALIGNMENT_BYTES:
             raise ConfigError(f"part_bytes is {size}; it must be a multiple of {ALIGNMENT_BYTES}, and not 0.")
         if concurrency < 1 or retries < 0 or not stall_s > 0 or backoff_s < 0:
@@ -91,7 +91,9 @@ class RemoteStore(WeightStore):
         retry_policy = RetryPolicy(
             retries=retries, stall_s=stall_s, backoff_s=backoff_s, random=random or Random()
         )
-        self._objects = Objects(self._location, retry_policy, piece_bytes=parse_bytes(piece_bytes))
+        self._objects = Objects(
+            self._location, retry_policy, piece_bytes=parse_bytes(piece_bytes, "piece_bytes")
+        )
         pool = BufferPool(size, keep=concurrency + 1)
         self._context = DownloadContext(tier=name, pool=pool, concurrency=concurrency)
         self._known: dict[ModelId, _Known] = {}
