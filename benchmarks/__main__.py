@@ -37,6 +37,8 @@ BENCHMARKS = {
     "texts": "how long the event loop stands still while texts of 2 MB come in beside 16 streams",
     "traces": "how many engines each policy needs for 99 % of targets on real traces, in simulation",
     "simulate": "requests that a second of a processor simulates, from 16 engines to 10,000",
+    "turns": "random simulations of every shipped scheduler: stalls, errors, and whether both drivers agree",
+    "unseen": "how many engines each policy needs on loads that none was tuned to, in simulation",
     "vllm_migrate": "a request that moves between vLLM cores, with its KV blocks or recomputed",
     "vllm_swap": "a swap inside a running vLLM, beside its own reload of the same bytes and a restart",
     "soak": "four engines under load with moves, drains, swaps and faults: is every stream right?",

@@ -68,6 +68,7 @@ class ActiveRequest:
         hops: Where it has run.
         history: Of its failures.
         num_evicted: How often engines gave it back.
+        most_stalls: The most times in a row that it left an instance without a token in between.
         evicted_by: The span of what sent it away last.
         moving: Whether a move is under way; `move` is told when it leaves its instance.
         next_instance: Where it goes when it leaves, assigned to that already.
@@ -90,7 +91,7 @@ class ActiveRequest:
         self.instance: Instance | None = None
         self.hops: list[Hop] = []
         self.history: History = NEW
-        self.num_evicted = 0
+        self.num_evicted = self.most_stalls = 0
         self.evicted_by: SpanContext | None = None
         self.moving = False
         self.move: MoveListener | None = None
@@ -196,4 +197,5 @@ class ActiveRequest:
         self.num_evicted += isinstance(event, Evicted)
         self.take_model()
         self.history, decision = step(self.history, event)
+        self.most_stalls = max(self.most_stalls, self.history.num_stalls)
         return decision

@@ -269,6 +269,11 @@ class FleetStream(TokenStream):
         return self._request.num_hops
 
     @property
+    def num_stalls(self) -> int:
+        """The most times in a row that the request left an instance without a token in between."""
+        return self._request.most_stalls
+
+    @property
     def hops(self) -> tuple[Hop, ...]:
         """Where the request has run so far, in order, and from which token on."""
         return tuple(self._request.hops)

@@ -45,6 +45,7 @@ class Instance:
         gone_for_good: Whether so many restarts failed in a row that none is tried any more.
         swap_context: The span of its latest swap, for links.
         turn: The requests that its turn began with.
+        num_evicted: How many requests it has given back so far.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -53,6 +54,7 @@ class Instance:
         self.polled = True
         self.gone_for_good = False
         self.num_requests = self.num_high_priority = self.num_moves = self.last_assigned = 0
+        self.num_evicted = 0
         self.last_used_s: float | None = None
         self.swapped_s: float | None = None
         self.serving_since_s: float | None = None

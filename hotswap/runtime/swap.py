@@ -92,6 +92,7 @@ class SwapJob:
         self._phases: list[PhaseRecord] = []
         self._phase = "preflight"
         self._num_evicted = 0
+        self._evicted_before = instance.num_evicted
         self._down_since_s: float | None = None
         self._before = instance.status().model
 
@@ -243,7 +244,8 @@ class SwapJob:
             seconds=now_s - started_s,
             downtime_s=0.0 if self._down_since_s is None else now_s - self._down_since_s,
             phases=tuple(self._phases),
-            num_evicted=self._num_evicted,
+            # With those that were on their way to the engine when it began to evict.
+            num_evicted=max(self._num_evicted, self.instance.num_evicted - self._evicted_before),
             loaded_bytes=self._store.num_bytes,
             tier=self._store.tier,
             load_path=after.load_path if outcome == "done" else "",

@@ -136,6 +136,7 @@ class TraceDriver(ABC):
         num_tokens: int,
         first_s: float | None,
         num_hops: int,
+        num_stalls: int = 0,
         error: Exception | None,
     ) -> None:
         self.served.append(
@@ -150,6 +151,7 @@ class TraceDriver(ABC):
                 first_s=first_s,
                 ended_s=anyio.current_time(),
                 num_hops=num_hops,
+                num_stalls=num_stalls,
                 error="" if error is None else type(error).__name__,
             )
         )
@@ -183,7 +185,7 @@ class ClientDriver(TraceDriver):
 
     async def _ask(self, fleet: Fleet, number: int, request: TraceRequest) -> None:
         first_s: float | None = None
-        num_tokens = num_hops = 0
+        num_tokens = num_hops = num_stalls = 0
         failed: Exception | None = None
         try:
             async with fleet.stream(
@@ -197,10 +199,18 @@ class ClientDriver(TraceDriver):
                 async for _ in stream:
                     num_tokens += 1
                     first_s = anyio.current_time() if first_s is None else first_s
-                num_hops = stream.num_hops
+                num_hops, num_stalls = stream.num_hops, stream.num_stalls
         except HotswapError as exc:
             failed = exc
-        self._keep(number, request, num_tokens=num_tokens, first_s=first_s, num_hops=num_hops, error=failed)
+        self._keep(
+            number,
+            request,
+            num_tokens=num_tokens,
+            first_s=first_s,
+            num_hops=num_hops,
+            num_stalls=num_stalls,
+            error=failed,
+        )
 
 
 class EventDriver(TraceDriver):
@@ -255,6 +265,7 @@ class EventDriver(TraceDriver):
             num_tokens=request.num_generated,
             first_s=request.first_s,
             num_hops=0 if request.error else request.num_hops,
+            num_stalls=0 if request.error else request.most_stalls,
             error=request.error,
         )
         self._change.set()

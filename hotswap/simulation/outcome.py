@@ -17,6 +17,7 @@ class Served:
     """One request of the trace, by its number there; times are seconds of virtual time.
 
     `first_s` is when its first token came, `None` if none did; `error` the kind of what ended it early.
+    `num_stalls` is the most times in a row that it left an instance without a token in between.
 
     `preempted_s` is its **preemption loss**: seconds from when it was preempted for want of KV blocks until
     all that it had computed was computed again, or until it left the instance; 0 if it never was. Source: Sun
@@ -34,6 +35,7 @@ class Served:
     first_s: float | None
     ended_s: float
     num_hops: int = 1
+    num_stalls: int = 0
     preempted_s: float = 0.0
     error: str = ""
 

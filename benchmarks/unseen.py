@@ -1,0 +1,210 @@
+"""Loads that no policy was tuned to: how many engines each needs for 99 % of its targets, in simulation.
+
+    python -m benchmarks unseen                                    two seeds of the loads that are made
+    python -m benchmarks unseen --full --traces FOLDER --json FILE five seeds of all loads
+
+Results are kept in a file beside FILE, and the same command goes on after an interruption. A seed draws
+arrivals, lengths and models of a load that is made, and the window, the requests that stay and the model of
+each in a trace (`benchmarks/trace_loads.py` names the files). Seeds begin with 11: those before were seen
+while the default was made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.command import parser_of, save
+from benchmarks.partial import PartialResults
+from benchmarks.search import Estimate
+from benchmarks.table import show
+from benchmarks.trace_loads import AZURE, SERVEGEN
+from hotswap.abc import Scheduler
+from hotswap.offline.workloads import log_normal_lengths, zipf_mix
+from hotswap.policies import CostSwap, ElasticQuota, KeepAliveSwap, ShepherdSwap, WeightedLoadSwap
+from hotswap.simulation import Cluster, Slo, Trace, fewest_engines, generate
+
+__all__ = ["LOADS", "POLICIES", "main", "measure"]
+
+SHARE, WARM_S, SECONDS, MOST = 0.99, 40.0, 240.0, 40
+FIRST_SEED = 11
+DEFAULT, PATIENT = "CostSwap (default)", "KeepAliveSwap"
+POLICIES: Mapping[str, Scheduler] = {
+    DEFAULT: CostSwap(),
+    "WeightedLoadSwap, tuned": WeightedLoadSwap(t1=16, t2=50, b=1.5, sigmas=3, patience_s=4),
+    "WeightedLoadSwap(8, 6, 2)": WeightedLoadSwap(t1=8, t2=6, b=2),
+    "ElasticQuota": ElasticQuota(),
+    "ShepherdSwap": ShepherdSwap(),
+    PATIENT: KeepAliveSwap(),
+}
+TWELVE = zipf_mix([f"m{number}" for number in range(12)], exponent=1.0)
+H100 = Cluster(profile="h100-llama-3.1-8b", disk_bytes_per_s=50e9, max_requests=64)
+L40S = replace(H100, profile="l40s-llama-3.1-8b", token_budget=512)
+_PROMPTS, _ANSWERS = log_normal_lengths(400, sigma=1.0), log_normal_lengths(150, sigma=0.8)
+
+
+def _made(seed: int, models: Mapping[str, float], rate_per_s: float, **more: float) -> Trace:
+    seconds = more.pop("seconds", SECONDS)
+    return generate(
+        seed,
+        models=models,
+        rate_per_s=rate_per_s,
+        seconds=seconds,
+        cv=more.pop("cv", 1.0),
+        prompt_tokens=_PROMPTS,
+        output_tokens=_ANSWERS,
+    )
+
+
+def _bursts(folder: Path | None, seed: int) -> Trace:
+    return _made(seed, TWELVE, 4.0, cv=8.0)
+
+
+def _cold_burst(folder: Path | None, seed: int) -> Trace:
+    burst = _made(seed + 1000, {"m11": 1.0}, 8.0, seconds=40.0)
+    return _made(seed, TWELVE, 3.0).merge(burst.after(110.0))
+
+
+def _reversed(folder: Path | None, seed: int) -> Trace:
+    half_s = SECONDS / 2
+    other = dict(zip(TWELVE, reversed(list(TWELVE.values())), strict=True))
+    later = _made(seed + 1000, other, 4.0, seconds=half_s).after(half_s)
+    return _made(seed, TWELVE, 4.0, seconds=half_s).merge(later)
+
+
+def _long_answers(folder: Path | None, seed: int) -> Trace:
+    return generate(
+        seed,
+        models=zipf_mix([f"m{number}" for number in range(24)], exponent=0.8),
+        rate_per_s=2.0,
+        seconds=SECONDS,
+        prompt_tokens=log_normal_lengths(300, sigma=1.0),
+        output_tokens=log_normal_lengths(600, sigma=0.8),
+    )
+
+
+def _azure(folder: Path | None, seed: int) -> Trace:
+    assert folder is not None
+    whole = Trace.read(folder / AZURE)
+    start_s = Random(seed).uniform(0.0, whole.seconds - 2 * SECONDS)
+    return whole.window(start_s, 2 * SECONDS).faster(2.0).spread(seed, TWELVE)
+
+
+def _tenants(folder: Path | None, seed: int) -> Trace:
+    assert folder is not None
+    whole = Trace.read(folder / SERVEGEN, columns={"model": "tenant"})
+    start_s = Random(seed).uniform(0.0, whole.seconds - SECONDS)
+    taken = whole.window(start_s, SECONDS).thin(seed, 1 / 8)
+    held = (r for r in taken.requests if r.prompt_tokens < 32_000)
+    return Trace(tuple(replace(r, model=r.model.replace("/", "-")) for r in held), "tenants")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked of which engines; `make` draws it from a seed, and from the folder of traces."""
+
+    what: str
+    make: Callable[[Path | None, int], Trace]
+    cluster: Cluster = H100
+    traced: bool = False
+
+
+LOADS: Mapping[str, Load] = {
+    "bursts": Load(what="12 models by Zipf, 4 requests/s, Gamma with a CV of 8", make=_bursts),
+    "cold burst": Load(what="12 models, 3/s; 40 s of 8/s for the coldest", make=_cold_burst),
+    "reversed": Load(what="12 models, 4/s; popularity reversed half way", make=_reversed),
+    "long answers": Load(what="24 models, 2/s, answers of 600 tokens in the median", make=_long_answers),
+    "azure": Load(
+        what="Azure's conversations, twice as fast, spread over 12 models", make=_azure, traced=True
+    ),
+    "tenants": Load(what="ServeGen's tenants, an eighth, on L40S", make=_tenants, cluster=L40S, traced=True),
+}
+
+
+def measure(
+    names: Sequence[str], folder: Path | None, seeds: Sequence[int], slo: Slo, partial_: PartialResults
+) -> dict[str, Any]:
+    """Search for every load, policy and seed; return what each needs, and by how much more than the best."""
+    found: dict[str, dict[str, list[Any]]] = {name: {policy: [] for policy in POLICIES} for name in names}
+    for seed in seeds:  # outermost, so that a few seeds of all loads are there soon
+        for name in names:
+            trace, guess = LOADS[name].make(folder, seed), 5
+            for policy in POLICIES:
+                key = f"{name}, {policy}, seed {seed}, {slo.ttft_s:g} s"
+                one = partial_.get(key, partial(_search, LOADS[name], trace, policy, guess, slo))
+                found[name][policy].append(one)
+                guess = one["engines"] or guess
+                print(f"{key}: {one['engines']} {one['attainment']}", file=sys.stderr, flush=True)
+    report: dict[str, Any] = {}
+    for name, policies in found.items():
+        engines = {policy: [one["engines"] for one in series] for policy, series in policies.items()}
+        trials = {policy: [one["attainment"] for one in series] for policy, series in policies.items()}
+        report[name] = {
+            "what": LOADS[name].what,
+            "engines": engines,
+            "attainment": trials,
+            **compared(engines),
+        }
+    return report
+
+
+def _search(load: Load, trace: Trace, policy: str, guess: int, slo: Slo) -> dict[str, Any]:
+    found = fewest_engines(
+        trace,
+        load.cluster,
+        scheduler=POLICIES[policy],
+        slo=slo,
+        share=SHARE,
+        warm_s=WARM_S,
+        most=MOST,
+        guess=guess,
+    )
+    return {"engines": found.engines, "attainment": {str(n): met for n, met in found.attainment.items()}}
+
+
+def compared(engines: Mapping[str, Sequence[int | None]]) -> dict[str, Any]:
+    """Return the estimate of each policy, and by how much the default needs more than each, seed by seed."""
+    whole = {p: [n if n is not None else MOST + 1 for n in series] for p, series in engines.items()}
+    more = {
+        policy: asdict(Estimate.of([d - n for d, n in zip(whole[DEFAULT], series, strict=True)]))
+        for policy, series in whole.items()
+        if policy != DEFAULT
+    }
+    return {
+        "estimates": {p: asdict(Estimate.of(series)) for p, series in whole.items()},
+        "default_needs_more": more,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print tables, write the report."""
+    parser = parser_of("unseen", __doc__, full="five seeds")
+    parser.add_argument("--traces", type=Path, help="the folder of the traces; without it only made loads")
+    parser.add_argument("--only", nargs="+", choices=list(LOADS), help="these loads alone")
+    parser.add_argument("--seeds", type=int, help="how many seeds, if not 2 or 5")
+    parser.add_argument("--ttft", type=float, default=10.0, help="the target of first tokens in seconds")
+    options = parser.parse_args(arguments)
+    seeds = range(FIRST_SEED, FIRST_SEED + (options.seeds or (5 if options.full else 2)))
+    names = options.only or [n for n, load in LOADS.items() if options.traces or not load.traced]
+    partial_, slo = PartialResults.of(options.json), Slo(ttft_s=options.ttft)
+    report = measure(names, options.traces, list(seeds), slo, partial_)
+    for name, found in report.items():
+        show(
+            f"{name}: engines for {SHARE:.0%} within {slo.ttft_s:g} s, median (mean [95 %])",
+            ["", "engines", "by seed"],
+            [
+                [policy, Estimate(**found["estimates"][policy]).format(), ", ".join(map(str, series))]
+                for policy, series in found["engines"].items()
+            ],
+        )
+    save({"share": SHARE, "warm_s": WARM_S, "slo": asdict(slo), "loads": report}, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""A slice of the random simulations: no request stalls twice, and both drivers agree in every record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.turns import SCHEDULERS, differences, drawn, is_tied, played
+from hotswap.simulation import simulate
+
+# Requests that came in the instant of a swap were counted as evicted by one driver alone.
+COUNTED_TWICE = (("CostSwap", 16), ("WeightedLoadSwap", 5), ("StaticPinning", 4), ("Autoscalers", 7))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_nothing_is_wrong(kind: str, seed: int) -> None:
+    assert played(drawn(kind, seed)) == []
+
+
+@pytest.mark.parametrize(("kind", "seed"), COUNTED_TWICE)
+def test_a_request_that_comes_with_a_swap_is_counted_alike(kind: str, seed: int) -> None:
+    assert played(drawn(kind, seed)) == []
+
+
+def test_a_difference_is_told_by_its_record_and_field() -> None:
+    simulation = drawn("CostSwap", 0)
+    outcome = simulate(
+        simulation.trace,
+        simulation.cluster,
+        router=simulation.router,
+        scheduler=simulation.scheduler,
+        driver="events",
+    )
+    other = replace(outcome, requests=(replace(outcome.requests[0], num_hops=9), *outcome.requests[1:]))
+    assert list(differences(outcome, outcome)) == []
+    assert list(differences(outcome, other)) == ["requests 0 differ in num_hops"]
+    assert list(differences(outcome, replace(outcome, swaps=()))) == ["swaps 0 differ in number of records"]
+    assert not is_tied(["requests 0 differ in num_hops"])
+    assert is_tied(["requests 3 differ in ended_s, first_s", "samples 1 differ in kv_used"])
+    assert not is_tied(["a request stalled 2 times in a row"])
