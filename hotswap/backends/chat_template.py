@@ -193,10 +193,11 @@ def _reads_parts(tree: nodes.Template) -> bool:
 
 
 class _Names:
-    """The variables of a template that may have a content, and those that may have an entry of one."""
+    """The variables of a template that may have a content, an entry of one, or the contents of messages."""
 
     def __init__(self, tree: nodes.Template) -> None:
-        self._contents, self._entries = {"content"}, set[str]()
+        self._contents, self._entries, self._lists = {"content"}, set[str](), set[str]()
+        self._loops = [(_variable(loop.target), loop.iter) for loop in tree.find_all(nodes.For)]
         assigned = list(_assigned(tree))
         size = 0
         for _ in range(_MOST_PASSES):
@@ -207,11 +208,14 @@ class _Names:
     def has_content(self, node: nodes.Node | None) -> bool:
         """Whether a value is a content, or made of one."""
         if isinstance(node, nodes.Filter):
-            return node.name not in _ENTRY_FILTERS and self.has_content(node.node)
+            is_entry = node.name in _ENTRY_FILTERS
+            return self._has_contents(node.node) if is_entry else self.has_content(node.node)
         if isinstance(node, nodes.CondExpr):
             return self.has_content(node.expr1) or self.has_content(node.expr2)
         if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
             return self.has_content(node.node)
+        if isinstance(node, nodes.Getitem) and _field(node) is None and self._has_contents(node.node):
+            return True
         return _variable(node) in self._contents or _field(node) == "content"
 
     def goes_through(self, node: nodes.Filter) -> bool:
@@ -233,7 +237,19 @@ class _Names:
                 self._contents.add(name)
             elif self._has_entry(value):
                 self._entries.add(name)
-        return len(self._contents) + len(self._entries)
+            elif self._has_contents(value):
+                self._lists.add(name)
+        self._contents.update(name for name, of in self._loops if name is not None and self._has_contents(of))
+        return len(self._contents) + len(self._entries) + len(self._lists)
+
+    def _has_contents(self, node: nodes.Node | None) -> bool:
+        """Whether a value is a list of contents, as `messages | map(attribute='content')`."""
+        if isinstance(node, nodes.Filter):
+            fields = (arg.value for arg in node.kwargs if arg.key == "attribute" and node.name == "map")
+            if any(isinstance(field, nodes.Const) and field.value == "content" for field in fields):
+                return True
+            return node.name not in _ENTRY_FILTERS and self._has_contents(node.node)
+        return _variable(node) in self._lists
 
     def _has_entry(self, node: nodes.Node) -> bool:
         if isinstance(node, nodes.Filter):

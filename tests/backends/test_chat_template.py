@@ -197,6 +197,11 @@ TEXT_PARTS = [{"type": "text", "text": " a"}, {"type": "text", "text": "b"}]
         "{% set ns = namespace(x='') %}{% set ns.x = messages[0].content %}{{ ns.x[0].text }}",
         "{% with x = messages[0].content %}{{ x[1].text }}{% endwith %}",
         "{% macro say(x) %}{{ x[0].text }}{% endmacro %}{{ say(x=messages[0].content) }}",
+        "{% for c in messages | map(attribute='content') %}{% for p in c %}{{ p.text }}{% endfor %}"
+        "{% endfor %}",
+        "{% set all = messages | map(attribute='content') | list %}{{ all[0][1].text }}",
+        "{% for c in messages | map(attribute='content') | list %}{{ c[0].text }}{% endfor %}",
+        "{{ (messages | map(attribute='content') | first)[0].text }}",
     ],
 )
 def test_a_template_that_reads_parts_gets_them_however_it_does(template: str) -> None:
@@ -217,6 +222,19 @@ def test_a_template_that_reads_parts_gets_them_however_it_does(template: str) ->
 )
 def test_a_template_for_texts_gets_the_parts_as_one_text(use: str) -> None:
     template = "{% set content = messages[0].content %}{{ " + use + " }}"
+    text = JinjaChatTemplate({"default": template}).render(Chat([{"role": "user", "content": TEXT_PARTS}]))
+    assert text.strip() == "a\nb"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for c in messages | map(attribute='content') %}{{ c }}{% endfor %}",
+        "{{ messages | map(attribute='content') | join }}",
+        "{{ (messages | map(attribute='content') | list)[0] | trim }}",
+    ],
+)
+def test_a_template_for_the_texts_of_all_messages_gets_each_as_one_text(template: str) -> None:
     text = JinjaChatTemplate({"default": template}).render(Chat([{"role": "user", "content": TEXT_PARTS}]))
     assert text.strip() == "a\nb"
 
