@@ -26,6 +26,8 @@ RequestId = NewType("RequestId", str)
 
 FinishReason = Literal["stop", "length"]
 
+_MOST_PROMPT_LOGPROBS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -81,6 +83,19 @@ class Request:
                     f"{name} of request {self.id!r} has token {wrong}, but the largest id in the vocabulary "
                     f"of {self.model!r} is {size - 1}; use the model's own tokenizer."
                 )
+
+    def check_prompt_logprobs(self) -> None:
+        """Refuse to tell more log-probabilities of a prompt than 1,048,576, some hundreds of megabytes.
+
+        Raises:
+            InvalidRequest: `prompt_logprobs` asks for more.
+        """
+        count = self.sampling.prompt_logprobs
+        if count is not None and (told := len(self.prompt) * (count + 1)) > _MOST_PROMPT_LOGPROBS:
+            raise InvalidRequest(
+                f"prompt_logprobs of {count} for a prompt of {len(self.prompt):,} tokens are {told:,} "
+                f"log-probabilities, over {_MOST_PROMPT_LOGPROBS:,}; ask for fewer, or of a shorter prompt."
+            )
 
     def __repr__(self) -> str:
         tokens = f"{len(self.prompt)}+{len(self.generated)}/{self.sampling.max_tokens}"

@@ -51,6 +51,7 @@ def check_servable(
         if getattr(request.sampling, name) != getattr(default, name):
             raise InvalidRequest(f"Request {request.id!r} asks for {name}, which this engine has not.")
     request.check_vocabulary(vocabulary)
+    request.check_prompt_logprobs()
     if request.num_tokens >= context:
         raise PromptTooLong(
             f"Request {request.id!r} has {request.num_tokens} tokens, but the context of {model!r} holds "

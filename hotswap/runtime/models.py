@@ -217,11 +217,13 @@ class Models:
         """Refuse at once what could never be served.
 
         Raises:
-            InvalidRequest: it names token ids that the model does not have.
+            InvalidRequest: it names token ids that the model does not have, or asks for too many
+                log-probabilities.
             PromptTooLong: no token can follow the prompt within the model's context.
             ModelTooLarge: the weights exceed every engine's memory, where that is known.
         """
         card = self._state.card(request.model, closed=True)
+        request.check_prompt_logprobs()
         if card.vocabulary is not None:
             request.check_vocabulary(card.vocabulary)
         if request.num_tokens >= card.max_context_tokens:

@@ -35,6 +35,17 @@ def serving(config: str) -> Fleet:
     return sim_fleet("a", store=SimStore([manifest]))
 
 
+@virtual_time
+async def test_log_probabilities_of_a_prompt_that_would_fill_memory_cost_no_swap() -> None:
+    manifest = sim_manifest("a", WEIGHT_BYTES, max_context_tokens=200_000)
+    async with sim_fleet("a", store=SimStore([manifest])) as fleet:
+        prompt = (1,) * 128_000
+        for count in (20, 8):
+            with pytest.raises(InvalidRequest, match=f"prompt_logprobs of {count} .* ask for fewer"):
+                await fleet.generate("a", prompt, Sampling(prompt_logprobs=count))
+        assert not fleet.swaps
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return alphabet.checkpoint(tmp_path / "alphabet")

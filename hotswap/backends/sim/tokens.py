@@ -136,6 +136,7 @@ def check_request(request: Request, model: ModelCard, vocabulary: int) -> None:
     if request.remaining_tokens < 1:
         raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
     request.check_vocabulary(vocabulary)
+    request.check_prompt_logprobs()
     if request.num_tokens >= model.max_context_tokens:
         raise PromptTooLong(
             f"Request {request.id!r} has {request.num_tokens} tokens, but the context of {model.id!r} "

@@ -93,6 +93,7 @@ class Core:
         self.num_blocks = int(config.cache_config.num_gpu_blocks) - 1
         self.context = int(config.model_config.max_model_len)
         self.vocabulary = int(config.model_config.get_vocab_size())
+        self.step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         manager: Any = llm.engine_core.resources.engine_manager
         self.processes: list[Any] = list(manager.processes)
         self.died: Callable[[], None] = lambda: None

@@ -27,7 +27,7 @@ from hotswap.backends.vllm.migration import (
     lent_sink,
     lent_source,
 )
-from hotswap.backends.vllm.params import no_grammar, sampling_params, unsupported
+from hotswap.backends.vllm.params import check_prompt_rows, no_grammar, sampling_params, unsupported
 from hotswap.backends.vllm.settings import Settings, StartMethod
 from hotswap.backends.vllm.streams import Stream, Streams
 from hotswap.engine import Engine, StatusListener
@@ -366,6 +366,7 @@ class VllmEngine(Engine):
             no_grammar=no_grammar(core, request),
             unsupported=unsupported(request.sampling, core),
         )
+        check_prompt_rows(request, core)
         adapter = self._adapters.use(request.adapter)
         stream = self._streams.open(request)
         arrival = next((s.id for s in self._sinks if s.committed and s.request.id == request.id), None)

@@ -11,15 +11,18 @@ from hotswap.backends.vllm.inside.grammar import ENDS, FIELDS
 from hotswap.backends.vllm.inside.resume import RESUMED
 from hotswap.backends.vllm.inside.sampling import RULES
 from hotswap.backends.vllm.names import named
+from hotswap.errors import InvalidRequest
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.sampling import Sampling
 
-__all__ = ["no_grammar", "sampling_params", "unsupported"]
+__all__ = ["check_prompt_rows", "no_grammar", "sampling_params", "unsupported"]
 
 # What vLLM takes as it is.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
 _SEEDS = 1 << 64
+# vLLM computes the logits of all tokens of a step whose log-probabilities are told, and more than once.
+_MOST_LOGITS_BYTES = 2 << 30
 
 
 def sampling_params(
@@ -56,6 +59,21 @@ def sampling_params(
         extra_args=_extra(request, core, ends, passed, arrival) or None,
         structured_outputs=_grammar(sampling),
     )
+
+
+def check_prompt_rows(request: Request, core: Core) -> None:
+    """Refuse log-probabilities of a prompt whose logits would take gigabytes in one step, which has them all.
+
+    Raises:
+        InvalidRequest: they would.
+    """
+    rows = min(len(request.prompt), core.step_tokens)
+    if request.sampling.prompt_logprobs is not None and rows * core.vocabulary * 4 > _MOST_LOGITS_BYTES:
+        raise InvalidRequest(
+            f"prompt_logprobs of request {request.id!r} take the logits of {rows:,} tokens in one step, over "
+            f"{_MOST_LOGITS_BYTES:,} bytes; give the engine a token_budget of at most "
+            f"{_MOST_LOGITS_BYTES // (4 * core.vocabulary):,}, or ask for them of a shorter prompt."
+        )
 
 
 def unsupported(sampling: Sampling, core: Core) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -277,6 +277,24 @@ def test_log_probabilities_of_a_prompt_are_the_models(world: World, length: int)
             assert [one.id for one in entry.top_logprobs] == [int(id) for id in top.indices]
             for one, value in zip(entry.top_logprobs, top.values, strict=True):
                 assert one.logprob == pytest.approx(float(value), abs=CLOSE)
+
+    world.run(test)
+
+
+def test_prompts_whose_logits_are_too_many_for_a_step_are_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotswap.backends.vllm.params._MOST_LOGITS_BYTES", 40 * VOCABULARY * 4)
+
+    async def test() -> None:
+        async with world.make_engine() as engine:
+            await engine.load(world.store.card("a"), world.store)
+            request = ask("long", prompt_logprobs=0, max_tokens=1)
+            long = replace(request, prompt=tuple(range(1, 200)))
+            with pytest.raises(InvalidRequest, match=r"prompt_logprobs .* token_budget of at most 40"):
+                await generate(engine, long)
+            await generate(engine, replace(long, prompt=long.prompt[:40]))
+            await generate(engine, replace(long, sampling=Sampling(max_tokens=1)))
 
     world.run(test)
 
