@@ -48,6 +48,7 @@ class _Object(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = _refused
     clear = pop = popitem = setdefault = update = _refused
 
+    # `dict` sets it to None, which a method may not override for type checkers; nothing changes this one.
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
@@ -62,7 +63,7 @@ class _List(list[Any]):
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refused
     append = clear = extend = insert = pop = remove = reverse = sort = _refused
 
-    def __hash__(self) -> int:  # type: ignore[override]
+    def __hash__(self) -> int:  # type: ignore[override]  # as above, of `list`
         return hash(tuple(self))
 
     def __reduce__(self) -> tuple[type, tuple[list[Any]]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
 
@@ -78,6 +79,8 @@ async def test_logprobs_equal_those_of_transformers_on_devices_that_gather_block
 
 # ---------------------------------------------------------------------- several engines
 
+Told = tuple[tuple[PromptLogprobs, ...], tuple[Token, ...]]
+
 LONG = [2 + 11 * at % 500 for at in range(6 * MAX_SCORED_ROWS)]
 
 
@@ -98,7 +101,7 @@ def told_of(tokens: Sequence[Token]) -> list[tuple[object, ...]]:
     return [(token.id, token.logprob, token.top_logprobs) for token in tokens]
 
 
-async def ask_fleet(fleet: Fleet) -> tuple[tuple[PromptLogprobs, ...], tuple[Token, ...]]:
+async def ask_fleet(fleet: Fleet) -> Told:
     done = await fleet.generate("a", LONG, ASKED)
     return done.prompt_logprobs, done.tokens
 
@@ -108,37 +111,58 @@ async def has_begun(stream: FleetStream) -> None:
         await anyio.lowlevel.checkpoint()
 
 
-async def test_logprobs_are_the_same_on_both_engines_after_a_swap_in_the_middle() -> None:
-    model, store = make_model("llama"), DictStore()
-    store.add("a", model)
-    fleet, _ = fleet_of(store)
+@pytest.fixture(scope="module")
+def store() -> DictStore:
+    made = DictStore()
+    made.add("a", make_model("llama"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(store: DictStore) -> Told:
+    """What a request is told that nothing disturbs, which is right."""
+
+    async def ask() -> Told:
+        fleet, _ = fleet_of(store)
+        async with fleet:
+            await fleet.swap("e0", to="a")
+            return await ask_fleet(fleet)
+
+    told = anyio.run(ask)
+    check(make_model("llama"), LONG, *told)
+    return told
+
+
+@asynccontextmanager
+async def two_replicas(store: DictStore) -> AsyncGenerator[tuple[Fleet, list[TorchEngine]]]:
+    fleet, engines = fleet_of(store)
     async with fleet:
         await fleet.swap("e0", to="a")
-        undisturbed = await ask_fleet(fleet)
-        check(model, LONG, *undisturbed)
         await fleet.swap("e1", to="a")
-        async with fleet.stream("a", LONG, ASKED) as stream:
-            tokens = [await anext(stream)]
-            prompt_logprobs = stream.prompt_logprobs
-            await fleet.unload(stream.hops[0].instance)
-            tokens += await stream.collect()
-            assert stream.num_hops == 2, "it must meet a request that runs"
-            assert stream.prompt_logprobs is prompt_logprobs, "they are told once"
+        yield fleet, engines
+
+
+async def test_logprobs_are_the_same_on_both_engines_after_a_swap_in_the_middle(
+    store: DictStore, undisturbed: Told
+) -> None:
+    async with two_replicas(store) as (fleet, _), fleet.stream("a", LONG, ASKED) as stream:
+        tokens = [await anext(stream)]
+        prompt_logprobs = stream.prompt_logprobs
+        await fleet.unload(stream.hops[0].instance)
+        tokens += await stream.collect()
+        assert stream.num_hops == 2, "it must meet a request that runs"
+        assert stream.prompt_logprobs is prompt_logprobs, "they are told once"
         assert prompt_logprobs == undisturbed[0]
         assert told_of(tokens) == told_of(undisturbed[1])
 
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("method", ["kv", "tokens"])
-async def test_a_move_changes_nothing_that_is_told(method: MigrationMethod, begun: bool) -> None:
+async def test_a_move_changes_nothing_that_is_told(
+    store: DictStore, undisturbed: Told, method: MigrationMethod, begun: bool
+) -> None:
     """Also in the middle of the prompt, whose blocks are there then, but not their logits."""
-    store = DictStore()
-    store.add("a", make_model("llama"))
-    fleet, _ = fleet_of(store)
-    async with fleet:
-        await fleet.swap("e0", to="a")
-        undisturbed = await ask_fleet(fleet)
-        await fleet.swap("e1", to="a")
+    async with two_replicas(store) as (fleet, _):
         async with fleet.stream("a", LONG, ASKED) as stream:
             await has_begun(stream)
             tokens = [await anext(stream)] if begun else []
@@ -150,18 +174,13 @@ async def test_a_move_changes_nothing_that_is_told(method: MigrationMethod, begu
         assert told_of(tokens) == told_of(undisturbed[1])
 
 
-async def test_a_request_that_loses_its_engine_in_its_prompt_is_told_by_the_next() -> None:
-    store = DictStore()
-    store.add("a", make_model("llama"))
-    fleet, engines = fleet_of(store)
-    async with fleet:
-        await fleet.swap("e0", to="a")
-        undisturbed = await ask_fleet(fleet)
-        await fleet.swap("e1", to="a")
-        async with fleet.stream("a", LONG, ASKED) as stream:
-            await has_begun(stream)
-            next(engine for engine in engines if engine.id == stream.hops[0].instance).lose()
-            done = await stream.complete()
+async def test_a_request_that_loses_its_engine_in_its_prompt_is_told_by_the_next(
+    store: DictStore, undisturbed: Told
+) -> None:
+    async with two_replicas(store) as (fleet, engines), fleet.stream("a", LONG, ASKED) as stream:
+        await has_begun(stream)
+        next(engine for engine in engines if engine.id == stream.hops[0].instance).lose()
+        done = await stream.complete()
         assert len(done.hops) == 2
         assert done.hops[1].first_index == 0
         assert done.prompt_logprobs == undisturbed[0]
