@@ -72,7 +72,8 @@ ENGINE = [name for name in inspect.signature(TorchEngine).parameters if name not
 
 @pytest.mark.parametrize("name", ENGINE)
 def test_an_engine_refuses_what_is_none_by_name(name: str) -> None:
-    for value in ("x", object(), [1], {}, b"x", math.nan, -1, int):
+    wrong: list[Any] = ["x", object(), [1], {}, b"x", math.nan, -1, int]
+    for value in wrong:
         with pytest.raises(ConfigError, match=name):
             TorchEngine("e0", **{name: value})
 
