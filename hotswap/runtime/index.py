@@ -279,7 +279,7 @@ class Index:
         before = self._views.get(view.id)
         self._views[view.id] = view
         self._all = None
-        if before is None or _place(before) != _place(view):
+        if before is None or _moves(before, view):
             self._move(view, before)
         self._group_of[view.id].put(view)
 
@@ -327,9 +327,15 @@ class Index:
         return f"<Index [{len(self._views)} instances]>"
 
 
-def _place(view: InstanceView) -> tuple[object, ...]:
-    """Return what decides under which models an index has an instance."""
-    return view.state, view.model, view.swapping, view.target, view.draining
+def _moves(before: InstanceView, view: InstanceView) -> bool:
+    """Return whether an index has an instance under other models now."""
+    return (
+        before.state is not view.state
+        or before.model != view.model
+        or before.swapping != view.swapping
+        or before.target != view.target
+        or before.draining != view.draining
+    )
 
 
 class _Listener(StatusListener):

@@ -112,7 +112,7 @@ class Instance:
             num_moves=self.num_moves,
             last_assigned=self.last_assigned,
             last_used_s=self.last_used_s,
-            num_opening=len(self.turn),
+            num_opening=len(self.turn.opening),
         )
 
     def counted(self, view: InstanceView) -> InstanceView:
@@ -123,7 +123,7 @@ class Instance:
             num_moves=self.num_moves,
             last_assigned=self.last_assigned,
             last_used_s=self.last_used_s,
-            num_opening=len(self.turn),
+            num_opening=len(self.turn.opening),
         )
 
     def _cooling_down(self) -> tuple[ModelId, ...]:

@@ -343,7 +343,7 @@ class FleetState:
 
     def note_token(self, request: ActiveRequest) -> None:
         """Note a token of a request that runs; a suspect is none any more."""
-        if (instance := request.instance) is not None and request.request.id in instance.turn:
+        if (instance := request.instance) is not None and request.request.id in instance.turn.opening:
             tokens = instance.turn.got_token(request.request.id)
             self.times.learn_turn(tokens, anyio.current_time() - (instance.serving_since_s or 0.0))
             self.index.counts_changed(instance.id)
@@ -355,12 +355,12 @@ class FleetState:
 
     def assign(self, request: Request, instance: Instance) -> None:
         """Count a request to an instance."""
-        self._num_assigned += 1
-        instance.last_assigned = self._num_assigned
+        instance.last_assigned = self._num_assigned = self._num_assigned + 1
         active, turn = self.requests.get(request.id), instance.turn
-        view = self.index.counted(instance.id) if turn.begins else None
         stalled = active is not None and active.history.num_stalls > 0
-        turn.assign(request, stalled=stalled, most=None if view is None else view.max_tokens)
+        if stalled or turn.begins:
+            view = self.index.counted(instance.id) if turn.begins else None
+            turn.assign(request, stalled=stalled, most=None if view is None else view.max_tokens)
         self._count(request, instance, 1)
 
     def release(self, request: Request, instance: Instance) -> None:

@@ -11,6 +11,7 @@ class Turn:
     """The requests of an instance that `InstanceView.num_opening` counts.
 
     Attributes:
+        opening: These requests.
         begins: Whether requests that are assigned now come with the turn of the next model.
         num_tokens: Of the requests that the turn began with; 0 once one of them has left without a token.
     """
@@ -18,10 +19,7 @@ class Turn:
     def __init__(self) -> None:
         self.begins = False
         self.num_tokens = 0
-        self._opening: dict[RequestId, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._opening)
+        self.opening: dict[RequestId, None] = {}
 
     def empty(self) -> None:
         """Begin anew with the requests that are assigned from now on."""
@@ -31,21 +29,18 @@ class Turn:
         """Take a request in that is assigned, if it has stalled, or begins the turn and `most` tokens fit."""
         fits = self.begins and (most is None or self.num_tokens + request.num_tokens <= most)
         if fits or stalled:
-            self._opening[request.id] = None
+            self.opening[request.id] = None
             self.num_tokens += request.num_tokens if self.begins else 0
 
     def got_token(self, request: RequestId) -> int:
         """Let a request go that has a token; return `num_tokens`, once, when it was the last of all."""
-        del self._opening[request]
-        tokens, last = self.num_tokens, not self._opening
+        del self.opening[request]
+        tokens, last = self.num_tokens, not self.opening
         self.num_tokens = 0 if last else tokens
         return tokens if last else 0
 
     def leave(self, request: RequestId) -> None:
         """Let a request go that leaves, if it is among them."""
-        if request in self._opening:
-            del self._opening[request]
+        if request in self.opening:
+            del self.opening[request]
             self.num_tokens = 0
-
-    def __contains__(self, request: RequestId) -> bool:
-        return request in self._opening
