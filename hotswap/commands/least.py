@@ -42,7 +42,7 @@ def least_of_all(arguments: argparse.Namespace) -> tuple[dict[str, object], list
             for text, one in found.items()
         ],
     }
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             text,
             f"over {arguments.most}" if one.engines is None else str(one.engines),
