@@ -30,13 +30,16 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An instance that a swap could have taken, what that would have cost, or why it was `impossible`."""
+    """An instance that a swap could have taken, what that would have cost, or why it was `impossible`.
+
+    `swap_s` is by the times that the fleet had measured (`FleetView.swap_s`).
+    """
 
     instance: str
     model: str
     num_evicted: int
     num_recomputed: int
-    load_s: float
+    swap_s: float
     impossible: str = ""
 
 
@@ -52,7 +55,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.scheduler} plans {len(self.actions)} action(s):"]
         lines += [f"  {number}. {_told(action)}" for number, action in enumerate(self.actions, start=1)]
-        lines += ["", "Models, the most loaded first:"]
+        lines += ["", "Models, those of the plan first in its order, then the most loaded:"]
         lines += [
             f"  {d.model}: load {d.load:.3g} ({d.num_requests} requests, {d.num_waiting} of them waiting, "
             f"up to {d.waited_s:.3g} s; {d.num_replicas} replicas); {_where(d)}"
@@ -77,9 +80,10 @@ def explain(view: FleetView, scheduler: Scheduler) -> Explanation:
         waited[request.model] = max(since_s, waited.get(request.model, 0.0))
     demands = sorted(
         (_demand(view, model, waited.get(model.id, 0.0)) for model in view.models),
-        key=lambda demand: (-demand.load, demand.model),
+        key=lambda demand: (-demand.load, -demand.waited_s, demand.model),
     )
     asked = [action.model for action in actions if isinstance(action, Swap)]
+    demands.sort(key=lambda demand: asked.index(demand.model) if demand.model in asked else len(asked))
     asked = asked or [d.model for d in demands if d.num_waiting and not d.num_replicas]
     tokens = Counter[str]()
     for running in view.running:
@@ -103,7 +107,7 @@ def _demand(view: FleetView, model: ModelView, waited_s: float) -> Demand:
         load=work / num_replicas if num_replicas else inf if work else 0.0,
         waited_s=waited_s,
         tier=view.store.tier_of(model.id) or "",
-        load_s=view.store.load_s(model.id),
+        load_s=view.times.load_s(view.store, model.id),
     )
 
 
@@ -115,14 +119,14 @@ def _candidates(view: FleetView, model: ModelId, tokens: Counter[str]) -> tuple[
             model=instance.model or "",
             num_evicted=instance.num_requests,
             num_recomputed=tokens[instance.id],
-            load_s=0.0 if instance.preloaded == model else view.store.seen_from(instance.node).load_s(model),
+            swap_s=view.swap_s(model, instance),
             impossible=_impossible(wanted, instance),
         )
         for instance in view.instances
     ]
     return tuple(
         sorted(
-            priced, key=lambda c: (bool(c.impossible), c.num_evicted, c.num_recomputed, c.load_s, c.instance)
+            priced, key=lambda c: (bool(c.impossible), c.num_evicted, c.num_recomputed, c.swap_s, c.instance)
         )
     )
 
@@ -164,5 +168,5 @@ def _priced(candidate: Candidate) -> str:
         return f"{what}: {candidate.impossible}"
     return (
         f"{what}: {candidate.num_evicted} requests evicted, {candidate.num_recomputed} tokens computed "
-        f"again, {candidate.load_s:.3g} s to load"
+        f"again, {candidate.swap_s:.3g} s to swap"
     )

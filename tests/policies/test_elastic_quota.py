@@ -8,9 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap import FleetView, InstanceId, ModelId, RequestId, Residency, RunningView, StoreView, TierView
+from hotswap import (
+    FleetView,
+    InstanceId,
+    ModelId,
+    RequestId,
+    Residency,
+    RunningView,
+    StoreView,
+    TierView,
+    TimesView,
+)
 from hotswap.errors import ConfigError
+from hotswap.offline.workloads import log_normal_lengths, zipf_mix
 from hotswap.policies import ElasticQuota, quotas
+from hotswap.simulation import Cluster, Slo, generate, simulate
 from tests.policies.views import MODELS, began, empty, fleet, model, served, serving, swaps, waiting
 
 # n = 4, so that three models on one instance that switch in a second have turns of four seconds.
@@ -54,11 +66,12 @@ def test_what_a_turn_computes_again_is_time_without_tokens() -> None:
     )
     there = replace(waiting("b", 90.0), num_tokens=500)
     view = replace(view, running=(here,), waiting=(there,))
-    assert slack.quotas_s(view) == slack.quotas_s(replace(view, running=(), waiting=()))
-    a, b, c = slack.quotas_s(view).values()
+    a, b, c = replace(slack, prefill_token_s=0.0).quotas_s(view).values()
     assert a == b == c
     turns = replace(slack, prefill_token_s=1e-3).quotas_s(view)
     assert tuple(turns.values()) == pytest.approx((1.5 * a + 1.0, 1.5 * b + 0.5, 1.5 * c))
+    measured = replace(view, times=TimesView(prefill_tokens_per_s=1000.0))
+    assert slack.quotas_s(measured) == pytest.approx(turns)
 
 
 @given(st.integers(1, 4))
@@ -174,3 +187,27 @@ def test_senseless_numbers_are_refused_by_name() -> None:
     assert quotas([], 0.0).quotas_s == ()
     assert quotas([1.0, 2.0], 0.0).quotas_s == (4.0, 2.0)
     assert quotas([40.0, 80.0], 0.0).quotas_s == (0.0, 0.0)
+
+
+def test_more_engines_are_no_worse() -> None:
+    """With decodes alone in a quota, eight engines met 0.73 of the targets here, and six 0.995."""
+    trace = generate(
+        7,
+        models=zipf_mix([f"m{number}" for number in range(12)], exponent=1.0),
+        rate_per_s=20,
+        seconds=30,
+        prompt_tokens=log_normal_lengths(1100, sigma=0.8),
+        output_tokens=log_normal_lengths(200, sigma=0.5),
+    )
+    met = [
+        simulate(
+            trace,
+            Cluster(num_engines=number, disk_bytes_per_s=50e9, max_requests=64),
+            scheduler=ElasticQuota(),
+            interval_s=0.5,
+            driver="events",
+        ).attainment(Slo())
+        for number in (6, 8, 10)
+    ]
+    assert met[0] > 0.98
+    assert met == sorted(met)

@@ -12,6 +12,7 @@ from hotswap import FleetView
 from hotswap.abc import Scheduler, Swap, Unload
 from hotswap.policies import (
     Chain,
+    CostSwap,
     ElasticQuota,
     FreenessAutoscaler,
     HorizontalAutoscaler,
@@ -32,13 +33,14 @@ SHIPPED: dict[str, Scheduler] = {
     "quotas": ElasticQuota(max_quota_s=1.0),
     "Shepherd": ShepherdSwap(lambda_=1),
     "startup time": StartupTimePlacement(victims="evict"),
+    "cost": CostSwap(),
     "pinning": StaticPinning({"e0": "a", "e1": "b"}),
     "min replicas": RestoreMinReplicas(),
     "keep-alive": KeepAliveSwap(keep_alive_s=0.0),
     "freeness": FreenessAutoscaler(interval_s=0, min_instances=0, drain_s=0.0),
     "horizontal": HorizontalAutoscaler(target=2, stabilization_s=0),
 }
-TURNS = ("weighted loads", "quotas", "Shepherd", "startup time")
+TURNS = ("weighted loads", "weighted loads, no guard", "quotas", "Shepherd", "startup time", "cost")
 
 
 @st.composite

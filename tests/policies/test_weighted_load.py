@@ -379,8 +379,8 @@ def oversubscribed(since_s: float, served_since_s: float = 0.0, **min_replicas: 
 
 
 def test_patience_overrides_t2_and_the_guard() -> None:
-    assert swaps(RULE.plan(oversubscribed(since_s=90.1))) == []
-    assert swaps(RULE.plan(oversubscribed(since_s=90.0))) == [("e0", "a")]
+    assert swaps(RULE.plan(oversubscribed(since_s=96.1))) == []
+    assert swaps(RULE.plan(oversubscribed(since_s=96.0))) == [("e0", "a")]
 
 
 def test_no_patience_waits() -> None:
@@ -388,7 +388,7 @@ def test_no_patience_waits() -> None:
 
 
 def test_patience_takes_only_a_replica_that_had_its_turn() -> None:
-    assert swaps(RULE.plan(oversubscribed(since_s=0.0, served_since_s=95.0))) == []
+    assert swaps(RULE.plan(oversubscribed(since_s=0.0, served_since_s=96.1))) == []
 
 
 def test_patience_keeps_min_replicas() -> None:
@@ -586,7 +586,7 @@ def test_more_instances_than_active_models_leave_none_without(
     def needs(m: ModelView) -> int:
         return max(m.min_replicas, 1 if m.num_requests else 0)
 
-    rule = replace(rule, guard=True, patience_s=10.0, max_swaps=None)
+    rule = replace(rule, guard=True, patience_s=4.0, max_swaps=None)
     models = tuple(replace(m, num_failed_loads=0) for m in view.models)
     waits = tuple(waiting(m.id, 0.0) for m in models if m.num_waiting)
     view = replace(view, models=models, waiting=waits)
@@ -625,6 +625,6 @@ def test_a_senseless_setting_is_refused_by_name(values: dict[str, Any], name: st
 
 def test_repr_shows_the_settings() -> None:
     assert repr(RULE) == (
-        "WeightedLoadSwap(t1=8, t2=6, b=2.0, reading='ratio', guard=True, patience_s=10.0, "
+        "WeightedLoadSwap(t1=8, t2=6, b=2.0, reading='ratio', guard=True, patience_s=4.0, "
         "sigmas=0.0, min_residency_s=0.0, max_swaps=None, deadline_s=0.0)"
     )

@@ -20,13 +20,14 @@ from hotswap import (
     RunningView,
     StoreView,
     TierView,
+    TimesView,
     WaitingView,
 )
 from hotswap.cli import main
 from hotswap.offline import dump_view, load_view
-from hotswap.policies import AdapterPool, WeightedLoadSwap
+from hotswap.policies import AdapterPool, KeepAliveSwap, StaticPinning, WeightedLoadSwap
 from hotswap.simulation import explain
-from tests.policies.views import fleet, model, serving
+from tests.policies.views import empty, fleet, model, serving
 
 RULE = WeightedLoadSwap(t1=1, t2=50, b=1.5)
 GB = 10**9
@@ -60,7 +61,7 @@ def test_the_plan_is_the_schedulers_own() -> None:
 
 def test_candidates_are_priced_cheapest_first_and_the_impossible_last() -> None:
     candidates = explain(view(), RULE).candidates[ModelId("b")]
-    assert [(c.instance, c.num_evicted, c.num_recomputed, c.load_s) for c in candidates[:2]] == [
+    assert [(c.instance, c.num_evicted, c.num_recomputed, c.swap_s) for c in candidates[:2]] == [
         ("e1", 1, 400, 4.0),
         ("e0", 3, 600, 4.0),
     ]
@@ -79,6 +80,27 @@ def test_demands_are_the_loads_of_the_swap_policy() -> None:
     assert (second.model, second.load, second.num_replicas) == ("a", 2.0, 2)
 
 
+def test_prices_are_by_measured_times_once_there_are_some() -> None:
+    measured = TimesView(unload_s=0.5, load_bytes_per_s=(("disk", 1 * GB),))
+    explanation = explain(replace(view(), times=measured), RULE)
+    assert [c.swap_s for c in explanation.candidates[ModelId("b")][:2]] == [8.5, 8.5]
+    assert explanation.demands[0].load_s == 8.0
+
+
+def test_models_are_told_in_the_order_of_the_plan_and_then_of_waits() -> None:
+    absent = [model(name, 1, waiting=1) for name in ("x", "y", "z")]
+    waits = [
+        WaitingView(id=RequestId(name), model=ModelId(name), waiting_since_s=90.0 + at)
+        for at, name in enumerate(("z", "x", "y"))
+    ]
+    one = replace(view(), models=(*view().models[:1], *absent), waiting=tuple(waits))
+    explanation = explain(one, KeepAliveSwap())
+    assert [demand.model for demand in explanation.demands] == ["z", "x", "y", "a"]
+    idle = replace(one, instances=(*one.instances, empty("e3")))
+    ours = explain(idle, StaticPinning({"e3": "y"}))
+    assert [demand.model for demand in ours.demands] == ["y", "z", "x", "a"]
+
+
 def test_a_quiet_view_says_so_and_prices_what_waits() -> None:
     explanation = explain(view(), WeightedLoadSwap(t1=1, t2=50, b=1.5, max_swaps=1, patience_s=None))
     quiet = explain(replace(view(), waiting=(), models=view().models[:1]), RULE)
@@ -93,7 +115,7 @@ def test_the_command_explains_a_view_from_a_file(tmp_path: Path, capsys: pytest.
     assert main(["plan", str(path), "--scheduler", "WeightedLoadSwap(t1=1, t2=50, b=1.5)"]) == 0
     text = capsys.readouterr().out
     assert "swap e1 to b" in text
-    assert "e0 (a): 3 requests evicted, 600 tokens computed again, 4 s to load" in text
+    assert "e0 (a): 3 requests evicted, 600 tokens computed again, 4 s to swap" in text
     assert main(["plan", str(path), "--scheduler", "WeightedLoadSwap(t1=1, t2=50, b=1.5)", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["actions"][0] | {"reason": ""} == {

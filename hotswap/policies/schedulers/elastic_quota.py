@@ -94,15 +94,19 @@ class ElasticQuota(Scheduler):
       grows, so none is endless.
 
     **Ours:** the first two cases of the order above; a model without further requests gives way at once;
-    `min_replicas`.
+    `min_replicas`; the first tokens that a turn begins with are finished (`Allocation`).
+
+    **What to set.** `max_quota_s` matters most where instances prefill as well: a round has to fit into the
+    time of a first token, which took 1 s for ten seconds (`docs/papers.md`). With `prefill_token_s=0` more
+    engines can be worse: quotas shrink with each until prefills take most of a turn.
 
     Attributes:
         tbt_s: The target time between two tokens of a request (*TBT*).
         step_s: The time of a decode step of a model whose `weight` is 1.
         max_quota_s: *Qmax*.
         switch_s: Seconds of a switch besides reading the weights.
-        prefill_token_s: Seconds per token that a model's requests have when its turn begins; 0 if engines
-            keep KV blocks from turn to turn, or to leave this time out.
+        prefill_token_s: Seconds per token that a model's requests have when its turn begins: what the fleet
+            has measured (`FleetView.times`) if it is `None`; 0 if engines keep KV blocks from turn to turn.
         deadline_s: Seconds that running requests get to finish when their model's turn is over.
         first_weight: How many times the wait for a first token counts; with 0 only the wait for a turn does.
     """
@@ -111,7 +115,7 @@ class ElasticQuota(Scheduler):
     step_s: float = 0.025
     max_quota_s: float = 4.0
     switch_s: float = 0.5
-    prefill_token_s: float = 0.0
+    prefill_token_s: float | None = None
     deadline_s: float = 0.0
     first_weight: float = 2.0
 
@@ -120,8 +124,9 @@ class ElasticQuota(Scheduler):
             if not 0 < getattr(self, name) < inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give seconds over 0, finite.")
         for name in ("switch_s", "prefill_token_s", "deadline_s"):
-            if not 0 <= getattr(self, name) < inf:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; give 0 or more seconds, finite.")
+            value = getattr(self, name)
+            if not (0 <= value < inf if value is not None else name == "prefill_token_s"):
+                raise ConfigError(f"{name} is {value!r}; give 0 or more seconds, finite.")
         if not 0 <= self.first_weight < inf:
             raise ConfigError(f"first_weight is {self.first_weight!r}; give a finite number, 0 or more.")
 
@@ -145,11 +150,12 @@ class ElasticQuota(Scheduler):
     def _prefill_s(self, fleet: FleetView) -> defaultdict[ModelId, float]:
         """The seconds of prefill for each model's requests if its turn began now."""
         seconds: defaultdict[ModelId, float] = defaultdict(float)
-        if self.prefill_token_s:
+        token_s = fleet.times.prefill_s(1) if self.prefill_token_s is None else self.prefill_token_s
+        if token_s:
             for run in fleet.running:
-                seconds[run.model] += self.prefill_token_s * run.num_tokens
+                seconds[run.model] += token_s * run.num_tokens
             for request in fleet.waiting:
-                seconds[request.model] += self.prefill_token_s * request.num_tokens
+                seconds[request.model] += token_s * request.num_tokens
         return seconds
 
     def _switch_s(self, fleet: FleetView, model: ModelView) -> float:

@@ -79,6 +79,10 @@ class WeightedLoadSwap(Scheduler):
       in one interval. It ends because every swap takes one free instance. `max_swaps` bounds the number
       (without those for `min_replicas`); 1 is the post's loop.
 
+    **What to set.** With more models than instances `patience_s` matters, about half of what a first token
+    may take, and *t1*, *t2* and *b* hardly do. With fewer these decide. A *t2* of a few requests forbids most
+    swaps of a busy fleet: set it far above the load at which a replica still keeps its targets.
+
     Ties of m1 go to the longer wait since its last turn, then the larger p w, then the smaller id; of m2 to
     the one whose load rises less, then the smaller id. Of m2's replicas the one with m1 preloaded goes, then
     the one with the fewest requests. Weights lie in the same tiers for every instance, so tiers have no
@@ -91,7 +95,7 @@ class WeightedLoadSwap(Scheduler):
     _: KW_ONLY
     reading: Literal["ratio", "margin"] = "ratio"
     guard: bool = True
-    patience_s: float | None = 10.0
+    patience_s: float | None = 4.0
     sigmas: float = 0.0
     min_residency_s: float = 0.0
     max_swaps: int | None = None
