@@ -37,7 +37,7 @@ DEFAULT, PATIENT = "CostSwap (default)", "KeepAliveSwap"
 POLICIES: Mapping[str, Scheduler] = {
     DEFAULT: CostSwap(),
     "WeightedLoadSwap, tuned": WeightedLoadSwap(t1=16, t2=50, b=1.5, sigmas=3, patience_s=4),
-    "WeightedLoadSwap(8, 6, 2)": WeightedLoadSwap(t1=8, t2=6, b=2),
+    "WeightedLoadSwap(8, 6, 2)": WeightedLoadSwap(t1=8, t2=6, b=2, patience_s=10),
     "ElasticQuota": ElasticQuota(),
     "ShepherdSwap": ShepherdSwap(),
     PATIENT: KeepAliveSwap(),
@@ -106,12 +106,16 @@ def _tenants(folder: Path | None, seed: int) -> Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of which engines; `make` draws it from a seed, and from the folder of traces."""
+    """What is asked of which engines; `make` draws it from a seed, and from the folder of traces.
+
+    `traced` loads need the folder; `guess` is the number of engines that is tried first.
+    """
 
     what: str
     make: Callable[[Path | None, int], Trace]
     cluster: Cluster = H100
     traced: bool = False
+    guess: int = 5
 
 
 LOADS: Mapping[str, Load] = {
@@ -122,7 +126,9 @@ LOADS: Mapping[str, Load] = {
     "azure": Load(
         what="Azure's conversations, twice as fast, spread over 12 models", make=_azure, traced=True
     ),
-    "tenants": Load(what="ServeGen's tenants, an eighth, on L40S", make=_tenants, cluster=L40S, traced=True),
+    "tenants": Load(
+        what="ServeGen's tenants, an eighth, on L40S", make=_tenants, cluster=L40S, traced=True, guess=14
+    ),
 }
 
 
@@ -133,7 +139,7 @@ def measure(
     found: dict[str, dict[str, list[Any]]] = {name: {policy: [] for policy in POLICIES} for name in names}
     for seed in seeds:  # outermost, so that a few seeds of all loads are there soon
         for name in names:
-            trace, guess = LOADS[name].make(folder, seed), 5
+            trace, guess = LOADS[name].make(folder, seed), LOADS[name].guess
             for policy in POLICIES:
                 key = f"{name}, {policy}, seed {seed}, {slo.ttft_s:g} s"
                 one = partial_.get(key, partial(_search, LOADS[name], trace, policy, guess, slo))

@@ -78,7 +78,7 @@ class CostSwap(Scheduler):
             best = min((costs.of(model, i) for i in allocation.swappable(model)), default=None)
             if best is None:
                 continue
-            lost_s = wait.lost_s(fleet.swap_s(model.id, fleet.instance(best.id)))
+            lost_s = wait.lost_s(costs.swap_s(model.id, fleet.instance(best.id)))
             if lost_s >= best.cost_s:  # which is infinite where a turn has just begun
                 lost = f"requests for {model.id} have lost {lost_s:.3g} s by waiting"
                 reason = f"{lost}; others would lose {best.cost_s:.3g} s on {best.id}"
@@ -116,6 +116,7 @@ class _Costs:
 
     def __init__(self, fleet: FleetView, allocation: Allocation) -> None:
         self._fleet, self._allocation = fleet, allocation
+        self._known_s: dict[tuple[ModelId, str, bool, bool], float] = {}
         self._tokens: Counter[InstanceId] = Counter()
         for run in fleet.running:
             self._tokens[run.instance] += run.num_tokens
@@ -126,15 +127,24 @@ class _Costs:
         unprepared = instance.preloaded != model.id
         return _Price(self._cost_s(model, instance), taken, unprepared, used_s(instance), instance.id)
 
+    def swap_s(self, model: ModelId, instance: InstanceView) -> float:
+        """Return `FleetView.swap_s`, worked out once for instances that are alike."""
+        empty, preloaded = instance.state is InstanceState.EMPTY, instance.preloaded == model
+        key = model, instance.node, empty, preloaded
+        seconds = self._known_s.get(key)
+        if seconds is None:
+            seconds = self._known_s[key] = self._fleet.swap_s(model, instance)
+        return seconds
+
     def _cost_s(self, model: ModelView, instance: InstanceView) -> float:
         donor = None if instance.model is None else self._allocation.models.get(instance.model)
         if donor is None or not instance.num_requests:
             return 0.0
-        there_s = self._fleet.swap_s(model.id, instance)
+        there_s = self.swap_s(model.id, instance)
         since_s = instance.serving_since_s
         if since_s is not None and self._fleet.now_s - since_s < _TURN * there_s:
             return inf
-        stopped_s = there_s + self._fleet.swap_s(donor.id, instance)
+        stopped_s = there_s + self.swap_s(donor.id, instance)
         stopped_s += self._fleet.times.prefill_s(self._tokens[instance.id])
         return donor.weight * instance.num_requests * stopped_s / self._allocation.num_replicas(donor)
 
