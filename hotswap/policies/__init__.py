@@ -21,6 +21,7 @@ from hotswap.policies.routers import (
 )
 from hotswap.policies.schedulers import (
     AdapterPool,
+    Allocation,
     Chain,
     Cooldown,
     CostSwap,
@@ -39,12 +40,14 @@ from hotswap.policies.schedulers import (
     VirtualUsageRescheduler,
     WeightedLoadSwap,
     quotas,
+    restore_min_replicas,
 )
 from hotswap.policies.startup_costs import LoadCosts, StartupCosts
 
 __all__ = [
     "AdapterPool",
     "AffinityRouter",
+    "Allocation",
     "Chain",
     "ConsistentHashRouter",
     "Cooldown",
@@ -80,4 +83,5 @@ __all__ = [
     "assume",
     "infaas_router",
     "quotas",
+    "restore_min_replicas",
 ]

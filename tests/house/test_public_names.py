@@ -183,6 +183,7 @@ NAMES = {
     "hotswap.policies": [
         "AdapterPool",
         "AffinityRouter",
+        "Allocation",
         "Chain",
         "ConsistentHashRouter",
         "Cooldown",
@@ -218,6 +219,7 @@ NAMES = {
         "assume",
         "infaas_router",
         "quotas",
+        "restore_min_replicas",
     ],
     "hotswap.policies.planning": [
         "MethodReport",

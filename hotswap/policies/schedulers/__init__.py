@@ -1,13 +1,14 @@
 """The schedulers: each turns one view of a fleet into swaps, unloads, moves and adapter loads."""
 
 from hotswap.policies.schedulers.adapter_pool import AdapterPool
+from hotswap.policies.schedulers.allocation import Allocation
 from hotswap.policies.schedulers.chain import Chain, Cooldown, FirstOf, KeepAsIs
 from hotswap.policies.schedulers.cost import CostSwap
 from hotswap.policies.schedulers.elastic_quota import ElasticQuota, Quotas, quotas
 from hotswap.policies.schedulers.freeness_autoscaler import FreenessAutoscaler
 from hotswap.policies.schedulers.horizontal_autoscaler import HorizontalAutoscaler
 from hotswap.policies.schedulers.keep_alive import KeepAliveSwap
-from hotswap.policies.schedulers.min_replicas import RestoreMinReplicas
+from hotswap.policies.schedulers.min_replicas import RestoreMinReplicas, restore_min_replicas
 from hotswap.policies.schedulers.rescheduler import VirtualUsageRescheduler
 from hotswap.policies.schedulers.shepherd import ShepherdSwap
 from hotswap.policies.schedulers.startup_time import StartupTimePlacement, Victims
@@ -16,6 +17,7 @@ from hotswap.policies.schedulers.weighted_load import WeightedLoadSwap
 
 __all__ = [
     "AdapterPool",
+    "Allocation",
     "Chain",
     "Cooldown",
     "CostSwap",
@@ -34,4 +36,5 @@ __all__ = [
     "VirtualUsageRescheduler",
     "WeightedLoadSwap",
     "quotas",
+    "restore_min_replicas",
 ]
