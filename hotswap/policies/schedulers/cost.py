@@ -18,7 +18,7 @@ from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, Mod
 
 __all__ = ["CostSwap"]
 
-# A replica with requests serves for so many swap times at least, so that instances do not swap all the time.
+# A replica with requests serves for so many times as long as its swap and prefills take, at least.
 _TURN = 2.0
 # A wait counts more than once from so many swap times on.
 _PATIENCE = 4.0
@@ -50,13 +50,14 @@ class CostSwap(Scheduler):
     swapping to them already. One that has replicas gets another only if its requests find no place.
 
     **Which instances.** `min_replicas` are restored first, and kept. An instance with requests is left alone
-    until the first tokens that its turn began with are there (`Allocation`), and for two swap times. Of equal
-    costs EMPTY instances go first, then those with the model preloaded, then the least recently used.
+    until the first tokens that its turn began with are there (`Allocation`), and for twice as long as a swap
+    and the prefill of its requests take, which bounds what turns cost. Of equal costs EMPTY instances go
+    first, then those with the model preloaded, then the least recently used.
 
     **The longest wait.** On one instance, with weights of 1, a single request for a model without a replica
     waits, while no third model does, at most
 
-        max(2 sqrt(S C), F, 2 S) + I + S        where C = n (2 S + T) is the cost, and C for 2 sqrt(S C)
+        max(2 sqrt(S C), F, 2 (S + T)) + I + S  where C = n (2 S + T) is the cost, and C for 2 sqrt(S C)
                                                 if that is under 4 S
 
     seconds: *T* the seconds of prefill of the *n* requests there, *F* the first tokens of their turn, *I* the
@@ -141,11 +142,11 @@ class _Costs:
         if donor is None or not instance.num_requests:
             return 0.0
         there_s = self.swap_s(model.id, instance)
+        prefill_s = self._fleet.times.prefill_s(self._tokens[instance.id])
         since_s = instance.serving_since_s
-        if since_s is not None and self._fleet.now_s - since_s < _TURN * there_s:
+        if since_s is not None and self._fleet.now_s - since_s < _TURN * (there_s + prefill_s):
             return inf
-        stopped_s = there_s + self.swap_s(donor.id, instance)
-        stopped_s += self._fleet.times.prefill_s(self._tokens[instance.id])
+        stopped_s = there_s + self.swap_s(donor.id, instance) + prefill_s
         return donor.weight * instance.num_requests * stopped_s / self._allocation.num_replicas(donor)
 
 
