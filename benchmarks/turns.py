@@ -15,6 +15,7 @@ next request to either. Then times differ and decisions do not: such simulations
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -50,6 +51,7 @@ MOST_STALLS = 1
 LONGEST_TOKENS, CONTEXT_TOKENS = 128_000, 131_072
 # Of seconds: sums of steps and the formula of a decode run round differently.
 TOLERANCE = 1e-6
+_NUMBER = re.compile(r"\b\d[\d.e+-]*")
 SCHEDULERS: Mapping[str, Callable[[Random], Scheduler]] = {
     "CostSwap": lambda random: CostSwap(),
     "WeightedLoadSwap": lambda random: WeightedLoadSwap(
@@ -165,9 +167,15 @@ def differences(one: Outcome, other: Outcome) -> Iterator[str]:
 
 
 def _facts(outcome: Outcome, kind: str) -> list[dict[str, Any]]:
-    """The records of one kind; what the end of a trace cancels has no order, and ids no meaning."""
+    """The records of one kind; what the end of a trace cancels has no order, and ids no meaning.
+
+    Numbers in reasons are rounded for people, in one driver perhaps down and in the other up.
+    """
     facts = [asdict(record) for record in getattr(outcome, kind)]
     kept = [{k: v for k, v in fact.items() if k not in ("trace_id", "request")} for fact in facts]
+    for fact in kept:
+        if "reason" in fact:
+            fact["reason"] = _NUMBER.sub("#", fact["reason"])
     return [fact for fact in kept if fact.get("outcome") != "cancelled"]
 
 

@@ -208,6 +208,7 @@ NAMES = {
         "RoundRobinRouter",
         "RoutingKey",
         "ShepherdSwap",
+        "Spare",
         "StartupCosts",
         "StartupTimePlacement",
         "StaticPinning",

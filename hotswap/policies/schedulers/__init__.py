@@ -1,7 +1,7 @@
 """The schedulers: each turns one view of a fleet into swaps, unloads, moves and adapter loads."""
 
 from hotswap.policies.schedulers.adapter_pool import AdapterPool
-from hotswap.policies.schedulers.allocation import Allocation
+from hotswap.policies.schedulers.allocation import Allocation, Spare
 from hotswap.policies.schedulers.chain import Chain, Cooldown, FirstOf, KeepAsIs
 from hotswap.policies.schedulers.cost import CostSwap
 from hotswap.policies.schedulers.elastic_quota import ElasticQuota, Quotas, quotas
@@ -30,6 +30,7 @@ __all__ = [
     "Quotas",
     "RestoreMinReplicas",
     "ShepherdSwap",
+    "Spare",
     "StartupTimePlacement",
     "StaticPinning",
     "Victims",
