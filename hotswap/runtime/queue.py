@@ -229,6 +229,7 @@ class _ModelQueue:
     Attributes:
         tickets: By their number, those that have waited longest first.
         keys: The places of those of each key, in order.
+        firsts: The first place of each key, in order.
         num_with: How many there are with each adapter.
     """
 
@@ -236,35 +237,37 @@ class _ModelQueue:
         self.tickets: OrderedDict[int, Ticket] = OrderedDict()
         self.num_with: Counter[AdapterId | None] = Counter()
         self.keys: dict[QueueKey, list[tuple[int, int]]] = {}
-        self._order: list[tuple[int, int]] = []
+        self.firsts: list[tuple[int, int]] = []
 
     def add(self, ticket: Ticket) -> None:
         self.tickets[ticket.order[1]] = ticket
         self.num_with[ticket.request.adapter] += 1
-        insort(self._order, ticket.order)
-        insort(self.keys.setdefault(ticket.key, []), ticket.order)
+        places = self.keys.setdefault(ticket.key, [])
+        if not places or ticket.order < places[0]:
+            if places:
+                del self.firsts[bisect_left(self.firsts, places[0])]
+            insort(self.firsts, ticket.order)
+        insort(places, ticket.order)
 
     def remove(self, ticket: Ticket) -> None:
         del self.tickets[ticket.order[1]]
         self.num_with[ticket.request.adapter] -= 1
-        key = ticket.key
-        same = self.keys[key]
-        for places in (self._order, same):
-            del places[bisect_left(places, ticket.order)]
-        if not same:
-            del self.keys[key]
+        places = self.keys[ticket.key]
+        place = bisect_left(places, ticket.order)
+        del places[place]
+        if not place:
+            del self.firsts[bisect_left(self.firsts, ticket.order)]
+            if places:
+                insort(self.firsts, places[0])
+            else:
+                del self.keys[ticket.key]
 
     def sort(self) -> None:
         self.tickets = OrderedDict(sorted(self.tickets.items()))
 
     def heads(self) -> Iterator[Ticket]:
-        declined: set[QueueKey] = set()
         place = 0
-        while place < len(self._order) and len(declined) < len(self.keys):
-            ticket = self.tickets[self._order[place][1]]
-            if ticket.key not in declined:
-                yield ticket
-                if not ticket.waiting:
-                    continue  # the next one has its place now
-                declined.add(ticket.key)
-            place += 1
+        while place < len(self.firsts):
+            ticket = self.tickets[self.firsts[place][1]]
+            yield ticket
+            place += ticket.waiting  # else the next one has its place now

@@ -13,15 +13,17 @@ import pytest
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
-from hotswap import Adapter, Fleet, Sampling
+from hotswap import Adapter, AdapterId, Fleet, ModelId, Request, RequestId, Sampling
 from hotswap.abc import Engine, Scheduler, WrapperEngine
 from hotswap.backends.sim import SimEngine
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
+from hotswap.runtime.queue import Queue
 from tests.runtime.counting import CountingRouter, counted_calls
 from tests.runtime.support import PROFILE, Idle, engine_of, idle, models, sim_fleet, until
 
 ONE = Sampling(max_tokens=1, ignore_eos=True)
+A = ModelId("a")
 LEVEL = 64  # places that a level of priority is worth, as docs/engine.md promises of engines
 
 # ---------------------------------------------------------------- no level starves
@@ -274,3 +276,20 @@ def test_a_request_costs_as_much_beside_ten_thousand_that_wait_as_beside_a_hundr
     many = run(costs, MANY, SCHEDULERS[scheduler]())
     dearer = {event: (few[event], many[event]) for event in few if many[event] > 1.3 * few[event]}
     assert dearer == {}
+
+
+@virtual_time
+async def test_what_is_asked_about_costs_as_much_as_there_are_kinds_of_requests() -> None:
+    """A request behind ten thousand of a kind that was declined is found without a look at each of them."""
+
+    def calls_to_ask(num_waiting: int) -> int:
+        queue, adapted = Queue(), AdapterId("x")
+        for number in range(num_waiting):
+            waiting = Request(id=RequestId(str(number)), model=A, prompt=(1,), adapter=adapted)
+            queue.add(waiting, number, anyio.Event())
+        last = queue.add(Request(id=RequestId("last"), model=A, prompt=(1,)), num_waiting, anyio.Event())
+        with counted_calls() as count:
+            assert list(queue.heads(A))[1:] == [last]
+        return count.value
+
+    assert calls_to_ask(MANY) == calls_to_ask(FEW)
