@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import anyio
 
+from hotswap.checks import shown
 from hotswap.engine import Engine, SupportsAdapters
 from hotswap.errors import InstanceError
 from hotswap.request import ModelId
@@ -74,8 +75,11 @@ class Instance:
             InstanceError: it cannot; its own error is the cause.
         """
         try:
-            self._told = self.engine.status()
-            return self._told
+            told = cast("object", self.engine.status())
+            if not isinstance(told, EngineStatus):
+                raise TypeError(f"{shown(told)} is no EngineStatus")
+            self._told = told
+            return told
         except InstanceError:
             raise
         except Exception as exc:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
+from typing import cast
 
 import anyio
 import pytest
@@ -313,15 +314,17 @@ def test_an_engine_whose_status_raises_at_any_look_leaves_its_instance_usable(
 
 
 class Mute(WrapperEngine):
-    """Tells no status any more once `mute` is set."""
+    """Tells no status any more once `mute` is set: it raises, or gives something else if `babbles` is set."""
 
-    mute = False
+    mute = babbles = False
 
     def __init__(self, engine: SimEngine) -> None:
         super().__init__(engine)
         self.inner = engine
 
     def status(self) -> EngineStatus:
+        if self.mute and self.babbles:
+            return cast("EngineStatus", None)
         if self.mute:
             raise OSError("the driver does not answer")
         return super().status()
@@ -388,10 +391,23 @@ async def test_instances_beside_one_that_cannot_tell_its_status_are_served_on() 
         assert fleet.view().instance(E0).num_requests == 0
 
 
+@virtual_time
+async def test_a_status_of_another_type_is_told_by_the_instance_that_gave_it() -> None:
+    async with beside_a_mute() as (fleet, mute):
+        mute.babbles = True
+        with pytest.raises(InstanceError, match=r"'e0' cannot tell its status .*None is no EngineStatus"):
+            await fleet.swap("e0", to="b")
+        await read(fleet, "a", (7,), SOME)
+
+
+@pytest.mark.parametrize("babbles", [False, True])
 @pytest.mark.parametrize("operation", ["remove", "replace"])
 @virtual_time
-async def test_an_instance_that_cannot_tell_its_status_can_be_removed_and_replaced(operation: str) -> None:
-    async with beside_a_mute() as (fleet, _):
+async def test_an_instance_that_cannot_tell_its_status_can_be_removed_and_replaced(
+    operation: str, babbles: bool
+) -> None:
+    async with beside_a_mute() as (fleet, mute):
+        mute.babbles = babbles
         with anyio.fail_after(60):
             await (fleet.remove("e0") if operation == "remove" else fleet.replace("e0", by=engine_of("new")))
         assert ids(fleet) == ({"e1", "e2"} if operation == "remove" else {"e1", "e2", "new"})
