@@ -339,5 +339,7 @@ class _MeteredStore(WrapperStore):
 
 
 def _brief(error: BaseException) -> str:
+    if not isinstance(error, Exception):  # a cancellation, whose text names tasks by their addresses
+        return type(error).__name__
     text = str(error)
     return f"{type(error).__name__}: {text}" if not isinstance(error, HotswapError) or not text else text

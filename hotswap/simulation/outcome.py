@@ -138,7 +138,10 @@ class Outcome:
         return figures
 
     def as_json(self, slo: Slo | None = None) -> str:
-        """Return everything as one JSON object, the same text for the same simulation."""
+        """Return everything as one JSON object, the same text for the same simulation.
+
+        Moves name their requests by the number of arrival, since the fleet's part of an id is random.
+        """
         asked = slo or Slo()
         whole = {
             "name": self.name,
@@ -148,7 +151,9 @@ class Outcome:
             "summary": self.summary(asked),
             "requests": [asdict(request) for request in self.requests],
             "swaps": [asdict(swap) for swap in self.swaps],
-            "migrations": [asdict(move) for move in self.migrations],
+            "migrations": [
+                {**asdict(move), "request": move.request.rpartition("-")[2]} for move in self.migrations
+            ],
             "samples": [asdict(sample) for sample in self.samples],
         }
         return json.dumps(whole, sort_keys=True)

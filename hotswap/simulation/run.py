@@ -91,7 +91,8 @@ def simulate(
             "reporting": cluster.reporting,
         },
         requests=tuple(played.served),
-        swaps=tuple(played.swaps),
+        # Those that the end cuts off end in any order.
+        swaps=tuple(sorted(played.swaps, key=lambda swap: (swap.started_s + swap.seconds, swap.instance))),
         migrations=tuple(played.moves),
         samples=tuple(played.samples),
         num_reused_tokens=played.num_reused_tokens,

@@ -16,8 +16,18 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from hotswap import Adapter, FleetView, InstanceId, Model, ModelId, Request, RequestId, Sampling
-from hotswap.abc import Router, Scheduler
+from hotswap import (
+    Adapter,
+    FleetView,
+    InstanceId,
+    InstanceState,
+    Model,
+    ModelId,
+    Request,
+    RequestId,
+    Sampling,
+)
+from hotswap.abc import Action, Router, Scheduler, Swap
 from hotswap.backends.sim import DeviceProfile, SimStore
 from hotswap.backends.sim.batcher import Batcher, Batching
 from hotswap.backends.sim.load import Reporting
@@ -46,6 +56,7 @@ from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, generate, 
 from hotswap.simulation.events import EventEngine, EventFleet, SimulatedRequest
 from hotswap.simulation.events.decode_run import DecodeRun, num_alike, num_missing
 from hotswap.simulation.events.engine import Counted
+from hotswap.simulation.run import Driver
 from hotswap.simulation.trace import power_law_lengths
 
 # Of seconds: sums of steps and the formula of a decode run round differently.
@@ -169,6 +180,48 @@ def test_staged_moves() -> None:
     cluster = Cluster(num_engines=4, profile="a10-llama-7b", min_replicas=4)
     outcome = assert_same(long_ones(0, 6.0), cluster, router=RoundRobinRouter(), scheduler=LLUMNIX)
     assert sum(move.outcome == "done" for move in outcome.migrations) > 3
+
+
+@pytest.mark.parametrize("driver", ["clients", "events"])
+def test_the_same_moves_have_the_same_text(driver: Driver) -> None:
+    """Though a fleet names its requests at random."""
+    cluster = Cluster(num_engines=4, profile="a10-llama-7b", min_replicas=4)
+    outcomes = [
+        simulate(long_ones(0, 6.0), cluster, router=RoundRobinRouter(), scheduler=LLUMNIX, driver=driver)
+        for _ in range(2)
+    ]
+    assert any(move.outcome == "done" for move in outcomes[0].migrations)
+    assert outcomes[0].as_json() == outcomes[1].as_json()
+
+
+class FillsAtTheEnd(Scheduler):
+    """Loads a model to every empty instance from the twentieth second on."""
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        empty = [i for i in fleet.instances if i.state is InstanceState.EMPTY and not i.swapping]
+        return [Swap(instance=i.id, model=ModelId("b")) for i in empty] if fleet.now_s >= 20 else []
+
+
+@pytest.mark.parametrize("driver", ["clients", "events"])
+def test_swaps_that_the_end_cuts_off_have_the_same_text(driver: Driver) -> None:
+    requests = [
+        TraceRequest(arrive_s=at_s, model=model, prompt_tokens=10, output_tokens=50)
+        for at_s, model in ((0.0, "a"), (0.0, "b"), (20.0, "a"))
+    ]
+    scheduler = Chain(RestoreMinReplicas(), FillsAtTheEnd())
+    outcomes = [
+        simulate(
+            Trace(tuple(requests)),
+            Cluster(num_engines=6, min_replicas=1),
+            router=LeastLoadedRouter(),
+            scheduler=scheduler,
+            driver=driver,
+            interval_s=0.1,
+        )
+        for _ in range(4)
+    ]
+    assert [swap.outcome for swap in outcomes[0].swaps].count("cancelled") == 4
+    assert len({outcome.as_json() for outcome in outcomes}) == 1
 
 
 def test_moves_whose_method_is_learned_and_a_loss_among_them() -> None:
