@@ -5,7 +5,10 @@ Tested with llguidance 1.9.1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 from hotswap.errors import BackendMissing, InvalidRequest
 
@@ -20,14 +23,20 @@ except ModuleNotFoundError as exc:
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["LEXER", "MAX_STATES", "first_line", "limits", "refusal", "to_text", "wrong"]
+__all__ = ["LEXER", "MAX_STATES", "first_line", "limits", "on_deep_stack", "refusal", "to_text", "wrong"]
+
+T = TypeVar("T")
 
 # A state of a lexer takes one or two kB.
 MAX_STATES = 50_000
 _MAX_MESSAGE = 300
 # A step waits for its masks. These let one take some tens of milliseconds at most; compiling, which no step
 # waits for, may take some tenths of a second. Text that is forced is followed to its end within one mask.
-_COMPILE_FUEL, _MASK_FUEL, _MASK_ITEMS, _MAX_SYMBOLS = 200_000, 30_000, 5_000, 20_000
+_COMPILE_FUEL, _MASK_FUEL, _MASK_ITEMS, _MAX_SYMBOLS = 200_000, 30_000, 20_000, 20_000
+# The library follows references by recursion: 2,000 of them overflow an ordinary thread's stack, which ends
+# the process. The longest chain that a grammar has room for fits this. Memory is taken as it is used.
+_STACK_BYTES = 256 << 20
+_starts = threading.Lock()
 # A small model may write blanks for ever where any number may stand: here a line break and an indent at most.
 _JSON: JsonCompileOptions = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
 # Parts of the library's messages.
@@ -58,10 +67,30 @@ def limits(max_states: int = MAX_STATES) -> LLParserLimits:
     )
 
 
+def on_deep_stack(call: Callable[[], T]) -> T:
+    """Call what compiles a grammar in a thread whose stack is deep enough. Blocking."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as exc:
+            result.set_exception(exc)
+
+    with _starts:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="hotswap grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return result.result()
+
+
 def wrong(field: str, value: str) -> InvalidRequest | None:
     """Return why no model can be held to a grammar, as far as its text tells: some milliseconds at most."""
     try:
-        error = LLMatcher.validate_grammar(to_text(field, value), limits=limits())
+        text = to_text(field, value)
+        error = on_deep_stack(lambda: LLMatcher.validate_grammar(text, limits=limits()))
     except ValueError as exc:
         error = str(exc)
     return refusal(field, error) if error else None

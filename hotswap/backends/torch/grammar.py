@@ -19,7 +19,15 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-from hotswap.backends.grammars import LEXER, MAX_STATES, first_line, limits, refusal, to_text
+from hotswap.backends.grammars import (
+    LEXER,
+    MAX_STATES,
+    first_line,
+    limits,
+    on_deep_stack,
+    refusal,
+    to_text,
+)
 from hotswap.backends.tokenizer import HfTokenizer
 from hotswap.backends.torch.masks import Constraint
 from hotswap.errors import InvalidRequest
@@ -52,7 +60,9 @@ class _Source:
 
     def matcher(self, generated: Sequence[int] = (), *, max_states: int = MAX_STATES) -> LLMatcher:
         """Compile it, and consume tokens; what failed is an error of the matcher."""
-        matcher = LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits(max_states))
+        matcher = on_deep_stack(
+            lambda: LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits(max_states))
+        )
         if generated and not matcher.is_error():
             matcher.consume_tokens(list(generated))
         return matcher

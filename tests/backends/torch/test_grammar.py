@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -417,3 +419,43 @@ anyio.run(main)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said.startswith("3\n")
     assert "pip install 'hotswap[torch]'" in said
+
+
+# In a process of its own, which a stack that overflows ends.
+COMPILE = """
+import sys
+from hotswap import Sampling
+from hotswap.backends.grammars import wrong
+from hotswap.backends.torch.grammar import GrammarCompiler
+from hotswap.errors import InvalidRequest
+from tests.text_tokenizers import BYTE_LEVEL_SIZE, SPECIAL, byte_level
+field, text = sys.argv[1], sys.stdin.read()
+try:
+    sampling = Sampling(max_tokens=4, **{field: text})
+    said = wrong(*sampling.grammar_field)
+    end = byte_level().id_of(SPECIAL) or 0
+    GrammarCompiler(byte_level(), BYTE_LEVEL_SIZE, (end,)).compile(sampling, ())
+    print("compiled", said)
+except InvalidRequest as exc:
+    print("refused", exc)
+"""
+LINKS = 128 * 1024 // 12
+
+
+def lark_chain() -> str:
+    names = [f"r{at:x}" for at in range(LINKS)]
+    return "start:r0\n" + "".join(f"{name}:{after}\n" for name, after in pairwise(names)) + f'{names[-1]}:"a"'
+
+
+def schema_chain() -> str:
+    links = {f"{at:x}": {"$ref": f"#/$defs/{at + 1:x}"} for at in range(LINKS // 3)}
+    last = {f"{len(links):x}": {"type": "integer"}}
+    return json.dumps({"$ref": "#/$defs/0", "$defs": links | last}, separators=(",", ":"))
+
+
+@pytest.mark.parametrize(("field", "text"), [("grammar", lark_chain()), ("json_schema", schema_chain())])
+def test_the_longest_chain_of_references_ends_no_process(field: str, text: str) -> None:
+    assert 2**16 < len(text) <= 2**17
+    command = [sys.executable, "-c", COMPILE, field]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[:1]) in [(0, ["compiled"]), (0, ["refused"])], done.stderr
