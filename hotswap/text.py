@@ -213,14 +213,25 @@ class _Characters:
         self._shown = self._text()[:-1]
 
     def _context_of(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, so many that they begin with a whole character and have text."""
-        length = _CONTEXT
-        while length < len(prompt):
-            text = self._decode(prompt[-length:])
-            if text.strip(_UNFINISHED) and not text.startswith(_UNFINISHED):
-                break
-            length *= 2
-        return list(prompt[-length:])
+        """The last tokens of the prompt, so many that they begin with a whole character and have text.
+
+        If the last 64 have none, they are those that may be an incomplete character: the text begins anew.
+        """
+        for length in _CONTEXTS:
+            if length >= len(prompt):
+                return list(prompt)
+            if self._is_context(prompt[-length:]):
+                return list(prompt[-length:])
+        # A long run of byte tokens that ends within a character: some decoders show none of it.
+        for length in _CONTEXTS[-_MOST_BYTES:]:
+            if any(self._is_context(prompt[-length:-cut]) for cut in range(1, _MOST_BYTES)):
+                return list(prompt[-length:])
+        return list(prompt[-_MOST_PENDING:])
+
+    def _is_context(self, tokens: Sequence[int]) -> bool:
+        """Whether tokens begin with a whole character and have text."""
+        text = self._decode(tokens)
+        return bool(text.strip(_UNFINISHED)) and not text.startswith(_UNFINISHED)
 
     def _last_whole(self, tokens: list[int]) -> int:
         """The number of tokens up to the end of the last whole character, if it is near."""
@@ -235,6 +246,9 @@ def _common(one: str, other: str) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-_CONTEXT = 8
+_MOST_BYTES = 4
+# One of as many lengths in a row as a character has bytes begins with a whole one. The last bounds what is
+# decoded for a prompt, however long it is.
+_CONTEXTS = (8, 16, 32, 61, 62, 63, 64)
 _MOST_PENDING = 3
 _MOST_GARBAGE = 16

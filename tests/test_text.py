@@ -161,6 +161,64 @@ def test_the_beginning_of_a_stop_string_is_held_back_and_released_at_the_end() -
     assert not text.stopped
 
 
+class Counting:
+    """Counts the tokens that another tokenizer decodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.num_decoded += len(tokens)
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+CONTINUATION = one_byte_each("é")[1:]
+SPECIAL_BYTE_LEVEL = [*byte_level().encode(SPECIAL)]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "unit"),
+    [
+        (byte_level(), CONTINUATION),
+        (byte_level(), SPECIAL_BYTE_LEVEL),
+        (byte_level(), one_byte_each("é")),
+        (sentencepiece(), byte_tokens("世")),
+        (sentencepiece(), byte_tokens("世")[1:]),
+        (sentencepiece(), [2]),
+    ],
+    ids=["continuation", "special", "two bytes", "pieces", "pieces cut", "special piece"],
+)
+def test_a_longer_prompt_takes_no_more_to_begin_its_text(tokenizer: Tokenizer, unit: list[int]) -> None:
+    counts = list[int]()
+    for repeats in (200, 20_000):
+        counting = Counting(tokenizer)
+        TextStream(counting, prompt=unit * repeats)
+        counts.append(counting.num_decoded)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("cut", range(9))
+@pytest.mark.parametrize("tokenizer", [sentencepiece(), metaspace()], ids=["sentencepiece", "metaspace"])
+@pytest.mark.parametrize("text", ["世", "😀", "é", "é世😀"])
+def test_a_long_prompt_of_byte_tokens_may_end_within_a_character(
+    tokenizer: Tokenizer, text: str, cut: int
+) -> None:
+    run = byte_tokens(text * 60)
+    prompt, tokens = run[: len(run) - cut], [*run[len(run) - cut :], word_token("▁a")]
+    assert "".join(stream(tokenizer, tokens, prompt=prompt)) == whole(tokenizer, prompt, tokens)
+
+
+@pytest.mark.parametrize("end", [CONTINUATION * 300, SPECIAL_BYTE_LEVEL * 300], ids=["bytes", "special"])
+def test_a_long_end_of_a_prompt_without_text_costs_no_text(end: list[int]) -> None:
+    tokenizer = byte_level()
+    prompt, tokens = [*one_byte_each("one"), *end], one_byte_each(" two é")
+    assert "".join(stream(tokenizer, tokens, prompt=prompt)) == " two é"
+
+
 def test_a_character_is_released_once_it_is_whole() -> None:
     assert stream(sentencepiece(), [*byte_tokens("😀é"), word_token("a")]) == ["", "", "", "😀", "", "é", "a"]
 
