@@ -76,7 +76,8 @@ class Request:
         Raises:
             InvalidRequest: naming the field, the id and the largest that there is.
         """
-        for name, ids in (("prompt", self.tokens), *self.sampling.token_ids):
+        others = self.sampling.token_ids if self.sampling.largest_token >= size else ()
+        for name, ids in (("prompt", self.tokens), *others):
             if ids and (max(ids) >= size or min(ids) < 0):
                 wrong = min(ids) if min(ids) < 0 else max(ids)
                 raise InvalidRequest(

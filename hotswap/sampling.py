@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, cast
 
 from hotswap.checks import MAX_TOKEN_ID, is_set, shown, to_entries, to_flag, to_float, to_int, to_token_ids
 from hotswap.errors import InvalidRequest
 
-__all__ = ["AS_MANY_AS_FIT", "MAX_ENTRIES", "Sampling", "to_sampling"]
+__all__ = ["AS_MANY_AS_FIT", "MAX_ENTRIES", "Sampling", "to_sampling", "with_checked"]
 
 AS_MANY_AS_FIT = MAX_TOKEN_ID
 """The `max_tokens` of a request that may fill the model's context."""
@@ -28,8 +28,15 @@ _MAX_GRAMMAR_CHARACTERS = 1 << 17
 T = TypeVar("T")
 
 
+class _Remembered:
+    """What is found out about sampling parameters once; no field, so it is neither compared nor pickled."""
+
+    __slots__ = ("_largest_token",)
+    _largest_token: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
-class Sampling:
+class Sampling(_Remembered):
     """How the tokens of a request are chosen, when it ends, and what it tells of them. Greedy by default.
 
     The token at position *n* of a request depends on its tokens, `seed` and *n* alone, never on the batch: a
@@ -153,11 +160,8 @@ class Sampling:
         put = object.__setattr__
         put(self, "n", to_int("n", 1 if n is None else n, 1, _MAX_SAMPLES))
         put(self, "max_tokens", to_int("max_tokens", max_tokens, 1, AS_MANY_AS_FIT))
-        put(
-            self,
-            "min_tokens",
-            to_int("min_tokens", 0 if min_tokens is None else min_tokens, 0, self.max_tokens),
-        )
+        min_tokens = 0 if min_tokens is None else min_tokens
+        put(self, "min_tokens", to_int("min_tokens", min_tokens, 0, self.max_tokens))
         put(self, "temperature", _number("temperature", temperature, 0.0, 0.0, 1e6))
         put(self, "top_k", max(to_int("top_k", 0 if top_k is None else top_k, -1, MAX_TOKEN_ID), 0))
         put(self, "top_p", _number("top_p", top_p, 1.0, 0.0, 1.0, above=True))
@@ -189,11 +193,8 @@ class Sampling:
         put(self, "truncate_prompt_tokens", _limit("truncate_prompt_tokens", truncate_prompt_tokens, 1))
         put(self, "logprobs", _limit("logprobs", logprobs, 0, _MAX_LOGPROBS))
         put(self, "prompt_logprobs", _limit("prompt_logprobs", prompt_logprobs, 0, _MAX_LOGPROBS))
-        put(
-            self,
-            "logprobs_of",
-            _one_of("logprobs_of", "raw" if logprobs_of is None else logprobs_of, ("raw", "sampled")),
-        )
+        logprobs_of = "raw" if logprobs_of is None else logprobs_of
+        put(self, "logprobs_of", _one_of("logprobs_of", logprobs_of, ("raw", "sampled")))
         put(self, "json_schema", _schema(json_schema))
         put(self, "regex", _grammar("regex", regex))
         put(self, "grammar", _grammar("grammar", grammar))
@@ -233,6 +234,16 @@ class Sampling:
         )
 
     @property
+    def largest_token(self) -> int:
+        """The largest token id that a field names, -1 without any; found once, as there may be a million."""
+        try:
+            return self._largest_token
+        except AttributeError:
+            largest = max((max(ids) for _, ids in self.token_ids if ids), default=-1)
+            object.__setattr__(self, "_largest_token", largest)
+            return largest
+
+    @property
     def is_random(self) -> bool:
         """Whether its tokens depend on the seed."""
         return self.temperature > 0
@@ -243,9 +254,9 @@ class Sampling:
         Log-probabilities of the prompt are told with the first sample.
         """
         if not index:
-            return self if self.n == 1 else replace(self, n=1)
+            return self if self.n == 1 else with_checked(self, n=1)
         seed = None if self.seed is None else (self.seed + index) % (1 << _SEED_BITS)
-        return replace(self, n=1, seed=seed, prompt_logprobs=None)
+        return with_checked(self, n=1, seed=seed, prompt_logprobs=None)
 
     def __repr__(self) -> str:
         default = Sampling()
@@ -266,6 +277,21 @@ def to_sampling(value: object) -> Sampling:
     if not isinstance(value, Sampling):
         raise InvalidRequest(f"sampling is {shown(value)}; give a Sampling, made of the same fields.")
     return value
+
+
+def with_checked(sampling: Sampling, **values: Any) -> Sampling:
+    """Return a copy with other values of fields that name no tokens, without checking any field again.
+
+    Lists of token ids may be long, and a fleet makes a copy for each sample. The caller sees to it that
+    `Sampling` would take the values as they are, each by itself and beside the other fields.
+    """
+    made, put = object.__new__(Sampling), object.__setattr__
+    for field in fields(sampling):
+        put(made, field.name, getattr(sampling, field.name))
+    put(made, "_largest_token", sampling.largest_token)
+    for name, value in values.items():
+        put(made, name, value)
+    return made
 
 
 def _number(

@@ -160,5 +160,22 @@ def test_samples_of_one_prompt_have_seeds_of_their_own() -> None:
     assert Sampling().sample(3) == Sampling()
 
 
+def test_a_sample_is_what_its_fields_give() -> None:
+    asked = Sampling(n=3, seed=5, temperature=1.0, prompt_logprobs=2, stop="x", bad_words_ids=[[3, 9], [7]])
+    for index, told in enumerate((2, None, None)):
+        sample = asked.sample(index)
+        assert sample == replace(asked, n=1, seed=5 + index, prompt_logprobs=told)
+        assert hash(sample) == hash(replace(sample))
+        assert pickle.loads(pickle.dumps(sample)) == sample
+        assert (sample.largest_token, pickle.loads(pickle.dumps(sample)).largest_token) == (9, 9)
+
+
+def test_the_largest_token_is_that_of_all_fields() -> None:
+    assert Sampling().largest_token == -1
+    for field in ("suppress_tokens", "begin_suppress_tokens", "forced_end_tokens", "stop_token_ids"):
+        assert Sampling(**{field: [3, 9, 7]}).largest_token == 9  # type: ignore[arg-type]
+    assert Sampling(logit_bias={9: 1.0, 3: 2.0}, stop_token_ids=[7]).largest_token == 9
+
+
 def test_a_repr_shows_what_differs_from_the_default() -> None:
     assert repr(Sampling(max_tokens=5, stop="x")) == "Sampling(max_tokens=5, stop=('x',))"

@@ -6,7 +6,7 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Self
@@ -55,7 +55,7 @@ from hotswap.runtime.supervisor import enter
 from hotswap.runtime.swap import SwapLimits
 from hotswap.runtime.swaps import Swaps
 from hotswap.runtime.texts import ModelText, Texts
-from hotswap.sampling import AS_MANY_AS_FIT, Sampling, to_sampling
+from hotswap.sampling import AS_MANY_AS_FIT, Sampling, to_sampling, with_checked
 from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 from hotswap.telemetry import Telemetry
@@ -386,7 +386,9 @@ class Core(AsyncContextManagerMixin):
     def _settled(self, sampling: Sampling, *, most_tokens: int) -> Sampling:
         """Return what is asked for with nothing left open."""
         if sampling.max_tokens == AS_MANY_AS_FIT and most_tokens > 0:
-            sampling = replace(sampling, max_tokens=max(most_tokens, sampling.min_tokens))
+            most = max(min(most_tokens, AS_MANY_AS_FIT), sampling.min_tokens)
+            least = min(sampling.min_tokens, most - bool(sampling.forced_end_tokens))
+            sampling = with_checked(sampling, max_tokens=most, min_tokens=least)
         if sampling.seed is None and sampling.is_random:
-            sampling = replace(sampling, seed=self._random.getrandbits(63))
+            sampling = with_checked(sampling, seed=self._random.getrandbits(63))
         return sampling

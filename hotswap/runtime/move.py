@@ -28,6 +28,7 @@ from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
+from hotswap.sampling import with_checked
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
 
@@ -236,9 +237,9 @@ class Move:
     async def _prefill(self, request: Request, num_sent: int) -> None:
         """Have the destination compute a request's tokens, and find `num_sent` of them computed before."""
         self.num_stages += 1
-        sampling = replace(request.sampling, max_tokens=len(request.generated) + 1, min_tokens=0, stop=())
+        limited = with_checked(request.sampling, max_tokens=len(request.generated) + 1, min_tokens=0, stop=())
         round_id = RequestId(f"{request.id}/{self.num_stages}")
-        ahead = replace(request, id=round_id, sampling=sampling)
+        ahead = replace(request, id=round_id, sampling=limited)
         with self._timed("rounds"):
             try:
                 async with self.destination.engine.stream(ahead) as tokens:

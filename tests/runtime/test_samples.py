@@ -17,6 +17,7 @@ from hotswap.backends.sim import SimEngine
 from hotswap.errors import DeadlineExceeded, InstanceError, InvalidRequest, MigrationAborted, QueueFull
 from hotswap.offline.virtual_time import run, virtual_time
 from hotswap.policies import RoundRobinRouter
+from tests.runtime.counting import counted_opcodes
 from tests.runtime.support import Idle, engine_of, expected, idle, sim_fleet, until
 
 BLOCK = 16
@@ -62,6 +63,41 @@ async def test_samples_are_those_of_requests_with_their_seeds() -> None:
             assert alone.samples[0].tokens == alone.tokens
         assert (done.tokens, done.seed) == (done.samples[0].tokens, done.samples[0].seed)
         idle(fleet)
+
+
+@pytest.mark.parametrize("field", ["bad_words_ids", "stop_token_ids", "logit_bias"])
+@virtual_time
+async def test_long_lists_cost_the_same_for_many_samples_as_for_one(field: str) -> None:
+    long = {
+        "bad_words_ids": [[token] * 64 for token in range(64)],
+        "stop_token_ids": range(1000, 2000),
+        "logit_bias": dict.fromkeys(range(1000), 1.0),
+    }
+
+    async def cost(n: int, **lists: object) -> int:
+        sampling = Sampling(n=n, temperature=1.0, max_tokens=2, ignore_eos=True, **lists)  # type: ignore[arg-type]
+        with counted_opcodes() as count:
+            await fleet.generate("a", PROMPT, sampling)
+        return count.value
+
+    async with sharing_fleet() as fleet:
+        await fleet.swap("e0", to="a")
+        await cost(8)  # the first computes the prompt
+        one, eight = [await cost(n, **{field: long[field]}) - await cost(n) for n in (1, 8)]
+        assert eight - one < 1000  # fewer instructions than the list has entries
+
+
+@virtual_time
+async def test_a_request_for_as_many_tokens_as_fit_is_what_its_fields_give() -> None:
+    async with sharing_fleet() as fleet:
+        await fleet.swap("e0", to="a")
+        for least in (0, 7, 2**31 - 1):
+            for ends in ([], [5]):
+                asked = Sampling(max_tokens=None, min_tokens=least, temperature=1.0, forced_end_tokens=ends)
+                async with fleet.stream("a", PROMPT, asked) as stream:
+                    got = stream.request.sampling
+                assert got.seed is not None
+                assert got == replace(asked, max_tokens=got.max_tokens, seed=got.seed)
 
 
 @virtual_time
