@@ -135,8 +135,24 @@ class ModelText:
             tokens = await self._encode("The prompt", prompt, add_special_tokens=specials, most_tokens=most)
         else:
             check_no_messages(prompt)
+            if kept is None:
+                self._check_length(prompt, most_tokens)
+            elif isinstance(prompt, list | tuple):
+                prompt = prompt[-kept:]  # the others are not read
             tokens = to_token_ids("prompt", prompt)
         return tokens if kept is None else tokens[-kept:]
+
+    def _check_length(self, prompt: Sequence[int], most_tokens: int) -> None:
+        """Refuse token ids that are too many before each of them is read."""
+        try:
+            size = len(prompt)
+        except Exception:  # of a value that is no list
+            return
+        if size > most_tokens:
+            raise PromptTooLong(
+                f"The prompt has {size} tokens and model {self.model!r} a context of {most_tokens + 1}; "
+                "shorten it so that at least one token can follow."
+            )
 
     async def resolve(self, sampling: Sampling) -> Sampling:
         """Return sampling parameters with all that takes the tokenizer as token ids: `bad_words`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -217,6 +217,22 @@ async def test_a_text_of_far_too_many_characters_is_not_encoded_to_be_truncated(
         with pytest.raises(PromptTooLong, match=r"4,194,305 characters, over the 4,194,304"):
             await fleet.generate("a", "a" * ((1 << 22) + 1), kept)
     assert not tokenizer.threads
+
+
+class Unread(list[int]):
+    """Token ids that tell how many they are, and cannot be read one by one."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("each was read")
+
+
+async def test_of_token_ids_that_are_too_many_none_is_read() -> None:
+    many = Unread([5] * 1000)
+    async with sim_fleet("a", store=store_of("a", context=100)) as fleet:
+        with pytest.raises(PromptTooLong, match="1000 tokens and model 'a' a context of 100"):
+            await fleet.generate("a", many)
+        kept = Sampling(truncate_prompt_tokens=5, max_tokens=3, ignore_eos=True)
+        assert (await fleet.generate("a", many, kept)).usage.prompt_tokens == 5
 
 
 async def test_an_end_token_has_no_text_unless_it_is_asked_for() -> None:
