@@ -121,13 +121,16 @@ class ClientRequest(ActiveRequest):
             self.finish_reason = finish
             self.tokens.close()
 
-    def note_first_token(self, stream: TokenStream) -> None:
-        """Keep what an engine tells of the prompt, before the request's first token."""
+    async def note_first_token(self, stream: TokenStream) -> None:
+        """Keep what an engine tells of the prompt, before the request's first token.
+
+        Cancelled, it keeps no log-probabilities: another engine tells them again with the same token.
+
+        Raises:
+            FleetClosed: the fleet closed meanwhile.
+        """
         self.num_reused_tokens = min(stream.num_reused_tokens, len(self.request.prompt))
-        self.prompt_logprobs = tuple(
-            replace(entry, top_logprobs=self._model_text.with_text(entry.top_logprobs))
-            for entry in stream.prompt_logprobs
-        )
+        self.prompt_logprobs = await self._model_text.with_prompt_texts(stream.prompt_logprobs)
 
     def fail(self, error: BaseException) -> None:
         """Give the client its error, unless it has all that it asked for."""
@@ -377,9 +380,9 @@ class Flow:
                 async for token in tokens:
                     if token.index == request.hops[-1].first_index and tokens.num_reused_tokens:
                         span.set_attribute(tm.REUSED_TOKENS, tokens.num_reused_tokens)
-                    if token.index == 0:
-                        request.note_first_token(tokens)
                     instance.end_first_token(self.telemetry)
+                    if token.index == 0:
+                        await request.note_first_token(tokens)
                     request.deliver(token)
                     self.state.note_token(request)
                     if request.finished:

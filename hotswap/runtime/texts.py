@@ -16,7 +16,7 @@ from hotswap.checks import check_no_messages, check_unicode, to_token_ids
 from hotswap.engine import Engine, SupportsGrammars
 from hotswap.errors import FleetClosed, HotswapError, InvalidRequest, PromptTooLong, UnsupportedAdapter
 from hotswap.model import Adapter
-from hotswap.request import AdapterId, ModelId, Request, TokenLogprob
+from hotswap.request import AdapterId, ModelId, PromptLogprobs, Request, TokenLogprob
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.sampling import MAX_ENTRIES, Sampling
 from hotswap.store import SupportsTextSettings, WeightStore
@@ -30,6 +30,8 @@ _NUM_THREADS = 4
 _LONG_CHARACTERS = 100_000
 # To encode a million characters takes 0.3 s of a processor.
 _MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN, _MOST_CHARACTERS_EVER = 1 << 22, 64, 1 << 26
+# So many tokens get their texts, each by itself, in a few milliseconds.
+_MOST_TEXTS_ON_LOOP = 1_000
 
 T = TypeVar("T")
 
@@ -230,6 +232,33 @@ class ModelText:
             return tokens
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)
         return tuple(replace(token, text=decode((token.id,))) for token in tokens)
+
+    async def with_prompt_texts(self, told: tuple[PromptLogprobs, ...]) -> tuple[PromptLogprobs, ...]:
+        """Return what is told of a prompt with texts as of `with_text`, each distinct token decoded once.
+
+        Long ones are written in a worker thread; a cancelled call returns at once.
+
+        Raises:
+            FleetClosed: the fleet closed meanwhile.
+        """
+        if (tokenizer := self.tokenizer) is None:
+            return told
+
+        def write() -> tuple[PromptLogprobs, ...]:
+            ids = {token.id for entry in told for token in entry.top_logprobs}
+            texts = {id: tokenizer.decode((id,), skip_special_tokens=False) for id in ids}
+            return tuple(
+                replace(
+                    entry,
+                    top_logprobs=tuple(replace(token, text=texts[token.id]) for token in entry.top_logprobs),
+                )
+                for entry in told
+            )
+
+        num_texts = sum(len(entry.top_logprobs) for entry in told)
+        if num_texts <= _MOST_TEXTS_ON_LOOP:
+            return write()
+        return await self.threads.run(write, num_characters=num_texts)
 
     async def _render(self, chat: Chat) -> str:
         if self.chat_template is None:

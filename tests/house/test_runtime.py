@@ -22,9 +22,10 @@ MAX_FLEET_LINES = 400
 # elsewhere, 100 for the beginning of turns and what views tell of stalls, 190 for requests whose prompts are
 # read: under way like others, cancelled at once, bounded, and refused before a swap for a wrong grammar, 360
 # for measured times, the search for the fewest engines and traces with a process for each model, 10 for a
-# status of another type and outcomes whose text is the same each time, 20 for token ids that are too many.
+# status of another type and outcomes whose text is the same each time, 20 for token ids that are too many, 30
+# for texts of a prompt's log-probabilities that are written in a thread.
 # Raise it for what is added, never for how.
-MAX_LINES = 9_930
+MAX_LINES = 9_960
 MAX_CALLBACKS = 15
 
 RUNTIME, SIMULATION = PACKAGE / "runtime", PACKAGE / "simulation"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -350,6 +351,77 @@ async def test_logprobs_come_with_the_text_of_their_tokens() -> None:
     assert [entry.logprob is None for entry in done.prompt_logprobs] == [True, False, False]
     assert {token.logprob for token in plain.tokens} == {None}
     assert plain.prompt_logprobs == ()
+
+
+class Spelling(Bytes):
+    """Notes the tokens that are decoded by themselves, special ones too, and the threads that do it."""
+
+    def __init__(self) -> None:
+        self.decoded: Counter[int] = Counter()
+        self.threads = set[int]()
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if not skip_special_tokens:
+            self.decoded.update(tokens)
+            self.threads.add(threading.get_ident())
+        return super().decode(tokens)
+
+
+@pytest.mark.parametrize(("length", "on_loop"), [(100, True), (2000, False)])
+async def test_each_token_told_of_a_prompt_is_decoded_once_and_those_of_long_ones_off_the_loop(
+    length: int, on_loop: bool
+) -> None:
+    tokenizer = Spelling()
+    sampling = Sampling(max_tokens=8, ignore_eos=True, prompt_logprobs=2)
+    prompt = [70 + n % 5 for n in range(length)]
+    async with (
+        sim_fleet("a", store=WithTokenizer(store_of("a"), tokenizer)) as fleet,
+        fleet.stream("a", prompt, sampling) as stream,
+    ):
+        first = await anext(stream)
+        told = stream.prompt_logprobs
+        tokens = [first, *await stream.collect()]
+        assert [token.id for token in tokens] == expected(stream.request)
+    assert [entry.id for entry in told] == prompt
+    tops = [top for entry in told for top in entry.top_logprobs]
+    assert len(tops) == 2 * (length - 1)
+    assert all(top.text == Bytes().decode((top.id,)) for top in tops)
+    assert tokenizer.decoded == Counter({top.id for top in tops})
+    assert (threading.get_ident() in tokenizer.threads) == on_loop
+    assert len(tokenizer.threads) == 1
+
+
+class SpellingOnceLet(Bytes):
+    """Decodes no token by itself before it is let."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if not skip_special_tokens:
+            self.began.set()
+            self.go_on.wait(10)
+        return super().decode(tokens)
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "moves"])
+async def test_a_request_may_leave_or_move_while_texts_of_its_prompt_are_written(leaves: bool) -> None:
+    tokenizer = SpellingOnceLet()
+    store = WithTokenizer(store_of("a", "b"), tokenizer)
+    sampling = Sampling(max_tokens=300, ignore_eos=True, prompt_logprobs=1)
+    async with sim_fleet("a", "b", store=store, scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        await fleet.swap("e1", to="a")
+        async with fleet.stream("a", [70] * 2000, sampling) as stream:
+            await to_thread.run_sync(tokenizer.began.wait)
+            if not leaves:
+                await fleet.swap(next(i.id for i in fleet.view().instances if i.num_requests), to="b")
+                tokenizer.go_on.set()
+                assert [token.id for token in await stream.collect()] == expected(stream.request)
+                assert stream.num_hops == 2
+                assert len(stream.prompt_logprobs) == 2000
+        idle(fleet)
+        tokenizer.go_on.set()
 
 
 @pytest.mark.parametrize(
