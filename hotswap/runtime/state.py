@@ -320,7 +320,7 @@ class FleetState:
             instance.seem_lost()
             self._note(instance)
             self.tell(Change.INSTANCES)
-        instance.num_evicted += isinstance(event, Evicted)
+        instance.num_evicted += isinstance(event, Evicted) and request.next_instance is None
         self.withdraw(request, instance)
         return request.departed(event, instance.swap_context if isinstance(event, Evicted) else None)
 
