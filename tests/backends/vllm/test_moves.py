@@ -278,6 +278,10 @@ async def test_where_blocks_cannot_move_requests_move_as_tokens(tmp_path: Path) 
         got = await read(fleet, request, moves_at=[6, 30], method=None)
         assert got.tokens == expected
         assert [(record.method, record.outcome) for record in got.records] == [("tokens", "done")] * 2
+        # Far beyond its prompt, which is all that this connector counts.
+        got = await read(fleet, request, moves_at=[60, 120, 180, 240], method=None)
+        assert got.tokens == expected
+        assert [(record.method, record.outcome) for record in got.records] == [("tokens", "done")] * 4
 
 
 async def test_a_destination_that_gets_no_call_frees_its_blocks() -> None:

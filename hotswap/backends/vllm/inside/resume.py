@@ -27,6 +27,7 @@ def apply() -> None:
     _done.append(True)
     _patch_requests()
     _patch_runners()
+    _patch_connectors()
 
 
 def carried_tokens(sampling_params: Any) -> list[int]:
@@ -62,3 +63,27 @@ def _patch_runners() -> None:
         return state_class(*args, **given)
 
     runner.CachedRequestState = make_state
+
+
+def _patch_connectors() -> None:
+    """Have connectors of other caches find no fewer tokens than none.
+
+    One that counts the tokens of the prompt alone has fewer than a resumed request has computed already.
+    """
+    factory: Any = named("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory")
+    create = factory.create_connector.__func__
+
+    @functools.wraps(create)
+    def create_connector(cls: Any, *args: Any, **given: Any) -> Any:
+        made = create(cls, *args, **given)
+        count = made.get_num_new_matched_tokens
+
+        @functools.wraps(count)
+        def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+            num_found, later = count(request, num_computed_tokens)
+            return (0, False) if num_found is not None and num_found < 0 else (num_found, later)
+
+        made.get_num_new_matched_tokens = get_num_new_matched_tokens
+        return made
+
+    factory.create_connector = classmethod(create_connector)
