@@ -67,7 +67,7 @@ class Core:
         llm: vLLM's own client.
         stats: The last report of its scheduler.
         weights: A fingerprint of its weights, which keeps prefix caches apart; empty while unknown.
-        died: Called on the event loop when its process has ended by itself.
+        died: Called on the event loop when its process has ended by itself, or vLLM's client of it.
         resumes: Whether requests that began elsewhere continue as if they had begun here; see `resume`.
         has_rules: Whether it samples by rules that vLLM itself has not; see `inside.sampling`.
         has_grammars: Whether it can constrain generations to a grammar, which takes the model's tokenizer.
@@ -97,7 +97,8 @@ class Core:
         manager: Any = llm.engine_core.resources.engine_manager
         self.processes: list[Any] = list(manager.processes)
         self.died: Callable[[], None] = lambda: None
-        self._is_dead = self._stopped = False
+        self._is_dead = self._stopped = self._client_failed = False
+        self._handler: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: set[anyio.CancelScope] = set()
         self._loop = asyncio.get_running_loop()
@@ -111,16 +112,17 @@ class Core:
 
     @property
     def ending(self) -> str:
-        """How its process ended, to follow "has ended": `" by SIGKILL"`, `" with exit code 1"`.
+        """What has ended, and how: `"vLLM's core has ended by SIGKILL"`, `"... with exit code 1"`.
 
-        Empty while that is not known: vLLM may give a core up before its process exits.
+        The how is left out while it is not known: vLLM may give a core up before its process exits. What its
+        client fails of, vLLM logs.
         """
         if (code := self._exit_code()) is None:
-            return ""
+            return "vLLM's client of its core has failed" if self._client_failed else "vLLM's core has ended"
         if code >= 0:
-            return f" with exit code {code}"
+            return f"vLLM's core has ended with exit code {code}"
         names = {int(known): known.name for known in signal.Signals}
-        return f" by {names.get(-code, f'signal {-code}')}"
+        return f"vLLM's core has ended by {names.get(-code, f'signal {-code}')}"
 
     def _exit_code(self) -> int | None:
         process = self.processes[0]
@@ -139,6 +141,21 @@ class Core:
         self._is_dead = True
         self._cancel_calls()
         self.died()
+
+    async def add_request(self, *args: Any, **given: Any) -> Any:
+        """Pass a request on to vLLM's client; return where its output comes."""
+        added = await self.llm.add_request(*args, **given)
+        if self._handler is not self.llm.output_handler:  # it begins with the first request
+            handler: asyncio.Task[None] = self.llm.output_handler
+            handler.add_done_callback(self._note_end_of_client)
+            self._handler = handler
+        return added
+
+    def _note_end_of_client(self, _: asyncio.Task[None]) -> None:
+        """Note that no more output comes, though the process may go on."""
+        if not self._is_dead:
+            self._client_failed = not self.llm.engine_core.resources.engine_dead
+            self._note_death()
 
     def _cancel_calls(self) -> None:
         for scope in self._calls:
@@ -199,12 +216,12 @@ class Core:
                     return await work
                 finally:
                     self._calls.discard(scope)
-            raise InstanceLost(f"vLLM's core has ended{self.ending} while it was to {what}.")
+            raise InstanceLost(f"{self.ending} while it was to {what}.")
         except InstanceLost:
             raise
         except Exception as exc:
             if self.is_dead or isinstance(exc, named("vllm.v1.engine.exceptions:EngineDeadError")):
-                raise InstanceLost(f"vLLM's core has ended{self.ending} while it was to {what}.") from exc
+                raise InstanceLost(f"{self.ending} while it was to {what}.") from exc
             raise UnsupportedModel(f"vLLM could not {what}: {exc}") from exc
 
     def tell(self, work: Callable[[], Awaitable[object]], what: str, then: Callable[[], None]) -> None:

@@ -329,7 +329,7 @@ class VllmEngine(Engine):
 
     def _note_death(self, core: Core) -> None:
         if self._core is core:
-            self._lose(f"vLLM's core process has ended{core.ending}")
+            self._lose(core.ending)
 
     async def _release(self) -> None:
         """Give the core back. Cannot be interrupted."""

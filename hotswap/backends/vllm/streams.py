@@ -72,7 +72,7 @@ class Stream:
         request, llm = self.request, core.llm
         tokens = request.prompt if core.resumes else request.tokens
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": core.weights}
-        inside = await llm.add_request(
+        inside = await core.add_request(
             request.id,
             prompt,
             params,

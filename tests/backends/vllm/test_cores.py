@@ -13,6 +13,7 @@ import textwrap
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import anyio
 import anyio.lowlevel
@@ -262,6 +263,24 @@ async def test_a_core_that_ends_while_nothing_runs_is_noticed_at_once() -> None:
         await engine.unload()
         await engine.load(store.card("b"), store)
         assert len(await generate(engine, ask("b"))) == 8
+
+
+async def test_a_client_of_a_core_that_fails_loses_the_engine() -> None:
+    """After a fault vLLM's client reads no more output, while the core's process goes on."""
+    store = make_store()
+    async with make_engine() as engine:
+        await engine.load(store.card("a"), store)
+        assert engine._core is not None
+        engine._core.stats.notifier = MagicMock(load_changed=MagicMock(side_effect=ValueError("planted")))
+        for name in ("here", "later"):
+            with pytest.raises(InstanceLost, match="vLLM's client of its core has failed"):
+                await generate(engine, ask(name=name))
+        assert engine.status().state is InstanceState.LOST
+        process = process_of(engine)
+        await engine.unload()
+        assert not psutil.pid_exists(process)
+        await engine.load(store.card("a"), store)
+        assert len(await generate(engine, ask())) == 8
 
 
 async def test_a_core_starts_where_a_torch_engine_has_computed() -> None:
