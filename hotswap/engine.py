@@ -202,6 +202,7 @@ class SupportsGrammars(Protocol):
         Raises:
             InvalidRequest: the grammar cannot be used.
             BackendMissing: what it takes is not installed.
+            InstanceError: the engine's process cannot check it now.
         """
         ...
 

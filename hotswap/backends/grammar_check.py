@@ -61,6 +61,7 @@ class GrammarCheck:
         Raises:
             InvalidRequest: naming the field and what is wrong.
             BackendMissing: llguidance is not installed.
+            InstanceError: the process has no thread to check it in.
         """
         key = sha256(f"{field} {value}".encode()).digest()
         with self._lock:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
-from hotswap.errors import BackendMissing, InvalidRequest
+from hotswap.errors import BackendMissing, InstanceError, InvalidRequest
 
 try:
     from llguidance import LLMatcher, LLParserLimits
@@ -68,7 +68,11 @@ def limits(max_states: int = MAX_STATES) -> LLParserLimits:
 
 
 def on_deep_stack(call: Callable[[], T]) -> T:
-    """Call what compiles a grammar in a thread whose stack is deep enough. Blocking."""
+    """Call what compiles a grammar in a thread whose stack is deep enough. Blocking.
+
+    Raises:
+        InstanceError: the process cannot start one: it may have no more threads or address space.
+    """
     result: Future[T] = Future()
 
     def run() -> None:
@@ -81,13 +85,23 @@ def on_deep_stack(call: Callable[[], T]) -> T:
         before = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(target=run, name="hotswap grammar", daemon=True).start()
+        except (RuntimeError, MemoryError) as exc:
+            raise InstanceError(
+                f"A grammar is compiled on a stack of {_STACK_BYTES >> 20} MiB, for which no thread can be "
+                "started; raise the process's limits of address space and threads (ulimit -v, ulimit -u), or "
+                "its container's."
+            ) from exc
         finally:
             threading.stack_size(before)
     return result.result()
 
 
 def wrong(field: str, value: str) -> InvalidRequest | None:
-    """Return why no model can be held to a grammar, as far as its text tells: some milliseconds at most."""
+    """Return why no model can be held to a grammar, as far as its text tells: some milliseconds at most.
+
+    Raises:
+        InstanceError: the process has no thread to compile it in.
+    """
     try:
         text = to_text(field, value)
         error = on_deep_stack(lambda: LLMatcher.validate_grammar(text, limits=limits()))

@@ -189,6 +189,7 @@ class ModelText:
         Raises:
             InvalidRequest: it is wrong for every model, or the model has no tokenizer.
             BackendMissing: what it takes is not installed.
+            InstanceError: none of their processes can check it now.
         """
         field, grammar = sampling.grammar_field
         checking = [engine for engine in engines if isinstance(engine, SupportsGrammars)] if field else []

@@ -80,6 +80,7 @@ class Constraints:
         Raises:
             InvalidRequest: the grammar cannot be used, or none can with this model.
             BackendMissing: llguidance is not installed.
+            InstanceError: the process has no thread to compile it in.
             StoreError: the tokenizer cannot be read.
         """
         async with self._lock:

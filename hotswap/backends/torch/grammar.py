@@ -237,6 +237,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequest: the grammar is invalid, too complex or empty, or the tokens are not of it.
+            InstanceError: the process has no thread to compile it in.
         """
         field, value = sampling.grammar_field
         compiled = self._compiled(field, value)
@@ -252,6 +253,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequest: the grammar is invalid, too complex or empty, or the tokens are not of it.
+            InstanceError: the process has no thread to compile it in.
         """
         matcher = self._compiled(field, value).source.matcher(generated)
         if matcher.is_error():

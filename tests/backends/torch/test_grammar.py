@@ -459,3 +459,33 @@ def test_the_longest_chain_of_references_ends_no_process(field: str, text: str) 
     command = [sys.executable, "-c", COMPILE, field]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()[:1]) in [(0, ["compiled"]), (0, ["refused"])], done.stderr
+
+
+# The limit is set once everything is loaded, so that only what is taken from then on meets it.
+NO_THREAD = """
+import resource, sys
+from hotswap import Sampling
+from hotswap.backends.grammars import wrong
+from hotswap.backends.torch.grammar import GrammarCompiler
+from hotswap.errors import InstanceError
+from tests.text_tokenizers import BYTE_LEVEL_SIZE, SPECIAL, byte_level
+compiler = GrammarCompiler(byte_level(), BYTE_LEVEL_SIZE, (byte_level().id_of(SPECIAL) or 0,))
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+for limit in (taken + (64 << 20), soft):
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    for call in (lambda: wrong("regex", "a+"), lambda: compiler.compile(Sampling(regex="a+"), ())):
+        try:
+            call()
+            print("compiled")
+        except InstanceError as exc:
+            print("refused", exc)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and read as on Linux")
+def test_without_memory_for_a_thread_a_grammar_is_refused_and_taken_once_there_is() -> None:
+    command = [sys.executable, "-c", NO_THREAD]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[0] for line in said] == ["refused", "refused", "compiled", "compiled"]
+    assert all("ulimit -v" in line for line in said[:2])
