@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hotswap.errors import BackendMissing, InstanceError, InvalidRequest
 
 try:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 except ModuleNotFoundError as exc:
     raise BackendMissing(
         f"JSON schemas, regular expressions and grammars need {exc.name!r}, which is not installed: "
@@ -23,7 +23,18 @@ except ModuleNotFoundError as exc:
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["LEXER", "MAX_STATES", "first_line", "limits", "on_deep_stack", "refusal", "to_text", "wrong"]
+__all__ = [
+    "LEXER",
+    "MAX_STATES",
+    "LLMatcher",
+    "LLTokenizer",
+    "first_line",
+    "limits",
+    "on_deep_stack",
+    "refusal",
+    "to_text",
+    "wrong",
+]
 
 T = TypeVar("T")
 

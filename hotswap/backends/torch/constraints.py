@@ -10,7 +10,7 @@ from anyio import CapacityLimiter, Lock
 from hotswap.backends.tokenizer import HfTokenizer
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.masks import Constraint
-from hotswap.errors import BackendMissing, InvalidRequest
+from hotswap.errors import InvalidRequest
 from hotswap.request import Request
 from hotswap.store import SupportsTokenizer, WeightStore
 from hotswap.worker_threads import run_in_thread
@@ -106,11 +106,6 @@ class Constraints:
 
 
 def _make_compiler(tokenizer: HfTokenizer, model: LoadedModel) -> GrammarCompiler:
-    try:
-        from hotswap.backends.torch.grammar import GrammarCompiler
-    except ModuleNotFoundError as exc:
-        raise BackendMissing(
-            f"JSON schemas, regular expressions and grammars need {exc.name!r}, which is not installed: "
-            "pip install 'hotswap[torch]'."
-        ) from exc
+    from hotswap.backends.torch.grammar import GrammarCompiler
+
     return GrammarCompiler(tokenizer, model.vocabulary, model.eos_token_ids)

@@ -2,8 +2,6 @@
 
 The state of a grammar is a function of its text and the tokens so far. So a request that continues on another
 engine has its tokens consumed anew, and gets the same masks.
-
-Tested with llguidance 1.9.1.
 """
 
 from __future__ import annotations
@@ -16,12 +14,13 @@ from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from hotswap.backends.grammars import (
     LEXER,
     MAX_STATES,
+    LLMatcher,
+    LLTokenizer,
     first_line,
     limits,
     on_deep_stack,

@@ -27,6 +27,7 @@ from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, make_model
 from tests.text_tokenizers import BYTE_LEVEL_SIZE, SPECIAL, byte_level
 
+pytest.importorskip("llguidance")
 grammar = pytest.importorskip("hotswap.backends.torch.grammar")
 grammars = pytest.importorskip("hotswap.backends.grammars")
 
