@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, cast
 
-from hotswap.checks import MAX_TOKEN_ID, is_set, shown, to_entries, to_flag, to_float, to_int, to_token_ids
+from hotswap.checks import (
+    MAX_TOKEN_ID,
+    check_unicode,
+    is_set,
+    shown,
+    to_entries,
+    to_flag,
+    to_float,
+    to_int,
+    to_token_ids,
+)
 from hotswap.errors import InvalidRequest
 
 __all__ = ["AS_MANY_AS_FIT", "MAX_ENTRIES", "Sampling", "to_sampling", "with_checked"]
@@ -326,6 +336,7 @@ def _text(name: str, value: object) -> str:
         raise InvalidRequest(
             f"{name} is {shown(value)}; give a string of 1 to {_MAX_STOP_CHARACTERS:,} characters."
         )
+    check_unicode(name, value)
     return value
 
 
@@ -390,8 +401,5 @@ def _grammar(name: str, value: object) -> str:
         raise InvalidRequest(
             f"{name} is {shown(value)}; give a string of at most {_MAX_GRAMMAR_CHARACTERS:,} characters."
         )
-    try:
-        value.encode()
-    except UnicodeEncodeError as exc:
-        raise InvalidRequest(f"{name} has a lone surrogate at {exc.start}; give valid Unicode.") from exc
+    check_unicode(name, value)
     return value

@@ -230,3 +230,28 @@ def test_any_value_is_taken_or_refused_and_nothing_else(messages: Any) -> None:
     json.dumps(chat.messages, allow_nan=False).encode()
     assert hash(chat) == hash(replace(chat))
     assert all(isinstance(message["role"], str) for message in chat.messages)
+
+
+@given(
+    place=st.sampled_from(["messages", "tools", "documents", "chat_template_kwargs"]),
+    before=st.text(),
+    alone=st.sampled_from(["", "\ud800", "\udfff", "\ud83d\ude00"]),
+    as_key=st.booleans(),
+)
+def test_text_with_a_lone_surrogate_is_refused_wherever_it_stands(
+    place: str, before: str, alone: str, as_key: bool
+) -> None:
+    text = before + alone
+    value: dict[str, Any] = {text: 1} if as_key else {"field": [text]}
+    fields: dict[str, Any] = {
+        "messages": [{**USER, "x": value}],
+        "tools": [{"function": {"name": "f", "parameters": value}}],
+        "documents": [value],
+        "chat_template_kwargs": {"x": value},
+    }
+    chosen = {"messages": [USER]} | {place: fields[place]}
+    if alone:
+        with pytest.raises(InvalidRequest, match=rf"^{place}\b.* has a lone surrogate at character"):
+            Chat(**chosen)
+    else:
+        Chat(**chosen)

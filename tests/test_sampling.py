@@ -98,6 +98,27 @@ def test_any_value_gives_parameters_or_an_error_that_names_the_field(field: str,
     assert field in refusal
 
 
+@given(
+    field=st.sampled_from(("stop", "bad_words", "regex", "grammar")),
+    before=st.text(max_size=4),
+    alone=st.sampled_from(("", "\ud800", "\udbff", "\udc00", "\udfff", "\ud83d\ude00")),
+    after=st.text(max_size=4),
+)
+def test_texts_are_refused_by_name_if_they_have_a_lone_surrogate(
+    field: str, before: str, alone: str, after: str
+) -> None:
+    """Two side by side are no character of Python's, either."""
+    text = f"{before}{alone}a{after}"
+    values: list[Any] = [text] if field in {"regex", "grammar"} else [text, [text], ["END", text]]
+    for value in values:
+        if alone:
+            with pytest.raises(InvalidRequest, match=rf"^{field}\b.* has a lone surrogate at"):
+                Sampling(**{field: value})
+        else:
+            taken = getattr(Sampling(**{field: value}), field)
+            assert taken == value or list(taken) in ([value], value)
+
+
 @pytest.mark.parametrize("field", WRONG)
 def test_none_is_the_default(field: str) -> None:
     given = Sampling(**{field: None})
