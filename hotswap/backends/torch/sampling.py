@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hotswap.backends.torch.bad_words import BadWords
 from hotswap.backends.torch.distribution import (
     Workspace,
     draw,
@@ -77,11 +78,13 @@ class Sampler:
         counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
         self.seen = _Counts(seen) if sampling.repetition_penalty != 1.0 else None
         self.generated = _Counts(generated) if counts else None
-        self._last = list(generated) if any(len(word) > 1 for word in sampling.bad_words_ids) else None
-        self._stop_ids = tuple(stop_ids)
-        self._never = (*sampling.suppress_tokens, *(w[0] for w in sampling.bad_words_ids if len(w) == 1))
+        self.biases = _biases(sampling.logit_bias) if sampling.logit_bias else None
+        words = sampling.bad_words_ids
+        self._bad_words = BadWords((word for word in words if len(word) > 1), generated)
+        self._stop_ids = _ids(stop_ids)
+        self._never = _ids([*sampling.suppress_tokens, *(word[0] for word in words if len(word) == 1)])
         self._changes = bool(
-            self.seen or self.generated or sampling.logit_bias or self._never or sampling.bad_words_ids
+            self.seen or self.generated or sampling.logit_bias or sampling.suppress_tokens or words
         )
 
     def add_token(self, token: int) -> None:
@@ -89,8 +92,7 @@ class Sampler:
         for counts in (self.seen, self.generated):
             if counts is not None:
                 counts.add(token)
-        if self._last is not None:
-            self._last.append(token)
+        self._bad_words.add_token(token)
         if self.constraint is not None:
             self.constraint.add_token(token)
 
@@ -107,21 +109,19 @@ class Sampler:
         """Return the tokens of which one must come at position `index`; none if any may."""
         return self.sampling.forced_end_tokens if index == self.sampling.max_tokens - 1 else ()
 
-    def forbidden(self, index: int) -> tuple[int, ...]:
-        """Return the tokens that may not come at position `index`."""
-        found = self._never
+    def forbidden(self, index: int) -> Tensor:
+        """Return the tokens that may not come at position `index`, int64; one may be named twice."""
+        found = [self._never]
         if self._may_not_stop(index):
-            found += self._stop_ids
-        if index == 0:
-            found += self.sampling.begin_suppress_tokens
-        if self._last is not None:
-            for word in self.sampling.bad_words_ids:
-                if len(word) > 1 and tuple(self._last[1 - len(word) :]) == word[:-1]:
-                    found += word[-1:]
-        return found
+            found.append(self._stop_ids)
+        if index == 0 and self.sampling.begin_suppress_tokens:
+            found.append(_ids(self.sampling.begin_suppress_tokens))
+        if completing := self._bad_words.completing():
+            found.append(_ids(completing))
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     def _may_not_stop(self, index: int) -> bool:
-        return bool(self._stop_ids) and index < self.sampling.min_tokens
+        return bool(len(self._stop_ids)) and index < self.sampling.min_tokens
 
 
 class _Counts:
@@ -255,9 +255,8 @@ def _change(logits: Tensor, placed: Sequence[tuple[int, Sampler, int]]) -> None:
     """
     edits = _Edits(logits)
     for row, sampler, _ in placed:
-        if sampler.sampling.logit_bias:
-            biases = sampler.sampling.logit_bias
-            edits.put(row, torch.tensor([id for id, _ in biases]), torch.tensor([bias for _, bias in biases]))
+        if sampler.biases is not None:
+            edits.put(row, *sampler.biases)
     edits.apply(lambda found, bias: found + bias)
     for row, sampler, _ in placed:
         if sampler.seen is not None:
@@ -273,8 +272,8 @@ def _change(logits: Tensor, placed: Sequence[tuple[int, Sampler, int]]) -> None:
     for row, sampler, index in placed:
         if forced := sampler.forced(index):
             _force(logits[row], forced, unless_none=sampler.constraint is not None)
-        if forbidden := sampler.forbidden(index):
-            edits.put(row, torch.tensor(forbidden), torch.full((len(forbidden),), _NEVER))
+        if len(forbidden := sampler.forbidden(index)):
+            edits.put(row, forbidden, torch.full(forbidden.shape, _NEVER))
     edits.apply(lambda _, never: never)
 
 
@@ -352,6 +351,14 @@ def _with_logprobs(logits: Tensor, row: Tensor, sampling: Sampling, token: int) 
     return Choice(
         token, float(logprobs[token]), tuple(TokenLogprob(id=id, logprob=value) for id, value in pairs)
     )
+
+
+def _ids(tokens: Iterable[int]) -> Tensor:
+    return torch.tensor(list(tokens), dtype=torch.long)
+
+
+def _biases(pairs: Sequence[tuple[int, float]]) -> tuple[Tensor, Tensor]:
+    return _ids(token for token, _ in pairs), torch.tensor([bias for _, bias in pairs])
 
 
 def _nothing_left() -> InvalidRequest:

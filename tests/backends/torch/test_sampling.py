@@ -217,6 +217,24 @@ def test_whatever_shares_the_batch_a_row_gets_the_same_token_and_logprobs(data: 
     assert [repr(choice) for choice in together] == [repr(choice) for choice in alone]
 
 
+@given(
+    words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=12),
+    generated=st.lists(st.integers(0, 3), max_size=6),
+    later=st.lists(st.integers(0, 3), max_size=6),
+)
+def test_bad_words_forbid_the_token_that_would_complete_one(
+    words: list[list[int]], generated: list[int], later: list[int]
+) -> None:
+    """Token by token, after those that were generated elsewhere; the prompt does not count."""
+    sampler = Sampler(Sampling(bad_words_ids=words), (), [*SEEN, *generated], len(SEEN))
+    for token in [*later, None]:
+        ends = {word[-1] for word in words if generated[len(generated) - len(word) + 1 :] == word[:-1]}
+        assert set(sampler.forbidden(3).tolist()) == ends
+        if token is not None:
+            sampler.add_token(token)
+            generated = [*generated, token]
+
+
 def test_samples_do_not_depend_on_the_batch() -> None:
     samplings = [Sampling(temperature=t, seed=seed) for t in (0.0, 0.7, 1.3) for seed in (0, 1)]
     logits = torch.stack([logits_of(seed) for seed in range(len(samplings))])
