@@ -26,6 +26,18 @@ Driver: TypeAlias = Literal["clients", "events"]
 _DRIVERS: Mapping[Driver, type[TraceDriver]] = {"clients": ClientDriver, "events": EventDriver}
 
 
+@contextmanager
+def _few_collections() -> Generator[None]:
+    """Look for cycles seldom: there are few, and millions of objects to go over."""
+    before = gc.get_threshold()
+    gc.set_threshold(500_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_few_collections()
 def simulate(
     trace: Trace,
     cluster: Cluster,
@@ -72,8 +84,7 @@ def simulate(
             progress=progress,
         )
     )
-    with _few_collections():
-        run(played.play)
+    run(played.play)
     return Outcome(
         name=name or repr(scheduler),
         trace=trace.name,
@@ -97,14 +108,3 @@ def simulate(
         samples=tuple(played.samples),
         num_reused_tokens=played.num_reused_tokens,
     )
-
-
-@contextmanager
-def _few_collections() -> Generator[None]:
-    """Look for cycles seldom: there are few, and millions of objects to go over."""
-    before = gc.get_threshold()
-    gc.set_threshold(500_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

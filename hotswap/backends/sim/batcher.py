@@ -215,7 +215,7 @@ class Batcher:
         prefills: list[tuple[Sequence, int]] = []
         decodes: list[Sequence] = []
         for sequence in self.running:
-            num_pending = sequence.num_pending
+            num_pending = sequence.num_prompt + sequence.position - sequence.num_cached  # without a call
             if num_pending == 1:
                 decodes.append(sequence)
             elif num_pending:

@@ -65,5 +65,9 @@ def check_chunk(shard: Shard, chunk: HostChunk) -> None:
 
 
 def _phase(model: ModelId, offset_bytes: int) -> int:
-    seed = hashlib.blake2b(model.encode(), digest_size=4).digest()
-    return (int.from_bytes(seed, "little") + offset_bytes) % _PERIOD
+    return (_first_phase(model) + offset_bytes) % _PERIOD
+
+
+@lru_cache(maxsize=4096)
+def _first_phase(model: ModelId) -> int:
+    return int.from_bytes(hashlib.blake2b(model.encode(), digest_size=4).digest(), "little")

@@ -22,6 +22,7 @@ class Sequence(ABC):
 
     request: Request
     position: int = field(init=False, default=0)
+    num_prompt: int = field(init=False)
     num_cached: int = field(init=False, default=0)
     num_blocks: int = field(init=False, default=0)
     num_named: int = field(init=False, default=0)
@@ -30,17 +31,17 @@ class Sequence(ABC):
     preempted_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self.position = len(self.request.generated)
+        self.num_prompt, self.position = len(self.request.prompt), len(self.request.generated)
 
     @property
     def num_tokens(self) -> int:
         """Prompt and everything generated so far."""
-        return len(self.request.prompt) + self.position
+        return self.num_prompt + self.position
 
     @property
     def num_pending(self) -> int:
         """Tokens still to compute before the next can be generated: 1 in decode, more in prefill."""
-        return len(self.request.prompt) + self.position - self.num_cached
+        return self.num_prompt + self.position - self.num_cached
 
     @abstractmethod
     def generate(self) -> bool:
