@@ -11,6 +11,7 @@ import anyio
 from hotswap.model import Adapter
 from hotswap.request import FinishReason, ModelId, Request
 from hotswap.runtime.lifecycle import (
+    DECODED_TOKENS,
     NEW,
     Event,
     Evicted,
@@ -196,6 +197,8 @@ class ActiveRequest:
             self.evicted_by = by
         self.num_evicted += isinstance(event, Evicted)
         self.take_model()
+        if self.hops and self.num_generated - self.hops[-1].first_index >= DECODED_TOKENS:
+            self.history = NEW
         self.history, decision = step(self.history, event)
         self.most_stalls = max(self.most_stalls, self.history.num_stalls)
         return decision

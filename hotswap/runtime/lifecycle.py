@@ -41,8 +41,10 @@ __all__ = [
     "step",
 ]
 
-# So many of these in a row, without a token in between, and a request is given up.
+# So many errors in a row, without a token in between, or losses without a stay that decoded, and a request is
+# given up. The first token of a stay comes of its prefill, the next of a decode.
 MAX_ERRORS, MAX_LOSSES = 3, 5
+DECODED_TOKENS = 2
 # From so many losses on it is a suspect.
 SUSPECT_LOSSES = 2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
@@ -55,7 +57,7 @@ class History:
     Attributes:
         num_stalls: For whatever reason but a move.
         num_errors: Because the engine failed it.
-        num_losses: Because the instance was lost.
+        num_losses: Because the instance was lost; since the latest stay that decoded.
     """
 
     num_stalls: int = 0
@@ -124,8 +126,8 @@ class GoOn:
 class Requeue:
     """Wait for an instance again, after a pause.
 
-    A `suspect` has lost instances in a row without a token. It runs beside no other suspect until it gets
-    one, which tells a request that takes its instance down from those that were beside it.
+    A `suspect` has lost instances in a row before it decoded. It runs beside no other suspect until it gets
+    a token, which tells a request that takes its instance down from those that were beside it.
     """
 
     pause_s: float = 0.0
@@ -164,7 +166,7 @@ def step(history: History, event: Event) -> tuple[History, Next]:
     """Return a request's history after an event, and what it does next."""
     match event:
         case GotToken():
-            return NEW, GoOn()
+            return (History(num_losses=history.num_losses) if history.num_losses else NEW), GoOn()
         case Finished():
             return history, End()
         case Rejected(error):
@@ -202,8 +204,8 @@ def doubled(first_s: float, times: int, most_s: float) -> float:
 
 def _given_up(error: InstanceLost, num_losses: int) -> InstanceLost:
     given_up = InstanceLost(
-        f"The request was given up: {num_losses} instances in a row were lost while it ran on them, and it "
-        f"got no token in between; the last time: {error}"
+        f"The request was given up: {num_losses} instances in a row were lost while it ran on them, before "
+        f"it got a second token there; the last time: {error}"
     )
     given_up.__cause__ = error
     return given_up

@@ -23,9 +23,10 @@ MAX_FLEET_LINES = 400
 # read: under way like others, cancelled at once, bounded, and refused before a swap for a wrong grammar, 360
 # for measured times, the search for the fewest engines and traces with a process for each model, 10 for a
 # status of another type and outcomes whose text is the same each time, 20 for token ids that are too many, 30
-# for texts of a prompt's log-probabilities that are written in a thread.
+# for texts of a prompt's log-probabilities that are written in a thread, 10 for requests that take their
+# instances down as they decode.
 # Raise it for what is added, never for how.
-MAX_LINES = 9_960
+MAX_LINES = 9_970
 MAX_CALLBACKS = 15
 
 RUNTIME, SIMULATION = PACKAGE / "runtime", PACKAGE / "simulation"

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from hotswap import Adapter, Fleet, Request, RequestId, Sampling
-from hotswap.abc import TokenStream
+from hotswap.abc import TokenQueue, TokenStream
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import InstanceLost
 from hotswap.offline.virtual_time import virtual_time
@@ -23,10 +23,13 @@ SOME = Sampling(max_tokens=25, ignore_eos=True)
 LONG = Sampling(max_tokens=400, ignore_eos=True)
 MOST_LOSSES = 5  # engines that one request may take down before it is given up
 
-Moment: TypeAlias = Literal["on entering", "while its prompt is computed", "without its engine", "adapter"]
+Moment: TypeAlias = Literal[
+    "on entering", "while its prompt is computed", "while it decodes", "without its engine", "adapter"
+]
 MOMENTS: tuple[Moment, ...] = (
     "on entering",
     "while its prompt is computed",
+    "while it decodes",
     "without its engine",
     "adapter",
 )
@@ -58,10 +61,15 @@ class Fragile(SimEngine):
             raise self._die()
         async with AsyncExitStack() as stack:
             tokens = await stack.enter_async_context(super().stream(request))
-            if poisoned:
+            if poisoned and self.moment == "while its prompt is computed":
                 with anyio.move_on_after(0.002):  # of a step that takes longer
                     await anyio.sleep_forever()
                 self._die()
+            if poisoned and self.moment == "while it decodes":
+                first = TokenQueue()
+                first.put(await anext(tokens))
+                first.close(self._die())
+                tokens = first
             yield tokens
 
 
@@ -109,7 +117,7 @@ async def test_a_request_that_loses_every_engine_is_given_up_by_the_cause_after_
         idle(fleet)
 
 
-@pytest.mark.parametrize("moment", MOMENTS[:2])
+@pytest.mark.parametrize("moment", MOMENTS[:3])
 @virtual_time
 async def test_requests_beside_a_poison_request_go_on_exactly(moment: Moment) -> None:
     engines = [Fragile(f"e{number}", moment) for number in range(4)]
