@@ -20,7 +20,7 @@ from hotswap.action import (
 )
 from hotswap.chat import Chat
 from hotswap.errors import HotswapError, InvalidRequest, PromptTooLong
-from hotswap.model import Adapter, Model, OnChange
+from hotswap.model import Adapter, Layout, Model, OnChange
 from hotswap.request import (
     AdapterId,
     FinishReason,
@@ -76,6 +76,7 @@ __all__ = [
     "InstanceState",
     "InstanceView",
     "InvalidRequest",
+    "Layout",
     "MigrationLimits",
     "MigrationMethod",
     "MigrationOutcome",

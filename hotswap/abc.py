@@ -11,9 +11,10 @@ Engines
 Stores
     `WeightStore`, `WrapperStore` to wrap another; `Manifest`, `Shard`, `TensorSpec`, `HostChunk`,
     `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
-    `SupportsLend`, `SupportsNodes`, `SupportsPrefetch`, `SupportsReadInto`, `SupportsTokenizer` (with
-    `Tokenizer`, and `TextStream` to decode with it; a tokenizer's own is `SupportsLeastTokens`),
-    `SupportsTextSettings` (with `TextSettings`, and the `ChatTemplate` that writes a `Chat`).
+    `SupportsLend`, `SupportsLendFiles`, `SupportsNodes`, `SupportsPrefetch`, `SupportsReadInto`,
+    `SupportsTokenizer` (with `Tokenizer`, and `TextStream` to decode with it; a tokenizer's own is
+    `SupportsLeastTokens`), `SupportsTextSettings` (with `TextSettings`, and the `ChatTemplate` that writes a
+    `Chat`).
 Policies
     `Router`, `Scheduler` and `Mover`; `FleetView` and its parts, which they read, ranked by a `Rank`, `Count`
     or `CountRank`; the actions that a scheduler returns (`Swap`, `Unload`, `Prefetch`, `PinAdapters`,
@@ -57,6 +58,7 @@ from hotswap.model import (
     Adapter,
     HostBuffer,
     HostChunk,
+    Layout,
     Manifest,
     Model,
     ModelCard,
@@ -80,6 +82,7 @@ from hotswap.scheduler import Scheduler
 from hotswap.store import (
     SupportsImport,
     SupportsLend,
+    SupportsLendFiles,
     SupportsNodes,
     SupportsPrefetch,
     SupportsReadInto,
@@ -132,6 +135,7 @@ __all__ = [
     "KVPages",
     "KVSink",
     "KVSource",
+    "Layout",
     "Manifest",
     "Migrate",
     "MigrationMethod",
@@ -165,6 +169,7 @@ __all__ = [
     "SupportsImport",
     "SupportsLeastTokens",
     "SupportsLend",
+    "SupportsLendFiles",
     "SupportsMigration",
     "SupportsNodes",
     "SupportsPrefetch",

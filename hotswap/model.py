@@ -17,6 +17,7 @@ __all__ = [
     "Adapter",
     "HostBuffer",
     "HostChunk",
+    "Layout",
     "Manifest",
     "Model",
     "ModelCard",
@@ -24,6 +25,10 @@ __all__ = [
     "Shard",
     "TensorSpec",
 ]
+
+Layout: TypeAlias = Literal["modules", "checkpoint"]
+"""What a store keeps of a model: `"modules"`, the tensors as the modules of transformers have them; or
+`"checkpoint"`, the tensors or files of the checkpoint as they are."""
 
 OnChange: TypeAlias = Literal["refuse", "convert", "serve"]
 
@@ -41,6 +46,9 @@ class Model:
     `on_change` is what an import does when the checkpoint is not the one that the store's weights were
     converted from: `"refuse"` it by `SourceChanged`, `"convert"` it anew with the options of before, or
     `"serve"` the weights that there are, with a warning.
+
+    `layout` is the one that an import writes; `None` is `"modules"`, and `"checkpoint"` for a GGUF file. What
+    a store holds of a model is told by `Manifest.layout`.
     """
 
     id: str
@@ -49,6 +57,7 @@ class Model:
     weight: float = 1.0
     max_context_tokens: int | None = None
     on_change: OnChange = "refuse"
+    layout: Layout | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -63,6 +72,10 @@ class Model:
         if self.on_change not in get_args(OnChange):
             raise ConfigError(
                 f"on_change of {self.id!r} is {shown(self.on_change)}; give 'refuse', 'convert' or 'serve'."
+            )
+        if self.layout not in (None, *get_args(Layout)):
+            raise ConfigError(
+                f"layout of {self.id!r} is {shown(self.layout)}; give 'modules', 'checkpoint' or None."
             )
 
 
@@ -152,6 +165,9 @@ class Manifest:
     the size of one rank's flat buffer, padding included. Ranks have different parts of the model, which may
     have different shapes: `tensors` lists the tensors of all ranks, `tensors_of` those of one.
 
+    In the layout `"checkpoint"` there is one rank, and the tensors have the names and dtypes of the
+    checkpoint. A GGUF model has none: its shards are its files, which `SupportsLendFiles` lends.
+
     `quantization` is the scheme of tensors that are stored with a `<name>.scale`, empty if there are none;
     `unquantized_dtype` is their dtype before quantization and after dequantization.
     """
@@ -169,6 +185,7 @@ class Manifest:
     kv_bytes_per_token: int = 0
     quantization: str = ""
     unquantized_dtype: str = ""
+    layout: Layout = "modules"
 
     @property
     def vocabulary(self) -> int | None:
@@ -211,6 +228,7 @@ class ModelCard:
     min_replicas: int = 0
     weight: float = 1.0
     vocabulary: int | None = None
+    layout: Layout = "modules"
 
     @classmethod
     def of(cls, model: Model, manifest: Manifest) -> ModelCard:
@@ -228,6 +246,7 @@ class ModelCard:
             min_replicas=model.min_replicas,
             weight=model.weight,
             vocabulary=manifest.vocabulary,
+            layout=manifest.layout,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
 from anyio import AsyncContextManagerMixin
@@ -17,6 +18,7 @@ from hotswap.view import StoreView
 __all__ = [
     "SupportsImport",
     "SupportsLend",
+    "SupportsLendFiles",
     "SupportsNodes",
     "SupportsPrefetch",
     "SupportsReadInto",
@@ -119,6 +121,25 @@ class SupportsLend(Protocol):
 
         Raises:
             StoreError: the weights could not be read; see `open`.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsLendFiles(Protocol):
+    """A store that can lend files by path, for engines that open a model's files themselves."""
+
+    def lend_files(self, manifest: Manifest) -> AbstractAsyncContextManager[tuple[Path, ...]]:
+        """Lend the files of a model's shards, in their order; to be read only.
+
+        They are brought to a local disk first if need be, and neither changed, moved nor removed before the
+        block is left, which may be hours later. Each has the bytes of its shard at `file_offset_bytes`, and
+        may be longer.
+
+        Raises:
+            ShardMissing: the store has no such model any more, or another conversion of it.
+            ShardCorrupt: a file is shorter than its index says, or a checksum does not match.
+            StoreError: they could not be brought to a local disk, or read.
         """
         ...
 

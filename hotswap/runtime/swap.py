@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import anyio
 from opentelemetry.trace import Span, format_trace_id
@@ -22,13 +23,14 @@ from hotswap import telemetry as tm
 from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
 from hotswap.checks import check_positive_seconds
 from hotswap.engine import Engine, SupportsPreload
-from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, SwapFailed
+from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, StoreError, SwapFailed
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
 from hotswap.store import (
     SupportsLend,
+    SupportsLendFiles,
     SupportsNodes,
     SupportsReadInto,
     SupportsTokenizer,
@@ -318,6 +320,14 @@ class _MeteredStore(WrapperStore):
                 self.num_bytes += len(buffer.data)
                 self.tier = buffer.tier or self.tier
             yield buffer
+
+    @asynccontextmanager
+    async def lend_files(self, manifest: Manifest) -> AsyncGenerator[tuple[Path, ...]]:
+        if not isinstance(self.wrapped, SupportsLendFiles):
+            raise StoreError(f"{self.wrapped!r} lends no files; use a store with a local disk.")
+        async with self.wrapped.lend_files(manifest) as files:
+            self.num_bytes += manifest.weight_bytes
+            yield files
 
     async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk | None:
         if not isinstance(self.wrapped, SupportsReadInto):

@@ -26,7 +26,7 @@ MAX_FLEET_LINES = 400
 # for texts of a prompt's log-probabilities that are written in a thread, 10 for requests that take their
 # instances down as they decode.
 # Raise it for what is added, never for how.
-MAX_LINES = 9_970
+MAX_LINES = 10_000
 MAX_CALLBACKS = 15
 
 RUNTIME, SIMULATION = PACKAGE / "runtime", PACKAGE / "simulation"

@@ -63,6 +63,7 @@ NOT_NAMED = {
     "SupportsImport": "an ability that the fleet asks a store for",
     "SupportsLeastTokens": "an ability that the fleet asks a tokenizer for",
     "SupportsLend": "an ability that engines ask a store for",
+    "SupportsLendFiles": "an ability that engines ask a store for",
     "SupportsNodes": "an ability that the fleet asks a store for",
     "SupportsPrefetch": "an ability that the fleet asks a store for",
     "SupportsPreload": "an ability that the fleet asks an engine for",

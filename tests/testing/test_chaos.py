@@ -18,6 +18,7 @@ from hotswap.abc import (
     SupportsAdapters,
     SupportsImport,
     SupportsLend,
+    SupportsLendFiles,
     SupportsMigration,
     SupportsPrefetch,
     SupportsPreload,
@@ -49,6 +50,7 @@ ENGINE_ABILITIES = (SupportsPreload, SupportsAdapters, SupportsMigration)
 STORE_ABILITIES = (
     SupportsPrefetch,
     SupportsLend,
+    SupportsLendFiles,
     SupportsReadInto,
     SupportsImport,
     SupportsTextSettings,

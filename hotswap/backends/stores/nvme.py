@@ -151,6 +151,21 @@ class NvmeStore(WeightStore):
         async with self._read_locked(shard.model):
             return await self._reader.read_into(path, shard, destination)
 
+    @asynccontextmanager
+    async def lend_files(self, manifest: Manifest) -> AsyncGenerator[tuple[Path, ...]]:
+        """Lend files of this disk, once their checksums are compared; see `SupportsLendFiles`."""
+        model = manifest.model
+        async with self._read_locked(model):
+            if await self.manifest(model) != manifest:
+                raise ShardMissing(f"Another conversion of {model!r} is in {str(self.root)!r} now.")
+            paths = tuple(map(self._path, manifest.shards))
+            if self._context.verify == "load":
+                for shard, path in zip(manifest.shards, paths, strict=True):
+                    async with self._reader.open(path, shard) as chunks:
+                        async for _ in chunks:
+                            pass
+            yield paths
+
     async def import_model(self, model: Model) -> None:
         id = ModelId(model.id)
         lock = self._importing.setdefault(id, anyio.Lock())

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from anyio import CancelScope
@@ -22,7 +23,13 @@ from hotswap.backends.stores.write_through import WriteThroughStore, with_write_
 from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
 from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
-from hotswap.store import SupportsImport, SupportsTextSettings, SupportsTokenizer, WeightStore
+from hotswap.store import (
+    SupportsImport,
+    SupportsLendFiles,
+    SupportsTextSettings,
+    SupportsTokenizer,
+    WeightStore,
+)
 from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import Residency, StoreView
 
@@ -94,6 +101,13 @@ class TieredStore(WeightStore):
         """Lend a rank from the host tier, loaded into it first if need be; `None` if it cannot hold it."""
         async with AsyncExitStack() as stack:
             yield None if self._host is None else await self._enter_lent(stack, self._host, manifest, rank)
+
+    @asynccontextmanager
+    async def lend_files(self, manifest: Manifest) -> AsyncGenerator[tuple[Path, ...]]:
+        """Lend the files of the disk tier, copied to it first if need be; see `SupportsLendFiles`."""
+        await self._fetch_to_disk(manifest.model)
+        async with AsyncExitStack() as stack:
+            yield await self._enter_files(stack, manifest)
 
     async def prefetch(self, model: ModelId, *, priority: int = 0) -> None:
         """Load the model into the host tier, without one into the disk tier; see `SupportsPrefetch`.
@@ -254,6 +268,18 @@ class TieredStore(WeightStore):
             reservation.keep()
             buffer = await stack.enter_async_context(host.lend(manifest, rank))
         return replace(buffer, tier=tier) if buffer is not None else None
+
+    async def _enter_files(self, stack: AsyncExitStack, manifest: Manifest) -> tuple[Path, ...]:
+        failure: StoreError | None = None
+        for tier in self.tiers:
+            if isinstance(tier, SupportsLendFiles):
+                try:
+                    return await stack.enter_async_context(tier.lend_files(manifest))
+                except StoreError as exc:
+                    failure = more_specific(failure, exc)
+        raise failure or StoreError(
+            f"{self!r} has no disk to lend the files of model {manifest.model!r} from; add a NvmeStore."
+        )
 
     async def _enter_below(self, stack: AsyncExitStack, shard: Shard) -> AsyncIterator[HostChunk]:
         """Open the first tier that gives a first chunk."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import cast
 
@@ -17,6 +18,7 @@ from hotswap.request import ModelId
 from hotswap.store import (
     SupportsImport,
     SupportsLend,
+    SupportsLendFiles,
     SupportsPrefetch,
     SupportsReadInto,
     SupportsTextSettings,
@@ -45,6 +47,8 @@ def chaotic_store(store: WeightStore, random: Random, faults: StoreFaults | None
         bases.append(_ReadingInto)
     if isinstance(store, SupportsLend):
         bases.append(_Lending)
+    if isinstance(store, SupportsLendFiles):
+        bases.append(_LendingFiles)
     if isinstance(store, SupportsImport):
         bases.append(_Importing)
     if isinstance(store, SupportsTokenizer):
@@ -190,6 +194,22 @@ class _Lending(ChaosStore):
             if end is not None:
                 raise end.error
             yield buffer
+
+
+class _LendingFiles(ChaosStore):
+    @asynccontextmanager
+    async def lend_files(self, manifest: Manifest) -> AsyncGenerator[tuple[Path, ...]]:
+        """See `SupportsLendFiles`."""
+        assert isinstance(self.wrapped, SupportsLendFiles)
+        self.miss(f"The files of {manifest.model!r}")
+        end = self.draw_end("files", manifest.model)
+        if end is not None and end.at < 0.5:
+            raise end.error
+        async with self.wrapped.lend_files(manifest) as files:
+            await self.take_time(0)  # they are mapped, and read later
+            if end is not None:
+                raise end.error
+            yield files
 
 
 class _Importing(ChaosStore):

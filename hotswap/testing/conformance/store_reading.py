@@ -7,14 +7,15 @@ import zlib
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from itertools import pairwise
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from hotswap.errors import ShardMissing
 from hotswap.model import Manifest, Shard
-from hotswap.store import WeightStore
+from hotswap.store import SupportsLendFiles, WeightStore
 from hotswap.testing.cancel import cancel_everywhere
 from hotswap.testing.conformance.store_suite import StoreSuite, read, read_all
 from hotswap.testing.conformance.suite import Heartbeat, check
@@ -163,6 +164,40 @@ class ReadingChecks(StoreSuite):
             assert not all(heart.blocked for heart in hearts), f"reading stopped the event loop: {hearts}"
 
     @check
+    async def test_lent_files_have_the_bytes_of_their_shards(self) -> None:
+        async with self.opened() as store:
+            able = lender(self, store)
+            for model in self.models:
+                manifest = await store.manifest(model)
+                expected = await read_all(store, manifest)
+                async with able.lend_files(manifest) as paths:
+                    assert [part(*pair) for pair in zip(paths, manifest.shards, strict=True)] == expected
+
+    @check
+    async def test_files_of_an_unknown_model_are_missing(self) -> None:
+        async with self.opened() as store:
+            able = lender(self, store)
+            manifest = replace(await store.manifest(self.models[0]), model=self.unknown)
+            with pytest.raises(ShardMissing):
+                async with able.lend_files(manifest):
+                    pass
+
+    @check
+    async def test_lending_files_cancelled_anywhere_gives_everything_back(self) -> None:
+        async with self.opened() as store:
+            able = lender(self, store)
+            manifest = await store.manifest(self.models[0])
+
+            async def lend() -> None:
+                async with able.lend_files(manifest):
+                    await anyio.lowlevel.checkpoint()
+
+            async def look() -> None:
+                self.assert_released(store)
+
+            await cancel_everywhere(lend, look)
+
+    @check
     async def test_the_view_says_where_every_model_lies(self) -> None:
         async with self.opened() as store:
             for model in self.models:
@@ -182,6 +217,20 @@ class ReadingChecks(StoreSuite):
     async def shard(self, store: WeightStore) -> Shard:
         """Return a shard to read."""
         return (await store.manifest(self.models[0])).shards[0]
+
+
+def lender(suite: StoreSuite, store: WeightStore) -> SupportsLendFiles:
+    """Return the store, or skip the check if it cannot lend files."""
+    if not (suite.has_disk and isinstance(store, SupportsLendFiles)):
+        pytest.skip("the store lends no files")
+    return store
+
+
+def part(path: Path, shard: Shard) -> bytes:
+    """The bytes of a shard in a lent file."""
+    with path.open("rb") as file:
+        file.seek(shard.file_offset_bytes)
+        return file.read(shard.size_bytes)
 
 
 def assert_shards(manifest: Manifest) -> None:

@@ -21,10 +21,12 @@ class StoreSuite(Suite):
     Attributes:
         models: at least two models that the store holds, the first of several chunks.
         unknown: a model that the store does not hold.
+        has_disk: whether a store with `lend_files` has a local disk to lend from.
     """
 
     models: ClassVar[tuple[ModelId, ...]] = ()
     unknown: ClassVar[ModelId] = ModelId("no-such-model")
+    has_disk: ClassVar[bool] = True
 
     def make_store(self) -> AbstractAsyncContextManager[WeightStore]:
         """Return a context manager that opens a store with all `models`; a store is one itself."""

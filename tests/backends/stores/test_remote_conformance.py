@@ -48,6 +48,8 @@ class TestOverFiles(Remote):
 
 
 class TestBelowTheHostTier(Remote):
+    has_disk = False
+
     @asynccontextmanager
     async def make_store(self) -> AsyncGenerator[WeightStore]:
         async with BadServer(self.root).run() as server:
