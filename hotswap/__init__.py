@@ -28,6 +28,7 @@ from hotswap.request import (
     PromptLogprobs,
     Request,
     RequestId,
+    ScoredPrompt,
     Token,
     TokenLogprob,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "RunningView",
     "Sample",
     "Sampling",
+    "ScoredPrompt",
     "StoreView",
     "SwapLimits",
     "SwapOutcome",

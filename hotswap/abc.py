@@ -73,6 +73,7 @@ from hotswap.request import (
     PromptLogprobs,
     Request,
     RequestId,
+    ScoredPrompt,
     Token,
     TokenLogprob,
 )
@@ -160,6 +161,7 @@ __all__ = [
     "RunningView",
     "Sampling",
     "Scheduler",
+    "ScoredPrompt",
     "Shard",
     "StatusListener",
     "Stopped",

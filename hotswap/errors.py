@@ -133,7 +133,10 @@ class ModelTooLarge(RequestError):
 
 
 class QueueFull(RequestError):
-    """As many requests wait as may; `retry_after_s` estimates when the queue has room again."""
+    """As many requests wait as may, or keep as many log-probabilities of prompts.
+
+    `retry_after_s` estimates when there is room again.
+    """
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)

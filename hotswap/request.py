@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NewType
+from typing import Literal, NewType, overload
 
 from hotswap.errors import InvalidRequest
 from hotswap.sampling import Sampling
@@ -16,6 +17,7 @@ __all__ = [
     "PromptLogprobs",
     "Request",
     "RequestId",
+    "ScoredPrompt",
     "Token",
     "TokenLogprob",
 ]
@@ -85,17 +87,23 @@ class Request:
                     f"of {self.model!r} is {size - 1}; use the model's own tokenizer."
                 )
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """How many log-probabilities of its prompt it asks for."""
+        count = self.sampling.prompt_logprobs
+        return 0 if count is None else len(self.prompt) * (count + 1)
+
     def check_prompt_logprobs(self) -> None:
-        """Refuse to tell more log-probabilities of a prompt than 1,048,576, some hundreds of megabytes.
+        """Refuse to tell more log-probabilities of a prompt than 1,048,576, some ten megabytes.
 
         Raises:
             InvalidRequest: `prompt_logprobs` asks for more.
         """
-        count = self.sampling.prompt_logprobs
-        if count is not None and (told := len(self.prompt) * (count + 1)) > _MOST_PROMPT_LOGPROBS:
+        if (asked := self.num_prompt_logprobs) > _MOST_PROMPT_LOGPROBS:
             raise InvalidRequest(
-                f"prompt_logprobs of {count} for a prompt of {len(self.prompt):,} tokens are {told:,} "
-                f"log-probabilities, over {_MOST_PROMPT_LOGPROBS:,}; ask for fewer, or of a shorter prompt."
+                f"prompt_logprobs of {self.sampling.prompt_logprobs} for a prompt of {len(self.prompt):,} "
+                f"tokens are {asked:,} log-probabilities, over {_MOST_PROMPT_LOGPROBS:,}; ask for fewer, or "
+                "of a shorter prompt."
             )
 
     def __repr__(self) -> str:
@@ -120,6 +128,85 @@ class PromptLogprobs:
     id: int
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class ScoredPrompt(Sequence[PromptLogprobs]):
+    """What is told of the tokens of a prompt: a sequence of `PromptLogprobs`, each made when it is asked for.
+
+    It keeps numbers, 12 bytes for each log-probability. As many objects would take ten times the memory, and
+    Python's garbage collector would hold all threads for a second to look at a million of them. A slice is a
+    tuple. It is equal to another of the same entries and texts.
+
+    Args:
+        first: The first token of the prompt, of which nothing more is told.
+    """
+
+    __slots__ = ("_ends", "_ids", "_logprobs", "_texts", "_top_ids", "_top_logprobs")
+
+    def __init__(self, first: int) -> None:
+        self._ids, self._logprobs = array("i", (first,)), array("d", (0.0,))
+        self._top_ids, self._top_logprobs = array("i"), array("d")
+        self._ends = array("q", (0,))  # of each entry, where its tokens end in `_top_ids`
+        self._texts: Mapping[int, str] = {}
+
+    def add(self, id: int, logprob: float, top_ids: Sequence[int], top_logprobs: Sequence[float]) -> None:
+        """Add the next token of the prompt, and the most probable ones there; for engines."""
+        self._ids.append(id)
+        self._logprobs.append(logprob)
+        self._top_ids.extend(top_ids)
+        self._top_logprobs.extend(top_logprobs)
+        self._ends.append(len(self._top_ids))
+
+    @property
+    def num_top(self) -> int:
+        """How many most probable tokens it tells, at all positions together."""
+        return len(self._top_ids)
+
+    def top_ids(self) -> set[int]:
+        """Return the ids of these, each once."""
+        return set(self._top_ids)
+
+    def with_texts(self, texts: Mapping[int, str]) -> ScoredPrompt:
+        """Return the same with the texts of tokens by their ids."""
+        made = object.__new__(ScoredPrompt)
+        for name in self.__slots__:
+            setattr(made, name, getattr(self, name))
+        made._texts = texts
+        return made
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PromptLogprobs, ...]: ...
+    def __getitem__(self, index: int | slice) -> PromptLogprobs | tuple[PromptLogprobs, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(*index.indices(len(self))))
+        at = range(len(self))[index]
+        if not at:
+            return PromptLogprobs(id=self._ids[0])
+        top = slice(self._ends[at - 1], self._ends[at])
+        told = zip(self._top_ids[top], self._top_logprobs[top], strict=True)
+        return PromptLogprobs(
+            id=self._ids[at],
+            logprob=self._logprobs[at],
+            top_logprobs=tuple(
+                TokenLogprob(id=id, logprob=logprob, text=self._texts.get(id, "")) for id, logprob in told
+            ),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ScoredPrompt):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+
+    def __hash__(self) -> int:
+        return hash((self._ids.tobytes(), self._logprobs.tobytes(), self._top_ids.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"<ScoredPrompt [{len(self):,} tokens, {self.num_top:,} most probable ones]>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

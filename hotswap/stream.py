@@ -8,7 +8,7 @@ from collections import deque
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from hotswap.request import PromptLogprobs, Token
+from hotswap.request import ScoredPrompt, Token
 
 __all__ = ["TokenQueue", "TokenStream"]
 
@@ -27,7 +27,7 @@ class TokenStream(ABC):
     """
 
     num_reused_tokens: int = 0
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_logprobs: ScoredPrompt | tuple[()] = ()
 
     def __aiter__(self) -> TokenStream:
         return self

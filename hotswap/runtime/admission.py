@@ -21,6 +21,9 @@ from hotswap.view import InstanceId
 
 __all__ = ["Admission"]
 
+# Of all requests under way together: 100 MB.
+_MOST_PROMPT_LOGPROBS = 1 << 23
+
 
 class Admission:
     """Asks the router about waiting requests, and assigns each to the instance that it names.
@@ -57,9 +60,12 @@ class Admission:
 
         Raises:
             QueueFull: it is refusable and would have to wait, and with those behind it more requests would
-                than may wait; with the time that a request has usually waited of late as `retry_after_s`.
+                than may wait, or too many log-probabilities of prompts are kept already; with the time that
+                a request has usually waited of late as `retry_after_s`.
         """
         state = self._state
+        if refusable and request.num_prompt_logprobs:
+            self._check_prompt_logprobs(request)
         answered = anyio.Event() if answered is None else answered
         ticket = state.enqueue(request, arrival, answered, standing)
         state.refresh()
@@ -78,6 +84,18 @@ class Admission:
         if not state.index.has_replica(request.model):
             state.tell(Change.WAITING)
         return ticket
+
+    def _check_prompt_logprobs(self, request: Request) -> None:
+        """Refuse log-probabilities of a prompt beside too many of other requests."""
+        asked = request.num_prompt_logprobs
+        kept = sum(active.request.num_prompt_logprobs for active in self._state.requests.values())
+        if kept + asked > _MOST_PROMPT_LOGPROBS:
+            raise QueueFull(
+                f"prompt_logprobs of the request are {asked:,} log-probabilities, and requests under way "
+                f"have asked for {kept:,} of the {_MOST_PROMPT_LOGPROBS:,} that a fleet keeps; try again "
+                "once others have ended, or ask for fewer.",
+                retry_after_s=self._usual_wait_s,
+            )
 
     async def answer(self, ticket: Ticket) -> Instance:
         """Return the instance that the request is assigned to, waiting for one if need be.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotswap.request import FinishReason, PromptLogprobs, Token
+from hotswap.request import FinishReason, ScoredPrompt, Token
 from hotswap.runtime.active import Hop
 
 __all__ = ["Completion", "Sample", "Usage"]
@@ -68,13 +68,11 @@ class Completion(Sample):
         samples: The samples that `Sampling.n` asks for, in order, the first included; mostly one.
     """
 
-    prompt_logprobs: tuple[PromptLogprobs, ...]
+    prompt_logprobs: ScoredPrompt | tuple[()]
     samples: tuple[Sample, ...]
 
     @classmethod
-    def of(
-        cls, samples: tuple[Sample, ...], *, prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    ) -> Completion:
+    def of(cls, samples: tuple[Sample, ...], *, prompt_logprobs: ScoredPrompt | tuple[()] = ()) -> Completion:
         """Return the answer that consists of these samples, at least one."""
         first = samples[0]
         return cls(

@@ -12,7 +12,7 @@ import anyio
 from hotswap import telemetry as tm
 from hotswap.errors import DeadlineExceeded, FleetClosed, HotswapError, InstanceError, InstanceLost
 from hotswap.model import Adapter
-from hotswap.request import FinishReason, PromptLogprobs, Request, Token
+from hotswap.request import FinishReason, Request, ScoredPrompt, Token
 from hotswap.runtime.active import ActiveRequest, Hop
 from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.admission import Admission
@@ -60,7 +60,7 @@ class ClientRequest(ActiveRequest):
         self._given: list[int] = []
         self.num_reused_tokens = 0
         self.matched_stop: str | int | None = None
-        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        self.prompt_logprobs: ScoredPrompt | tuple[()] = ()
         self.queue_s: float | None = None
         self.ttft_s: float | None = None
         self._model_text = text

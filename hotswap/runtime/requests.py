@@ -54,7 +54,8 @@ class Requests:
                 `Sampling.n` included.
             PromptTooLong: the prompt leaves no room in the model's context.
             ModelTooLarge: no engine could ever hold the model.
-            QueueFull: it would have to wait and too many do; it says when to come back.
+            QueueFull: it would have to wait and too many do, or it asks for log-probabilities of its prompt
+                and too many are kept; it says when to come back.
             FleetClosed: the fleet is not open, or closes gracefully.
             WrongLoop: the fleet is open on another event loop.
         """

@@ -2,87 +2,31 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import anyio
-from anyio import CapacityLimiter, Lock
+from anyio import Lock
 
 from hotswap.chat import Chat
 from hotswap.checks import check_no_messages, check_unicode, to_token_ids
 from hotswap.engine import Engine, SupportsGrammars
-from hotswap.errors import FleetClosed, HotswapError, InvalidRequest, PromptTooLong, UnsupportedAdapter
+from hotswap.errors import HotswapError, InvalidRequest, PromptTooLong, UnsupportedAdapter
 from hotswap.model import Adapter
-from hotswap.request import AdapterId, ModelId, PromptLogprobs, Request, TokenLogprob
+from hotswap.request import AdapterId, ModelId, Request, ScoredPrompt, TokenLogprob
 from hotswap.runtime.lifetime import Lifetime
+from hotswap.runtime.text_threads import TextThreads
 from hotswap.sampling import MAX_ENTRIES, Sampling
 from hotswap.store import SupportsTextSettings, WeightStore
 from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
-from hotswap.worker_threads import run_in_thread
 
 __all__ = ["ModelText", "Texts"]
 
-_NUM_THREADS = 4
-# Texts from so many characters on are encoded for more than some tens of milliseconds.
-_LONG_CHARACTERS = 100_000
 # To encode a million characters takes 0.3 s of a processor.
 _MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN, _MOST_CHARACTERS_EVER = 1 << 22, 64, 1 << 26
 # So many tokens get their texts, each by itself, in a few milliseconds.
 _MOST_TEXTS_ON_LOOP = 1_000
-
-T = TypeVar("T")
-
-
-class TextThreads:
-    """The worker threads for all texts of a fleet, of its own: callers may hold all of the default ones.
-
-    Long texts use at most half of the processors, so that some are left for streams and the event loop, and
-    they have threads apart, so that short texts do not wait for them.
-
-    Args:
-        lifetime: Of the fleet, whose tasks await the threads.
-    """
-
-    def __init__(self, lifetime: Lifetime) -> None:
-        self._lifetime = lifetime
-        self._short = CapacityLimiter(_NUM_THREADS)
-        self._long = CapacityLimiter(max(1, min(_NUM_THREADS, (os.cpu_count() or 1) // 2)))
-
-    async def run(self, work: Callable[[], T], *, num_characters: int) -> T:
-        """Run work on a text of that length in a thread.
-
-        A cancelled call returns at once. Work that has begun goes on and keeps its thread to its end, so that
-        callers that come and go have no more threads than others; work that has not begun is dropped.
-
-        Raises:
-            FleetClosed: the fleet closed meanwhile.
-        """
-        limiter = self._long if num_characters >= _LONG_CHARACTERS else self._short
-        scope, ended = anyio.CancelScope(), anyio.Event()
-        results, errors = list[T](), list[Exception]()
-
-        async def call() -> None:
-            try:
-                with scope:
-                    results.append(await run_in_thread(work, limiter=limiter))
-            except Exception as exc:
-                errors.append(exc)
-            finally:
-                ended.set()
-
-        self._lifetime.tasks.start_soon(call, name="hotswap text")
-        try:
-            await ended.wait()
-        finally:
-            scope.cancel()
-        if errors:
-            raise errors.pop()
-        if not results:
-            raise FleetClosed("The fleet closed while a text was read; ask another fleet.")
-        return results[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,32 +178,24 @@ class ModelText:
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)
         return tuple(replace(token, text=decode((token.id,))) for token in tokens)
 
-    async def with_prompt_texts(self, told: tuple[PromptLogprobs, ...]) -> tuple[PromptLogprobs, ...]:
+    async def with_prompt_texts(self, told: ScoredPrompt | tuple[()]) -> ScoredPrompt | tuple[()]:
         """Return what is told of a prompt with texts as of `with_text`, each distinct token decoded once.
 
-        Long ones are written in a worker thread; a cancelled call returns at once.
+        Many are decoded in a worker thread; a cancelled call returns at once.
 
         Raises:
             FleetClosed: the fleet closed meanwhile.
         """
-        if (tokenizer := self.tokenizer) is None:
+        if not told or (tokenizer := self.tokenizer) is None:
             return told
 
-        def write() -> tuple[PromptLogprobs, ...]:
-            ids = {token.id for entry in told for token in entry.top_logprobs}
-            texts = {id: tokenizer.decode((id,), skip_special_tokens=False) for id in ids}
-            return tuple(
-                replace(
-                    entry,
-                    top_logprobs=tuple(replace(token, text=texts[token.id]) for token in entry.top_logprobs),
-                )
-                for entry in told
-            )
+        def write() -> ScoredPrompt:
+            texts = {id: tokenizer.decode((id,), skip_special_tokens=False) for id in told.top_ids()}
+            return told.with_texts(texts)
 
-        num_texts = sum(len(entry.top_logprobs) for entry in told)
-        if num_texts <= _MOST_TEXTS_ON_LOOP:
+        if told.num_top <= _MOST_TEXTS_ON_LOOP:
             return write()
-        return await self.threads.run(write, num_characters=num_texts)
+        return await self.threads.run(write, num_characters=told.num_top)
 
     async def _render(self, chat: Chat) -> str:
         if self.chat_template is None:

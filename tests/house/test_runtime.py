@@ -24,9 +24,10 @@ MAX_FLEET_LINES = 400
 # for measured times, the search for the fewest engines and traces with a process for each model, 10 for a
 # status of another type and outcomes whose text is the same each time, 20 for token ids that are too many, 30
 # for texts of a prompt's log-probabilities that are written in a thread, 10 for requests that take their
-# instances down as they decode.
+# instances down as they decode, 60 for the bound of log-probabilities of all prompts together and for chats
+# that are checked in a thread.
 # Raise it for what is added, never for how.
-MAX_LINES = 10_000
+MAX_LINES = 10_060
 MAX_CALLBACKS = 15
 
 RUNTIME, SIMULATION = PACKAGE / "runtime", PACKAGE / "simulation"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from hotswap.abc import Engine, WrapperEngine
 from hotswap.backends.sim import SimStore, sim_manifest
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch import TorchEngine
-from hotswap.errors import InvalidRequest
+from hotswap.errors import InvalidRequest, QueueFull
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 from tests.runtime import alphabet
-from tests.runtime.support import WEIGHT_BYTES, idle, sim_fleet
+from tests.runtime.support import WEIGHT_BYTES, Idle, idle, sim_fleet
 
 VOCABULARY = 500
 BEYOND: dict[str, Any] = {
@@ -44,6 +45,30 @@ async def test_log_probabilities_of_a_prompt_that_would_fill_memory_cost_no_swap
             with pytest.raises(InvalidRequest, match=f"prompt_logprobs of {count} .* ask for fewer"):
                 await fleet.generate("a", prompt, Sampling(prompt_logprobs=count))
         assert not fleet.swaps
+
+
+@virtual_time
+async def test_prompts_whose_log_probabilities_are_kept_together_are_bounded() -> None:
+    """Waiting requests count, too; another is taken once one has ended."""
+    manifest = sim_manifest("a", WEIGHT_BYTES, max_context_tokens=1 << 20)
+    prompt = (1,) * (1 << 19)
+    sampling = Sampling(prompt_logprobs=1)
+    async with (
+        sim_fleet("a", store=SimStore([manifest]), scheduler=Idle()) as fleet,
+        AsyncExitStack() as others,
+    ):
+        for _ in range(7):
+            await others.enter_async_context(fleet.stream("a", prompt, sampling))
+        async with fleet.stream("a", prompt, sampling):
+            with pytest.raises(QueueFull, match=r"1,048,576 .* 8,388,608 of the 8,388,608 .* once") as caught:
+                await fleet.generate("a", prompt, sampling)
+            with pytest.raises(QueueFull, match="prompt_logprobs of the request are 1 "):
+                await fleet.generate("a", prompt[:1], Sampling(prompt_logprobs=0))
+            assert caught.value.retry_after_s > 0
+            async with fleet.stream("a", prompt):  # a request for none of them is nothing to it
+                assert len(fleet.view().waiting) == 9
+        async with fleet.stream("a", prompt, sampling):
+            assert len(fleet.view().waiting) == 8
 
 
 @pytest.fixture

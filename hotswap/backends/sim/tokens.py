@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hotswap.backends.sim.sequence import Sequence
 from hotswap.errors import InvalidRequest, PromptTooLong
 from hotswap.model import ModelCard
-from hotswap.request import FinishReason, PromptLogprobs, Request, Token, TokenLogprob
+from hotswap.request import FinishReason, Request, ScoredPrompt, Token, TokenLogprob
 from hotswap.stream import TokenQueue
 
 __all__ = ["SimGeneration", "Streamed", "check_request", "expected_tokens"]
@@ -58,23 +58,25 @@ class SimGeneration:
     def logprobs(self, token: int) -> tuple[float | None, tuple[TokenLogprob, ...]]:
         """Return made-up log-probabilities, if the request asks for some: its token is the most probable."""
         count = self._request.sampling.logprobs
-        return (None, ()) if count is None else (_logprob(0), self._top(token, count))
+        if count is None:
+            return None, ()
+        ids = enumerate(self._top_ids(token, count))
+        return _logprob(0), tuple(TokenLogprob(id=id, logprob=_logprob(place)) for place, id in ids)
 
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+    def prompt_logprobs(self) -> ScoredPrompt | None:
         """Return the same of the prompt."""
         count = self._request.sampling.prompt_logprobs
         if count is None:
-            return ()
+            return None
         first, *rest = self._request.prompt
-        told = (
-            PromptLogprobs(id=token, logprob=_logprob(0), top_logprobs=self._top(token, count))
-            for token in rest
-        )
-        return PromptLogprobs(id=first), *told
+        scored = ScoredPrompt(first)
+        logprobs = [_logprob(place) for place in range(min(count, self._vocabulary))]
+        for token in rest:
+            scored.add(token, _logprob(0), self._top_ids(token, count), logprobs)
+        return scored
 
-    def _top(self, token: int, count: int) -> tuple[TokenLogprob, ...]:
-        ids = ((token + place) % self._vocabulary for place in range(min(count, self._vocabulary)))
-        return tuple(TokenLogprob(id=id, logprob=_logprob(place)) for place, id in enumerate(ids))
+    def _top_ids(self, token: int, count: int) -> list[int]:
+        return [(token + place) % self._vocabulary for place in range(min(count, self._vocabulary))]
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +95,7 @@ class Streamed(Sequence):
         token = self.generation.token(self.position)
         reason = self.generation.finish_reason(self.position, token)
         if not self.position:
-            self.tokens.prompt_logprobs = self.generation.prompt_logprobs()
+            self.tokens.prompt_logprobs = self.generation.prompt_logprobs() or ()
         logprob, top = self.generation.logprobs(token)
         self.tokens.put(
             Token(id=token, index=self.position, finish_reason=reason, logprob=logprob, top_logprobs=top)

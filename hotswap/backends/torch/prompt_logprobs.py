@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotswap.request import PromptLogprobs, TokenLogprob
+from hotswap.request import ScoredPrompt
 
 __all__ = ["PromptScores"]
 
@@ -22,21 +22,19 @@ class PromptScores:
     Args:
         prompt: The tokens.
         count: How many of the most probable tokens are told for each.
+
+    Attributes:
+        scored: Those that are computed, from the first token on.
     """
 
     def __init__(self, prompt: Sequence[int], count: int) -> None:
         self._prompt, self._count = prompt, count
-        self._entries = [PromptLogprobs(id=prompt[0])]
+        self.scored = ScoredPrompt(prompt[0])
 
     @property
     def num_scored(self) -> int:
         """How many tokens of the prompt have theirs, the first one included, which needs none."""
-        return len(self._entries)
-
-    @property
-    def entries(self) -> tuple[PromptLogprobs, ...]:
-        """Those that are computed, from the first token on."""
-        return tuple(self._entries)
+        return len(self.scored)
 
     def add(self, start: int, logits: Tensor) -> None:
         """Add the tokens that follow some rows of the prompt.
@@ -54,22 +52,13 @@ class PromptScores:
         for first in range(known, len(logits), _ROWS):
             rows = logits[first : first + _ROWS]
             tokens = self._prompt[self.num_scored : self.num_scored + len(rows)]
-            self._entries += _scored(rows, tokens, self._count)
+            _add(self.scored, rows, tokens, self._count)
 
 
-def _scored(logits: Tensor, tokens: Sequence[int], count: int) -> list[PromptLogprobs]:
-    """Return the log-probabilities of tokens, given the logits of the rows before them."""
+def _add(scored: ScoredPrompt, logits: Tensor, tokens: Sequence[int], count: int) -> None:
+    """Add the log-probabilities of tokens, given the logits of the rows before them."""
     logprobs = logits.float().log_softmax(-1)
     chosen: Any = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     top: Any = logprobs.topk(min(count, logprobs.shape[1]))
-    rows = zip(tokens, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
-    return [
-        PromptLogprobs(
-            id=token,
-            logprob=logprob,
-            top_logprobs=tuple(
-                TokenLogprob(id=id, logprob=value) for id, value in zip(ids, values, strict=True)
-            ),
-        )
-        for token, logprob, ids, values in rows
-    ]
+    for row in zip(tokens, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True):
+        scored.add(*row)

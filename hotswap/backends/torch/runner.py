@@ -18,7 +18,7 @@ from hotswap.backends.torch.forward import Forward, Work
 from hotswap.backends.torch.masks import Masks, MaskThread
 from hotswap.backends.torch.sampling import Choice, sample
 from hotswap.errors import HotswapError, InstanceError
-from hotswap.request import FinishReason, PromptLogprobs, TokenLogprob
+from hotswap.request import FinishReason, ScoredPrompt, TokenLogprob
 
 __all__ = ["Report", "Runner", "Sampled"]
 
@@ -53,7 +53,7 @@ class Sampled:
     num_reused: int = 0
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_logprobs: ScoredPrompt | None = None
     error: HotswapError | None = None
 
     @property
@@ -283,7 +283,7 @@ class Runner:
             sequence.num_reused or 0,
             choice.logprob,
             choice.top_logprobs,
-            () if scores is None else scores.entries,
+            None if scores is None else scores.scored,
             choice.error,
         )
         if sampled.is_last:

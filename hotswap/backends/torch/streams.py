@@ -82,7 +82,7 @@ class Streams:
                 continue
             if sampled.error is None:
                 tokens.num_reused_tokens = sampled.num_reused
-                if sampled.prompt_logprobs:
+                if sampled.prompt_logprobs is not None:
                     tokens.prompt_logprobs = sampled.prompt_logprobs
                 tokens.put(
                     Token(

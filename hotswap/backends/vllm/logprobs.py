@@ -8,7 +8,7 @@ from typing import Any
 
 from hotswap.backends.vllm.inside.sampling import NOTHING_LEFT
 from hotswap.errors import HotswapError, InstanceError, InvalidRequest
-from hotswap.request import PromptLogprobs, Request, TokenLogprob
+from hotswap.request import Request, ScoredPrompt, TokenLogprob
 
 __all__ = ["error_in", "of_prompt", "of_token"]
 
@@ -40,22 +40,28 @@ def of_token(
 ) -> tuple[float | None, tuple[TokenLogprob, ...]]:
     """Return the log-probability of a token and those of the most probable ones, if they were asked for."""
     count = request.sampling.logprobs
-    return (None, ()) if count is None else (told[token].logprob, _top(told, count))
+    if count is None:
+        return None, ()
+    top = (TokenLogprob(id=id, logprob=logprob) for _, id, logprob in _ranked(told, count))
+    return told[token].logprob, tuple(top)
 
 
-def of_prompt(request: Request, told: Sequence[Mapping[int, Any]]) -> tuple[PromptLogprobs, ...]:
-    """Return the log-probabilities of a prompt; nothing if vLLM tells none."""
+def of_prompt(request: Request, told: Sequence[Mapping[int, Any]]) -> ScoredPrompt | None:
+    """Return the log-probabilities of a prompt; `None` if vLLM tells none."""
     count = request.sampling.prompt_logprobs
     if count is None or not told:
-        return ()
+        return None
     first, *rest = request.prompt
-    return PromptLogprobs(id=first), *(
-        PromptLogprobs(id=token, logprob=entry[token].logprob, top_logprobs=_top(entry, count))
-        for token, entry in zip(rest, told[1:], strict=True)
-    )
+    scored = ScoredPrompt(first)
+    for token, entry in zip(rest, told[1:], strict=True):
+        ranked = _ranked(entry, count)
+        scored.add(token, entry[token].logprob, [top[1] for top in ranked], [top[2] for top in ranked])
+    return scored
 
 
-def _top(told: Mapping[int, Any], count: int) -> tuple[TokenLogprob, ...]:
-    """The most probable tokens: vLLM tells of the token, too, whose rank is larger if it is none of them."""
-    ranked = sorted((entry.rank, id, entry.logprob) for id, entry in told.items() if entry.rank <= count)
-    return tuple(TokenLogprob(id=id, logprob=logprob) for _, id, logprob in ranked)
+def _ranked(told: Mapping[int, Any], count: int) -> list[tuple[int, int, float]]:
+    """The ranks, ids and log-probabilities of the most probable tokens, most probable first.
+
+    vLLM tells of the token, too, whose rank is larger if it is none of them.
+    """
+    return sorted((entry.rank, id, entry.logprob) for id, entry in told.items() if entry.rank <= count)

@@ -16,8 +16,12 @@ from hotswap.backends.vllm.logprobs import error_in, of_prompt, of_token
 from hotswap.errors import InstanceError, InvalidRequest
 from hotswap.request import Request, RequestId, Token
 from hotswap.stream import TokenQueue
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["Stream", "Streams"]
+
+# The log-probabilities of so many tokens of a prompt are read in a millisecond.
+_FEW_TOKENS = 100
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +93,8 @@ class Stream:
             while not finished:
                 output = inside.get_nowait() or await inside.get()
                 finished = output.finished or self._left
+                if not self.begun:
+                    await self._note_prompt(output)
                 self._pass_on(output)
         finally:
             self._inside = None
@@ -99,12 +105,19 @@ class Stream:
         if self._inside is not None:
             await core.llm.abort(self._inside.request_id, internal=True)
 
+    async def _note_prompt(self, output: Any) -> None:
+        """Keep what the core tells of the prompt; of a long one it is read in a worker thread."""
+        told: list[dict[int, Any]] = output.prompt_logprobs or []
+        if len(told) <= _FEW_TOKENS:
+            scored = of_prompt(self.request, told)
+        else:
+            scored = await run_in_thread(of_prompt, self.request, told, abandon_on_cancel=True)
+        self.tokens.num_reused_tokens = int(output.num_cached_tokens or 0)
+        self.tokens.prompt_logprobs = scored or ()
+
     def _pass_on(self, output: Any) -> None:
         completion = output.outputs[0]
         reason = completion.finish_reason if output.finished else None
-        if not self.begun:
-            self.tokens.num_reused_tokens = int(output.num_cached_tokens or 0)
-            self.tokens.prompt_logprobs = of_prompt(self.request, output.prompt_logprobs or ())
         ids: list[int] = [int(id) for id in completion.token_ids]
         for place, id in enumerate(ids):
             ended = reason if place == len(ids) - 1 and reason in ("stop", "length") else None

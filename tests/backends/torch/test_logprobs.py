@@ -79,7 +79,7 @@ async def test_logprobs_equal_those_of_transformers_on_devices_that_gather_block
 
 # ---------------------------------------------------------------------- several engines
 
-Told = tuple[tuple[PromptLogprobs, ...], tuple[Token, ...]]
+Told = tuple[Sequence[PromptLogprobs], tuple[Token, ...]]
 
 LONG = [2 + 11 * at % 500 for at in range(6 * MAX_SCORED_ROWS)]
 
@@ -192,7 +192,7 @@ async def test_a_prompt_that_is_cached_is_told_as_if_it_were_not() -> None:
     card = store.add("a", make_model("llama"))
     async with TorchEngine("e0", kv_tokens=2048, threads=1) as engine:
         await engine.load(card, store)
-        told: list[tuple[PromptLogprobs, ...]] = []
+        told: list[Sequence[PromptLogprobs]] = []
         reused: list[int] = []
         for asked in (ASKED, ASKED, Sampling(max_tokens=1)):
             request = Request(id=RequestId("r"), model=ModelId("a"), prompt=tuple(LONG), sampling=asked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -268,7 +268,7 @@ def test_log_probabilities_of_a_prompt_are_the_models(world: World, length: int)
                 assert ids_of(await stream.collect()) == ids_of(tokens)[1:]
                 assert stream.prompt_logprobs == (), "they were told before"
 
-    def assert_model(entries: tuple[PromptLogprobs, ...]) -> None:
+    def assert_model(entries: Sequence[PromptLogprobs]) -> None:
         assert [entry.id for entry in entries] == list(prompt)
         assert entries[0] == PromptLogprobs(id=prompt[0])
         for place, entry in enumerate(entries[1:]):
