@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NoReturn, TypeAlias, cast
 
 from hotswap.checks import shown
 from hotswap.errors import InvalidRequest
 
-__all__ = ["Chat"]
+__all__ = ["Chat", "is_large"]
 
 _MAX_CHARACTERS = 8 << 20
 _MAX_VALUES = 1 << 16
 _MAX_DEPTH = 64
+# So many are checked in a few milliseconds.
+_FEW_VALUES, _FEW_CHARACTERS = 1_000, 1_000_000
 _MAX_INT_BITS = 1024
 _MAX_ROLE_CHARACTERS = 64
 # What a template is given by names of their own, and what transformers takes by them.
@@ -131,6 +134,23 @@ class Chat:
         return f"<Chat [{len(self.messages)} messages{tools}]>"
 
 
+def is_large(*values: object) -> bool:
+    """Whether to check and copy values of a chat may take over a few milliseconds."""
+    found, at, num_characters = [*values], 0, 0
+    while at < len(found) <= _FEW_VALUES and num_characters <= _FEW_CHARACTERS:
+        value = found[at]
+        at += 1
+        if isinstance(value, str):
+            num_characters += len(value)
+        elif isinstance(value, dict):
+            found += islice(cast("dict[object, object]", value).values(), _FEW_VALUES)
+        elif isinstance(value, _LISTS):
+            found += cast("Sequence[object]", value)[:_FEW_VALUES]
+        elif isinstance(value, Mapping):
+            return True
+    return len(found) > _FEW_VALUES or num_characters > _FEW_CHARACTERS
+
+
 class _Copier:
     """Copies values of JSON, and bounds what all of them have together."""
 
@@ -205,73 +225,75 @@ def _name(path: _Path) -> str:
 
 
 def _messages(messages: Iterator[_Object]) -> tuple[_Object, ...]:
-    checked = tuple(_message(f"messages[{at}]", message) for at, message in enumerate(messages))
+    checked = tuple(_message(("messages", at), message) for at, message in enumerate(messages))
     if not checked:
         raise InvalidRequest("messages is empty; give at least one message.")
     return checked
 
 
-def _message(name: str, message: _Object) -> _Object:
+def _message(path: _Path, message: _Object) -> _Object:
     # As `apply_chat_template` has it: many templates ask whether a field is there, not whether it is None.
-    message = _Object({key: value for key, value in message.items() if value is not None})
+    if None in message.values():
+        message = _Object({key: value for key, value in message.items() if value is not None})
     role = message.get("role")
     if not isinstance(role, str) or not 0 < len(role) <= _MAX_ROLE_CHARACTERS:
         raise InvalidRequest(
-            f"{name}.role is {shown(role)}; give a string, like 'user', of at most {_MAX_ROLE_CHARACTERS} "
-            "characters."
+            f"{_name(path)}.role is {shown(role)}; give a string, like 'user', of at most "
+            f"{_MAX_ROLE_CHARACTERS} characters."
         )
     if "content" in message:
-        _check_content(f"{name}.content", message["content"])
+        _check_content((path, "content"), message["content"])
     elif len(message) == 1:
-        raise InvalidRequest(f"{name}.content is missing; give a string, or a list of text parts.")
+        raise InvalidRequest(f"{_name(path)}.content is missing; give a string, or a list of text parts.")
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key, ""), str):
-            raise InvalidRequest(f"{name}.{key} is {shown(message[key])}; give a string.")
-    _check_calls(f"{name}.tool_calls", message.get("tool_calls", []))
+            raise InvalidRequest(f"{_name(path)}.{key} is {shown(message[key])}; give a string.")
+    if "tool_calls" in message:
+        _check_calls((path, "tool_calls"), message["tool_calls"])
     return message
 
 
-def _check_content(name: str, content: object) -> None:
+def _check_content(path: _Path, content: object) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise InvalidRequest(f"{name} is {shown(content)}; give a string, or a list of text parts.")
+        raise InvalidRequest(f"{_name(path)} is {shown(content)}; give a string, or a list of text parts.")
     for at, part in enumerate(cast("list[object]", content)):
         fields = part if isinstance(part, _Object) else _Object()
         if fields.get("type") != "text":
             kind = fields.get("type", part)
             raise InvalidRequest(
-                f"{name}[{at}] is {shown(kind)}, and models are given text alone; give "
+                f"{_name((path, at))} is {shown(kind)}, and models are given text alone; give "
                 '{"type": "text", "text": ...}.'
             )
         if not isinstance(fields.get("text"), str):
-            raise InvalidRequest(f"{name}[{at}].text is {shown(fields.get('text'))}; give a string.")
+            raise InvalidRequest(f"{_name((path, at))}.text is {shown(fields.get('text'))}; give a string.")
 
 
-def _check_calls(name: str, calls: object) -> None:
+def _check_calls(path: _Path, calls: object) -> None:
     if not isinstance(calls, list):
-        raise InvalidRequest(f"{name} is {shown(calls)}; give a list of objects.")
+        raise InvalidRequest(f"{_name(path)} is {shown(calls)}; give a list of objects.")
     for at, call in enumerate(cast("list[object]", calls)):
-        _check_function(f"{name}[{at}]", call)
+        _check_function((path, at), call)
 
 
 def _tools(tools: Iterator[_Object]) -> tuple[_Object, ...]:
     checked = tuple(tools)
     for at, tool in enumerate(checked):
-        _check_function(f"tools[{at}]", tool)
+        _check_function(("tools", at), tool)
     return checked
 
 
-def _check_function(name: str, value: object) -> None:
+def _check_function(path: _Path, value: object) -> None:
     """Check a function, or a call of one: an object which has it as `function`, or is it."""
     if not isinstance(value, _Object):
-        raise InvalidRequest(f"{name} is {shown(value)}; give an object.")
+        raise InvalidRequest(f"{_name(path)} is {shown(value)}; give an object.")
     function = value.get("function", value)
     if not isinstance(function, _Object):
-        raise InvalidRequest(f"{name}.function is {shown(function)}; give an object.")
+        raise InvalidRequest(f"{_name(path)}.function is {shown(function)}; give an object.")
     called = function.get("name")
     if called is not None and not isinstance(called, str):
-        raise InvalidRequest(f"The name of the function of {name} is {shown(called)}; give a string.")
+        raise InvalidRequest(f"The name of the function of {_name(path)} is {shown(called)}; give a string.")
 
 
 def _flag(name: str, value: object) -> bool:

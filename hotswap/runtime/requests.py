@@ -154,8 +154,11 @@ class Requests:
 
         Arguments and errors are those of `Chat` and `samples`; with `continue_final_message` the answer is
         what comes after the last message. `stream(model, Chat(messages))` gives tokens.
+
+        A conversation of thousands of values, or a million characters, is checked and copied in a worker
+        thread, while streams go on; change it only after the call.
         """
-        chat = Chat(
+        chat = await self._core.texts.chat(
             messages,
             tools=tools,
             documents=documents,

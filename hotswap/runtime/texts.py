@@ -9,7 +9,7 @@ from typing import Any
 
 from anyio import Lock
 
-from hotswap.chat import Chat
+from hotswap.chat import Chat, is_large
 from hotswap.checks import check_no_messages, check_unicode, to_token_ids
 from hotswap.engine import Engine, SupportsGrammars
 from hotswap.errors import HotswapError, InvalidRequest, PromptTooLong, UnsupportedAdapter
@@ -259,6 +259,17 @@ class Texts:
         # Of an adapter the version that was read last: requests keep what they began with.
         self._adapters: dict[tuple[str, str], tuple[AdapterId, ModelText | UnsupportedAdapter]] = {}
         self._reading = Lock()
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Chat:
+        """Return a conversation of these fields of `Chat`, checked and copied in a thread if it is large.
+
+        Its errors are those of `Chat`. A cancelled call returns at once.
+
+        Raises:
+            FleetClosed: the fleet is not open, or closed meanwhile.
+        """
+        make = partial(Chat, messages, **fields)
+        return await self._threads.run(make, num_characters=0) if is_large(messages, fields) else make()
 
     def use(self, model: ModelId, tokenizer: Tokenizer | None, settings: TextSettings | None = None) -> None:
         """Read and write texts of a model by these from now on."""

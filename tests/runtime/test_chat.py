@@ -64,6 +64,41 @@ async def prompt(fleet: Fleet, model: str, **options: Any) -> str:
         return Letters().decode(stream.request.prompt)
 
 
+class Noting(dict[str, Any]):
+    """A message that notes in which thread its fields are read."""
+
+    threads: set[int]
+
+    def items(self) -> Any:
+        self.threads.add(threading.get_ident())
+        return super().items()
+
+
+@pytest.mark.parametrize(
+    ("number", "fields", "on_loop"),
+    [
+        (10, {"content": "hi"}, True),
+        (2_000, {"content": "hi"}, False),
+        (1, {"content": [{"type": "text", "text": "hi"}] * 2_000}, False),
+        (1, {"content": "x" * 2_000_000}, False),
+    ],
+    ids=["few", "messages", "parts", "characters"],
+)
+async def test_a_large_chat_is_checked_and_copied_off_the_loop(
+    number: int, fields: dict[str, Any], on_loop: bool
+) -> None:
+    messages = [Noting(role="user", **fields) for _ in range(number)]
+    for message in messages:
+        message.threads = set()
+    async with serving() as fleet:
+        with pytest.raises(InvalidRequest, match=rf"messages\[{number}\]\.role is 3"):
+            await fleet.chat("a", [*messages, {"role": 3, "content": "hi"}])
+        idle(fleet)
+    read_in = set[int]().union(*(message.threads for message in messages))
+    assert (read_in == {threading.get_ident()}) == on_loop
+    assert (threading.get_ident() in read_in) == on_loop
+
+
 @virtual_time
 async def test_a_chat_is_written_by_the_template_and_gets_no_other_tokens() -> None:
     async with serving() as fleet:
