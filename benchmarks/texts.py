@@ -4,9 +4,9 @@
 
 A fleet with one `TorchEngine` decodes 16 streams of a random Llama (hidden 256, 4 layers, 128,256 tokens, a
 context of 131,072). Beside them four clients at a time send texts of 2 MB, some 450,000 tokens: as prompts
-of which the last 1,024 tokens are kept (`truncated`), as messages of a chat, likewise (`chat`), as prompts
-that turn out to be too long (`too_long`), and, of 32 MB, as prompts that are refused before they are encoded
-(`refused`); `quiet` is without texts. A task that sleeps for a millisecond in a loop notes how long it took
+of which the last 1,024 tokens are kept (`truncated`), as the message of a chat, likewise (`chat`), in 20,000
+messages of a chat (`messages`), and as prompts that turn out to be too long (`too_long`); `quiet` is without
+texts. A task that sleeps for a millisecond in a loop notes how long it took
 from one turn to the next: `gap_s` is the longest of each round. `busy_s` is the same in processor time of the
 loop's thread: what the loop itself does, without waits for processors and for the interpreter's lock, which
 other programs on the machine make longer. The answers of texts have one token.
@@ -35,9 +35,10 @@ from hotswap.errors import PromptTooLong
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 
 STREAMS, CLIENTS, CHARACTERS, CONTEXT, KEPT = 16, 4, 2_000_000, 131_072, 1024
+MESSAGES = 20_000
 LIMIT_S = 0.05
 QUIET = "quiet"
-KINDS = (QUIET, "truncated", "chat", "too_long", "refused")
+KINDS = (QUIET, "truncated", "chat", "messages", "too_long")
 TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message.role + '|>' + message.content | trim + '\\n' }}"
@@ -101,6 +102,7 @@ async def measure(repeats: int) -> dict[str, Any]:
             "streams": STREAMS,
             "clients": CLIENTS,
             "characters": CHARACTERS,
+            "messages": MESSAGES,
             "context": CONTEXT,
             "repeats": repeats,
         },
@@ -154,11 +156,15 @@ def _write_model(directory: Path) -> int:
 def _senders(fleet: Fleet, text: str) -> dict[str, Callable[[], Awaitable[object]]]:
     """Return what a client does, by kind."""
     kept = Sampling(max_tokens=1, truncate_prompt_tokens=KEPT)
-    huge = text * 16
+    size = len(text) // MESSAGES
+    messages = [
+        {"role": "user" if at % 2 == 0 else "assistant", "content": text[at * size : (at + 1) * size]}
+        for at in range(MESSAGES)
+    ]
 
-    async def refused(prompt: str) -> None:
+    async def too_long() -> None:
         try:
-            await fleet.generate("m", prompt, Sampling(max_tokens=1))
+            await fleet.generate("m", text, Sampling(max_tokens=1))
         except PromptTooLong:
             return
         raise AssertionError("a prompt longer than the context was served")
@@ -167,8 +173,8 @@ def _senders(fleet: Fleet, text: str) -> dict[str, Callable[[], Awaitable[object
         QUIET: lambda: anyio.sleep(2.0),
         "truncated": lambda: fleet.generate("m", text, kept),
         "chat": lambda: fleet.chat("m", [{"role": "user", "content": text}], kept),
-        "too_long": lambda: refused(text),
-        "refused": lambda: refused(huge),
+        "messages": lambda: fleet.chat("m", messages, kept),
+        "too_long": too_long,
     }
 
 
