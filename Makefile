@@ -30,12 +30,13 @@ comma := ,
 READY := .venv/.ready-$(subst /,_,$(CONSTRAINTS))-$(subst $(comma),_,$(EXTRAS))
 BENCH := .cache/bench-env
 VLLM := .cache/vllm-env
+SOURCES := .cache/vllm-sources
 PYTEST := $(BIN)/python -m pytest
 
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test vllm-test gpu-test bench bench-env vllm-env check check-style check-mypy check-pyright public-types format wheel clean
+.PHONY: help venv demo test vllm-test gpu-test bench bench-env vllm-env vllm-sources check check-style check-mypy check-pyright public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -51,7 +52,7 @@ test: $(READY)  ## run every test that needs no GPU
 	@$(if $(ARGS)$(filter vllm,$(WITHOUT)),echo "The tests over vLLM are left out.",$(MAKE) --no-print-directory vllm-test)
 
 # One thread, so that cores may be forked; what vLLM itself is warned of is not ours.
-vllm-test: $(VLLM)/.ready  ## run the tests of the vLLM backend, over the real vLLM for CPUs
+vllm-test: $(VLLM)/.ready vllm-sources  ## run the tests of the vLLM backend, over the real vLLM for CPUs
 	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "not gpu" -o filterwarnings=default \
 	    -n 2 --dist=loadfile tests/backends/vllm $(ARGS)
 
@@ -65,6 +66,11 @@ bench: $(READY) bench-env  ## run the benchmarks, each printing a ratio beside a
 bench-env: $(BENCH)/.ready  ## install the loaders that the benchmarks compare with
 
 vllm-env: $(VLLM)/.ready  ## install vLLM for CPUs, for its tests and for `benchmarks engine`; over a gigabyte
+
+# Less than 20 MB of a wheel of hundreds. Without them, one file of the tests over vLLM has less to look at.
+vllm-sources: constraints/vllm-sources.txt | $(READY)  ## fetch the Python files of the newest vLLM, to look for what hotswap relies on
+	@cmp --quiet $< $(SOURCES)/.of || { $(BIN)/python -m tests.backends.vllm.fetch_sources $< $(SOURCES) && cp $< $(SOURCES)/.of; } \
+	    || echo "The sources of the newest vLLM could not be fetched; its names are not checked." >&2
 
 # Two at a time, since each of the type checkers keeps one core busy.
 check: $(READY)  ## format, lint, types and layers

@@ -106,13 +106,15 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vllm.sampling_params:StructuredOutputsParams": ("json", "regex", "grammar"),
         "vllm.config:KVTransferConfig": ("kv_connector", "kv_connector_module_path", "kv_role"),
         _LORA: ("lora_name", "lora_int_id", "lora_path"),
-        "vllm.v1.metrics.loggers:StatLoggerBase.record": (
+        "vllm.v1.metrics.loggers:PrometheusStatLogger": ("vllm_config", "engine_indexes"),
+        "vllm.v1.metrics.loggers:PrometheusStatLogger.record": (
             "scheduler_stats",
             "iteration_stats",
             "mm_cache_stats",
             "engine_idx",
         ),
         "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
+        "vllm.platforms:current_platform": (),
         # In the processes of the core.
         "vllm.model_executor.model_loader:register_model_loader": ("load_format",),
         "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER": (),
@@ -163,6 +165,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         f"{_CONNECTOR}:SupportsHMA.request_finished_all_groups": ("request", "block_ids"),
         f"{_CONNECTOR}:KVConnectorMetadata": (),
         "vllm.distributed.kv_transfer:get_kv_transfer_group": (),
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.create_connector": (),
         "vllm.v1.structured_output:StructuredOutputManager._create_grammar": ("request",),
         f"{_GUIDANCE}:GuidanceBackend": ("vllm_config", "tokenizer", "vocab_size"),
         f"{_GUIDANCE}:GuidanceGrammar": ("ll_matcher", "ll_tokenizer", "vocab_size"),

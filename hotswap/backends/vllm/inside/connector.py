@@ -59,8 +59,6 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
         pages: The KV blocks of a worker; `None` where a cache is not made of blocks.
     """
 
-    supports_sleep_mode = True
-
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # pyright: ignore[reportUnknownMemberType]
         self.held: dict[str, Held] = {}
@@ -70,6 +68,11 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
         self._arriving: dict[str, Held] = {}
         self._resumed: dict[str, Any] = {}
         self._pairs: list[tuple[int, int]] = []
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Whether a core that has it may sleep; vLLM asks since 0.33. The caches wake up where they were."""
+        return True
 
     @property
     def requires_kv_delivery(self) -> bool:
