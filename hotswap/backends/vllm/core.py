@@ -325,7 +325,7 @@ def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Path]:
         os.environ[worker.OWNER] = str(os.getpid())
         try:
             return named("vllm.v1.engine.async_llm:AsyncLLM").from_vllm_config(
-                config, stat_loggers=[stats.logger]
+                config, stat_loggers=[stats.logger_class()]
             ), directory
         finally:
             _making.clear()

@@ -33,15 +33,19 @@ class Stats:
     num_steps: int = 0
     notifier: StatusNotifier = field(default_factory=StatusNotifier)
 
-    def logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
-        """Return the stat logger that vLLM calls after each step."""
-        base: Any = named("vllm.v1.metrics.loggers:StatLoggerBase")
+    def logger_class(self) -> Any:
+        """Return a class of stat loggers, of which vLLM makes one and calls it after each step.
+
+        It stands in for the logger that vLLM makes otherwise, beside any of another kind: that takes the
+        metrics of all other engines out of the process's registry, and an error in it ends vLLM's client.
+        """
+        base: Any = named("vllm.v1.metrics.loggers:PrometheusStatLogger")
         stats = self
 
         class Logger(base):  # type: ignore[misc]  # vLLM is untyped here
-            """Passes reports to `Stats`."""
+            """Passes reports to `Stats`, and registers no metrics."""
 
-            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
                 """Keep nothing of the arguments."""
 
             def record(
@@ -54,10 +58,19 @@ class Stats:
             ) -> None:
                 stats.note(scheduler_stats, iteration_stats)
 
+            def record_admission_rejection(self, reason: str) -> None:
+                """Do nothing: hotswap admits requests itself."""
+
+            def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+                """Do nothing: hotswap knows which cores sleep."""
+
+            def log_metrics_info(self, type: str, config_obj: Any) -> None:
+                """Register nothing."""
+
             def log_engine_initialized(self) -> None:
                 """Log nothing."""
 
-        return Logger(vllm_config, engine_index)
+        return Logger
 
     def note(self, scheduler: Any, iteration: Any) -> None:
         """Note the report of a step."""

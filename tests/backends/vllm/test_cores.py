@@ -283,6 +283,21 @@ async def test_a_client_of_a_core_that_fails_loses_the_engine() -> None:
         assert len(await generate(engine, ask())) == 8
 
 
+async def test_metrics_of_other_engines_stay_in_the_registry() -> None:
+    """vLLM's own logger, made for each engine, takes out all whose names begin as its own do."""
+    store, prometheus = make_store(), importlib.import_module("prometheus_client")
+    registry = prometheus.REGISTRY
+    mine = prometheus.Counter("vllm:mine", "Of another engine.")
+    before = set(registry._collector_to_names)
+    try:
+        async with make_engine() as engine:
+            await engine.load(store.card("a"), store)
+            assert len(await generate(engine, ask())) == 8
+            assert set(registry._collector_to_names) == before
+    finally:
+        registry.unregister(mine)
+
+
 async def test_a_core_starts_where_a_torch_engine_has_computed() -> None:
     """Its kernels are compiled by numba, in one of whose modules vLLM would end a core that starts."""
     store = make_store()
