@@ -71,16 +71,30 @@ class Channel(AsyncContextManagerMixin, ABC):
         """
 
     @abstractmethod
-    async def receive(self) -> Frame:
+    async def receive(
+        self, *, max_message_bytes: int | None = None, max_payload_bytes: int | None = None
+    ) -> Frame:
         """Return the next frame, which ends the loan of the last payload. A cancelled call loses no frame.
 
+        Args:
+            max_message_bytes: The longest message of this frame; `None` for the link's. A longer one breaks
+                the link, before memory is taken for it.
+            max_payload_bytes: The longest payload, likewise.
+
         Raises:
-            MigrationAborted: the link is broken.
+            MigrationAborted: the link is broken, by this frame perhaps.
         """
 
     @abstractmethod
     async def aclose(self) -> None:
         """Break the link and release its resources, at once and even if cancelled; may be called again."""
+
+    def limits(self, max_message_bytes: int | None, max_payload_bytes: int | None) -> tuple[int, int]:
+        """Return the limits of a frame to be received, by the arguments of `receive`."""
+        return (
+            self.max_message_bytes if max_message_bytes is None else max_message_bytes,
+            self.max_payload_bytes if max_payload_bytes is None else max_payload_bytes,
+        )
 
     def fitting(self, message: bytes, payload: memoryview | None) -> memoryview:
         """Return the bytes of a payload; raise `MigrationAborted` for a frame that is too large."""

@@ -17,7 +17,7 @@ from hotswap.backends.stores.crc import crc32
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.transport import Frame
 
-__all__ = ["PIECE_BYTES", "FrameReader", "frame_pieces"]
+__all__ = ["PIECE_BYTES", "FrameReader", "check_lengths", "frame_pieces"]
 
 _MAGIC = b"HSKV"
 _VERSION = 1
@@ -44,6 +44,19 @@ def frame_pieces(message: bytes, payload: memoryview) -> Iterator[bytes]:
     yield _SUM.pack(checksum)
 
 
+def check_lengths(lengths: tuple[int, int], limits: tuple[int, int]) -> None:
+    """Refuse a frame by the lengths of its message and its payload.
+
+    Raises:
+        ProtocolError: one is over its limit.
+    """
+    if lengths[0] > limits[0] or lengths[1] > limits[1]:
+        raise ProtocolError(
+            f"a frame of {lengths[0]:,} and {lengths[1]:,} bytes was received; the limits are "
+            f"{limits[0]:,} and {limits[1]:,}"
+        )
+
+
 class FrameReader:
     """Parses frames from bytes; the payload of a frame is valid until the next frame.
 
@@ -53,11 +66,20 @@ class FrameReader:
     """
 
     def __init__(self, max_message_bytes: int, max_payload_bytes: int) -> None:
-        self._max_message_bytes, self._max_payload_bytes = max_message_bytes, max_payload_bytes
+        self._limits = max_message_bytes, max_payload_bytes
         self._memory = memoryview(bytearray())
         self._parts: Generator[memoryview, None, Frame]
         self._room: memoryview
         self._begin()
+
+    def limit(self, max_message_bytes: int, max_payload_bytes: int) -> None:
+        """Set the limits of the next frame, of which a part may have been consumed.
+
+        Raises:
+            ProtocolError: its lengths are known and over them; the reader cannot be used further.
+        """
+        self._limits = max_message_bytes, max_payload_bytes
+        check_lengths(self._lengths, self._limits)
 
     def take(self, data: memoryview) -> tuple[int, Frame | None]:
         """Consume bytes up to the end of a frame; return their number, and the frame if it is complete.
@@ -82,6 +104,7 @@ class FrameReader:
 
     def _begin(self) -> None:
         self.has_begun = False  # whether a part of a frame was consumed
+        self._lengths = 0, 0  # of its message and its payload, once the header was consumed
         self._parts = self._read()
         self._room = next(self._parts)
 
@@ -89,7 +112,8 @@ class FrameReader:
         """Yield the memory to fill next, until the frame is complete."""
         header = bytearray(_HEADER.size + _SUM.size)
         yield memoryview(header)
-        message_bytes, payload_bytes = self._lengths(bytes(header))
+        self._lengths = message_bytes, payload_bytes = _lengths_in(bytes(header))
+        check_lengths(self._lengths, self._limits)
         message = bytearray(message_bytes)
         yield memoryview(message)
         checksum = crc32(message, 0)
@@ -104,21 +128,6 @@ class FrameReader:
             raise ProtocolError("the checksum of a frame does not match its bytes")
         return Frame(bytes(message), payload)
 
-    def _lengths(self, header: bytes) -> tuple[int, int]:
-        magic, version, message_bytes, payload_bytes = _HEADER.unpack_from(header)
-        if magic != _MAGIC:
-            raise ProtocolError(f"{header[:4]!r} was received in the place of a frame")
-        if _SUM.unpack_from(header, _HEADER.size) != (crc32(header[: _HEADER.size], 0),):
-            raise ProtocolError("the header of a frame is damaged")
-        if version != _VERSION:
-            raise ProtocolError(f"the other end speaks version {version}, this one {_VERSION}")
-        if message_bytes > self._max_message_bytes or payload_bytes > self._max_payload_bytes:
-            raise ProtocolError(
-                f"a frame of {message_bytes:,} and {payload_bytes:,} bytes was received; the limits are "
-                f"{self._max_message_bytes:,} and {self._max_payload_bytes:,}"
-            )
-        return message_bytes, payload_bytes
-
     def _memory_for(self, size_bytes: int) -> memoryview:
         if len(self._memory) < size_bytes:
             try:
@@ -126,3 +135,14 @@ class FrameReader:
             except MemoryError as exc:
                 raise ProtocolError(str(exc)) from exc
         return self._memory[:size_bytes]
+
+
+def _lengths_in(header: bytes) -> tuple[int, int]:
+    magic, version, message_bytes, payload_bytes = _HEADER.unpack_from(header)
+    if magic != _MAGIC:
+        raise ProtocolError(f"{header[:4]!r} was received in the place of a frame")
+    if _SUM.unpack_from(header, _HEADER.size) != (crc32(header[: _HEADER.size], 0),):
+        raise ProtocolError("the header of a frame is damaged")
+    if version != _VERSION:
+        raise ProtocolError(f"the other end speaks version {version}, this one {_VERSION}")
+    return message_bytes, payload_bytes

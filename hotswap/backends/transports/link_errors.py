@@ -6,7 +6,9 @@ import anyio
 
 from hotswap.errors import MigrationAborted
 
-__all__ = ["ProtocolError", "link_broken", "reason_for"]
+__all__ = ["ENDED", "ProtocolError", "link_broken", "reason_for"]
+
+ENDED = "the other end has closed it, or its process has ended"
 
 
 class ProtocolError(Exception):
@@ -25,12 +27,12 @@ def reason_for(error: BaseException) -> str | None:
     """Return why an error of a socket breaks a link; `None` for an error that does not."""
     match error:
         case anyio.EndOfStream():
-            return "the other end has closed it, or its process has ended"
+            return ENDED
         case anyio.ClosedResourceError():
             return "this end was closed"
         case anyio.BrokenResourceError():
             cause = error.__cause__
-            return "the other end has closed it, or its process has ended" + (f" ({cause})" if cause else "")
+            return ENDED + (f" ({cause})" if cause else "")
         case TimeoutError():
             return "the other end stalled"
         case OSError():

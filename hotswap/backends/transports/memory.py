@@ -12,7 +12,8 @@ from anyio.lowlevel import checkpoint
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from hotswap.backends.memory import aligned_buffer, copy_in_turns
-from hotswap.backends.transports.link_errors import link_broken
+from hotswap.backends.transports.frames import check_lengths
+from hotswap.backends.transports.link_errors import ProtocolError, link_broken
 from hotswap.backends.transports.stream import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 from hotswap.transport import Channel, Frame
 
@@ -56,12 +57,20 @@ class MemoryChannel(Channel):
             except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                 raise self._broken() from None
 
-    async def receive(self) -> Frame:
+    async def receive(
+        self, *, max_message_bytes: int | None = None, max_payload_bytes: int | None = None
+    ) -> Frame:
+        limits = self.limits(max_message_bytes, max_payload_bytes)
         with self._receiving:
             try:
-                return await self._in.receive()
+                frame = await self._in.receive()
+                check_lengths((len(frame.message), len(frame.payload)), limits)
             except (anyio.ClosedResourceError, anyio.EndOfStream):
                 raise self._broken() from None
+            except ProtocolError as exc:
+                await self.aclose()
+                raise link_broken(str(exc)) from exc
+            return frame
 
     async def aclose(self) -> None:
         self._closed = True

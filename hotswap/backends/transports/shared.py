@@ -25,6 +25,7 @@ from anyio.abc import ByteStream, TaskStatus
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import copy_in_turns
+from hotswap.backends.transports.frames import check_lengths
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken, reason_for
 from hotswap.backends.transports.pages import SharedPages
 from hotswap.backends.transports.ring import Ring
@@ -90,15 +91,19 @@ class SharedChannel(Channel):
                         self._ring.undo()  # if the other end got the message, the link is broken
                     raise
 
-    async def receive(self) -> Frame:
+    async def receive(
+        self, *, max_message_bytes: int | None = None, max_payload_bytes: int | None = None
+    ) -> Frame:
+        message_bytes, payload_bytes = self.limits(max_message_bytes, max_payload_bytes)
         with self._receiving:
             async with self._or_broken():
                 if self._lends:
                     with anyio.fail_after(self._stall_s):
                         await self._places.send(b"\0")
                     self._lends = False
-                frame = await self._control.receive()
+                frame = await self._control.receive(max_message_bytes=_PLACE.size + message_bytes)
                 payload = self._payload_of(frame)
+                check_lengths((0, len(payload)), (0, payload_bytes))
                 self._lends = len(payload) > 0
                 return Frame(frame.message[_PLACE.size :], payload)
 

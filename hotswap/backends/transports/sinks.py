@@ -17,11 +17,13 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
 from hotswap.backends.transports.wire import Message
-from hotswap.errors import HotswapError, InstanceLost, MigrationAborted
+from hotswap.checks import check_counts, check_positive_seconds
+from hotswap.errors import ConfigError, HotswapError, InstanceLost, MigrationAborted
 from hotswap.migration import KVPages, KVSink, SupportsMigration
 from hotswap.request import Request
 from hotswap.transport import Channel, Frame
@@ -31,6 +33,11 @@ __all__ = ["RemoteSink", "remote_sink", "serve_sink"]
 _ANSWER_S = 30.0
 _SILENCE_S = 30.0
 _LEAVE_S = 5.0
+
+_MAX_TOKENS = 1 << 18
+_MAX_CALL_BYTES = 4 << 10  # of a message within a move, a few numbers
+_MAX_ANSWER_BYTES = 256 << 10  # of a layout or an error
+_TURN_TOKENS = 1 << 14  # decoded at once on the event loop, in about a millisecond
 
 
 class RemoteSink(KVSink):
@@ -103,7 +110,8 @@ class RemoteSink(KVSink):
     async def _answer(self) -> Message:
         """Return the answer to the newest call; answers to cancelled calls are skipped."""
         while True:
-            answer = wire.unpack((await self._channel.receive()).message)
+            frame = await self._channel.receive(max_message_bytes=_MAX_ANSWER_BYTES, max_payload_bytes=0)
+            answer = wire.unpack(frame.message)
             if answer.number == self._num_calls:
                 return answer
             if answer.number > self._num_calls:
@@ -147,25 +155,41 @@ async def remote_sink(
                 await channel.aclose()
 
 
-async def serve_sink(engine: SupportsMigration, channel: Channel, *, silence_s: float = _SILENCE_S) -> None:
+async def serve_sink(
+    engine: SupportsMigration,
+    channel: Channel,
+    *,
+    silence_s: float = _SILENCE_S,
+    max_tokens: int = _MAX_TOKENS,
+) -> None:
     """Execute the calls of remote sinks on an engine, one move after the other.
 
-    Returns when the link ends between two moves.
+    Returns when the link ends between two moves. A frame that is longer than its kind may be breaks the link
+    before it is read; pages alone may be as long as the link's payloads.
 
     Args:
         engine: The engine that receives the blocks.
         channel: A channel to `remote_sink`.
         silence_s: After so long without a call during a move, all is freed and the channel closed. Between
             two moves the other end may be silent for any time.
+        max_tokens: The most tokens of a request, prompt included. One with more moves without its blocks.
 
     Raises:
-        MigrationAborted: the link broke during a move, or the other end fell silent; all is freed.
+        ConfigError: an argument is out of range.
+        MigrationAborted: the link broke during a move or by a frame that is none, or the other end fell
+            silent; all is freed.
     """
-    moves = _Moves(engine, channel, silence_s)
+    check_positive_seconds(ConfigError, silence_s=silence_s)
+    check_counts(ConfigError, 1, max_tokens=max_tokens)
+    moves = _Moves(engine, channel, silence_s, max_tokens)
     while True:
         try:
-            frame = await channel.receive()
-        except MigrationAborted:
+            frame = await channel.receive(max_payload_bytes=max_tokens * wire.TOKEN_BYTES)
+        except MigrationAborted as exc:
+            if isinstance(
+                exc.__cause__, ProtocolError | TimeoutError
+            ):  # not the end of a link, but its misuse
+                raise
             return
         try:
             await moves.serve(frame)
@@ -179,8 +203,11 @@ async def serve_sink(engine: SupportsMigration, channel: Channel, *, silence_s: 
 class _Moves:
     """Serves one move after the other; see `serve_sink`."""
 
-    def __init__(self, engine: SupportsMigration, channel: Channel, silence_s: float) -> None:
-        self._engine, self._channel, self._silence_s = engine, channel, silence_s
+    def __init__(
+        self, engine: SupportsMigration, channel: Channel, silence_s: float, max_tokens: int
+    ) -> None:
+        self._engine, self._channel = engine, channel
+        self._silence_s, self._max_tokens = silence_s, max_tokens
 
     async def serve(self, frame: Frame) -> None:
         """Serve one move, whose first frame is `frame`."""
@@ -201,7 +228,7 @@ class _Moves:
             return None
         if message.verb != "open":
             raise ProtocolError(f"the first call of a move is {message.verb!r}")
-        request = wire.request_of(message, wire.tokens_of(payload))
+        request = wire.request_of(message, await self._tokens(payload))
         return await lent.enter_async_context(self._engine.import_kv(request))
 
     async def _serve_calls(self, sink: KVSink, message: Message) -> Message:
@@ -214,7 +241,7 @@ class _Moves:
             if message.verb == "leave":
                 return message
             try:
-                await _execute(sink, message, frame.payload)
+                await self._execute(sink, message, frame.payload)
             except HotswapError as exc:
                 await self._send(wire.pack_error(message.number, message.verb, exc))
             else:
@@ -222,7 +249,7 @@ class _Moves:
 
     async def _receive(self) -> Frame:
         with self._silence_limit():
-            return await self._channel.receive()
+            return await self._channel.receive(max_message_bytes=_MAX_CALL_BYTES)
 
     async def _send(self, answer: bytes) -> None:
         with self._silence_limit():
@@ -238,15 +265,25 @@ class _Moves:
                 f"the other end sent nothing for {self._silence_s:g} s in the middle of a move"
             ) from None
 
+    async def _execute(self, sink: KVSink, message: Message, payload: memoryview) -> None:
+        match message.verb:
+            case "reserve":
+                await sink.reserve(wire.size(message, "num_tokens"))
+            case "write":
+                first_block, num_tokens = wire.size(message, "first_block"), wire.size(message, "num_tokens")
+                await sink.write(KVPages(first_block, num_tokens, payload))
+            case "commit":
+                await sink.commit(await self._tokens(payload))
+            case verb:
+                raise ProtocolError(f"{verb!r} is no method of a sink")
 
-async def _execute(sink: KVSink, message: Message, payload: memoryview) -> None:
-    match message.verb:
-        case "reserve":
-            await sink.reserve(wire.size(message, "num_tokens"))
-        case "write":
-            first_block, num_tokens = wire.size(message, "first_block"), wire.size(message, "num_tokens")
-            await sink.write(KVPages(first_block, num_tokens, payload))
-        case "commit":
-            await sink.commit(wire.tokens_of(payload))
-        case verb:
-            raise ProtocolError(f"{verb!r} is no method of a sink")
+    async def _tokens(self, payload: memoryview) -> tuple[int, ...]:
+        """Decode the tokens of a payload, a part in each turn of the event loop."""
+        if len(payload) > self._max_tokens * wire.TOKEN_BYTES:
+            raise ProtocolError(f"{len(payload):,} bytes of tokens are over {self._max_tokens:,} tokens")
+        tokens: list[int] = []
+        turn_bytes = _TURN_TOKENS * wire.TOKEN_BYTES
+        for at in range(0, len(payload), turn_bytes):
+            tokens += wire.tokens_of(payload[at : at + turn_bytes])
+            await checkpoint()
+        return tuple(tokens)

@@ -11,7 +11,7 @@ from anyio.abc import ByteStream
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
-from hotswap.backends.transports.link_errors import link_broken, reason_for
+from hotswap.backends.transports.link_errors import ENDED, ProtocolError, link_broken, reason_for
 from hotswap.errors import MigrationAborted
 from hotswap.transport import Channel, Frame
 
@@ -67,21 +67,33 @@ class StreamChannel(Channel):
                     with anyio.fail_after(self._stall_s):
                         await self._stream.send(piece)
 
-    async def receive(self) -> Frame:
+    async def receive(
+        self, *, max_message_bytes: int | None = None, max_payload_bytes: int | None = None
+    ) -> Frame:
+        limits = self.limits(max_message_bytes, max_payload_bytes)
         with self._receiving:
             await checkpoint()
             while True:
                 self._refuse_if_broken()
                 async with self._or_broken():
+                    self._reader.limit(*limits)
                     used, frame = self._reader.take(self._left)
                     self._left = self._left[used:]
                     if frame is not None:
                         return frame
                     with anyio.fail_after(self._stall_s if self._reader.has_begun else None):
-                        self._left = memoryview(await self._stream.receive(PIECE_BYTES))
+                        self._left = memoryview(await self._received())
 
     async def aclose(self) -> None:
         await self.break_off("this end was closed")
+
+    async def _received(self) -> bytes:
+        try:
+            return await self._stream.receive(PIECE_BYTES)
+        except anyio.EndOfStream:
+            if not self._reader.has_begun:
+                raise
+            raise ProtocolError(f"{ENDED}, in the middle of a frame") from None
 
     # ------------------------------------------------------------------ breaking
 

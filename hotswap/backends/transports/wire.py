@@ -23,6 +23,7 @@ from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.sampling import Sampling
 
 __all__ = [
+    "TOKEN_BYTES",
     "Message",
     "error_of",
     "layout_fields",
@@ -39,8 +40,10 @@ __all__ = [
 
 _T = TypeVar("_T")
 
+TOKEN_BYTES = 8
 _VERSION = 3
-_TOKEN_BYTES = 8
+# JSON of a megabyte may be half a million lists, which take a tenth of a second to make.
+_MAX_BRACKETS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ def unpack(message: bytes) -> Message:
     Raises:
         ProtocolError: it is not valid.
     """
+    if (brackets := message.count(b"[") + message.count(b"{")) > _MAX_BRACKETS:
+        raise ProtocolError(f"a message has {brackets:,} brackets, over {_MAX_BRACKETS:,}")
     with _protocol_errors():
         fields = parse_object(message, "a message", remedy="Use one version of hotswap at both ends.")
         if fields.get("version") != _VERSION:
@@ -135,7 +140,7 @@ def tokens_of(payload: memoryview) -> tuple[int, ...]:
     Raises:
         ProtocolError: it is not valid.
     """
-    if len(payload) % _TOKEN_BYTES:
+    if len(payload) % TOKEN_BYTES:
         raise ProtocolError(f"{len(payload)} bytes are no whole number of tokens")
     tokens = array("q", bytes(payload))
     if sys.byteorder == "big":

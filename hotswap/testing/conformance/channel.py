@@ -103,6 +103,32 @@ class ChannelConformance(Suite):
             assert (await right.receive()).message == b"small"
 
     @check
+    async def test_a_frame_beyond_the_limits_of_its_receiver_breaks_the_link(self) -> None:
+        for message, payload in ((b"x" * 101, b""), (b"", b"x" * 101), (b"", b"x" * self.large_bytes)):
+            async with self.make_channels() as (left, right), anyio.create_task_group() as tasks:
+                tasks.start_soon(left.send, b"x" * 100, memoryview(b"x" * 100))
+                frame = await right.receive(max_message_bytes=100, max_payload_bytes=100)
+                assert (len(frame.message), len(frame.payload)) == (100, 100)
+                tasks.start_soon(_send_until_broken, left, [(message, payload)] * 100)
+                with pytest.raises(MigrationAborted) as refused:
+                    await right.receive(max_message_bytes=100, max_payload_bytes=100)
+                assert refused.value.stage == "link"
+                await _expect_broken(right)
+
+    @check
+    async def test_a_frame_that_has_begun_is_held_to_the_limits_of_the_next_receive(self) -> None:
+        number, cancelled = 0, True
+        while cancelled:
+            number += 1
+            async with self.make_channels() as (left, right), anyio.create_task_group() as tasks:
+                tasks.start_soon(_send_until_broken, left, [(b"", b"x" * self.large_bytes)] * 100)
+                if cancelled := await cancel_at(number, right.receive):
+                    with pytest.raises(MigrationAborted):
+                        await right.receive(max_payload_bytes=self.large_bytes - 1)
+                await right.aclose()
+            assert number < 1000
+
+    @check
     async def test_one_task_sends_and_one_receives(self) -> None:
         async with self.make_channels() as (left, right), anyio.create_task_group() as tasks:
             tasks.start_soon(_expect_broken, left)

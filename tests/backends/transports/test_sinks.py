@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from random import Random
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from hotswap import ModelId, Request, RequestId
 from hotswap.abc import Channel, KVPages
 from hotswap.backends.transports import (
+    StreamChannel,
     connect_tcp,
     memory_channels,
     remote_sink,
@@ -24,6 +26,9 @@ from hotswap.backends.transports import (
     serve_tcp,
     wire,
 )
+from hotswap.backends.transports.frames import frame_pieces
+from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.errors import HotswapError, InstanceLost, MigrationAborted, UnknownAdapter
 from hotswap.offline.virtual_time import run
 from hotswap.testing import cancel_everywhere
@@ -390,3 +395,86 @@ async def test_an_undamaged_link_through_the_same_proxy() -> None:
         await move(channel)
     assert engine.heard == MOVED
     assert errors == []
+
+
+# ---------------------------------------------------------------------- frames that are too long
+
+
+@pytest.mark.parametrize("kind", LINKS)
+async def test_a_request_that_is_too_long_is_refused_before_it_is_read(kind: str) -> None:
+    tokens = wire.pack_tokens(range(9))
+    engine = RecordingEngine()
+    async with LINKS[kind]() as (near, far), anyio.create_task_group() as tasks:
+        tasks.start_soon(refuse_long, engine, far, "72 bytes was received; the limits are .* and 64")
+        await near.send(wire.pack("open", 1, **wire.request_fields(REQUEST)), tokens)
+    assert engine.heard == []
+
+
+@pytest.mark.parametrize("kind", LINKS)
+async def test_a_commit_of_more_tokens_than_a_request_may_have_is_refused(kind: str) -> None:
+    engine = RecordingEngine()
+    request = Request(id=RequestId("r"), model=ModelId("m"), prompt=(1,))
+    async with LINKS[kind]() as (near, far), anyio.create_task_group() as tasks:
+        tasks.start_soon(refuse_long, engine, far, "72 bytes of tokens are over 8 tokens")
+        with pytest.raises(MigrationAborted):
+            async with remote_sink(near, request) as sink:
+                await sink.commit(range(9))
+    assert engine.heard == [("open",)]
+    assert engine.num_open == 0
+
+
+@pytest.mark.parametrize("kind", LINKS)
+async def test_a_call_with_a_long_message_is_refused(kind: str) -> None:
+    engine = RecordingEngine()
+    async with LINKS[kind]() as (near, far), anyio.create_task_group() as tasks:
+        tasks.start_soon(refuse_long, engine, far, "the limits are")
+        request = Request(id=RequestId("r"), model=ModelId("m"), prompt=(1,))
+        with suppress(MigrationAborted):
+            async with remote_sink(near, request):
+                await near.send(wire.pack("reserve", 2, num_tokens=1, padding="x" * 10_000))
+    assert engine.heard == [("open",)]
+
+
+async def refuse_long(engine: RecordingEngine, far: Channel, reason: str) -> None:
+    with pytest.raises(MigrationAborted, match=reason):
+        await serve_sink(engine, far, max_tokens=8)
+
+
+async def test_an_open_of_61_mib_is_refused_by_its_header() -> None:
+    """The rest is never sent: a server that waited for it would wait for ever."""
+    message, payload = wire.pack("open", 1, **wire.request_fields(REQUEST)), memoryview(bytes(61 << 20))
+    near, far = socket.socketpair()
+    near.sendall(next(iter(frame_pieces(message, payload))))
+    far.setblocking(False)
+    with near:
+        async with StreamChannel(SocketBytes(far)) as channel:
+            with pytest.raises(MigrationAborted, match="63,963,136 bytes was received"):
+                await serve_sink(engine := RecordingEngine(), channel)
+        assert near.recv(1) == b""
+    assert engine.heard == []
+
+
+def test_a_long_request_is_decoded_in_many_turns_of_the_event_loop() -> None:
+    engine, turns = RecordingEngine(), 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while not engine.requests:
+            await checkpoint()
+            turns += 1
+
+    async def long_move() -> None:
+        request = Request(id=RequestId("r"), model=ModelId("m"), prompt=tuple(range(1 << 18)))
+        async with served(engine) as channel, anyio.create_task_group() as tasks:
+            tasks.start_soon(count_turns)
+            async with remote_sink(channel, request):
+                assert engine.requests == [request]
+
+    run(long_move)
+    assert turns > 16
+
+
+def test_json_with_countless_lists_is_refused_before_it_is_parsed() -> None:
+    bomb = b'{"version":3,"verb":"open","number":1,"a":[' + b"[]," * 100_000 + b"[]]}"
+    with pytest.raises(ProtocolError, match="brackets"):
+        wire.unpack(bomb)
