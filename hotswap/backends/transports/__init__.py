@@ -6,6 +6,8 @@ receives blocks like a local one. `docs/migration.md` shows how.
 
 from __future__ import annotations
 
+from hotswap.backends.transports.connections import LinkLimits
+from hotswap.backends.transports.handshake import LinkSecret
 from hotswap.backends.transports.memory import MemoryChannel, memory_channels
 from hotswap.backends.transports.serving import ChannelHandler
 from hotswap.backends.transports.shared import SharedChannel, connect_shared, serve_shared
@@ -15,6 +17,8 @@ from hotswap.backends.transports.tcp import connect_tcp, serve_tcp
 
 __all__ = [
     "ChannelHandler",
+    "LinkLimits",
+    "LinkSecret",
     "MemoryChannel",
     "RemoteSink",
     "SharedChannel",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
+
 import anyio
 
 from hotswap.errors import MigrationAborted
 
-__all__ = ["ENDED", "ProtocolError", "link_broken", "reason_for"]
+__all__ = ["ENDED", "ProtocolError", "link_broken", "no_link", "reason_for"]
 
 ENDED = "the other end has closed it, or its process has ended"
 
@@ -23,6 +25,14 @@ def link_broken(reason: str) -> MigrationAborted:
     )
 
 
+def no_link(where: str, reason: str) -> MigrationAborted:
+    """Return the error of a connection that did not become a link."""
+    return MigrationAborted(
+        f"{where} cannot be reached, or gives no link: {reason}. The request of a move goes on where it is.",
+        stage="link",
+    )
+
+
 def reason_for(error: BaseException) -> str | None:
     """Return why an error of a socket breaks a link; `None` for an error that does not."""
     match error:
@@ -33,6 +43,8 @@ def reason_for(error: BaseException) -> str | None:
         case anyio.BrokenResourceError():
             cause = error.__cause__
             return ENDED + (f" ({cause})" if cause else "")
+        case ssl.SSLError():
+            return f"TLS failed, {error}"
         case TimeoutError():
             return "the other end stalled"
         case OSError():

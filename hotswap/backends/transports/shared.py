@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import struct
-from collections.abc import AsyncGenerator, Generator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -25,13 +24,15 @@ from anyio.abc import ByteStream, TaskStatus
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import copy_in_turns
+from hotswap.backends.transports.connections import LinkLimits
 from hotswap.backends.transports.frames import check_lengths
-from hotswap.backends.transports.link_errors import ProtocolError, link_broken, reason_for
+from hotswap.backends.transports.link_errors import ProtocolError, no_link, reason_for
 from hotswap.backends.transports.pages import SharedPages
 from hotswap.backends.transports.ring import Ring
 from hotswap.backends.transports.serving import BACKLOG, ChannelHandler, serve_connections
 from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.backends.transports.stream import MAX_MESSAGE_BYTES, STALL_S, StreamChannel
+from hotswap.backends.transports.unix import check_same_user, listening_at
 from hotswap.transport import Channel, Frame
 
 __all__ = ["SharedChannel", "connect_shared", "serve_shared"]
@@ -163,7 +164,7 @@ async def connect_shared(
         stall_s: The link breaks if the other end receives nothing for so long.
 
     Raises:
-        MigrationAborted: the server cannot be reached, or there is not enough memory.
+        MigrationAborted: the server cannot be reached or is another user's, or there is not enough memory.
     """
     await checkpoint()
     with ExitStack() as undo:
@@ -171,9 +172,10 @@ async def connect_shared(
         connected.setblocking(False)
         try:
             connected.connect(os.fspath(path))
+            check_same_user(connected)
             channel = _offer(connected, ring_bytes, stall_s)
-        except (OSError, MemoryError) as exc:
-            raise link_broken(f"{str(path)!r} cannot be reached, {reason_for(exc) or exc}") from exc
+        except (OSError, MemoryError, ProtocolError) as exc:
+            raise no_link(repr(str(path)), reason_for(exc) or str(exc)) from exc
         undo.pop_all()
         return channel
 
@@ -182,6 +184,7 @@ async def serve_shared(
     handle: ChannelHandler,
     path: Path | str,
     *,
+    limits: LinkLimits | None = None,
     max_ring_bytes: int = 1 << 30,
     stall_s: float = STALL_S,
     task_status: TaskStatus[None] = TASK_STATUS_IGNORED,
@@ -190,34 +193,27 @@ async def serve_shared(
 
     A channel is closed when its call ends. A link that breaks is logged and affects no other. Only
     processes of the same user can connect. A path that another process serves is taken over.
+
+    Args:
+        handle: Called with each channel.
+        path: The path of the socket, of mode 600, in a directory of mode 700, which is made if it is missing.
+        limits: How many connections there may be, and for how long without a handshake.
+        max_ring_bytes: The largest ring that a client may offer.
+        stall_s: The link breaks if the other end receives nothing for so long.
+        task_status: Told when clients can connect.
+
+    Raises:
+        ConfigError: other users may use the directory.
+        OSError: the path cannot be listened at.
     """
 
-    async def opened(connected: socket.socket) -> Channel:
-        return await _accept(connected, max_ring_bytes, stall_s)
+    async def opened(stream: SocketBytes) -> Channel:
+        check_same_user(stream.connected)
+        return await _accept(stream, max_ring_bytes, stall_s)
 
-    with _listening(os.fspath(path)) as listener:
+    with listening_at(os.fspath(path), BACKLOG) as listener:
         task_status.started()
-        await serve_connections(listener, opened, handle)
-
-
-@contextmanager
-def _listening(path: str) -> Generator[socket.socket]:
-    """Listen at a path, which is removed afterwards unless another process has taken it over."""
-    with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.stat(path).st_mode):
-            os.unlink(path)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.setblocking(False)
-        listener.bind(path)
-        mine = os.stat(path).st_ino
-        try:
-            os.chmod(path, 0o600)  # no client can connect before `listen`
-            listener.listen(BACKLOG)
-            yield listener
-        finally:
-            with suppress(FileNotFoundError):
-                if os.stat(path).st_ino == mine:
-                    os.unlink(path)
+        await serve_connections(listener, opened, handle, limits or LinkLimits())
 
 
 def _offer(connected: socket.socket, ring_bytes: int, stall_s: float) -> SharedChannel:
@@ -242,34 +238,32 @@ def _offer(connected: socket.socket, ring_bytes: int, stall_s: float) -> SharedC
         return SharedChannel(SocketBytes(connected), SocketBytes(mine), *rings, stall_s=stall_s)
 
 
-async def _accept(connected: socket.socket, max_ring_bytes: int, stall_s: float) -> SharedChannel:
+async def _accept(stream: SocketBytes, max_ring_bytes: int, stall_s: float) -> SharedChannel:
     """Receive the memory and the socket pair that the other end has made.
 
     Raises:
-        MigrationAborted: something else was received; the socket is closed.
+        ProtocolError: something else was received.
+        OSError: likewise.
     """
-    with ExitStack() as undo, ExitStack() as received:
-        undo.callback(connected.close)
+    hello, files = await _hello(stream.connected)
+    with ExitStack() as received:
+        for file in files:
+            received.callback(os.close, file)
+            os.set_inheritable(file, False)
+        if len(hello) != _HELLO.size or len(files) != 3:
+            raise ProtocolError("the other end sent something else than a link")
+        magic, version, ring_bytes = _HELLO.unpack(hello)
+        if magic != _MAGIC or version != _VERSION or not 0 < ring_bytes <= max_ring_bytes:
+            raise ProtocolError(
+                f"the other end offers {magic!r}, version {version}, rings of {ring_bytes:,} bytes"
+            )
         try:
-            with anyio.fail_after(stall_s):
-                hello, files = await _hello(connected)
-            for file in files:
-                received.callback(os.close, file)
-                os.set_inheritable(file, False)
-            if len(hello) != _HELLO.size or len(files) != 3:
-                raise ProtocolError("the other end sent something else than a link")
-            magic, version, ring_bytes = _HELLO.unpack(hello)
-            if magic != _MAGIC or version != _VERSION or not 0 < ring_bytes <= max_ring_bytes:
-                raise ProtocolError(
-                    f"the other end offers {magic!r}, version {version}, rings of {ring_bytes:,} bytes"
-                )
             inward, out = (SharedPages.adopt(file, ring_bytes) for file in files[:2])
-            places = socket.fromfd(files[2], socket.AF_UNIX, socket.SOCK_STREAM)
-            places.setblocking(False)
-        except (OSError, ValueError, ProtocolError) as exc:
-            raise link_broken(reason_for(exc) or str(exc)) from exc
-        undo.pop_all()
-        return SharedChannel(SocketBytes(connected), SocketBytes(places), out, inward, stall_s=stall_s)
+        except ValueError as exc:
+            raise ProtocolError(str(exc)) from exc
+        places = socket.fromfd(files[2], socket.AF_UNIX, socket.SOCK_STREAM)
+    places.setblocking(False)
+    return SharedChannel(stream, SocketBytes(places), out, inward, stall_s=stall_s)
 
 
 async def _hello(connected: socket.socket) -> tuple[bytes, list[int]]:

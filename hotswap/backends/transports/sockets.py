@@ -18,10 +18,16 @@ __all__ = ["SocketBytes"]
 
 
 class SocketBytes(ByteStream):
-    """Bytes over a non-blocking socket; the socket is closed with the stream."""
+    """Bytes over a non-blocking socket; the socket is closed with the stream.
+
+    Attributes:
+        connected: The socket.
+        last_used_s: When bytes were sent or received last, on anyio's clock.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+        self.connected = connected
+        self.last_used_s = anyio.current_time()
         self._closed = False
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
@@ -29,14 +35,15 @@ class SocketBytes(ByteStream):
         while True:
             self._refuse_if_closed()
             try:
-                data = self._socket.recv(max_bytes)
+                data = self.connected.recv(max_bytes)
             except BlockingIOError:
-                await anyio.wait_readable(self._socket)
+                await anyio.wait_readable(self.connected)
             except OSError as exc:
                 raise anyio.BrokenResourceError from exc
             else:
                 if not data:
                     raise anyio.EndOfStream
+                self.last_used_s = anyio.current_time()
                 return data
 
     async def send(self, item: bytes) -> None:
@@ -45,25 +52,27 @@ class SocketBytes(ByteStream):
         while left:
             self._refuse_if_closed()
             try:
-                left = left[self._socket.send(left) :]
+                left = left[self.connected.send(left) :]
             except BlockingIOError:
-                await anyio.wait_writable(self._socket)
+                await anyio.wait_writable(self.connected)
             except OSError as exc:
                 raise anyio.BrokenResourceError from exc
+            else:
+                self.last_used_s = anyio.current_time()
 
     async def send_eof(self) -> None:
         self._refuse_if_closed()
-        self._socket.shutdown(socket.SHUT_WR)
+        self.connected.shutdown(socket.SHUT_WR)
 
     async def aclose(self) -> None:
         if not self._closed:
             self._closed = True
-            anyio.notify_closing(self._socket)
+            anyio.notify_closing(self.connected)
             try:
                 # A waiting task uses the descriptor's number once more: keep it open for this turn.
                 await cancel_shielded_checkpoint()
             finally:
-                self._socket.close()
+                self.connected.close()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,12 +13,16 @@ import anyio
 
 from hotswap.abc import Channel
 from hotswap.backends.transports import (
+    LinkSecret,
     connect_shared,
     connect_tcp,
     memory_channels,
     serve_shared,
     serve_tcp,
 )
+from tests.backends.transports.certificates import contexts
+
+SECRET = LinkSecret(b"the secret of these tests, 32 bytes and more")
 
 Link: TypeAlias = Callable[[], AbstractAsyncContextManager[tuple[Channel, Channel]]]
 
@@ -52,11 +57,18 @@ async def memory_link() -> AsyncGenerator[tuple[Channel, Channel]]:
 
 
 @asynccontextmanager
-async def tcp_link() -> AsyncGenerator[tuple[Channel, Channel]]:
+async def tcp_link(
+    secret: LinkSecret | None = None, *, tls: bool = False
+) -> AsyncGenerator[tuple[Channel, Channel]]:
     accepted = Accepted()
+    server, client = contexts() if tls else (None, None)
+    serve = partial(serve_tcp, secret=secret, ssl_context=server)
     async with anyio.create_task_group() as tasks:
-        port = await tasks.start(serve_tcp, accepted.handle, "127.0.0.1")
-        async with await connect_tcp("127.0.0.1", port) as left, accepted.channel() as right:
+        port = await tasks.start(serve, accepted.handle, "127.0.0.1")
+        async with (
+            await connect_tcp("127.0.0.1", port, secret=secret, ssl_context=client) as left,
+            accepted.channel() as right,
+        ):
             yield left, right
         tasks.cancel_scope.cancel()
 
@@ -76,4 +88,13 @@ async def shared_link(ring_bytes: int = 8 << 20) -> AsyncGenerator[tuple[Channel
             tasks.cancel_scope.cancel()
 
 
-LINKS: dict[str, Link] = {"memory": memory_link, "shared": shared_link, "tcp": tcp_link}
+def secret_link() -> AbstractAsyncContextManager[tuple[Channel, Channel]]:
+    return tcp_link(SECRET)
+
+
+LINKS: dict[str, Link] = {
+    "memory": memory_link,
+    "shared": shared_link,
+    "tcp": tcp_link,
+    "secret": secret_link,
+}

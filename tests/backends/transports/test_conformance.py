@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 from hotswap.abc import Channel
 from hotswap.testing import ChannelConformance
-from tests.backends.transports.links import memory_link, shared_link, tcp_link
+from tests.backends.transports.links import SECRET, memory_link, shared_link, tcp_link
 
 
 class TestMemory(ChannelConformance):
@@ -27,3 +27,13 @@ class TestSharedWithLittleRoom(ChannelConformance):
 class TestTcp(ChannelConformance):
     def make_channels(self) -> AbstractAsyncContextManager[tuple[Channel, Channel]]:
         return tcp_link()
+
+
+class TestTcpWithASecret(ChannelConformance):
+    def make_channels(self) -> AbstractAsyncContextManager[tuple[Channel, Channel]]:
+        return tcp_link(SECRET)
+
+
+class TestTls(ChannelConformance):
+    def make_channels(self) -> AbstractAsyncContextManager[tuple[Channel, Channel]]:
+        return tcp_link(SECRET, tls=True)

@@ -1,0 +1,122 @@
+"""What the two ends of a TCP connection say before the first frame: each proves that it has the secret.
+
+    server -> client    challenge    a nonce, and whether there is a secret
+    client -> server    hello        a nonce, and the client's proof
+    server -> client    welcome      the server's proof
+
+A proof is an HMAC-SHA256 of both nonces and of the role of the end, so the secret is never sent, and a proof
+is of no use on another connection or in the other direction. The server proves itself to clients with the
+secret alone. Messages have a fixed length of at most 71 bytes. Without a secret the same is said with an
+empty one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass, field
+from typing import cast
+
+from anyio import EndOfStream
+from anyio.abc import ByteStream
+
+from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.errors import ConfigError
+
+__all__ = ["LinkSecret", "authenticate_client", "authenticate_server"]
+
+_MAGIC, _VERSION = b"HSHS", 1
+_NONCE_BYTES = _PROOF_BYTES = 32
+_START = struct.Struct("!4sH")
+_CHALLENGE = struct.Struct(f"!6s?{_NONCE_BYTES}s")
+_HELLO = struct.Struct(f"!6s{_NONCE_BYTES}s{_PROOF_BYTES}s")
+_MIN_SECRET_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkSecret:
+    """The secret that both ends of a TCP link have; no `repr`, log line or error shows it.
+
+    Make one by `secrets.token_hex(32)`, and give it to both processes in a file that others cannot read. One
+    that can be guessed is found by trying, from a recorded connection.
+
+    Args:
+        key: At least 16 bytes; all of them count, a newline at the end too.
+
+    Raises:
+        ConfigError: it is no bytes, or too short.
+    """
+
+    key: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        given = cast("object", self.key)
+        if not isinstance(given, bytes) or len(given) < _MIN_SECRET_BYTES:
+            raise ConfigError(
+                f"The secret of a link is no bytes, or fewer than {_MIN_SECRET_BYTES}. Make one by "
+                "`python -c 'import secrets; print(secrets.token_hex(32))'`."
+            )
+
+
+async def authenticate_client(stream: ByteStream, secret: LinkSecret | None) -> None:
+    """Ask a client for its proof, check it, and answer with the server's.
+
+    Raises:
+        ProtocolError: the client has another secret or none, or does not speak this protocol.
+        EndOfStream: it has left.
+    """
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    await stream.send(_CHALLENGE.pack(_START.pack(_MAGIC, _VERSION), secret is not None, mine))
+    start, theirs, proof = _HELLO.unpack(await _read(stream, _HELLO.size))
+    _check_start(start)
+    if not hmac.compare_digest(proof, _proof(secret, b"client", mine, theirs)):
+        raise ProtocolError("it did not prove that it has the secret of this server")
+    await stream.send(_proof(secret, b"server", mine, theirs))
+
+
+async def authenticate_server(stream: ByteStream, secret: LinkSecret | None) -> None:
+    """Prove to a server that this end has the secret, and check the server's proof.
+
+    Raises:
+        ProtocolError: the server has another secret or none, or does not speak this protocol.
+        EndOfStream: it has closed the connection at once, as one does that has too many.
+    """
+    start, has_secret, theirs = _CHALLENGE.unpack(await _read(stream, _CHALLENGE.size))
+    _check_start(start)
+    if has_secret and secret is None:
+        raise ProtocolError("it asks for a secret: give connect_tcp the secret of the server")
+    if secret is not None and not has_secret:
+        raise ProtocolError("it has no secret, and this end has one: give serve_tcp the same")
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    await stream.send(
+        _HELLO.pack(_START.pack(_MAGIC, _VERSION), mine, _proof(secret, b"client", theirs, mine))
+    )
+    try:
+        proof = await _read(stream, _PROOF_BYTES)
+    except EndOfStream:
+        raise ProtocolError("it did not accept this end's proof: give both ends the same secret") from None
+    if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, mine)):
+        raise ProtocolError("it did not prove that it has the secret: give both ends the same, or stop it")
+
+
+def _proof(secret: LinkSecret | None, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    # The parts have fixed lengths, so no two connections have the same text.
+    text = _START.pack(_MAGIC, _VERSION) + role + server_nonce + client_nonce
+    return hmac.digest(b"" if secret is None else secret.key, text, "sha256")
+
+
+def _check_start(start: bytes) -> None:
+    magic, version = _START.unpack(start)
+    if magic != _MAGIC:
+        raise ProtocolError(f"{start!r} was received in the place of a handshake")
+    if version != _VERSION:
+        raise ProtocolError(f"its handshake is of version {version}, not {_VERSION}")
+
+
+async def _read(stream: ByteStream, size_bytes: int) -> bytes:
+    """Read so many bytes and none beyond."""
+    data = b""
+    while len(data) < size_bytes:
+        data += await stream.receive(size_bytes - len(data))
+    return data
