@@ -37,6 +37,7 @@ from tests.backends.transports.recording import LAYOUT, RecordingEngine
 
 REQUEST = Request(id=RequestId("r"), model=ModelId("m"), prompt=tuple(range(40)), generated=(7, 8))
 BLOCK = LAYOUT.block_bytes
+HELLO_BYTES = 70  # of a client, before its first frame
 
 
 def pages(first_block: int, num_blocks: int, *, seed: int = 0) -> KVPages:
@@ -334,7 +335,7 @@ async def damaged_link(
             await pass_on(far, near, lambda at, data: data)
 
     async def pass_on(source: Any, target: Any, change: Callable[[int, bytes], bytes | None]) -> None:
-        at = 0
+        at = -HELLO_BYTES
         with suppress(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
             while (data := change(at, await source.receive())) is not None:
                 await target.send(data)
