@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import cast
 
 from hotswap.backends.stores.fields import Fields, parse_object
+from hotswap.backends.stores.sources.gguf import gguf_files
+from hotswap.backends.stores.sources.tensor_files import FETCH_AGAIN, read_header
 from hotswap.backends.stores.text_files import read_text_files
-from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile
+from hotswap.errors import ShardMissing, UnsafeFile
 
-__all__ = ["MOST_HEADER_BYTES", "Checkpoint", "read_checkpoint", "weight_files"]
+__all__ = ["Checkpoint", "has_checkpoint", "read_checkpoint", "weight_files"]
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-_FETCH_AGAIN = "Fetch the checkpoint again."
-MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ def read_checkpoint(source: Path) -> Checkpoint:
     """
     config = _json(source, "config.json")
     if config is None:
-        raise ShardMissing(f"There is no checkpoint at {str(source)!r}: it has no config.json.")
+        raise ShardMissing(f"There is no checkpoint at {str(source)!r}: {_why_none(source)}.")
     for file in weight_files(source):
-        _check_safetensors(file)
+        read_header(file)
     text_config = _text_config(config.raw)
     architectures = config.get("architectures")
     names = cast("list[object]", architectures) if isinstance(architectures, list) else []
@@ -72,13 +72,29 @@ def read_checkpoint(source: Path) -> Checkpoint:
     )
 
 
+def has_checkpoint(source: Path) -> bool:
+    """Whether there is a checkpoint, whole or not, of either kind. Blocking."""
+    return (source / "config.json").is_file() or bool(gguf_files(source))
+
+
+def _why_none(source: Path) -> str:
+    """Why there is no config, as the end of a sentence, with what to do instead."""
+    if (source / "adapter_config.json").is_file():
+        return "it has an adapter, not a model; register its base model, and the adapter as an `Adapter`"
+    if not source.exists():
+        return "there is nothing of this name"
+    if gguf_files(source):
+        return "it has a GGUF model, which only `layout='checkpoint'` keeps, for engines of llama.cpp"
+    return "it has no config.json"
+
+
 def _json(source: Path, name: str) -> Fields | None:
     path = source / name
     return _parsed(path, path.read_bytes() if path.is_file() else None)
 
 
 def _parsed(path: Path, text: bytes | None) -> Fields | None:
-    return None if text is None else parse_object(text, path, remedy=_FETCH_AGAIN)
+    return None if text is None else parse_object(text, path, remedy=FETCH_AGAIN)
 
 
 def _text_config(config: dict[str, object]) -> dict[str, object]:
@@ -100,11 +116,15 @@ def _eos(config: Fields | dict[str, object] | None) -> tuple[int, ...]:
 
 
 def weight_files(source: Path) -> list[Path]:
-    """Return the files that a checkpoint's weights are in, which exist.
+    """Return the files that a checkpoint's weights are in, which exist; others beside them do not count.
 
     Raises:
         ShardMissing, UnsafeFile, ShardCorrupt: as `read_checkpoint`.
     """
+    if ggufs := gguf_files(source):
+        return list(ggufs)
+    if (source / "model.safetensors").is_file():  # as transformers, whatever else is there
+        return [source / "model.safetensors"]
     index = _json(source, "model.safetensors.index.json")
     if index is not None:
         return [
@@ -129,21 +149,5 @@ def _part(source: Path, name: str) -> Path:
             "directory. Do not use this checkpoint."
         )
     if not (source / name).is_file():
-        raise ShardMissing(f"{str(source / name)!r} is missing, the weight index names it. {_FETCH_AGAIN}")
+        raise ShardMissing(f"{str(source / name)!r} is missing, the weight index names it. {FETCH_AGAIN}")
     return source / name
-
-
-def _check_safetensors(path: Path) -> None:
-    """Check that the file has the length that its header says."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
-            raise ShardCorrupt(f"{str(path)!r} is no safetensors file, or truncated. {_FETCH_AGAIN}")
-        header = parse_object(file.read(length), path, remedy=_FETCH_AGAIN)
-    tensors = (header.record(name) for name in header.raw if name != "__metadata__")
-    end = max((tensor.sizes("data_offsets")[-1:] or (0,) for tensor in tensors), default=(0,))[0]
-    if size != 8 + length + end:
-        raise ShardCorrupt(
-            f"{str(path)!r} has {size} bytes, its header says {8 + length + end}. {_FETCH_AGAIN}"
-        )

@@ -1,28 +1,31 @@
-"""Converting a Hugging Face directory into the layout that is fast to load.
+"""Importing a checkpoint into a store, in either layout.
 
-The weights are stored as the module that will run them has them, after transformers has renamed, merged and
-split the checkpoint's tensors, so that loading is copying. They are cut for the tensor-parallel ranks asked
-for, and pass through memory in pieces. This is the one part of the stores that needs torch, imported when it
-is called.
+In the layout `"checkpoint"` it is copied as it is (`sources.as_is`), without any tensor library. In the
+layout `"modules"` the weights are stored as the module that will run them has them, after transformers has
+renamed, merged and split the checkpoint's tensors, so that loading is copying. They are cut for the
+tensor-parallel ranks asked for, and pass through memory in pieces. This is the one part of the stores that
+needs torch, imported when it is called.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint
+from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint, weight_files
 from hotswap.backends.stores.fingerprint import ConversionOptions, Fingerprint
 from hotswap.backends.stores.index import VERSION
 from hotswap.backends.stores.layout import SOURCE_NAME, model_name
+from hotswap.backends.stores.sources.as_is import plan_as_is
+from hotswap.backends.stores.sources.gguf import gguf_files
 from hotswap.backends.stores.writer import Progress, WriteOptions, writing
 from hotswap.errors import BackendMissing, ConfigError, StoreError
-from hotswap.model import Manifest
+from hotswap.model import Layout, Manifest
 from hotswap.request import ModelId
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from hotswap.backends.stores.streaming import Blueprint
     from hotswap.backends.torch.quantize import Quantizer
 
-__all__ = ["Progress", "convert"]
+__all__ = ["Progress", "convert", "layout_of"]
 
 
 def convert(
@@ -38,6 +41,7 @@ def convert(
     root: str | Path,
     *,
     model_id: str,
+    layout: Layout | None = None,
     dtype: str | None = None,
     world_size: int = 1,
     quantize: str | None = None,
@@ -47,13 +51,14 @@ def convert(
     admit: Callable[[int], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
-    """Convert the checkpoint at `source` into the store at `root`, under `model_id`, and return its manifest.
+    """Import the checkpoint at `source` into the store at `root`, under `model_id`, and return its manifest.
 
-    Blocking. `dtype` (for instance `"bfloat16"`) casts the weights, `None` keeps the checkpoint's own.
-    `world_size` cuts them for so many tensor-parallel ranks, by the model's own plan. `quantize` names a
-    scheme, `"fp8-e4m3"` or `"fp8-e4m3-channel"`, in which linear layers and experts are stored; the others
-    stay as they are, see `hotswap.backends.torch.quantize`. `memory_bytes` limits the memory used beside
-    mapped files; pieces are of some MiB, and few architectures need more.
+    Blocking. `layout` is as in `Model`; `None` takes `"checkpoint"` for GGUF files and `"modules"` for
+    others. The options of `"modules"`: `dtype` (for instance `"bfloat16"`) casts the weights, `None` keeps
+    the checkpoint's own. `world_size` cuts them for so many tensor-parallel ranks, by the model's own plan.
+    `quantize` names a scheme, `"fp8-e4m3"` or `"fp8-e4m3-channel"`, in which linear layers and experts are
+    stored; the others stay as they are, see `hotswap.backends.torch.quantize`. `memory_bytes` limits the
+    memory used beside mapped files; pieces are of some MiB, and few architectures need more.
 
     `admit` is called with the bytes that will be written, and may refuse them; an error of it or of
     `progress` ends the conversion, which leaves nothing behind. If the process is killed, the same call
@@ -65,10 +70,11 @@ def convert(
             quantized.
         UnsafeFile: it holds pickled weights only.
         UnsupportedModel: transformers knows no causal language model of its kind, it is quantized, or it
-            cannot be cut for `world_size` ranks.
+            cannot be cut for `world_size` ranks; the message says what to do instead.
         TierFull: the disk has no room; other models are untouched.
         ConfigError: the model exists and `replace_existing` is false, there is no such dtype or
-            scheme, or `memory_bytes` are too few for a model that cannot be streamed.
+            scheme, the layout has no such option, or `memory_bytes` are too few for a model that cannot be
+            streamed.
         BackendMissing: torch or transformers are not installed.
         StoreError: the checkpoint changed meanwhile, or writing failed.
     """
@@ -76,34 +82,100 @@ def convert(
     model_name(ModelId(model_id), root)
     if world_size < 1:
         raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
-    checkpoint = read_checkpoint(source)
-    options = ConversionOptions(dtype=dtype, world_size=world_size, quantize=quantize)
+    layout = layout or layout_of(source)
+    job = _Job(
+        model=ModelId(model_id),
+        source=source,
+        root=root,
+        options=ConversionOptions(dtype=dtype, world_size=world_size, quantize=quantize, layout=layout),
+        max_file_bytes=max_file_bytes,
+        replace_existing=replace_existing,
+        admit=admit,
+        progress=progress,
+    )
+    job.tell_reading()
+    return _copy_as_is(job) if layout == "checkpoint" else _convert_modules(job, memory_bytes)
 
-    def tell_reading() -> None:
-        if progress is not None:
-            progress(Progress(phase="read", done_bytes=0, total_bytes=0))
 
-    tell_reading()
-    fingerprint = Fingerprint.of(source, options, progress=tell_reading)
-    with _open(source, dtype, memory_bytes) as blueprint:
-        copy, quantizer = _plan(blueprint, world_size, quantize, where=str(source))
-        manifest = _manifest(ModelId(model_id), checkpoint, copy, quantizer)
-        if admit is not None:
-            admit(manifest.buffer_bytes * world_size)
-        writing_options = WriteOptions(
-            max_file_bytes=max_file_bytes,
-            replace_existing=replace_existing,
-            progress=progress,
-            key=_key(source, manifest, max_file_bytes, quantizer),
+def layout_of(source: Path) -> Layout:
+    """Return the layout that a source is imported in where none is asked for. Blocking."""
+    return "checkpoint" if gguf_files(source) else "modules"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """The arguments of `convert`."""
+
+    model: ModelId
+    source: Path
+    root: Path
+    options: ConversionOptions
+    max_file_bytes: int
+    replace_existing: bool
+    admit: Callable[[int], None] | None
+    progress: Callable[[Progress], None] | None
+
+    def tell_reading(self) -> None:
+        if self.progress is not None:
+            self.progress(Progress(phase="read", done_bytes=0, total_bytes=0))
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(self.source, self.options, progress=self.tell_reading)
+
+    def admit_bytes(self, manifest: Manifest) -> None:
+        if self.admit is not None:
+            self.admit(manifest.buffer_bytes * manifest.world_size)
+
+    def write_options(self, key: str, files: tuple[tuple[str, int], ...] = ()) -> WriteOptions:
+        return WriteOptions(
+            max_file_bytes=self.max_file_bytes,
+            replace_existing=self.replace_existing,
+            progress=self.progress,
+            key=key,
+            files=files,
         )
+
+    def check_unchanged(self, fingerprint: Fingerprint) -> None:
+        if change := fingerprint.difference(self.source):
+            raise StoreError(
+                f"The checkpoint at {str(self.source)!r} changed while it was imported: {change}. "
+                "Import it again when it is complete."
+            )
+
+
+def _copy_as_is(job: _Job) -> Manifest:
+    options = job.options
+    if options.dtype or options.quantize or options.world_size != 1:
+        raise ConfigError(
+            "The layout 'checkpoint' keeps weights as they are: it takes no dtype, quantize or world_size. "
+            "Leave them out, or take the layout 'modules'."
+        )
+    plan = plan_as_is(job.model, job.source)
+    fingerprint = job.fingerprint()
+    job.admit_bytes(plan.manifest)
+    key = _key(job, plan.manifest, None)
+    side_files = {**plan.side_files, SOURCE_NAME: fingerprint.dump()}
+    written = job.write_options(key, plan.files)
+    with writing(job.root, plan.manifest, side_files=side_files, options=written) as writer:
+        plan.copy(writer.ranks[0])
+        job.check_unchanged(fingerprint)
+    return writer.manifest
+
+
+def _convert_modules(job: _Job, memory_bytes: int) -> Manifest:
+    checkpoint = read_checkpoint(job.source)
+    fingerprint = job.fingerprint()
+    with _open(job.source, job.options.dtype, memory_bytes) as blueprint:
+        copy, quantizer = _plan(
+            blueprint, job.options.world_size, job.options.quantize, where=str(job.source)
+        )
+        manifest = _manifest(job.model, checkpoint, copy, quantizer)
+        job.admit_bytes(manifest)
+        key = _key(job, manifest, None if quantizer is None else quantizer.key, _versions())
         side_files = {**checkpoint.side_files, SOURCE_NAME: fingerprint.dump()}
-        with writing(root, manifest, side_files=side_files, options=writing_options) as writer:
+        with writing(job.root, manifest, side_files=side_files, options=job.write_options(key)) as writer:
             copy.run(writer.ranks)
-            if change := fingerprint.difference(source):
-                raise StoreError(
-                    f"The checkpoint at {str(source)!r} changed while it was converted: {change}. "
-                    "Convert it again when it is complete."
-                )
+            job.check_unchanged(fingerprint)
     return writer.manifest
 
 
@@ -151,19 +223,19 @@ def _manifest(model: ModelId, checkpoint: Checkpoint, copy: Copy, quantizer: Qua
     )
 
 
-def _key(source: Path, manifest: Manifest, max_file_bytes: int, quantizer: Quantizer | None) -> str:
+def _key(job: _Job, manifest: Manifest, transform: str | None, libraries: Sequence[str] = ()) -> str:
     """A digest of everything that the output depends on.
 
     The weight files count by size and time: reading them would take as long as converting.
     """
-    stats = [(path.name, path.stat()) for path in sorted(source.glob("*.safetensors"))]
+    stats = [(path.name, path.stat()) for path in weight_files(job.source)]
     facts = {
         "version": VERSION,
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
         "manifest": asdict(manifest),
-        "max_file_bytes": max_file_bytes,
-        "transform": None if quantizer is None else quantizer.key,
-        "libraries": _versions(),
+        "max_file_bytes": job.max_file_bytes,
+        "transform": transform,
+        "libraries": list(libraries),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -25,7 +25,14 @@ from pathlib import Path
 
 from hotswap.backends.stores.durable import map_write_errors, sync_directory
 from hotswap.backends.stores.files import is_at, map_read_errors
-from hotswap.backends.stores.layout import INDEX_NAME, align, model_directory, model_in, model_name
+from hotswap.backends.stores.layout import (
+    INDEX_NAME,
+    align,
+    is_data_file,
+    model_directory,
+    model_in,
+    model_name,
+)
 from hotswap.errors import ShardMissing, StoreError, TierFull
 from hotswap.request import ModelId
 
@@ -298,7 +305,7 @@ def _stored_model(path: Path) -> StoredModel:
 
 def _data_bytes(directory: Path) -> int:
     with os.scandir(directory) as files:
-        return sum(file.stat(follow_symlinks=False).st_size for file in files if file.name.endswith(".bin"))
+        return sum(file.stat(follow_symlinks=False).st_size for file in files if is_data_file(file.name))
 
 
 def _lock(fd: int, operation: int) -> None:

@@ -13,20 +13,23 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, Self
 
-from hotswap.backends.stores.checkpoint import MOST_HEADER_BYTES, weight_files
+from hotswap.backends.stores.checkpoint import weight_files
 from hotswap.backends.stores.fields import parse_object
 from hotswap.backends.stores.files import map_read_errors
-from hotswap.backends.stores.layout import MORE_TEMPLATES, SIDE_FILES, Checksum
+from hotswap.backends.stores.layout import CHECKPOINT_FILES, MORE_TEMPLATES, SIDE_FILES, Checksum
+from hotswap.backends.stores.sources.tensor_files import MOST_HEADER_BYTES
 from hotswap.backends.stores.text_files import read_more_templates
+from hotswap.model import Layout
 
 __all__ = ["ConversionOptions", "Fingerprint"]
 
 FORMAT: Final = "hotswap-source"
-VERSION: Final = 1
+VERSION: Final = 2
 
 # What a conversion reads beside the weights. A file that a later release adds is not held against older ones.
-_SMALL_FILES = tuple(sorted({"config.json", "model.safetensors.index.json", *SIDE_FILES}))
+_SMALL_FILES = tuple(sorted({"config.json", "model.safetensors.index.json", *SIDE_FILES, *CHECKPOINT_FILES}))
 _PIECE_BYTES = 4 << 20
+_GGUF_HEAD_BYTES = 1 << 20  # its header has no length; a vocabulary takes megabytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +39,12 @@ class ConversionOptions:
     dtype: str | None = None
     world_size: int = 1
     quantize: str | None = None
+    layout: Layout = "modules"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WeightFile:
-    """A safetensors file: `header` is a digest of its header, `checksum` one of the whole file."""
+    """A file of weights: `header` is a digest of its header, `checksum` one of the whole file."""
 
     size_bytes: int
     mtime_ns: int
@@ -99,7 +103,7 @@ class Fingerprint:
     def with_times_of(self, source: Path) -> Self:
         """Return the same with the modification times of files that `difference` found to be equal."""
         with map_read_errors(source):
-            times = {name: (source / name).stat().st_mtime_ns for name in self.weights}
+            times = {path.name: path.stat().st_mtime_ns for path in weight_files(source)}
         return replace(
             self, weights={name: replace(file, mtime_ns=times[name]) for name, file in self.weights.items()}
         )
@@ -157,6 +161,7 @@ def _weight_change(path: Path, before: _WeightFile) -> str | None:
 
 
 def _small(source: Path, name: str) -> str | None:
+    source = source if source.is_dir() else source.parent  # of a GGUF file
     if name == MORE_TEMPLATES:
         text = read_more_templates(source)
     else:
@@ -165,8 +170,10 @@ def _small(source: Path, name: str) -> str | None:
 
 
 def _header(path: Path) -> bytes:
-    """The header of a safetensors file, whose length comes first; whatever is there if it is none."""
+    """The header of a safetensors file, whose length comes first, or the first bytes of a GGUF file."""
     with path.open("rb") as file:
+        if path.suffix == ".gguf":
+            return file.read(_GGUF_HEAD_BYTES)
         return file.read(int.from_bytes(file.read(8), "little") % (MOST_HEADER_BYTES + 1))
 
 

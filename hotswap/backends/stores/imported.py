@@ -8,13 +8,13 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotswap.backends.stores.checkpoint import read_checkpoint
+from hotswap.backends.stores.checkpoint import has_checkpoint, read_checkpoint
 from hotswap.backends.stores.durable import write_file
 from hotswap.backends.stores.files import read_small
 from hotswap.backends.stores.fingerprint import ConversionOptions, Fingerprint
 from hotswap.backends.stores.layout import SOURCE_NAME
 from hotswap.errors import ShardCorrupt, ShardMissing, SourceChanged
-from hotswap.model import Manifest, Model
+from hotswap.model import Layout, Manifest, Model
 
 __all__ = ["ImportedModel"]
 
@@ -40,10 +40,12 @@ class ImportedModel:
         """
         assert model.source is not None, "a model without a source has nothing to compare"
         source = Path(model.source)
-        if not (source / "config.json").is_file():
+        if not has_checkpoint(source):
             return None
         fingerprint = self._fingerprint()
-        if fingerprint is None:
+        if model.layout not in (None, self.manifest.layout):
+            change = f"it is there in the layout {self.manifest.layout!r}, and {model.layout!r} is asked for"
+        elif fingerprint is None:
             change = self._change_of_config(model.id, source)
         else:
             change = fingerprint.difference(source)
@@ -61,7 +63,12 @@ class ImportedModel:
             _log.warning("%s: %s. The weights that were imported are served.", what, change)
             return None
         _log.warning("%s: %s. It is converted anew.", what, change)
-        return fingerprint.options if fingerprint is not None else self._options()
+        options = fingerprint.options if fingerprint is not None else self._options()
+        return self._in_layout(options, model.layout)
+
+    def _in_layout(self, options: ConversionOptions, layout: Layout | None) -> ConversionOptions:
+        """The options of before, or those of another layout that is asked for."""
+        return options if layout in (None, options.layout) else ConversionOptions(layout=layout)
 
     def _fingerprint(self) -> Fingerprint | None:
         path = self.directory / SOURCE_NAME
@@ -99,5 +106,7 @@ class ImportedModel:
     def _options(self) -> ConversionOptions:
         """What the manifest tells of the options."""
         return ConversionOptions(
-            world_size=self.manifest.world_size, quantize=self.manifest.quantization or None
+            world_size=self.manifest.world_size,
+            quantize=self.manifest.quantization or None,
+            layout=self.manifest.layout,
         )

@@ -19,14 +19,14 @@ from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from hotswap.backends.stores.crc import crc32
 from hotswap.backends.stores.fields import LARGEST, Fields, parse_object
-from hotswap.backends.stores.layout import DTYPE_BYTES, check_file_name, is_checksum
-from hotswap.model import Manifest, Shard, TensorSpec
+from hotswap.backends.stores.layout import check_file_name, is_checksum, item_bits
+from hotswap.model import Layout, Manifest, Shard, TensorSpec
 from hotswap.request import ModelId
 
 __all__ = ["VERSION", "dump_index", "parse_index"]
 
 FORMAT: Final = "hotswap-weights"
-VERSION: Final = 1
+VERSION: Final = 2
 
 _MOST_DIMENSIONS = 64
 _MANIFEST = b'"manifest":'
@@ -58,6 +58,7 @@ class _ManifestFields(BaseModel):
     kv_bytes_per_token: _Whole
     quantization: str
     unquantized_dtype: str
+    layout: Layout
 
 
 class _IndexFields(BaseModel):
@@ -162,17 +163,32 @@ def _complaints(manifest: Manifest) -> Iterator[str]:
             if complaint := _wrong_with_layout(*layout):
                 yield f"tensor {tensor.name!r} {complaint}"
                 return
-            item_bytes = DTYPE_BYTES[tensor.dtype]
-            sizes = layouts[layout] = item_bytes, math.prod(tensor.shape) * item_bytes
+            bits = item_bits(tensor.dtype)
+            # Elements of less than a whole number of bytes are packed, and begin anywhere.
+            item_bytes = 1 if bits % 8 else bits // 8
+            sizes = layouts[layout] = item_bytes, -(-math.prod(tensor.shape) * bits // 8)
         if complaint := _wrong_with(tensor, *sizes):
             yield complaint
-    for check in (_check_checksums, _check_tensors, _check_alignment, _check_tiling, _check_files):
+    for check in (
+        _check_layout,
+        _check_checksums,
+        _check_tensors,
+        _check_alignment,
+        _check_tiling,
+        _check_files,
+    ):
         if complaint := check(manifest):
             yield complaint
 
 
+def _check_layout(manifest: Manifest) -> str | None:
+    if manifest.layout == "checkpoint" and (manifest.world_size != 1 or manifest.quantization):
+        return "a checkpoint as it is can be neither cut for ranks nor quantized by hotswap"
+    return None
+
+
 def _wrong_with_layout(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
-    if dtype not in DTYPE_BYTES:
+    if not item_bits(dtype):
         return f"has the unknown dtype {dtype!r}"
     if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0:
         return "has a shape that no tensor has"

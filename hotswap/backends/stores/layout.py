@@ -3,6 +3,7 @@
     <root>/<model>/index.json              format and version, config, tensors, shards, a checksum over it all
     <root>/<model>/rank-0-of-1.000.bin     the first bytes of rank 0's buffer; a multiple of 4096 long
     <root>/<model>/rank-0-of-1.001.bin     the next, where the buffer is longer than one file may be
+    <root>/<model>/model.gguf              instead, a GGUF file as it is, with zeros up to a multiple of 4096
     <root>/<model>/tokenizer.json ...      copied from the checkpoint (`text_files`)
     <root>/<model>/source.json             what the checkpoint's files were (`fingerprint`)
 
@@ -23,6 +24,7 @@ from hotswap.request import ModelId
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "CHECKPOINT_FILES",
     "DTYPE_BYTES",
     "INDEX_NAME",
     "MORE_TEMPLATES",
@@ -34,6 +36,8 @@ __all__ = [
     "check_file_name",
     "data_file_name",
     "is_checksum",
+    "is_data_file",
+    "item_bits",
     "model_directory",
     "model_in",
     "model_name",
@@ -49,8 +53,19 @@ SIDE_FILES: Final = (
     "chat_template.jinja",
     MORE_TEMPLATES,
 )
+CHECKPOINT_FILES: Final = (  # what engines that read a checkpoint as it is may ask for beside these
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 SOURCE_NAME: Final = "source.json"  # what the checkpoint was, see `fingerprint`
-STORED_FILES: Final = (*SIDE_FILES, SOURCE_NAME)  # that go along when a model goes to another tier
+# That go along when a model goes to another tier.
+STORED_FILES: Final = (*SIDE_FILES, *CHECKPOINT_FILES, SOURCE_NAME)
 ALIGNMENT_BYTES: Final = 4096
 
 DTYPE_BYTES: Final = {
@@ -61,6 +76,7 @@ DTYPE_BYTES: Final = {
     **dict.fromkeys(("complex64", "float64", "int64", "uint64"), 8),
     "complex128": 16,
 }
+_PACKED_BITS: Final = {"float6_e2m3fn": 6, "float6_e3m2fn": 6}  # of safetensors; torch has none of them
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
@@ -89,6 +105,16 @@ class Checksum:
 def align(size: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """Return `size` rounded up to a multiple of `alignment`."""
     return -(-size // alignment) * alignment
+
+
+def item_bits(dtype: str) -> int:
+    """Return the bits of one element; 0 of a dtype that is not known."""
+    return 8 * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else _PACKED_BITS.get(dtype, 0)
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file of a model's directory has weights, by its name."""
+    return name.endswith((".bin", ".gguf"))
 
 
 def data_file_name(rank: int, world_size: int, part: int) -> str:

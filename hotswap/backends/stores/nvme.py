@@ -16,7 +16,7 @@ import anyio
 from anyio import CancelScope, CapacityLimiter
 
 from hotswap.backends.stores.admission import Admission
-from hotswap.backends.stores.convert import convert
+from hotswap.backends.stores.convert import convert, layout_of
 from hotswap.backends.stores.disk import DiskReader
 from hotswap.backends.stores.disk_directory import DiskDirectory, ReadLock
 from hotswap.backends.stores.files import FileCalls, read_small
@@ -175,7 +175,9 @@ class NvmeStore(WeightStore):
             except ShardMissing:
                 if model.source is None:
                     raise
-                await self._convert(id, Path(model.source), ConversionOptions(), replace_existing=False)
+                source = Path(model.source)
+                layout = model.layout or await run_in_thread(layout_of, source)
+                await self._convert(id, source, ConversionOptions(layout=layout), replace_existing=False)
             else:
                 if model.source is None:
                     return
@@ -304,6 +306,7 @@ class NvmeStore(WeightStore):
                     source,
                     self.root,
                     model_id=model,
+                    layout=options.layout,
                     dtype=options.dtype,
                     world_size=options.world_size,
                     quantize=options.quantize,

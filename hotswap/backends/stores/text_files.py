@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from hotswap.backends.stores.fields import Fields, parse_object
-from hotswap.backends.stores.layout import MORE_TEMPLATES, SIDE_FILES
+from hotswap.backends.stores.layout import CHECKPOINT_FILES, MORE_TEMPLATES, SIDE_FILES
 from hotswap.errors import BackendMissing, ShardCorrupt, UnsupportedAdapter
 from hotswap.model import Adapter, Manifest
 from hotswap.text import ChatTemplate, TextSettings, Tokenizer
 
-__all__ = ["parse_text_settings", "read_adapter_settings", "read_more_templates", "read_text_files"]
+__all__ = [
+    "parse_text_settings",
+    "read_adapter_settings",
+    "read_checkpoint_files",
+    "read_more_templates",
+    "read_text_files",
+]
 
 _log = logging.getLogger("hotswap.stores")
 
@@ -29,6 +35,9 @@ _MOST_BYTES: Final = {
     "generation_config.json": 1 << 20,
     "chat_template.jinja": 1 << 20,
     MORE_TEMPLATES: 8 << 20,
+    **dict.fromkeys(CHECKPOINT_FILES, 16 << 20),
+    "hf_quant_config.json": 1 << 20,
+    "quantize_config.json": 1 << 20,
 }
 _MOST_TEMPLATES = 64
 _TEMPLATES_DIRECTORY = "additional_chat_templates"  # of checkpoints; stores have one file, `MORE_TEMPLATES`
@@ -63,6 +72,16 @@ def read_text_files(source: Path) -> dict[str, bytes]:
         elif name != "tokenizer.json":  # which its own parser checks, and which is long
             parse_object(text, source / name, remedy=_FETCH_AGAIN)
     return files
+
+
+def read_checkpoint_files(source: Path) -> dict[str, bytes]:
+    """Return the small files beside those of text that an engine may ask a checkpoint for. Blocking.
+
+    Raises:
+        ShardCorrupt: a file is longer than any of its kind.
+    """
+    found = {name: _read(source / name, _MOST_BYTES[name]) for name in CHECKPOINT_FILES}
+    return {name: content for name, content in found.items() if content is not None}
 
 
 def read_more_templates(source: Path) -> bytes | None:

@@ -84,12 +84,17 @@ def write_model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """How a model is written. `key` identifies the content, so that a dead conversion can be resumed."""
+    """How a model is written. `key` identifies the content, so that a dead conversion can be resumed.
+
+    `files` are the names and sizes of the data files of a single rank where they are given; otherwise files
+    are named by rank and part, and split at `max_file_bytes`.
+    """
 
     max_file_bytes: int = 4 << 30
     replace_existing: bool = False
     progress: Callable[[Progress], None] | None = None
     key: str | None = None
+    files: tuple[tuple[str, int], ...] = ()
 
 
 class ModelWriter:
@@ -142,9 +147,7 @@ def writing(
             with ExitStack() as files:
                 ranks = [
                     files.enter_context(
-                        closing(
-                            RankWriter(directory, manifest, rank, options.max_file_bytes, report, journal)
-                        )
+                        closing(RankWriter(directory, manifest, rank, options, report, journal))
                     )
                     for rank in range(manifest.world_size)
                 ]
@@ -162,7 +165,7 @@ def writing(
 
 
 class RankWriter:
-    """Writes one rank's flat buffer to files of at most `max_file_bytes`, one shard each.
+    """Writes one rank's flat buffer to files, one shard each, as `WriteOptions` names and splits them.
 
     Bytes that an earlier writer has finished are accepted and dropped: `finished_bytes` says how many, so
     that a caller need not compute them.
@@ -173,7 +176,7 @@ class RankWriter:
         directory: Path,
         manifest: Manifest,
         rank: int,
-        max_file_bytes: int,
+        options: WriteOptions,
         report: Callable[[int], None],
         journal: Journal | None,
     ) -> None:
@@ -186,13 +189,14 @@ class RankWriter:
         self._journal = journal
         self._unit = manifest.alignment_bytes
         self._end = align(manifest.buffer_bytes, self._unit)
-        self._most = max(self._unit, max_file_bytes // self._unit * self._unit)
+        self._given = options.files
+        self._split = max(self._unit, options.max_file_bytes // self._unit * self._unit)
         self._files: list[FinishedFile] = journal.of(rank) if journal else []
         self.finished_bytes = sum(file.size_bytes for file in self._files)
         self._tensors = TensorChecksums(manifest.tensors_of(rank), self._files)
         self._file: BufferedWriter | None = None
         self._checksum = Checksum()
-        self._size = 0
+        self._name, self._most, self._size = "", 0, 0
 
     def write(self, data: memoryview) -> None:
         """Append bytes to the buffer."""
@@ -254,8 +258,12 @@ class RankWriter:
                 self._finish_file()
 
     def _begin_file(self) -> None:
-        name = data_file_name(self.rank, self._world_size, len(self._files))
-        self._file = (self._directory / name).open("xb")
+        part = len(self._files)
+        if self._given:
+            self._name, self._most = self._given[part]
+        else:
+            self._name, self._most = data_file_name(self.rank, self._world_size, part), self._split
+        self._file = (self._directory / self._name).open("xb")
         self._checksum, self._size = Checksum(), 0
 
     def _finish_file(self) -> None:
@@ -267,7 +275,7 @@ class RankWriter:
         done, unfinished = self._tensors.take()
         finished = FinishedFile(
             rank=self.rank,
-            file=data_file_name(self.rank, self._world_size, len(self._files)),
+            file=self._name,
             offset_bytes=self.position - self._size,
             size_bytes=self._size,
             checksum=str(self._checksum),

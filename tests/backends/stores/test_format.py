@@ -89,7 +89,7 @@ def test_a_reader_written_from_the_document_alone_finds_every_byte() -> None:
     index: dict[str, Any] = json.loads((directory / "index.json").read_bytes())
     body = index["manifest"]
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    assert (index["format"], index["version"]) == ("hotswap-weights", 1)
+    assert (index["format"], index["version"]) == ("hotswap-weights", 2)
     assert index["checksum"] == f"crc32:{zlib.crc32(text):08x}"
     for rank in range(body["world_size"]):
         buffer = bytearray(body["buffer_bytes"])

@@ -86,7 +86,7 @@ def test_a_file_name_that_leads_out_of_the_directory_is_unsafe(manifest: Manifes
 # Each change, and the text of its error.
 CONTRADICTIONS: list[tuple[tuple[str | int, ...], object, str]] = [
     (("format",), "safetensors", "format"),
-    (("version",), 2, "version is 2"),
+    (("version",), 3, "version is 3"),
     (("version",), True, "version"),
     (("manifest",), [], "manifest"),
     (("manifest", "buffer_bytes"), UNIT, "outside"),

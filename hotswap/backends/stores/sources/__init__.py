@@ -1,0 +1,1 @@
+"""What models are imported from: safetensors and GGUF files, directories, and repositories of the Hub."""

@@ -1,0 +1,172 @@
+"""Importing a checkpoint as it is: its tensors, or its GGUF files, are copied byte for byte.
+
+Neither torch nor transformers is needed. The data files are those of every model in a store: aligned, with a
+checksum, read by the same readers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast
+
+from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint, weight_files
+from hotswap.backends.stores.layout import ALIGNMENT_BYTES, align
+from hotswap.backends.stores.sources.gguf import gguf_files, read_gguf
+from hotswap.backends.stores.sources.tensor_files import FETCH_AGAIN, read_tensors
+from hotswap.backends.stores.text_files import read_checkpoint_files, read_text_files
+from hotswap.backends.stores.writer import RankWriter
+from hotswap.errors import ShardCorrupt
+from hotswap.model import Manifest, TensorSpec
+from hotswap.request import ModelId
+
+__all__ = ["AsIs", "plan_as_is"]
+
+_TENSOR_ALIGNMENT: Final = 256  # that of CUDA allocations, as in the other layout
+_PIECE_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Bytes of a file of the checkpoint, and their place in the buffer."""
+
+    path: Path
+    offset_bytes: int
+    size_bytes: int
+    buffer_offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsIs:
+    """The plan of a copy.
+
+    `files` are the names and sizes of the data files where each is a file of the checkpoint.
+    """
+
+    manifest: Manifest
+    extents: tuple[Extent, ...]
+    side_files: dict[str, bytes]
+    files: tuple[tuple[str, int], ...] = ()
+
+    def copy(self, writer: RankWriter) -> None:
+        """Fill the buffer; bytes that an earlier writer has finished are not read again. Blocking.
+
+        Raises:
+            ShardCorrupt: a file has become shorter since the plan was made.
+        """
+        piece = memoryview(bytearray(_PIECE_BYTES))
+        for extent in self.extents:
+            done = min(max(0, writer.finished_bytes - extent.buffer_offset_bytes), extent.size_bytes)
+            if extent.size_bytes and done == extent.size_bytes:
+                continue
+            writer.skip_to(extent.buffer_offset_bytes + done)
+            with extent.path.open("rb", buffering=0) as file:
+                file.seek(extent.offset_bytes + done)
+                left = extent.size_bytes - done
+                while left:
+                    count = file.readinto(piece[: min(left, len(piece))])
+                    if not count:
+                        raise ShardCorrupt(f"{str(extent.path)!r} is truncated. {FETCH_AGAIN}")
+                    writer.write(piece[:count])
+                    left -= count
+
+
+def plan_as_is(model: ModelId, source: Path) -> AsIs:
+    """Return the plan of a copy of the checkpoint at `source`, a directory or a GGUF file. Blocking.
+
+    Raises:
+        ShardMissing, ShardCorrupt, UnsafeFile: as `read_checkpoint`, also where tensors overlap.
+        ConfigError: a directory has several GGUF models.
+    """
+    if files := gguf_files(source):
+        return _plan_gguf(model, source if source.is_dir() else source.parent, files)
+    return _plan_tensors(model, source, read_checkpoint(source))
+
+
+def _plan_tensors(model: ModelId, source: Path, checkpoint: Checkpoint) -> AsIs:
+    specs: list[TensorSpec] = []
+    extents: list[Extent] = []
+    end = 0
+    for tensor in read_tensors(weight_files(source)):
+        specs.append(
+            TensorSpec(
+                name=tensor.name,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                offset_bytes=end,
+                size_bytes=tensor.size_bytes,
+            )
+        )
+        extents.append(
+            Extent(
+                path=tensor.path,
+                offset_bytes=tensor.offset_bytes,
+                size_bytes=tensor.size_bytes,
+                buffer_offset_bytes=end,
+            )
+        )
+        end = align(end + tensor.size_bytes, _TENSOR_ALIGNMENT)
+    manifest = Manifest(
+        model=model,
+        shards=(),
+        buffer_bytes=end,
+        tensors=tuple(specs),
+        architecture=checkpoint.architecture,
+        config=checkpoint.config,
+        eos_token_ids=checkpoint.eos_token_ids,
+        max_context_tokens=checkpoint.max_context_tokens,
+        kv_bytes_per_token=checkpoint.kv_bytes_per_token(_kv_item_bytes(checkpoint.config)),
+        layout="checkpoint",
+    )
+    side_files = {**checkpoint.side_files, **read_checkpoint_files(source)}
+    return AsIs(manifest=manifest, extents=tuple(extents), side_files=side_files)
+
+
+def _kv_item_bytes(config: str) -> int:
+    """The bytes of a number of keys and values, which are computed in the config's dtype."""
+    parsed = json.loads(config)
+    part = parsed.get("text_config")
+    both = (parsed, cast("dict[str, object]", part) if isinstance(part, dict) else {})
+    names = (str(one.get(name)) for one in both for name in ("dtype", "torch_dtype"))
+    return 4 if any(name.removeprefix("torch.") == "float32" for name in names) else 2
+
+
+def _plan_gguf(model: ModelId, directory: Path, files: Sequence[Path]) -> AsIs:
+    facts = read_gguf(files)
+    names = [
+        f"model-{number:05d}-of-{len(files):05d}.gguf" if len(files) > 1 else "model.gguf"
+        for number in range(1, len(files) + 1)
+    ]
+    extents: list[Extent] = []
+    end = 0
+    for path in files:
+        size = path.stat().st_size
+        extents.append(Extent(path=path, offset_bytes=0, size_bytes=size, buffer_offset_bytes=end))
+        end += align(size, ALIGNMENT_BYTES)
+    config = {
+        "model_type": facts.architecture,
+        **({"vocab_size": facts.vocabulary} if facts.vocabulary else {}),
+        **({"max_position_embeddings": facts.max_context_tokens} if facts.max_context_tokens else {}),
+    }
+    side_files = read_text_files(directory)
+    if facts.chat_template:
+        side_files.setdefault("chat_template.jinja", facts.chat_template.encode())
+    manifest = Manifest(
+        model=model,
+        shards=(),
+        buffer_bytes=end,
+        architecture=facts.architecture,
+        config=json.dumps(config),
+        eos_token_ids=facts.eos_token_ids,
+        max_context_tokens=facts.max_context_tokens or 2**31,
+        kv_bytes_per_token=facts.kv_bytes_per_token,
+        layout="checkpoint",
+    )
+    return AsIs(
+        manifest=manifest,
+        extents=tuple(extents),
+        side_files=side_files,
+        files=tuple((name, align(extent.size_bytes)) for name, extent in zip(names, extents, strict=True)),
+    )
