@@ -167,7 +167,7 @@ class Index:
     def has_open(self, model: ModelId, *, adapters: bool = False) -> bool:
         """Return whether an instance takes a request of the model now, if need be with an adapter."""
         group = self._group(model, adapters)
-        return bool((self._renewed(model, adapters) if group.counts_changed else group).open)
+        return not group.open <= group.counts_changed or bool(self._renewed(model, adapters).open)
 
     def all_adapt(self, model: ModelId) -> bool:
         """Return whether every host of the model can hold adapters."""
