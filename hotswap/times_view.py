@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from hotswap.request import ModelId
 from hotswap.store_view import StoreView
 
-__all__ = ["TimesView"]
+__all__ = ["USUAL_PREFILL_TOKEN_S", "TimesView"]
 
+# Of an 8B model on a recent GPU; what is expected before anything was measured.
+USUAL_PREFILL_TOKEN_S = 1 / 20_000
 # For a model whose tier the store does not name.
 _UNKNOWN_S = 10.0
 
@@ -22,13 +24,15 @@ class TimesView:
             requests were given to finish; 0 before the first swap.
         load_bytes_per_s: By tier, the bytes over the seconds of whole loads: from the tier to the device,
             queues and set-up included.
-        prefill_tokens_per_s: Of the requests with which turns began, their tokens over the seconds until all
-            of them had a token; `None` before the first.
+        prefill_start_s: The part of a turn's prefill that its tokens do not lengthen: the seconds until all
+            requests with which a turn began have a token, however few tokens they have; 0 before the first.
+        prefill_token_s: The seconds that each of their tokens adds; 1/20,000 before the first.
     """
 
     unload_s: float = 0.0
     load_bytes_per_s: tuple[tuple[str, float], ...] = ()
-    prefill_tokens_per_s: float | None = None
+    prefill_start_s: float = 0.0
+    prefill_token_s: float = USUAL_PREFILL_TOKEN_S
 
     def load_s(self, store: StoreView, model: ModelId) -> float:
         """Return the seconds to load a model from its fastest tier, and 10 if the store does not have it.
@@ -41,5 +45,5 @@ class TimesView:
         return num_bytes / (dict(self.load_bytes_per_s).get(link.name) or link.bytes_per_s)
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Return the seconds to compute so many tokens; at 20,000 a second before anything was measured."""
-        return num_tokens / (self.prefill_tokens_per_s or 20_000.0)
+        """Return the seconds until requests with so many tokens, with which a turn begins, have one more."""
+        return self.prefill_start_s + num_tokens * self.prefill_token_s

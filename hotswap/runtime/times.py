@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotswap.action import SwapRecord
-from hotswap.times_view import TimesView
+from hotswap.times_view import USUAL_PREFILL_TOKEN_S, TimesView
 
 __all__ = ["MeasuredTimes"]
 
 # The share of what was measured before that is left when the next comes.
 _MEMORY = 0.8
+# How much is held against a constant part of prefills, in turns, and for the usual rate, in squared tokens.
+_NO_START, _USUAL_RATE = 0.01, 100.0**2
 
 
 @dataclass(slots=True)
@@ -28,11 +30,45 @@ class _Rate:
         return self.amount / self.of if self.of else None
 
 
+@dataclass(slots=True)
+class _Prefills:
+    """Seconds over tokens as a line, `start_s + tokens token_s`, by least squares; later turns weigh more.
+
+    Turns of one size cannot tell the two apart. So the line is also drawn, by as much as a hundredth of a
+    turn would, to no seconds for no tokens, and by as much as turns that differ by a hundred tokens would, to
+    the usual rate: many tokens are then taken for the cause of a long time, and few are not.
+    """
+
+    turns: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    tokens_squared: float = 0.0
+    tokens_seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.turns = _MEMORY * self.turns + 1
+        self.tokens = _MEMORY * self.tokens + tokens
+        self.seconds = _MEMORY * self.seconds + seconds
+        self.tokens_squared = _MEMORY * self.tokens_squared + tokens * tokens
+        self.tokens_seconds = _MEMORY * self.tokens_seconds + tokens * seconds
+
+    def line(self) -> tuple[float, float]:
+        """Return `start_s` and `token_s`, neither below 0."""
+        turns = self.turns + _NO_START
+        squared = self.tokens_squared + _USUAL_RATE
+        product = self.tokens_seconds + _USUAL_RATE * USUAL_PREFILL_TOKEN_S
+        token_s = (turns * product - self.tokens * self.seconds) / (turns * squared - self.tokens**2)
+        start_s = (self.seconds - self.tokens * token_s) / turns
+        if token_s < 0:
+            return self.seconds / turns, 0.0
+        return (start_s, token_s) if start_s >= 0 else (0.0, product / squared)
+
+
 class MeasuredTimes:
     """Keeps the times that `TimesView` tells."""
 
     def __init__(self) -> None:
-        self._unload, self._prefill = _Rate(), _Rate()
+        self._unload, self._prefills = _Rate(), _Prefills()
         self._loads: dict[str, _Rate] = {}
         self._view: TimesView | None = TimesView()
 
@@ -51,17 +87,19 @@ class MeasuredTimes:
     def learn_turn(self, num_tokens: int, seconds: float) -> None:
         """Learn how long it took until all requests that a turn began with had a token."""
         if num_tokens and seconds > 0:
-            self._prefill.add(num_tokens, seconds)
+            self._prefills.add(num_tokens, seconds)
             self._view = None
 
     def view(self) -> TimesView:
         """Return what is known now; the same object until that changes."""
         if self._view is None:
+            prefill_start_s, prefill_token_s = self._prefills.line()
             self._view = TimesView(
                 unload_s=self._unload.value or 0.0,
                 load_bytes_per_s=tuple(
                     (tier, value) for tier, rate in sorted(self._loads.items()) if (value := rate.value)
                 ),
-                prefill_tokens_per_s=self._prefill.value,
+                prefill_start_s=prefill_start_s,
+                prefill_token_s=prefill_token_s,
             )
         return self._view

@@ -70,7 +70,7 @@ def test_what_a_turn_computes_again_is_time_without_tokens() -> None:
     assert a == b == c
     turns = replace(slack, prefill_token_s=1e-3).quotas_s(view)
     assert tuple(turns.values()) == pytest.approx((1.5 * a + 1.0, 1.5 * b + 0.5, 1.5 * c))
-    measured = replace(view, times=TimesView(prefill_tokens_per_s=1000.0))
+    measured = replace(view, times=TimesView(prefill_token_s=1e-3))
     assert slack.quotas_s(measured) == pytest.approx(turns)
 
 

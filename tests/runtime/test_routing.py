@@ -93,8 +93,7 @@ def test_first_tokens_come_sooner_where_prompts_are_weighed() -> None:
 
 @virtual_time
 async def test_three_models_take_turns_on_one_instance() -> None:
-    # Without prefills: measured of prompts of one token, they would lengthen every turn.
-    rule = ElasticQuota(tbt_s=0.1, step_s=0.025, max_quota_s=1.0, switch_s=0.1, prefill_token_s=0.0)
+    rule = ElasticQuota(tbt_s=0.1, step_s=0.025, max_quota_s=1.0, switch_s=0.1)
     endless = Sampling(max_tokens=400, ignore_eos=True)
     async with sim_fleet("a", "b", "c", engines=1, scheduler=rule, interval_s=0.05) as fleet:
         async with anyio.create_task_group() as clients:

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotswap import InstanceId, ModelId, Sampling, TimesView
 from hotswap.offline.replay import dump_view, load_view
 from hotswap.offline.virtual_time import virtual_time
+from hotswap.runtime.times import MeasuredTimes
 from tests.runtime.support import Idle, sim_fleet, until
 
 A, B = ModelId("a"), ModelId("b")
@@ -52,9 +55,43 @@ async def test_prefills_are_timed_by_the_first_tokens_of_turns() -> None:
         for _ in range(2):
             clients.start_soon(ask)
         await until(lambda: len(fleet.view().waiting) == 2)
-        assert fleet.view().times.prefill_tokens_per_s is None
+        usual_s = fleet.view().times.prefill_token_s
         await fleet.swap("e0", to="a")
         began_s = anyio.current_time()
-        await until(lambda: fleet.view().times.prefill_tokens_per_s is not None)
+        await until(lambda: fleet.view().times.prefill_token_s != usual_s)
         times = fleet.view().times
         assert times.prefill_s(4000) == pytest.approx(anyio.current_time() - began_s, abs=0.02)
+
+
+def turns(*measured: tuple[int, float]) -> TimesView:
+    times = MeasuredTimes()
+    for tokens, seconds in measured:
+        times.learn_turn(tokens, seconds)
+    return times.view()
+
+
+def test_what_tokens_add_to_a_prefill_is_told_from_what_they_do_not() -> None:
+    """An engine that takes 30 ms for any prefill, and as many for each thousand tokens."""
+    times = turns(*((tokens, 0.03 + 3e-5 * tokens) for tokens in (1, 700, 12_000, 90, 3_000)))
+    assert times.prefill_start_s == pytest.approx(0.03, rel=0.05)
+    assert times.prefill_token_s == pytest.approx(3e-5, rel=0.05)
+
+
+def test_turns_of_one_token_say_nothing_of_a_rate() -> None:
+    one = turns((1, 0.03))
+    assert one.prefill_s(1) == pytest.approx(0.03, rel=0.05)
+    assert one.prefill_token_s == pytest.approx(TimesView().prefill_token_s, rel=0.05)
+    many = turns(*[(1, 0.03)] * 1000)
+    assert many.prefill_token_s == pytest.approx(TimesView().prefill_token_s, rel=0.05)
+
+
+def test_one_turn_of_many_tokens_says_most_of_its_rate() -> None:
+    assert turns((10_000, 2.0)).prefill_s(50_000) == pytest.approx(10.0, rel=0.1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 2**20), st.floats(1e-6, 1e4)), min_size=1))
+def test_no_prefill_is_expected_to_take_less_than_nothing(measured: list[tuple[int, float]]) -> None:
+    times = turns(*measured)
+    assert times.prefill_start_s >= 0
+    assert times.prefill_token_s >= 0
+    assert times.prefill_s(1000) <= 1.01 * 1000 * max(seconds for _, seconds in measured) + 1

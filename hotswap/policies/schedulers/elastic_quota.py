@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, ldexp
@@ -105,8 +105,9 @@ class ElasticQuota(Scheduler):
         step_s: The time of a decode step of a model whose `weight` is 1.
         max_quota_s: *Qmax*.
         switch_s: Seconds of a switch besides reading the weights.
-        prefill_token_s: Seconds per token that a model's requests have when its turn begins: what the fleet
-            has measured (`FleetView.times`) if it is `None`; 0 if engines keep KV blocks from turn to turn.
+        prefill_token_s: Seconds per token that a model's requests have when its turn begins. With `None` the
+            prefill of a turn takes what the fleet has measured (`FleetView.times`), a constant part included.
+            0 if engines keep KV blocks from turn to turn.
         deadline_s: Seconds that running requests get to finish when their model's turn is over.
         first_weight: How many times the wait for a first token counts; with 0 only the wait for a turn does.
     """
@@ -143,20 +144,20 @@ class ElasticQuota(Scheduler):
             return {}
         n = [num_instances * self.tbt_s / (self.step_s * m.weight) for m in active]
         prefill_s = self._prefill_s(fleet)
-        c = sum(self._switch_s(fleet, m) + prefill_s[m.id] for m in active)
+        c = sum(self._switch_s(fleet, m) + prefill_s.get(m.id, 0.0) for m in active)
         lengths_s = quotas(n, c, max_quota_s=self.max_quota_s).quotas_s
-        return {m.id: prefill_s[m.id] + quota_s for m, quota_s in zip(active, lengths_s, strict=True)}
+        return {
+            m.id: prefill_s.get(m.id, 0.0) + quota_s for m, quota_s in zip(active, lengths_s, strict=True)
+        }
 
-    def _prefill_s(self, fleet: FleetView) -> defaultdict[ModelId, float]:
-        """The seconds of prefill for each model's requests if its turn began now."""
-        seconds: defaultdict[ModelId, float] = defaultdict(float)
-        token_s = fleet.times.prefill_s(1) if self.prefill_token_s is None else self.prefill_token_s
-        if token_s:
-            for run in fleet.running:
-                seconds[run.model] += token_s * run.num_tokens
-            for request in fleet.waiting:
-                seconds[request.model] += token_s * request.num_tokens
-        return seconds
+    def _prefill_s(self, fleet: FleetView) -> Mapping[ModelId, float]:
+        """The seconds of prefill for each model's requests, if it has any, if its turn began now."""
+        tokens: Counter[ModelId] = Counter()
+        for request in (*fleet.running, *fleet.waiting):
+            tokens[request.model] += request.num_tokens
+        if self.prefill_token_s is None:
+            return {model: fleet.times.prefill_s(number) for model, number in tokens.items()}
+        return {model: self.prefill_token_s * number for model, number in tokens.items()}
 
     def _switch_s(self, fleet: FleetView, model: ModelView) -> float:
         load_s = fleet.store.load_s(model.id)
