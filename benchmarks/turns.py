@@ -3,8 +3,9 @@
     python -m benchmarks turns                       ten for each scheduler
     python -m benchmarks turns --full --json FILE    five hundred for each; hours
 
-A simulation draws models, engines, their size, the rate of requests, and prompts of up to 128,000 tokens. It
-is played twice, with a client for every request and by events, and all records of both are compared:
+A simulation draws models, engines, their size, the rate of requests, and prompts of up to 128,000 tokens. In
+every second one engines have room for a model more, and load it beside the one that serves (`preload`). It is
+played twice, with a client for every request and by events, and all records of both are compared:
 requests, swaps, moves and samples. No request may leave instances more than `MOST_STALLS` times in a row
 without a token, since the shipped schedulers finish the first tokens of turns (`docs/policies.md`).
 
@@ -18,7 +19,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from math import exp, isclose, log
 from random import Random
@@ -43,6 +44,7 @@ from hotswap.policies import (
     VirtualUsageRescheduler,
     WeightedLoadSwap,
 )
+from hotswap.profiling import PROFILES
 from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
 
 __all__ = ["MOST_STALLS", "SCHEDULERS", "differences", "drawn", "is_tied", "main", "played"]
@@ -106,9 +108,13 @@ def drawn(kind: str, seed: int) -> Drawn:
                 priority=random.choice((0, 0, 0, 1)),
             )
         )
+    profile = PROFILES[random.choice(("h100-llama-3.1-8b", "l40s-llama-3.1-8b", "a100-llama-3.1-8b"))]
+    if Random(f"{kind} {seed} preload").random() < 0.5:  # apart, so that it changes no other draw
+        memory_bytes = profile.device.memory_bytes + profile.weight_bytes
+        profile = replace(profile, device=replace(profile.device, memory_bytes=memory_bytes))
     cluster = Cluster(
         num_engines=num_engines,
-        profile=random.choice(("h100-llama-3.1-8b", "l40s-llama-3.1-8b", "a100-llama-3.1-8b")),
+        profile=profile,
         host_bytes=random.choice((None, 40_000_000_000)),
         token_budget=random.choice((512, 2048)),
         max_requests=random.choice((2, 8, 64)),

@@ -30,7 +30,8 @@ class Admission:
 
     The router is asked about the first request of each model and adapter alone, and only while an instance of
     the model is open: a thousand requests that wait for one model cost one question. It is not asked about a
-    sample that may begin where another sample of the same request has computed the prompt.
+    sample that may begin where another sample of the same request has computed the prompt. What has stalled
+    goes to no instance that a swap has: one that is staged beside the model there would evict it once more.
 
     Args:
         state: Of the fleet.
@@ -130,7 +131,7 @@ class Admission:
         if change is not Change.WAITING:
             self._ask_all()
 
-    def choose(self, request: Request) -> Instance | None:
+    def choose(self, request: Request, standing: Standing = ORDINARY) -> Instance | None:
         """Return where a request would go as of the last `refresh`, assigning it to nothing.
 
         `None` if it would have to wait.
@@ -151,23 +152,27 @@ class Admission:
                 f"Router {self._router!r} chose {shown(chosen)} for request {request.id!r}; the fleet has no "
                 "such instance. A router returns the id of one in its view."
             )
-        return self._if_open(chosen, request)
+        return self._if_open(chosen, request, standing)
 
-    def _if_open(self, instance: InstanceId, request: Request) -> Instance | None:
+    def _if_open(self, instance: InstanceId, request: Request, standing: Standing) -> Instance | None:
         view = self._state.index.counted(instance)
         if view is None or not view.open or view.model != request.model:
             return None
+        if standing.stalled and view.swapping:
+            return None
         return self._state.instances[view.id] if request.adapter is None or view.max_adapters else None
 
-    def _choose_for_sample(self, request: Request, samples: SampleGroup) -> Instance | None:
+    def _choose_for_sample(
+        self, request: Request, standing: Standing, samples: SampleGroup
+    ) -> Instance | None:
         """Return where a sample may go: to an instance that has the prompt, or to any if none computes it."""
         for ready in samples.ready:
             view = self._state.index.counted(ready)
             if view is None or view.hosted != request.model:
                 samples.forget(ready)
-            elif (instance := self._if_open(ready, request)) is not None and not view.swapping:
+            elif (instance := self._if_open(ready, request, standing)) is not None and not view.swapping:
                 return instance
-        return self.choose(request) if samples.leader is None else None
+        return self.choose(request, standing) if samples.leader is None else None
 
     def refuse(self, model: ModelId, error: Exception) -> int:
         """Answer every request that waits for a model with an error; return how many they were."""
@@ -203,11 +208,12 @@ class Admission:
         return self._state.index.has_open(request.model, adapters=request.adapter is not None)
 
     def _ask(self, ticket: Ticket) -> None:
+        request, standing = ticket.request, ticket.standing
         try:
             ticket.instance = (
-                self.choose(ticket.request)
-                if (samples := ticket.standing.follows) is None
-                else self._choose_for_sample(ticket.request, samples)
+                self.choose(request, standing)
+                if (samples := standing.follows) is None
+                else self._choose_for_sample(request, standing, samples)
             )
         except Exception as exc:  # a router's fault belongs to the request that it was asked about
             ticket.error = exc

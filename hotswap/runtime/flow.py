@@ -337,7 +337,7 @@ class Flow:
                 if decision.pause_s:
                     await anyio.sleep(decision.pause_s)
                 request.take_model()  # its model may have been rolled meanwhile
-                standing = Standing(suspect=decision.suspect, follows=request.samples)
+                standing = Standing(decision.suspect, decision.stalled, request.samples)
                 ticket = self.admission.enter(request.remaining, request.arrival, standing=standing)
 
     def _log_given_up(self, request: ClientRequest, error: Exception) -> None:

@@ -127,11 +127,13 @@ class Requeue:
     """Wait for an instance again, after a pause.
 
     A `suspect` has lost instances in a row before it decoded. It runs beside no other suspect until it gets
-    a token, which tells a request that takes its instance down from those that were beside it.
+    a token, which tells a request that takes its instance down from those that were beside it. One that has
+    `stalled` has left its latest instance without a token.
     """
 
     pause_s: float = 0.0
     suspect: bool = False
+    stalled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ def _requeue(history: History) -> Requeue:
     """The second stall in a row waits a little, and each one after it twice as long."""
     stalls = history.num_stalls
     pause_s = 0.0 if stalls <= 1 else doubled(FIRST_PAUSE_S, stalls - 2, LONGEST_PAUSE_S)
-    return Requeue(pause_s, suspect=history.num_losses >= SUSPECT_LOSSES)
+    return Requeue(pause_s, suspect=history.num_losses >= SUSPECT_LOSSES, stalled=stalls > 0)
 
 
 def doubled(first_s: float, times: int, most_s: float) -> float:

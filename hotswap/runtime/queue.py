@@ -29,18 +29,20 @@ class Standing:
 
     Attributes:
         suspect: Whether it may run beside no other suspect.
+        stalled: Whether it may go to no instance that a swap has, since it would be evicted there once more.
         follows: The samples of its request, if it may go where one of them has computed the prompt, and waits
             while one does.
     """
 
     suspect: bool = False
+    stalled: bool = False
     follows: SampleGroup | None = None
 
 
 ORDINARY = Standing()
 
 # Requests of one key are interchangeable for a router: what it declines for the first, it declines for all.
-QueueKey: TypeAlias = tuple[ModelId, AdapterId | None, bool, SampleGroup | None]
+QueueKey: TypeAlias = tuple[ModelId, AdapterId | None, Standing]
 
 
 class Answered(Protocol):
@@ -110,8 +112,7 @@ class Ticket:
     @property
     def key(self) -> QueueKey:
         """What it has in common with the requests that the router cannot tell from it."""
-        request, standing = self.request, self.standing
-        return request.model, request.adapter, standing.suspect, standing.follows
+        return self.request.model, self.request.adapter, self.standing
 
 
 class Queue:

@@ -12,10 +12,18 @@ from hotswap.simulation import simulate
 # Requests that came in the instant of a swap were counted as evicted by one driver alone.
 COUNTED_TWICE = (("CostSwap", 16), ("WeightedLoadSwap", 5), ("StaticPinning", 4), ("Autoscalers", 7))
 
+# Requests that had been evicted after a preload came back to an instance that was preloading in turn.
+STALLED_TWICE = (("CostSwap", 44), ("WeightedLoadSwap", 80), ("StaticPinning", 28))
+
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_nothing_is_wrong(kind: str, seed: int) -> None:
+    assert played(drawn(kind, seed)) == []
+
+
+@pytest.mark.parametrize(("kind", "seed"), STALLED_TWICE)
+def test_a_preload_ends_no_stay_of_a_request_that_has_stalled(kind: str, seed: int) -> None:
     assert played(drawn(kind, seed)) == []
 
 

@@ -50,7 +50,8 @@ class SimulatedRequest(ActiveRequest):
         self.error: Exception | None = None
         self._core, self._listener = core, listener
         self._ticket: Ticket | None = None
-        self._ended = self._is_answered = self._is_suspect = False
+        self._ended = self._is_answered = False
+        self._standing = ORDINARY
         self._num_before = 0
         self._sequence: Counted | None = None
         self._left: anyio.Event | None = None  # its adapter is held until then
@@ -122,8 +123,9 @@ class SimulatedRequest(ActiveRequest):
             return
         self._is_answered = False
         request = self.remaining if self._num_before else self.request
-        standing = Standing(suspect=True) if self._is_suspect else ORDINARY
-        self._ticket = self._core.admission.enter(request, self.arrival, standing=standing, answered=self)
+        self._ticket = self._core.admission.enter(
+            request, self.arrival, standing=self._standing, answered=self
+        )
 
     def _take(self) -> None:
         ticket, self._ticket = self._ticket, None  # which refers to this request in turn
@@ -180,7 +182,8 @@ class SimulatedRequest(ActiveRequest):
         if isinstance(decision, End):
             self._end(decision.error)
             return
-        self._is_suspect = isinstance(decision, Requeue) and decision.suspect
+        requeued = isinstance(decision, Requeue)
+        self._standing = Standing(decision.suspect, decision.stalled) if requeued else ORDINARY
         if isinstance(decision, Requeue) and decision.pause_s:
             asyncio.get_running_loop().call_later(decision.pause_s, self.start)
         else:
