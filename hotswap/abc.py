@@ -6,15 +6,15 @@ Programs that use a fleet import from `hotswap`; values that both need are in bo
 Engines
     `Engine`, `WrapperEngine` to wrap another; `EngineStatus` and `StatusListener`, by which an engine tells
     its state; `ModelCard`, which it loads; `Request`, and `TokenQueue` for the `TokenStream` of its tokens.
-    Optional abilities: `SupportsPreload`, `SupportsAdapters`, `SupportsGrammars`, `SupportsMigration` (with
-    `KVSource`, `KVSink`, `KVLayout`, `KVPages`, `Stopped`).
+    Optional abilities: `SupportsPreload`, `SupportsAdapters`, `SupportsGrammars`, `SupportsModelCheck`,
+    `SupportsMigration` (with `KVSource`, `KVSink`, `KVLayout`, `KVPages`, `Stopped`).
 Stores
     `WeightStore`, `WrapperStore` to wrap another; `Manifest`, `Shard`, `TensorSpec`, `HostChunk`,
     `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
     `SupportsLend`, `SupportsLendFiles`, `SupportsNodes`, `SupportsPrefetch`, `SupportsReadInto`,
-    `SupportsTokenizer` (with `Tokenizer`, and `TextStream` to decode with it; a tokenizer's own is
-    `SupportsLeastTokens`), `SupportsTextSettings` (with `TextSettings`, and the `ChatTemplate` that writes a
-    `Chat`).
+    `SupportsSideFiles`, `SupportsTokenizer` (with `Tokenizer`, and `TextStream` to decode with it; a
+    tokenizer's own is `SupportsLeastTokens`), `SupportsTextSettings` (with `TextSettings`, and the
+    `ChatTemplate` that writes a `Chat`).
 Policies
     `Router`, `Scheduler` and `Mover`; `FleetView` and its parts, which they read, ranked by a `Rank`, `Count`
     or `CountRank`; the actions that a scheduler returns (`Swap`, `Unload`, `Prefetch`, `PinAdapters`,
@@ -40,6 +40,7 @@ from hotswap.engine import (
     StatusListener,
     SupportsAdapters,
     SupportsGrammars,
+    SupportsModelCheck,
     SupportsPreload,
     WrapperEngine,
 )
@@ -87,6 +88,7 @@ from hotswap.store import (
     SupportsNodes,
     SupportsPrefetch,
     SupportsReadInto,
+    SupportsSideFiles,
     SupportsTextSettings,
     SupportsTokenizer,
     WeightStore,
@@ -173,10 +175,12 @@ __all__ = [
     "SupportsLend",
     "SupportsLendFiles",
     "SupportsMigration",
+    "SupportsModelCheck",
     "SupportsNodes",
     "SupportsPrefetch",
     "SupportsPreload",
     "SupportsReadInto",
+    "SupportsSideFiles",
     "SupportsTextSettings",
     "SupportsTokenizer",
     "Swap",

@@ -25,6 +25,7 @@ __all__ = [
     "StatusListener",
     "SupportsAdapters",
     "SupportsGrammars",
+    "SupportsModelCheck",
     "SupportsPreload",
     "WrapperEngine",
 ]
@@ -203,6 +204,19 @@ class SupportsGrammars(Protocol):
             InvalidRequest: the grammar cannot be used.
             BackendMissing: what it takes is not installed.
             InstanceError: the engine's process cannot check it now.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsModelCheck(Protocol):
+    """An engine that can say of a model beforehand that it will never serve it, by what its card tells."""
+
+    def check_model(self, model: ModelCard) -> None:
+        """Refuse a model, before a swap to it is planned. Synchronous, cheap, and the same at any time.
+
+        Raises:
+            UnsupportedModel: naming what to do instead.
         """
         ...
 

@@ -198,6 +198,11 @@ class Manifest:
         return size if type(size) is int and size > 0 else None
 
     @property
+    def is_gguf(self) -> bool:
+        """Whether its files are GGUF files."""
+        return self.layout == "checkpoint" and not self.tensors
+
+    @property
     def weight_bytes(self) -> int:
         """The bytes of all shards of all ranks."""
         return sum(shard.size_bytes for shard in self.shards)
@@ -229,6 +234,7 @@ class ModelCard:
     weight: float = 1.0
     vocabulary: int | None = None
     layout: Layout = "modules"
+    is_gguf: bool = False
 
     @classmethod
     def of(cls, model: Model, manifest: Manifest) -> ModelCard:
@@ -247,6 +253,7 @@ class ModelCard:
             weight=model.weight,
             vocabulary=manifest.vocabulary,
             layout=manifest.layout,
+            is_gguf=manifest.is_gguf,
         )
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "SupportsNodes",
     "SupportsPrefetch",
     "SupportsReadInto",
+    "SupportsSideFiles",
     "SupportsTextSettings",
     "SupportsTokenizer",
     "WeightStore",
@@ -172,6 +173,19 @@ class SupportsImport(Protocol):
             ShardMissing: there is no checkpoint at the source.
             UnsafeFile: the checkpoint holds pickled weights only.
             TierFull: the disk has no room; other models are untouched.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsSideFiles(Protocol):
+    """A store that gives the small files beside a model's weights: for a tier's copy, and for engines."""
+
+    async def side_files(self, model: ModelId) -> dict[str, bytes]:
+        """Return the files by name, the tokenizer among them; missing ones are left out.
+
+        Raises:
+            StoreError: one of them could not be read.
         """
         ...
 

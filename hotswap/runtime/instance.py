@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import anyio
 
 from hotswap.checks import shown
-from hotswap.engine import Engine, SupportsAdapters
-from hotswap.errors import InstanceError
+from hotswap.engine import Engine, SupportsAdapters, SupportsModelCheck
+from hotswap.errors import InstanceError, UnsupportedModel
+from hotswap.model import ModelCard
 from hotswap.request import ModelId
 from hotswap.runtime.turn import Turn
 from hotswap.telemetry import Telemetry
@@ -45,11 +47,12 @@ class Instance:
         polled: Whether it is asked for its status at every view, since it does not tell of changes.
         gone_for_good: Whether so many restarts failed in a row that none is tried any more.
         swap_context: The span of its latest swap, for links.
+        refused: Models that its engine says it will never serve, with its reasons.
         turn: The requests that its turn began with.
         num_evicted: How many requests it has given back so far.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, models: Iterable[ModelCard]) -> None:
         self.engine = engine
         self.id: InstanceId = engine.id
         self.polled = True
@@ -63,10 +66,13 @@ class Instance:
         self.turn = Turn()
         self.target: ModelId | None = None
         self.cooldowns: dict[ModelId | None, Cooldown] = {}
+        self.refused: dict[ModelId, UnsupportedModel] = {}
         self.swap_context: SpanContext | None = None
         self._can_adapt = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the status
         self._first_token: Span | None = None
         self._told: EngineStatus | None = None
+        for model in models:
+            self.consider(model)
 
     def status(self) -> EngineStatus:
         """Return what the engine tells of itself.
@@ -110,7 +116,7 @@ class Instance:
             serving_since_s=self.serving_since_s if status.model is not None else None,
             draining=self.draining,
             swapped_s=self.swapped_s,
-            cooling_down=self._cooling_down() if self.cooldowns else (),
+            cooling_down=self._cooling_down() if self.cooldowns or self.refused else (),
             num_requests=self.num_requests,
             num_high_priority=self.num_high_priority,
             num_moves=self.num_moves,
@@ -131,7 +137,17 @@ class Instance:
         )
 
     def _cooling_down(self) -> tuple[ModelId, ...]:
-        return tuple(model for model in self.cooldowns if model is not None and not self.may_try(model))
+        later = (model for model in self.cooldowns if model is not None and not self.may_try(model))
+        return tuple(dict.fromkeys((*self.refused, *later)))
+
+    def consider(self, model: ModelCard) -> None:
+        """Note whether the engine says that it will never serve a model."""
+        self.refused.pop(model.id, None)
+        if isinstance(self.engine, SupportsModelCheck):
+            try:
+                self.engine.check_model(model)
+            except UnsupportedModel as exc:
+                self.refused[model.id] = exc
 
     @property
     def broken(self) -> bool:
@@ -141,7 +157,7 @@ class Instance:
 
     def may_try(self, model: ModelId | None) -> bool:
         """Whether a model that failed to load here may be tried again; `None` stands for a restart."""
-        if model is None and self.gone_for_good:
+        if (model is None and self.gone_for_good) or model in self.refused:
             return False
         return anyio.current_time() >= self.cooldowns.get(model, Cooldown()).until_s
 

@@ -11,7 +11,7 @@ import anyio
 
 from hotswap.checks import check_kind, check_seconds, check_strings
 from hotswap.engine import SupportsPreload
-from hotswap.errors import ConfigError, ModelTooLarge, PromptTooLong, UnknownModel
+from hotswap.errors import ConfigError, ModelTooLarge, PromptTooLong, UnknownModel, UnsupportedModel
 from hotswap.generation import sampling_of, unmapped
 from hotswap.model import Model, ModelCard
 from hotswap.request import ModelId, Request
@@ -100,8 +100,10 @@ class Models:
 
     async def open(self) -> None:
         """Read the manifest and the text files of every model, importing what the store lacks."""
-        for name, model in self._state.registered.items():
-            self._state.models[name] = await self._read(model)
+        for model in self._state.registered.values():
+            card = await self._read(model)
+            self._state.models[card.id] = card
+            self._consider(card)
 
     async def add(self, model: Model) -> None:
         """Let requests ask for a model from now on; one with a source is imported if the store lacks it.
@@ -127,6 +129,7 @@ class Models:
         finally:
             self._adding.discard(name)
         self._state.add_model(model, card)
+        self._consider(card)
 
     async def remove(self, model: str, *, deadline_s: float | None = None) -> None:
         """Let requests ask for a model no more, and unload it wherever it is once its requests have ended.
@@ -166,7 +169,15 @@ class Models:
         self._adapters.forget(name)
         self._texts.forget(name)
         self._told.discard(name)
+        for instance in state.instances.values():
+            instance.refused.pop(name, None)
         state.remove_model(name)
+
+    def _consider(self, model: ModelCard) -> None:
+        """Have every engine asked whether it could serve a model."""
+        for instance in self._state.instances.values():
+            instance.consider(model)
+            self._state.index.state_changed(instance.id)
 
     async def _read(self, model: Model) -> ModelCard:
         store, name = self._state.store, ModelId(model.id)
@@ -221,6 +232,7 @@ class Models:
                 log-probabilities.
             PromptTooLong: no token can follow the prompt within the model's context.
             ModelTooLarge: the weights exceed every engine's memory, where that is known.
+            UnsupportedModel: every engine says that it will never serve the model.
         """
         card = self._state.card(request.model, closed=True)
         request.check_prompt_logprobs()
@@ -231,6 +243,9 @@ class Models:
                 f"The prompt has {request.num_tokens} tokens and model {card.id!r} a context of "
                 f"{card.max_context_tokens}; shorten it so that at least one token can follow."
             )
+        refusals = [instance.refused.get(card.id) for instance in self._state.instances.values()]
+        if refusals and refusals[0] is not None and all(refusals):
+            raise UnsupportedModel(str(refusals[0]))
         if all(0 < memory < card.weight_bytes for memory in self._state.memory_bytes()):
             largest = max(self._state.memory_bytes(), default=0)
             raise ModelTooLarge(

@@ -164,7 +164,7 @@ class FleetState:
         check_strings(ConfigError, **{"engine.id": getattr(engine, "id", None)})
         if engine.id in self.instances:
             raise ConfigError(f"There is an instance {engine.id!r} already; give the engine another id.")
-        instance = self.instances[engine.id] = Instance(engine)
+        instance = self.instances[engine.id] = Instance(engine, self.models.values())
         self.index.add(instance.id, instance)
         instance.polled = not engine.watch(self.index.listener(instance.id))
         self._note(instance)

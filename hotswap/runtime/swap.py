@@ -22,7 +22,7 @@ from opentelemetry.trace import Span, format_trace_id
 from hotswap import telemetry as tm
 from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
 from hotswap.checks import check_positive_seconds
-from hotswap.engine import Engine, SupportsPreload
+from hotswap.engine import Engine, SupportsModelCheck, SupportsPreload
 from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, StoreError, SwapFailed
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.request import ModelId
@@ -33,6 +33,7 @@ from hotswap.store import (
     SupportsLendFiles,
     SupportsNodes,
     SupportsReadInto,
+    SupportsSideFiles,
     SupportsTokenizer,
     WeightStore,
     WrapperStore,
@@ -143,6 +144,8 @@ class SwapJob:
         async with self._timed("preflight", self.limits.preflight_s, span):
             self._store.go_to(self.instance.status().node)
             await self._store.manifest(model.id)
+            if isinstance(engine, SupportsModelCheck):
+                engine.check_model(model)
             room = self.instance.status().memory_bytes
             if room and model.weight_bytes > room:
                 raise OutOfMemory(
@@ -328,6 +331,10 @@ class _MeteredStore(WrapperStore):
         async with self.wrapped.lend_files(manifest) as files:
             self.num_bytes += manifest.weight_bytes
             yield files
+
+    async def side_files(self, model: ModelId) -> dict[str, bytes]:
+        wrapped = self.wrapped
+        return await wrapped.side_files(model) if isinstance(wrapped, SupportsSideFiles) else {}
 
     async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk | None:
         if not isinstance(self.wrapped, SupportsReadInto):

@@ -26,6 +26,7 @@ from hotswap.request import ModelId
 from hotswap.store import (
     SupportsImport,
     SupportsLendFiles,
+    SupportsSideFiles,
     SupportsTextSettings,
     SupportsTokenizer,
     WeightStore,
@@ -175,6 +176,13 @@ class TieredStore(WeightStore):
             if isinstance(tier, SupportsTokenizer) and (found := await tier.tokenizer(model)) is not None:
                 return found
         return None
+
+    async def side_files(self, model: ModelId) -> dict[str, bytes]:
+        """Return the small files beside a model's weights, from the first tier that has any."""
+        for tier in self.tiers:
+            if isinstance(tier, SupportsSideFiles) and (found := await tier.side_files(model)):
+                return found
+        return {}
 
     async def text_settings(self, model: ModelId) -> TextSettings | None:
         for tier in self.tiers:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol, Self, runtime_checkable
+from typing import Self
 
 import anyio
 from anyio import CancelScope, move_on_after
@@ -21,20 +21,11 @@ from hotswap.backends.stores.reading import background
 from hotswap.errors import StoreError
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.request import ModelId
-from hotswap.store import WeightStore, WrapperStore
+from hotswap.store import SupportsSideFiles, WeightStore, WrapperStore
 
-__all__ = ["SupportsSideFiles", "WriteThroughStore", "with_write_through"]
+__all__ = ["WriteThroughStore", "with_write_through"]
 
 _log = logging.getLogger("hotswap.stores")
-
-
-@runtime_checkable
-class SupportsSideFiles(Protocol):
-    """A store that gives the small files beside a model's weights, so that a copy has them too."""
-
-    async def side_files(self, model: ModelId) -> dict[str, bytes]:
-        """Return the files by name, the tokenizer among them; missing ones are left out."""
-        ...
 
 
 def with_write_through(tiers: Sequence[WeightStore]) -> tuple[WeightStore, ...]:

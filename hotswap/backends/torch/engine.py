@@ -19,6 +19,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.adapter_accounting import Held
 from hotswap.backends.grammar_check import GrammarCheck
+from hotswap.backends.layouts import require_modules
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
@@ -264,6 +265,9 @@ class TorchEngine(Engine):
             elif self._life.state is not _EMPTY:
                 await self._unload()
         await checkpoint_if_cancelled()
+
+    def check_model(self, model: ModelCard) -> None:
+        require_modules(model.id, model)
 
     def can_preload(self, model: ModelCard) -> bool:
         used_bytes = self._used_bytes - (self._models.staged.own_bytes if self._models.staged else 0)

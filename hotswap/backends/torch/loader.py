@@ -11,6 +11,7 @@ import anyio
 import torch
 from torch import Tensor
 
+from hotswap.backends.layouts import require_modules
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target, observed, targets
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
@@ -149,6 +150,7 @@ class LocalLoader(Loader):
 
     async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> LocalModel:
         manifest = await store.manifest(card.id)
+        require_modules(manifest.model, manifest)
         check_world_size(manifest, 1)
         skeleton = await run_in_thread(self._borrow_skeleton, manifest.config)
         try:

@@ -13,6 +13,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.adapter_accounting import Held
 from hotswap.backends.grammar_check import GrammarCheck
+from hotswap.backends.layouts import require_tensors
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
@@ -179,6 +180,9 @@ class VllmEngine(Engine):
                 finally:
                     self._life.state = _EMPTY
         await checkpoint_if_cancelled()
+
+    def check_model(self, model: ModelCard) -> None:
+        require_tensors(model.id, model)
 
     def can_preload(self, model: ModelCard) -> bool:
         return self._loaded_bytes + model.weight_bytes <= self._settings.total_bytes

@@ -19,11 +19,18 @@ from pathlib import Path
 
 import anyio
 
+from hotswap.backends.layouts import require_tensors
 from hotswap.backends.tokenizer import HfTokenizer
 from hotswap.backends.vllm.settings import architecture_of
 from hotswap.errors import OutOfMemory, ShardCorrupt, UnsupportedModel
 from hotswap.model import Manifest, ModelCard, Shard
-from hotswap.store import SupportsLend, SupportsReadInto, SupportsTokenizer, WeightStore
+from hotswap.store import (
+    SupportsLend,
+    SupportsReadInto,
+    SupportsSideFiles,
+    SupportsTokenizer,
+    WeightStore,
+)
 from hotswap.worker_threads import run_in_thread
 
 __all__ = ["CONFIG", "INDEX", "TOKENIZER", "TOKENIZER_CONFIG", "Staged", "stage"]
@@ -32,6 +39,13 @@ log = logging.getLogger("hotswap.vllm")
 
 CONFIG, INDEX, _WEIGHTS = "config.json", "hotswap.json", "weights.bin"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")
+_SIDE_FILES = (
+    *_QUANTIZATION_FILES,
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -44,6 +58,7 @@ class Staged:
         manifest: Its manifest.
         directory: Holds their index, the model's config and tokenizer, and the weights unless they are lent.
         tokenizer: The tokenizer's text; empty where the store has none.
+        quantization: What side files say of how it is quantised; empty where only the config does.
         grammar_ends: The model's end tokens that the tokenizer has.
         loan: The store's own file, while it is lent.
     """
@@ -52,6 +67,7 @@ class Staged:
     manifest: Manifest
     directory: Path
     tokenizer: str = ""
+    quantization: str = ""
     grammar_ends: tuple[int, ...] = ()
     loan: AsyncExitStack | None = None
 
@@ -62,8 +78,8 @@ class Staged:
         Raises:
             ShardCorrupt: the config is no JSON object.
         """
-        tensors = sorted((tensor.name, tensor.shape) for tensor in self.manifest.tensors_of(0))
-        return f"{architecture_of(self.manifest.config)} {tensors} {self.tokenizer}"
+        tensors = sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in self.manifest.tensors_of(0))
+        return f"{architecture_of(self.manifest.config)} {self.quantization} {tensors} {self.tokenizer}"
 
     @property
     def index(self) -> Path:
@@ -87,7 +103,8 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
     """Bring a model's weights into shared memory; cancelled, it leaves nothing there.
 
     Raises:
-        UnsupportedModel: the store has the model cut for ranks, or quantised in its own format.
+        UnsupportedModel: the store has the model cut for ranks, quantised in its own format, as GGUF, or with
+            a dtype that torch has not.
         OutOfMemory: shared memory has no room for them.
         ShardCorrupt: the store's bytes do not fit its manifest.
         StoreError: they could not be read.
@@ -98,9 +115,12 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
             f"Model {card.id!r} is {cut} in its store, and vLLM cuts and quantises models itself; convert it "
             "again, whole."
         )
+    require_tensors(card.id, manifest)
+    _check_dtypes(manifest)
     directory = await run_in_thread(_make_directory)
     loan = AsyncExitStack()
     try:
+        quantization = await _write_side_files(directory, store, manifest)
         tokenizer, ends = await _write_tokenizer(directory, store, card)
         lent = await _borrow(loan, store, manifest)
         if lent is None:
@@ -111,7 +131,31 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
     except BaseException:
         await Staged(card, manifest, directory, loan=loan).release()
         raise
-    return Staged(card, manifest, directory, tokenizer, ends, None if lent is None else loan)
+    return Staged(card, manifest, directory, tokenizer, quantization, ends, None if lent is None else loan)
+
+
+def _check_dtypes(manifest: Manifest) -> None:
+    for tensor in manifest.tensors:
+        if tensor.dtype.startswith("float6"):
+            raise UnsupportedModel(
+                f"Tensor {tensor.name!r} of model {manifest.model!r} has the dtype {tensor.dtype}, which "
+                "torch has not, and so vLLM; serve another quantisation of the model."
+            )
+
+
+async def _write_side_files(directory: Path, store: WeightStore, manifest: Manifest) -> str:
+    """Write what vLLM looks for beside the config of a checkpoint as it is.
+
+    Returns:
+        What these files say of quantisation.
+    """
+    if manifest.layout != "checkpoint" or not isinstance(store, SupportsSideFiles):
+        return ""
+    files = await store.side_files(manifest.model)
+    for name in _SIDE_FILES:
+        if name in files:
+            (directory / name).write_bytes(files[name])
+    return " ".join(files[name].decode(errors="replace") for name in _QUANTIZATION_FILES if name in files)
 
 
 async def _write_tokenizer(

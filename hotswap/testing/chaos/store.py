@@ -21,6 +21,7 @@ from hotswap.store import (
     SupportsLendFiles,
     SupportsPrefetch,
     SupportsReadInto,
+    SupportsSideFiles,
     SupportsTextSettings,
     SupportsTokenizer,
     WeightStore,
@@ -49,6 +50,8 @@ def chaotic_store(store: WeightStore, random: Random, faults: StoreFaults | None
         bases.append(_Lending)
     if isinstance(store, SupportsLendFiles):
         bases.append(_LendingFiles)
+    if isinstance(store, SupportsSideFiles):
+        bases.append(_KeepingFiles)
     if isinstance(store, SupportsImport):
         bases.append(_Importing)
     if isinstance(store, SupportsTokenizer):
@@ -210,6 +213,13 @@ class _LendingFiles(ChaosStore):
             if end is not None:
                 raise end.error
             yield files
+
+
+class _KeepingFiles(ChaosStore):
+    async def side_files(self, model: ModelId) -> dict[str, bytes]:
+        """See `SupportsSideFiles`."""
+        assert isinstance(self.wrapped, SupportsSideFiles)
+        return await self.wrapped.side_files(model)
 
 
 class _Importing(ChaosStore):

@@ -11,6 +11,7 @@ import anyio
 import torch
 from torch import Tensor
 
+from hotswap.backends.layouts import require_modules
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.forward import MAX_SCORED_ROWS
@@ -141,6 +142,7 @@ class RankedLoader(Loader):
 
     async def load(self, card: ModelCard, store: WeightStore, *, others_bytes: int) -> RankedModel:
         manifest = await store.manifest(card.id)
+        require_modules(manifest.model, manifest)
         check_world_size(manifest, self.grid.tp)
         skeleton = await run_in_thread(self._borrow_skeleton, manifest.config)
         try:

@@ -1,0 +1,92 @@
+"""An engine that says beforehand that it cannot serve a model is never asked to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hotswap import Fleet, Model, ModelId, Sampling
+from hotswap.abc import ModelCard
+from hotswap.backends.sim import SimEngine
+from hotswap.backends.stores import NvmeStore
+from hotswap.backends.stores.convert import convert
+from hotswap.backends.torch import TorchEngine
+from hotswap.errors import SwapFailed, UnsupportedModel
+from hotswap.offline.virtual_time import virtual_time
+from hotswap.policies import LeastLoadedRouter
+from tests.backends.stores.checkpoints import gguf_bytes, write_checkpoint
+from tests.runtime.support import PROFILE, Idle, idle, read, sim_fleet
+
+SOME = Sampling(max_tokens=5, ignore_eos=True)
+
+
+class Choosy(SimEngine):
+    """Refuses model b."""
+
+    def check_model(self, model: ModelCard) -> None:
+        if model.id == "b":
+            raise UnsupportedModel("Model 'b' is not for this engine; take another.")
+
+
+def choosy(name: str) -> Choosy:
+    return Choosy(name, PROFILE, kv_blocks=512, kv_block_tokens=16, max_requests=8)
+
+
+def willing(name: str) -> SimEngine:
+    return SimEngine(name, PROFILE, kv_blocks=512, kv_block_tokens=16, max_requests=8)
+
+
+@virtual_time
+async def test_schedulers_plan_no_swap_to_an_engine_that_refuses_the_model() -> None:
+    async with sim_fleet("a", "b", engines=[choosy("e0"), willing("e1"), choosy("e2")]) as fleet:
+        for number in range(6):
+            await read(fleet, "ab"[number % 2], (1, number), SOME)
+        view = fleet.view()
+        assert [instance.cooling_down for instance in view.instances] == [("b",), (), ("b",)]
+        assert all(model.num_failed_loads == 0 for model in view.models)
+        idle(fleet)
+
+
+@virtual_time
+async def test_a_swap_by_hand_is_refused_while_the_old_model_serves() -> None:
+    async with sim_fleet("a", "b", engines=[choosy("e0")], scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        with pytest.raises(SwapFailed, match="not for this engine") as caught:
+            await fleet.swap("e0", to="b")
+        assert caught.value.phase == "preflight"
+        assert fleet.view().instances[0].hosted == "a"
+        await read(fleet, "a", (1, 2), SOME)
+
+
+@virtual_time
+async def test_a_request_that_every_engine_refuses_ends_at_once() -> None:
+    async with sim_fleet("a", "b", engines=[choosy("e0"), choosy("e1")]) as fleet:
+        with pytest.raises(UnsupportedModel, match="not for this engine"):
+            await fleet.generate("b", (1, 2), SOME)
+        await fleet.add(willing("e2"))
+        await read(fleet, "b", (1, 2), SOME)
+
+
+@pytest.mark.parametrize(("kind", "remedy"), [("gguf", "LlamaCppEngine"), ("fp8", "layout='modules'")])
+async def test_torch_refuses_a_checkpoint_as_it_is_before_a_swap(
+    tmp_path: Path, kind: str, remedy: str
+) -> None:
+    if kind == "gguf":
+        source = tmp_path / "m.gguf"
+        source.write_bytes(gguf_bytes())
+    else:
+        source = write_checkpoint(tmp_path / "source", {"w": ("F8_E4M3", (4, 4))})
+    convert(source, tmp_path / "root", model_id="m", layout="checkpoint")
+    store, engine = NvmeStore(tmp_path / "root"), TorchEngine("e0", device="cpu")
+    async with Fleet(
+        engines=[engine], store=store, models=[Model("m")], router=LeastLoadedRouter(), scheduler=Idle()
+    ) as fleet:
+        with pytest.raises(UnsupportedModel, match=remedy):
+            await fleet.generate("m", (1, 2), SOME)
+        with pytest.raises(SwapFailed, match=remedy) as caught:
+            await fleet.swap("e0", to="m")
+        assert caught.value.phase == "preflight"
+        card = ModelCard.of(Model("m"), await store.manifest(ModelId("m")))
+        with pytest.raises(UnsupportedModel, match=remedy):
+            await engine.load(card, store)
