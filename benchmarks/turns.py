@@ -32,6 +32,7 @@ from hotswap.policies import (
     Chain,
     CostSwap,
     ElasticQuota,
+    Forecast,
     FreenessAutoscaler,
     HorizontalAutoscaler,
     KeepAliveSwap,
@@ -71,6 +72,9 @@ SCHEDULERS: Mapping[str, Callable[[Random], Scheduler]] = {
         StartupTimePlacement(victims=random.choice(("move", "evict"))), WeightedLoadSwap(t1=8, t2=6, b=2)
     ),
     "StaticPinning": lambda random: Chain(StaticPinning({"e0": "m0"}), WeightedLoadSwap(t1=8, t2=6, b=2)),
+    "Forecast": lambda random: Forecast(
+        horizon_s=random.choice((1, 5)), period_s=random.choice((2, 8)), num_slots=4, least_gain=0.05
+    ),
     "Autoscalers": lambda random: Chain(
         RestoreMinReplicas(),
         random.choice((HorizontalAutoscaler(target=2), FreenessAutoscaler(min_instances=0))),

@@ -4,6 +4,7 @@ Each is an object with frozen settings; none imports the runtime or a backend. `
 tools that advise people, and `hotswap.policies.by_name` makes policies from text.
 """
 
+from hotswap.policies.forecasts import SeasonalRates
 from hotswap.policies.freeness import Freeness, FreenessReading, VirtualUsage
 from hotswap.policies.move_costs import MoveCosts
 from hotswap.policies.prediction import accepted, assume
@@ -27,6 +28,7 @@ from hotswap.policies.schedulers import (
     CostSwap,
     ElasticQuota,
     FirstOf,
+    Forecast,
     FreenessAutoscaler,
     HorizontalAutoscaler,
     KeepAliveSwap,
@@ -56,6 +58,7 @@ __all__ = [
     "ElasticQuota",
     "FirstOf",
     "FirstOfRouters",
+    "Forecast",
     "Freeness",
     "FreenessAutoscaler",
     "FreenessReading",
@@ -72,6 +75,7 @@ __all__ = [
     "RestoreMinReplicas",
     "RoundRobinRouter",
     "RoutingKey",
+    "SeasonalRates",
     "ShepherdSwap",
     "Spare",
     "StartupCosts",

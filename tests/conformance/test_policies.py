@@ -15,6 +15,7 @@ from hotswap.policies import (
     Chain,
     ConsistentHashRouter,
     ElasticQuota,
+    Forecast,
     Freeness,
     FreenessAutoscaler,
     FreenessRouter,
@@ -34,6 +35,7 @@ from hotswap.policies import (
 )
 from hotswap.testing.conformance import RouterConformance, SchedulerConformance
 from tests.conformance.outcome import failures
+from tests.policies.days import DAY_S, SLOTS, days
 
 # Any failure will do, so nothing is shrunk.
 QUICK = settings(RouterConformance.examples, max_examples=20, phases=[Phase.generate])
@@ -132,6 +134,21 @@ class TestStartupTimePlacementThatEvictsConforms(SchedulerConformance):
 class TestStartupTimePlacementThatWaitsConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return StartupTimePlacement(victims="stay")
+
+
+class TestForecastConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return Forecast()
+
+
+class TestForecastThatHasSeenADayConforms(SchedulerConformance):
+    """One that loads ahead in the generated views, whose time is the end of its first day."""
+
+    def make_scheduler(self) -> Scheduler:
+        forecast = Forecast(horizon_s=50.0, period_s=DAY_S, num_slots=SLOTS, least_gain=0.05)
+        for view in days({"a": {0: 3, 2: 3}, "b": {0: 1, 2: 2}, "c": {7: 3}, "d": {5: 1}}, DAY_S):
+            forecast.rates.learn(view)
+        return forecast
 
 
 class TestStaticPinningConforms(SchedulerConformance):

@@ -18,6 +18,7 @@ from hotswap.policies import (
     Cooldown,
     ElasticQuota,
     FirstOf,
+    Forecast,
     Freeness,
     FreenessAutoscaler,
     HorizontalAutoscaler,
@@ -51,6 +52,7 @@ SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
         RestoreMinReplicas(), StartupTimePlacement(), SWAP, KeepAliveSwap(), AdapterPool()
     ),
     "first of": lambda: FirstOf(StartupTimePlacement(), SWAP),
+    "forecast": Forecast,
     "cooldown": lambda: Cooldown(SWAP, 5.0),
 }
 # These take no instance from another model.

@@ -5,6 +5,7 @@ from hotswap.policies.schedulers.allocation import Allocation, Spare
 from hotswap.policies.schedulers.chain import Chain, Cooldown, FirstOf, KeepAsIs
 from hotswap.policies.schedulers.cost import CostSwap
 from hotswap.policies.schedulers.elastic_quota import ElasticQuota, Quotas, quotas
+from hotswap.policies.schedulers.forecast import Forecast
 from hotswap.policies.schedulers.freeness_autoscaler import FreenessAutoscaler
 from hotswap.policies.schedulers.horizontal_autoscaler import HorizontalAutoscaler
 from hotswap.policies.schedulers.keep_alive import KeepAliveSwap
@@ -23,6 +24,7 @@ __all__ = [
     "CostSwap",
     "ElasticQuota",
     "FirstOf",
+    "Forecast",
     "FreenessAutoscaler",
     "HorizontalAutoscaler",
     "KeepAliveSwap",
