@@ -18,6 +18,7 @@ BENCHMARKS = {
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
     "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
     "fit": "a simulated engine beside the real one that it was fitted to: mean TTFT and TPOT of a trace",
+    "forecast": "models loaded before their time of the day beside the default scheduler, in simulation",
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
     "grammar": "a step of requests with JSON schemas beside one without, and answers to random schemas",
     "kernels": "a linear layer with FP8 weights beside the same with bfloat16 weights, on a CPU",
