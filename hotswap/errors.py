@@ -26,6 +26,7 @@ HotswapError
     ShardCorrupt                 the file is not what its index says
     UnsafeFile                   a file that could run code, or that points outside its directory
     TierFull                     the tier has no room left
+    StoreBusy                    a model is in use, or a lock is held; try again later
   BackendMissing(ImportError)  install an extra
   RequestEvicted               raised by engines, caught by the fleet; a client never sees it
 
@@ -59,6 +60,7 @@ __all__ = [
     "ShardCorrupt",
     "ShardMissing",
     "SourceChanged",
+    "StoreBusy",
     "StoreError",
     "SwapFailed",
     "SwapRefused",
@@ -205,6 +207,10 @@ class UnsafeFile(StoreError):
 
 class TierFull(StoreError):
     """The tier's budget or its disk has no room; the models on it are untouched."""
+
+
+class StoreBusy(StoreError):
+    """A model is in use, or another process keeps a lock; nothing was changed, a later try may succeed."""
 
 
 class BackendMissing(HotswapError, ImportError):

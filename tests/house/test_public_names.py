@@ -166,6 +166,7 @@ NAMES = {
         "ShardCorrupt",
         "ShardMissing",
         "SourceChanged",
+        "StoreBusy",
         "StoreError",
         "SwapFailed",
         "SwapRefused",

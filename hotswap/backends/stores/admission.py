@@ -13,6 +13,8 @@ from hotswap.backends.stores.disk_directory import DiskDirectory, Reservation
 from hotswap.backends.stores.durable import map_write_errors, sync_file, write_file
 from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name, model_directory, model_name
+from hotswap.backends.stores.locks import LockWait
+from hotswap.backends.stores.partial import temporary_directory
 from hotswap.backends.stores.pieces import check_shard
 from hotswap.errors import StoreError
 from hotswap.model import Manifest, Shard
@@ -29,11 +31,12 @@ class Admission:
     beginning; one that was not finished may be written again.
     """
 
-    def __init__(self, disk: DiskDirectory, manifest: Manifest) -> None:
+    def __init__(self, disk: DiskDirectory, manifest: Manifest, wait: LockWait) -> None:
         model_name(manifest.model, disk.root)
         self.manifest = manifest
         self.committed = False
         self._disk = disk
+        self._wait = wait
         self._missing = dict.fromkeys(manifest.shards)
         self._stack = ExitStack()
         self._reservation: Reservation | None = None
@@ -90,12 +93,12 @@ class Admission:
         root, model = self._disk.root, self.manifest.model
         parse_index(dump_index(self.manifest), path=model_directory(root, model), model=model)
         self._reservation = self._stack.enter_context(
-            self._disk.reserve(model, self.manifest.weight_bytes, exclusive=True)
+            self._disk.reserve(model, self.manifest.weight_bytes, exclusive=True, wait=self._wait)
         )
         with self._map_errors():
             if shutil.disk_usage(root).free < self.manifest.weight_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._directory = self._stack.enter_context(self._disk.new_directory(model))
+            self._directory = self._stack.enter_context(temporary_directory(root, model_name(model, root)))
 
     def close(self) -> None:
         """Delete what was not committed, and end the reservation."""
@@ -109,7 +112,7 @@ class Admission:
             for name, content in {**side_files, INDEX_NAME: dump_index(self.manifest)}.items():
                 check_file_name(name, self._directory)
                 write_file(self._directory / name, content)
-        self._disk.publish(self._directory, self.manifest.model, self._reservation)
+        self._disk.publish(self._directory, self.manifest.model, self._reservation, self._wait)
         self.committed = True
 
     def _map_errors(self) -> AbstractContextManager[None]:
@@ -145,7 +148,7 @@ class ShardFile:
         """Open the file, creating it if need be. Blocking."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with map_write_errors(self._root, self._shard.size_bytes):
-            self._fd = os.open(self._path, flags, 0o666)
+            self._fd = os.open(self._path, flags, 0o600)
 
     def close(self) -> None:
         """Close the file; may be called before `open`."""

@@ -1,13 +1,68 @@
-"""Measured bandwidth of a tier."""
+"""What a store shows of a tier: the models on it, and the bandwidth of past reads."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
-__all__ = ["Bandwidth", "Meter"]
+from hotswap.request import ModelId
+from hotswap.view import Residency, StoreView
+
+__all__ = ["Bandwidth", "JoinedResidents", "Meter", "Residents"]
+
+
+class Residents:
+    """The models on a tier and their bytes; what a view shows of them is made once for each change."""
+
+    def __init__(self, tier: str) -> None:
+        self.used_bytes = 0
+        self._tier = tier
+        self._by_model: dict[ModelId, Residency] = {}
+        self._entries: tuple[Residency, ...] | None = ()
+
+    def __len__(self) -> int:
+        return len(self._by_model)
+
+    @property
+    def entries(self) -> tuple[Residency, ...]:
+        """An entry for each model, the same object as long as nothing of it changes."""
+        if self._entries is None:
+            self._entries = tuple(self._by_model.values())
+        return self._entries
+
+    def put(self, model: ModelId, size_bytes: int) -> None:
+        """Add a model, or change its size."""
+        known = self._by_model.get(model)
+        if known is None or known.size_bytes != size_bytes:
+            self.remove(model)
+            self._by_model[model] = Residency(model=model, tier=self._tier, size_bytes=size_bytes)
+            self.used_bytes += size_bytes
+            self._entries = None
+
+    def remove(self, *models: ModelId) -> None:
+        """Remove models, where they are there."""
+        for model in models:
+            if (known := self._by_model.pop(model, None)) is not None:
+                self.used_bytes -= known.size_bytes
+                self._entries = None
+
+
+class JoinedResidents:
+    """What a view shows of the models of several tiers, joined anew when one of them has changed."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Residency, ...]] = []
+        self._entries: tuple[Residency, ...] = ()
+
+    def of(self, views: Sequence[StoreView]) -> tuple[Residency, ...]:
+        """The entries of all views, in their order."""
+        parts = [view.residency for view in views]
+        if parts != self._parts:
+            self._parts, self._entries = parts, tuple(chain.from_iterable(parts))
+        return self._entries
 
 
 class Bandwidth:

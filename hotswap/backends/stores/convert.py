@@ -21,6 +21,7 @@ from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint, weig
 from hotswap.backends.stores.fingerprint import ConversionOptions, Fingerprint
 from hotswap.backends.stores.index import VERSION
 from hotswap.backends.stores.layout import SOURCE_NAME, model_name
+from hotswap.backends.stores.locks import LockWait
 from hotswap.backends.stores.sources.as_is import plan_as_is
 from hotswap.backends.stores.sources.gguf import gguf_files
 from hotswap.backends.stores.writer import Progress, WriteOptions, writing
@@ -50,6 +51,7 @@ def convert(
     replace_existing: bool = False,
     admit: Callable[[int], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    wait: LockWait | None = None,
 ) -> Manifest:
     """Import the checkpoint at `source` into the store at `root`, under `model_id`, and return its manifest.
 
@@ -64,6 +66,9 @@ def convert(
     `progress` ends the conversion, which leaves nothing behind. If the process is killed, the same call
     resumes after the last finished data file.
 
+    A model in use is not replaced: before the first byte and before the last step, the conversion waits for
+    the reads and pins of all processes, as long as `wait` allows (30 s by default).
+
     Raises:
         ShardMissing: there is no checkpoint at the source, or a part of it is missing.
         ShardCorrupt: a file of it is truncated or unreadable, or has weights that are not finite or cannot be
@@ -76,6 +81,7 @@ def convert(
             scheme, the layout has no such option, or `memory_bytes` are too few for a model that cannot be
             streamed.
         BackendMissing: torch or transformers are not installed.
+        StoreBusy: the model to be replaced is in use; finished data files are kept for the next call.
         StoreError: the checkpoint changed meanwhile, or writing failed.
     """
     source, root = Path(source), Path(root)
@@ -92,6 +98,7 @@ def convert(
         replace_existing=replace_existing,
         admit=admit,
         progress=progress,
+        wait=wait or LockWait(),
     )
     job.tell_reading()
     return _copy_as_is(job) if layout == "checkpoint" else _convert_modules(job, memory_bytes)
@@ -114,6 +121,7 @@ class _Job:
     replace_existing: bool
     admit: Callable[[int], None] | None
     progress: Callable[[Progress], None] | None
+    wait: LockWait
 
     def tell_reading(self) -> None:
         if self.progress is not None:
@@ -133,6 +141,7 @@ class _Job:
             progress=self.progress,
             key=key,
             files=files,
+            wait=self.wait,
         )
 
     def check_unchanged(self, fingerprint: Fingerprint) -> None:

@@ -1,30 +1,29 @@
 """The models in one directory of a disk, shared by processes: a byte budget, read locks and LRU removal.
 
-All state is in the directory, so that processes share one budget and none removes what another reads. Locks
-are `flock`s, which the kernel releases when the process that holds them ends.
+All state is in the directory and in locks that the kernel releases with their process (see `locks`), so that
+processes share one budget and none removes what another reads.
 
     <root>                          locked while room is made or a model gets its name
     <root>/<model>                  locked shared by readers, exclusively for removal; mtime: last use
     <root>/.<model>.<hex>.reserved  a number: bytes reserved for a model being written; locked by the writer
-    <root>/.<model>.<hex>.incoming  a model being written; locked by the writer
+    <root>/.<model>.<hex>.partial   a model being written, see `partial`; locked by the writer
     <root>/.<model>.<hex>.removed   a model being deleted; locked by the process that deletes it
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotswap.backends.stores.durable import map_write_errors, sync_directory
-from hotswap.backends.stores.files import is_at, map_read_errors
+from hotswap.backends.stores.durable import create_file, make_root, map_write_errors, sync_directory
+from hotswap.backends.stores.files import check_no_link, is_at, map_read_errors
 from hotswap.backends.stores.layout import (
     INDEX_NAME,
     align,
@@ -33,14 +32,14 @@ from hotswap.backends.stores.layout import (
     model_in,
     model_name,
 )
-from hotswap.errors import ShardMissing, StoreError, TierFull
+from hotswap.backends.stores.locks import LockWait, locked, unlock_whole
+from hotswap.backends.stores.partial import publish, unused
+from hotswap.errors import ShardMissing, StoreBusy, TierFull
 from hotswap.request import ModelId
 
-__all__ = ["DiskDirectory", "ReadLock", "Reservation", "StoredModel", "locked"]
+__all__ = ["DiskDirectory", "ReadLock", "Reservation", "StoredModel"]
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_LEFTOVERS = (".incoming", ".removed")
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,29 +71,33 @@ class ReadLock:
         self._directory = directory
         self._fd = -1
 
-    def acquire(self) -> None:
+    def acquire(self, wait: LockWait | None = None) -> None:
         """Lock the model and count it as used now; waits while a removal is tried. Blocking.
 
         Raises:
             ShardMissing: there is no such model, or it was removed meanwhile.
+            UnsafeFile: a link has its name.
+            StoreBusy: another process has kept it locked until the end of `wait`.
         """
+        wait = wait or LockWait()
         while self._fd < 0:
+            check_no_link(self._directory)
             with map_read_errors(self._directory):
                 fd = os.open(self._directory, _DIRECTORY)
                 try:
-                    _lock(fd, fcntl.LOCK_SH)
+                    wait.until_locked(fd, self._directory, shared=True)
                     if is_at(fd, self._directory):
                         self._fd = fd
                 finally:
                     if self._fd != fd:  # it was removed or replaced during the wait
-                        _unlock(fd)
+                        unlock_whole(fd)
         _touch(self._fd)
 
     def release(self) -> None:
         """Unlock the model; may be called twice, and before `acquire`."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            _unlock(fd)
+            unlock_whole(fd)
 
 
 class DiskDirectory:
@@ -103,6 +106,9 @@ class DiskDirectory:
     `capacity_bytes` bounds the data files of all models, whatever wrote them, what `reserve` has reserved
     for models being written, and what a dead conversion can be resumed from. Indexes and tokenizers, a few
     megabytes, come on top. Without a capacity no model is removed for another.
+
+    Those that take a `wait` raise `StoreBusy` at its end while another process has the root locked; without
+    one they wait `LOCK_LIMIT_S`.
     """
 
     def __init__(self, root: Path, capacity_bytes: int | None) -> None:
@@ -138,88 +144,65 @@ class DiskDirectory:
 
         Raises:
             ShardMissing: there is no such model.
-            StoreError: it is being read or pinned; nothing was changed.
+            StoreBusy: it is being read or pinned; nothing was changed.
+            UnsafeFile: a link has its name.
         """
         path = model_directory(self.root, model)
+        check_no_link(path)
         with map_write_errors(self.root, 0):
             try:
                 stored = _stored_model(path)
-                with locked(path):
+                with unused(path):
                     self._delete(stored)
             except (FileNotFoundError, NotADirectoryError) as exc:
                 raise ShardMissing(f"The store at {str(self.root)!r} holds no model {model!r}.") from exc
-            except BlockingIOError as exc:
-                raise StoreError(
-                    f"Model {model!r} in {str(self.root)!r} is in use; nothing was changed. Try again when "
-                    "its reads and pins have ended."
-                ) from exc
         return stored.size_bytes
 
     @contextmanager
-    def reserve(self, model: ModelId, size_bytes: int, *, exclusive: bool = False) -> Generator[Reservation]:
+    def reserve(
+        self, model: ModelId, size_bytes: int, *, exclusive: bool = False, wait: LockWait | None = None
+    ) -> Generator[Reservation]:
         """Reserve room for a model while the block runs; models not in use are removed for it, LRU first.
 
         With `exclusive` it is refused while another writer has room reserved for the same model.
 
         Raises:
             TierFull: it would not fit even then; nothing was removed.
-            StoreError: the same model is being written.
+            StoreBusy: the same model is being written.
         """
         name = model_name(model, self.root)
         file = self.root / f".{name}.{secrets.token_hex(4)}.reserved"
         with ExitStack() as stack:
             with map_write_errors(self.root, size_bytes):
-                self.root.mkdir(parents=True, exist_ok=True)
-                with locked(self.root, wait=True):
+                make_root(self.root)
+                with self._locked(wait):
                     reserved = self._reserved_bytes()
                     if exclusive and name in reserved:
-                        raise StoreError(f"Another process is writing model {model!r} to {str(self.root)!r}.")
+                        raise StoreBusy(f"Another process is writing model {model!r} to {str(self.root)!r}.")
                     unfinished = sum(self._unfinished_bytes(set(reserved) | {name}))
                     evicted = self._make_room(sum(reserved.values()) + unfinished + align(size_bytes))
                     stack.callback(file.unlink, missing_ok=True)
-                    file.write_text(str(align(size_bytes)))
+                    with create_file(file) as out:
+                        out.write(str(align(size_bytes)).encode())
                     stack.enter_context(locked(file))
             yield Reservation(evicted, file)
 
-    @contextmanager
-    def new_directory(self, model: ModelId) -> Generator[Path]:
-        """Make a hidden directory to write a model in; deleted at the end unless it was published."""
-        directory = self.root / f".{model_name(model, self.root)}.{secrets.token_hex(4)}.incoming"
-        with ExitStack() as stack:
-            with (
-                map_write_errors(self.root, 0),
-                locked(self.root, wait=True),
-            ):  # so that `sweep` never sees it without a lock
-                directory.mkdir()
-                stack.callback(shutil.rmtree, directory, ignore_errors=True)
-                stack.enter_context(locked(directory))
-            yield directory
-
-    def publish(self, directory: Path, model: ModelId, reservation: Reservation) -> None:
+    def publish(
+        self, directory: Path, model: ModelId, reservation: Reservation, wait: LockWait | None = None
+    ) -> None:
         """Give a finished directory its model's name, replacing a model of that name.
 
         Raises:
-            StoreError: the replaced model is in use.
+            StoreBusy: the replaced model is in use.
         """
-        with map_write_errors(self.root, 0), locked(self.root, wait=True):
-            with suppress(ShardMissing):
-                self.remove(model)
-            sync_directory(directory)
-            final = directory.rename(model_directory(self.root, model))
-            sync_directory(self.root)
+        final = model_directory(self.root, model)
+        with map_write_errors(self.root, 0), self._locked(wait):
+            publish(directory, final, replace_existing=True)
             os.utime(final, ns=(_now_ns(), _now_ns()))
             reservation.release()
 
-    def sweep(self) -> list[Path]:
-        """Remove the hidden directories that dead processes have left, and return their paths."""
-        swept: list[Path] = []
-        with suppress(OSError), locked(self.root, wait=True):
-            for path in sorted(self.root.glob(".*")):
-                if path.suffix in _LEFTOVERS:
-                    with suppress(OSError), locked(path):
-                        shutil.rmtree(path)
-                        swept.append(path)
-        return swept
+    def _locked(self, wait: LockWait | None) -> AbstractContextManager[None]:
+        return locked(self.root, wait or LockWait(), follow=True)
 
     def _make_room(self, size_bytes: int) -> list[ModelId]:
         """Remove models until `size_bytes` fit beside the rest; all that is needed, or none."""
@@ -275,24 +258,6 @@ class DiskDirectory:
                     yield _data_bytes(directory)
 
 
-@contextmanager
-def locked(path: Path, *, wait: bool = False) -> Generator[None]:
-    """Hold the exclusive lock on a file or directory while the block runs; a link is not followed.
-
-    Raises:
-        BlockingIOError: it is locked, and `wait` is false.
-        FileNotFoundError: it does not exist, or was removed meanwhile.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        _lock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        if not is_at(fd, path):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        yield
-    finally:
-        _unlock(fd)
-
-
 def _stored_model(path: Path) -> StoredModel:
     """Look at a model; `FileNotFoundError` if there is none."""
     (path / INDEX_NAME).lstat()
@@ -306,22 +271,6 @@ def _stored_model(path: Path) -> StoredModel:
 def _data_bytes(directory: Path) -> int:
     with os.scandir(directory) as files:
         return sum(file.stat(follow_symlinks=False).st_size for file in files if is_data_file(file.name))
-
-
-def _lock(fd: int, operation: int) -> None:
-    """Lock a file or directory; on a file system without locks this does nothing."""
-    try:
-        fcntl.flock(fd, operation)
-    except OSError as exc:
-        if exc.errno not in _NO_LOCKS:
-            raise
-
-
-def _unlock(fd: int) -> None:
-    """Unlock and close; closing alone would not unlock where a child process has inherited the descriptor."""
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
 
 
 def _touch(fd: int) -> None:

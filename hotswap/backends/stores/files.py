@@ -14,7 +14,16 @@ from typing import Final
 from hotswap.backends.stores.fields import CONVERT_AGAIN
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 
-__all__ = ["BlockFile", "FileCalls", "is_at", "map_read_errors", "open_regular", "read_small"]
+__all__ = [
+    "BlockFile",
+    "FileCalls",
+    "check_no_link",
+    "is_at",
+    "map_read_errors",
+    "open_regular",
+    "read_head",
+    "read_small",
+]
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux alone has it
 _DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -88,6 +97,23 @@ def read_small(path: Path, *, most_bytes: int = 256 << 20) -> bytes:
                 f"{str(path)!r} is {size} bytes long, over the limit of {most_bytes}. {CONVERT_AGAIN}"
             )
         return file.read(size)
+
+
+def read_head(path: Path, size_bytes: int) -> tuple[bytes, bytes]:
+    """Return the first bytes of a file, at most `size_bytes`, and its last two."""
+    with open(open_regular(path), "rb", buffering=0) as file, map_read_errors(path):
+        head = file.read(size_bytes)
+        file.seek(-min(2, len(head)), os.SEEK_END)
+        return head, file.read()
+
+
+def check_no_link(directory: Path) -> None:
+    """Raise `UnsafeFile` if a symbolic link has the name of a model's directory."""
+    if directory.is_symlink():
+        raise UnsafeFile(
+            f"{str(directory)!r} is a symbolic link; a store reads models inside its root only. Remove the "
+            "link, and add the model with `hotswap store add`."
+        )
 
 
 def is_at(fd: int, path: Path) -> bool:

@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import re
+import stat
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from hotswap.backends.stores.files import BlockFile, read_small
+from hotswap.backends.stores.fields import Fields
+from hotswap.backends.stores.files import BlockFile, check_no_link, read_head, read_small
 from hotswap.backends.stores.index import parse_index
-from hotswap.backends.stores.layout import INDEX_NAME, model_directory, model_in
-from hotswap.errors import ShardMissing
+from hotswap.backends.stores.layout import INDEX_NAME, check_file_name, model_directory, model_in
+from hotswap.errors import ShardMissing, StoreError
 from hotswap.model import Manifest
 from hotswap.request import ModelId
 
 __all__ = ["Indexes", "load_index", "models_in"]
 
+_log = logging.getLogger("hotswap.stores")
 
-def models_in(root: Path) -> list[ModelId]:
-    """Return the ids of the models under `root`, sorted; their files are not read."""
-    names = (path.parent.name for path in sorted(root.glob(f"[!.]*/{INDEX_NAME}")))
-    return [model for name in names if (model := model_in(name)) is not None]
+_HEAD_BYTES = 32 << 10
+_SHARDS = re.compile(rb'"shards":(\[[^]]*\])')
+
+
+def models_in(root: Path) -> dict[ModelId, int]:
+    """Return the usable models under `root`, and the bytes of their data files; others are logged. Blocking.
+
+    It costs a tenth of a millisecond for each model: only the place of its shards is read, at the head of its
+    index, and the lengths of its files. The tensors are checked when the model is asked for.
+    """
+    found: dict[ModelId, int] = {}
+    for name in sorted(_names(root)):
+        model = model_in(name)
+        if model is None or name.startswith(".") or not os.path.lexists(root / name / INDEX_NAME):
+            continue
+        size_bytes = _glance(root / name)
+        try:
+            found[model] = load_index(root, model).weight_bytes if size_bytes is None else size_bytes
+        except StoreError as exc:
+            _log.warning("Model %r is not used: %s", model, exc)
+    return found
+
+
+def _names(root: Path) -> list[str]:
+    try:
+        return os.listdir(root)
+    except FileNotFoundError:
+        return []
+
+
+def _glance(directory: Path) -> int | None:
+    """The bytes of a model whose index looks like ours, and whose files are there; `None` to look closely."""
+    with suppress(OSError, StoreError, ValueError):
+        check_no_link(directory)
+        head, end = read_head(directory / INDEX_NAME, _HEAD_BYTES)
+        shards = _SHARDS.search(head)
+        if shards is None or end != b"}}":
+            return None
+        total_bytes = 0
+        for shard in Fields({"shards": json.loads(shards[1])}, directory).records("shards"):
+            size_bytes, file = shard.size("size_bytes"), shard.text("file")
+            check_file_name(file, directory)
+            status, end_bytes = os.lstat(directory / file), shard.size("file_offset_bytes") + size_bytes
+            if not stat.S_ISREG(status.st_mode) or status.st_size < end_bytes:
+                return None
+            total_bytes += size_bytes
+        return total_bytes
+    return None
 
 
 def load_index(root: Path, model: ModelId) -> Manifest:
@@ -54,6 +106,7 @@ class Indexes:
     def load(self, model: ModelId) -> Manifest:
         """Return the manifest of a model; see `load_index`."""
         directory = model_directory(self._root, model)
+        check_no_link(directory)
         if not directory.is_dir():
             raise ShardMissing(
                 f"The store at {str(self._root)!r} holds no model {model!r}. "

@@ -24,6 +24,7 @@ __all__ = ["JOURNAL_NAME", "FinishedFile", "Journal", "has_progress"]
 
 JOURNAL_NAME: Final = "journal.jsonl"
 _VERSION: Final = 1
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_BYTES = 8 << 20
 
 
@@ -71,7 +72,7 @@ class Journal:
         self._path.unlink()
 
     def _append(self, line: object) -> None:
-        with self._path.open("ab") as file:
+        with os.fdopen(os.open(self._path, _APPEND, 0o600), "ab") as file:
             file.write(_signed(json.dumps(line).encode()) + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -16,16 +15,19 @@ import anyio
 from anyio import CancelScope, CapacityLimiter
 
 from hotswap.backends.stores.admission import Admission
+from hotswap.backends.stores.bandwidth import Residents
 from hotswap.backends.stores.convert import convert, layout_of
 from hotswap.backends.stores.disk import DiskReader
 from hotswap.backends.stores.disk_directory import DiskDirectory, ReadLock
+from hotswap.backends.stores.durable import warn_of_other_users
 from hotswap.backends.stores.files import FileCalls, read_small
 from hotswap.backends.stores.fingerprint import ConversionOptions
 from hotswap.backends.stores.imported import ImportedModel
 from hotswap.backends.stores.indexes import Indexes, models_in
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES, STORED_FILES, check_file_name, model_directory
+from hotswap.backends.stores.locks import LOCK_LIMIT_S, LockWait
 from hotswap.backends.stores.pieces import Verify
-from hotswap.backends.stores.reading import ReadContext, background
+from hotswap.backends.stores.reading import ReadContext
 from hotswap.backends.stores.ring import BufferPool
 from hotswap.backends.stores.shielded import in_thread
 from hotswap.backends.stores.text_files import parse_text_settings, read_adapter_settings
@@ -36,7 +38,7 @@ from hotswap.model import Adapter, HostChunk, Manifest, Model, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
 from hotswap.text import TextSettings, Tokenizer
-from hotswap.view import Residency, StoreView, TierView
+from hotswap.view import StoreView, TierView
 from hotswap.worker_threads import run_in_thread
 
 __all__ = ["NvmeStore"]
@@ -67,6 +69,8 @@ class NvmeStore(WeightStore):
         threads: Concurrent reads of one shard.
         direct: Whether to read past the page cache.
         verify: `"load"` compares checksums while loading; `"never"` trusts the disk and `store verify`.
+        lock_limit_s: How long to wait for a lock of another process, as of one that removes the model, until
+            `StoreBusy`.
         calls: How files are read; for tests.
     """
 
@@ -81,6 +85,7 @@ class NvmeStore(WeightStore):
         threads: int = 8,
         direct: bool = True,
         verify: Verify = "load",
+        lock_limit_s: float = LOCK_LIMIT_S,
         calls: FileCalls | None = None,
     ) -> None:
         self.root = Path(root)
@@ -104,7 +109,9 @@ class NvmeStore(WeightStore):
             calls=calls or FileCalls(),
         )
         self._reader = DiskReader(self.root, self._context, direct=direct)
-        self._resident: dict[ModelId, int] = {}
+        self._resident = Residents(name)
+        self._lock_limit_s = lock_limit_s
+        self._lock_waits = CapacityLimiter(40)  # their own: they may last
         self._incoming: dict[Admission, int] = {}
         self._pins: dict[ModelId, ReadLock] = {}
         self._importing: dict[ModelId, anyio.Lock] = {}
@@ -114,16 +121,12 @@ class NvmeStore(WeightStore):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        """Remove the leftovers of dead writers, and read the indexes of the models."""
+        """Remove the leftovers of dead writers, and look for models; nothing here waits for a lock."""
         for directory in await run_in_thread(sweep, self.root):
-            _log.warning("Removed %r, which a dead conversion had left.", str(directory))
-        for directory in await run_in_thread(self._models.sweep):
             _log.warning("Removed %r, which a dead process had left.", str(directory))
-        for model in await run_in_thread(models_in, self.root):
-            try:
-                await self.manifest(model)
-            except StoreError as exc:
-                _log.warning("Model %r is not used: %s", model, exc)
+        await run_in_thread(warn_of_other_users, self.root)
+        for model, size_bytes in (await run_in_thread(models_in, self.root)).items():
+            self._resident.put(model, size_bytes)
         try:
             yield self
         finally:
@@ -135,9 +138,9 @@ class NvmeStore(WeightStore):
         try:
             manifest = await run_in_thread(self._indexes.load, model, limiter=self._context.limiter)
         except StoreError:
-            self._resident.pop(model, None)
+            self._resident.remove(model)
             raise
-        self._resident[model] = manifest.weight_bytes
+        self._resident.put(model, manifest.weight_bytes)
         return manifest
 
     @asynccontextmanager
@@ -200,10 +203,11 @@ class NvmeStore(WeightStore):
             TierFull: it does not fit even when everything not in use is removed; nothing was.
             StoreError: another process is writing the model, or the disk cannot be written.
         """
-        admission = Admission(self._models, manifest)
+        wait = LockWait(self._lock_limit_s)
+        admission = Admission(self._models, manifest, wait)
         try:
-            await in_thread(admission.begin)
-            self._forget(*admission.evicted)
+            await in_thread(admission.begin, limiter=self._lock_waits, cancelled=wait.cancelled)
+            self._resident.remove(*admission.evicted)
             self._incoming[admission] = manifest.weight_bytes
             yield admission
         finally:
@@ -211,7 +215,7 @@ class NvmeStore(WeightStore):
                 await run_in_thread(admission.close)
             self._incoming.pop(admission, None)
             if admission.committed:
-                self._resident[manifest.model] = manifest.weight_bytes
+                self._resident.put(manifest.model, manifest.weight_bytes)
 
     async def remove(self, model: ModelId) -> int:
         """Remove a model from the disk and return the bytes freed; a crash leaves all of it or nothing.
@@ -221,7 +225,7 @@ class NvmeStore(WeightStore):
             StoreError: it is being read or pinned, by this process or another; nothing was changed.
         """
         freed_bytes = await run_in_thread(self._models.remove, model)
-        self._forget(model)
+        self._resident.remove(model)
         return freed_bytes
 
     async def pin(self, model: ModelId) -> None:
@@ -232,7 +236,7 @@ class NvmeStore(WeightStore):
         """
         lock = self._models.read_lock(model)
         try:
-            await in_thread(partial(self._acquire, lock, model))
+            await self._acquire(lock, model)
             self._pins.setdefault(model, lock)
         finally:
             if self._pins.get(model) is not lock:
@@ -266,14 +270,11 @@ class NvmeStore(WeightStore):
     def view(self) -> StoreView:
         tier = TierView(
             name=self.name,
-            used_bytes=sum(self._resident.values()) + sum(self._incoming.values()),
+            used_bytes=self._resident.used_bytes + sum(self._incoming.values()),
             capacity_bytes=self._budget,
             bytes_per_s=self._context.bandwidth.bytes_per_s,
         )
-        residency = (
-            Residency(model=model, tier=self.name, size_bytes=size) for model, size in self._resident.items()
-        )
-        return StoreView(tiers=(tier,), residency=tuple(residency))
+        return StoreView(tiers=(tier,), residency=self._resident.entries)
 
     @property
     def num_lent(self) -> int:
@@ -281,17 +282,18 @@ class NvmeStore(WeightStore):
         return self._context.pool.num_lent
 
     def __repr__(self) -> str:
-        used_bytes = sum(self._resident.values())
-        return f"<NvmeStore {str(self.root)!r} [{len(self._resident)} models, {used_bytes} bytes]>"
+        models, used_bytes = len(self._resident), self._resident.used_bytes
+        return f"<NvmeStore {str(self.root)!r} [{models} models, {used_bytes} bytes]>"
 
     async def _convert(
         self, model: ModelId, source: Path, options: ConversionOptions, *, replace_existing: bool
     ) -> None:
         """Convert in a worker thread; a cancellation stops it at the next piece, and waits for that."""
-        cancelled = threading.Event()
+        wait = LockWait(self._lock_limit_s)
+        evicted: list[ModelId] = []
 
         def go_on(progress: Progress) -> None:
-            if cancelled.is_set():
+            if wait.cancelled.is_set():
                 raise _Abandoned
 
         def run() -> None:
@@ -299,8 +301,8 @@ class NvmeStore(WeightStore):
             with ExitStack() as stack, suppress(_Abandoned, AlreadyThere):
 
                 def admit(size_bytes: int) -> None:
-                    evicted = stack.enter_context(self._models.reserve(model, size_bytes)).evicted
-                    self._forget(*evicted)
+                    reserved = stack.enter_context(self._models.reserve(model, size_bytes, wait=wait))
+                    evicted.extend(reserved.evicted)
 
                 convert(
                     source,
@@ -313,40 +315,34 @@ class NvmeStore(WeightStore):
                     replace_existing=replace_existing,
                     admit=admit,
                     progress=go_on,
+                    wait=wait,
                 )
 
-        async def watch() -> None:
-            try:
-                await anyio.sleep_forever()
-            finally:
-                cancelled.set()
-
-        async with background() as tasks:
-            tasks.start_soon(watch)
-            await run_in_thread(run, limiter=self._converters)
+        try:
+            await in_thread(run, limiter=self._converters, cancelled=wait.cancelled)
+        finally:
+            self._resident.remove(*evicted)
 
     @asynccontextmanager
     async def _read_locked(self, model: ModelId) -> AsyncGenerator[None]:
         """Keep a model from removal while it is read."""
         lock = self._models.read_lock(model)
         try:
-            await in_thread(partial(self._acquire, lock, model))
+            await self._acquire(lock, model)
             yield
         finally:
             lock.release()
 
-    def _forget(self, *models: ModelId) -> None:
-        for model in models:
-            self._resident.pop(model, None)
+    async def _acquire(self, lock: ReadLock, model: ModelId) -> None:
+        """Lock a model against removal; a cancellation ends the wait."""
+        wait = LockWait(self._lock_limit_s)
+        try:
+            await in_thread(partial(lock.acquire, wait), limiter=self._lock_waits, cancelled=wait.cancelled)
+        except ShardMissing:  # another process has removed it
+            self._resident.remove(model)
+            raise
 
     # ------------------------------------------------------------------------------------- worker threads
-
-    def _acquire(self, lock: ReadLock, model: ModelId) -> None:
-        try:
-            lock.acquire()
-        except ShardMissing:  # another process has removed it
-            self._forget(model)
-            raise
 
     def _read_side_files(self, model: ModelId) -> dict[str, bytes]:
         directory = model_directory(self.root, model)

@@ -3,7 +3,7 @@
 All state is in the directory and in locks that the kernel releases with their process (see `locks`): after a
 crash, nothing that a process used counts as in use.
 
-    <directory>            locked (`flock`) while a segment is made or removed
+    <directory>            locked while a segment is made or removed
     <directory>/.budget    the budget, as a number. Byte 0 is locked by each process that shares the
                            directory, another byte for each model by the processes that pin it
     <directory>/*          segments, see `segment`; modification time: last use
@@ -11,8 +11,6 @@ crash, nothing that a process used counts as in use.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import os
 import stat
@@ -22,23 +20,23 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from hotswap.backends.stores import locks
+from hotswap.backends.stores.durable import make_root, map_write_errors, warn_of_other_users
 from hotswap.backends.stores.files import is_at
 from hotswap.backends.stores.segment import Label, Segment, lock_for_removal, publish_if_whole
 from hotswap.backends.stores.segment_files import SegmentFile, eviction_order, lock_all, segment_files
 from hotswap.errors import ConfigError, ShardCorrupt, StoreError, TierFull, UnsafeFile
 from hotswap.request import ModelId
 
-__all__ = ["Busy", "SegmentDirectory", "map_memory_errors"]
+__all__ = ["Busy", "SegmentDirectory"]
 
 _BUDGET = ".budget"
 _BUDGET_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _JOINED = 0  # the byte that each process locks that shares the directory
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 _SETTLED_NS = 50_000_000  # a file system's clock may lag some milliseconds
 
 
 class Busy(Exception):
-    """Another process has the directory locked for a moment; try again."""
+    """Another process has the directory, its argument, locked for a moment; try again."""
 
 
 class SegmentDirectory:
@@ -69,8 +67,9 @@ class SegmentDirectory:
             Busy: try again.
         """
         _check_system()
-        with map_memory_errors(self.directory):
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with map_write_errors(self.directory, memory=True):
+            make_root(self.directory)
+            warn_of_other_users(self.directory)
             _check_owner(self.directory)
             with self._locked(), ExitStack() as undo:
                 undo.callback(self.close)
@@ -86,7 +85,7 @@ class SegmentDirectory:
 
     def attach(self, label: Label, *, writable: bool) -> Segment | None:
         """Map a whole segment; `None` if there is none that can be used."""
-        with map_memory_errors(self.directory), suppress(ShardCorrupt):
+        with map_write_errors(self.directory, memory=True), suppress(ShardCorrupt):
             return Segment.attach(self.directory / label.name, label, writable=writable)
         return None
 
@@ -98,7 +97,7 @@ class SegmentDirectory:
             UnsafeFile: a file that is no segment has its name, and cannot be removed.
             Busy: try again.
         """
-        with map_memory_errors(self.directory), self._locked():
+        with map_write_errors(self.directory, memory=True), self._locked():
             # In this order, because the filling process renames it without the lock.
             for name in (label.incoming_name, label.name):
                 incoming = name == label.incoming_name
@@ -112,7 +111,7 @@ class SegmentDirectory:
                         segment.publish()
                     return segment
                 if os.path.lexists(self.directory / name):  # it is being removed
-                    raise Busy
+                    raise Busy(self.directory)
             self._make_room(label.size_bytes, label)
             return Segment.create(self.directory, label)
 
@@ -124,7 +123,7 @@ class SegmentDirectory:
         Raises:
             Busy: try again.
         """
-        with map_memory_errors(self.directory), self._locked():
+        with map_write_errors(self.directory, memory=True), self._locked():
             if self._is_pinned_elsewhere(model):
                 return False
             files = [file for file in segment_files(self.directory) if file.model == model]
@@ -140,9 +139,9 @@ class SegmentDirectory:
             Busy: try again.
         """
         _check_system()
-        with map_memory_errors(self.directory):
+        with map_write_errors(self.directory, memory=True):
             _check_owner(self.directory)
-        with map_memory_errors(self.directory), self._locked():
+        with map_write_errors(self.directory, memory=True), self._locked():
             files = segment_files(self.directory)
             unpinned = [file for file in files if not self._is_pinned_elsewhere(file.model)]
             removed = sum(file.size_bytes for file in self._remove(unpinned))
@@ -195,21 +194,18 @@ class SegmentDirectory:
         """Lock the directory, or raise `Busy`; one that was removed meanwhile is made and joined again."""
         if self._budget_fd >= 0:
             self.directory.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(locks.locked(self.directory, follow=True))
             except BlockingIOError as exc:
-                raise Busy from exc
-            if not is_at(fd, self.directory):
-                raise Busy
+                raise Busy(self.directory) from exc
+            except FileNotFoundError as exc:
+                if not self.directory.is_dir():
+                    raise
+                raise Busy(self.directory) from exc  # it was replaced meanwhile
             if self._budget_fd >= 0 and not is_at(self._budget_fd, self.directory / _BUDGET):
                 self._rejoin()
             yield
-        finally:
-            with suppress(OSError):  # a child process that inherited it would keep it locked
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
 
     def _join(self) -> bool:
         """Open the budget file and lock the pins, or change nothing; return whether we are first."""
@@ -333,21 +329,6 @@ class SegmentDirectory:
                 path.unlink()
             finally:
                 locks.release(fd)
-
-
-@contextmanager
-def map_memory_errors(directory: Path) -> Generator[None]:
-    """Turn an `OSError` about a directory of segments into a `StoreError` that names it."""
-    try:
-        yield
-    except OSError as exc:
-        if exc.errno in _FULL:
-            raise TierFull(
-                f"The memory behind {str(directory)!r} is full ({exc.strerror}), so the model is not kept "
-                "there; idle ones may have been evicted. Name a smaller budget, or give that file system, or "
-                "the container, more room."
-            ) from exc
-        raise StoreError(f"{str(directory)!r} cannot be used: {exc.strerror or exc}.") from exc
 
 
 def _check_system() -> None:

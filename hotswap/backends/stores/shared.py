@@ -17,13 +17,14 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.memory import can_pin
 from hotswap.backends.stores.host_tier import BufferReservation, HostTier, PendingDrops
+from hotswap.backends.stores.locks import LOCK_LIMIT_S, pauses
 from hotswap.backends.stores.reading import background
 from hotswap.backends.stores.segment import Label, Segment, digest_of, is_nameable
 from hotswap.backends.stores.segment_directory import Busy, SegmentDirectory
 from hotswap.backends.stores.shared_buffer import (
+    BusyWait,
     SharedBuffer,
     SharedBufferReservation,
-    pauses,
     retry_while_busy,
 )
 from hotswap.backends.stores.shielded import in_thread, shielded
@@ -62,6 +63,7 @@ class SharedStore(HostTier):
         name: The tier's name.
         chunk_bytes: Bytes of one chunk, for readers that copy.
         linger_s: How long memory that was pinned for a device stays mapped after its last use.
+        lock_limit_s: How long to wait while another process has the directory locked, until `StoreBusy`.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class SharedStore(HostTier):
         name: str = "shared",
         chunk_bytes: int | str = "256 MiB",
         linger_s: float = 2.0,
+        lock_limit_s: float = LOCK_LIMIT_S,
     ) -> None:
         super().__init__(name, chunk_bytes)
         self.directory = Path(directory)
         self.linger_s = linger_s
+        self._lock_limit_s = lock_limit_s
         self._segments = SegmentDirectory(self.directory, parse_bytes(budget, "budget"))
         self._known: dict[ModelId, _Known] = {}
         self._buffers: dict[Label, SharedBuffer] = {}
@@ -94,7 +98,7 @@ class SharedStore(HostTier):
             StoreError: the directory cannot be used.
         """
         try:
-            for path in await retry_while_busy(self._segments.open):
+            for path in await retry_while_busy(self._segments.open, self._lock_limit_s):
                 _log.warning("Removed %r: it was incomplete, and no process was filling it.", str(path))
             async with background() as self._tasks:
                 try:
@@ -172,7 +176,7 @@ class SharedStore(HostTier):
         """Remove models that no process uses and no other one pins, and return the bytes freed."""
         async with self._opening:
             await self._close_idle()
-        freed_bytes, _ = await retry_while_busy(self._segments.clear)
+        freed_bytes, _ = await retry_while_busy(self._segments.clear, self._lock_limit_s)
         return freed_bytes
 
     def view(self) -> StoreView:
@@ -261,18 +265,21 @@ class SharedStore(HostTier):
 
     async def _use(self, known: _Known, rank: int, *, make: bool) -> SharedBuffer | None:
         label = known.labels[rank]
-        for pause_s in pauses():
+        wait = BusyWait(self._lock_limit_s)
+        while True:
             async with self._opening:
-                with suppress(Busy):
+                try:
                     if label not in self._buffers:
                         await self._map(known, rank, make=make)
+                except Busy as exc:
+                    busy = exc
+                else:
                     buffer = self._buffers.get(label)
                     if buffer is not None:
                         buffer.users += 1
                         buffer.uses += 1
                     return buffer
-            await anyio.sleep(pause_s)
-        return None
+            await wait.pause(busy)
 
     async def _map(self, known: _Known, rank: int, *, make: bool) -> None:
         """Map a rank that exists or is created; unmap it again if cancelled. `_opening` is held."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -13,14 +13,17 @@ import anyio
 from anyio import CancelScope
 
 from hotswap.backends.memory import pin, unpin
+from hotswap.backends.stores.durable import map_write_errors
 from hotswap.backends.stores.host_tier import BufferReservation
+from hotswap.backends.stores.locks import LOCK_LIMIT_S, holder_of, pauses
 from hotswap.backends.stores.segment import Segment
-from hotswap.backends.stores.segment_directory import Busy, map_memory_errors
+from hotswap.backends.stores.segment_directory import Busy
 from hotswap.backends.stores.shielded import in_thread, shielded
+from hotswap.errors import StoreBusy
 from hotswap.model import Manifest, Shard
 from hotswap.worker_threads import run_in_thread
 
-__all__ = ["SharedBuffer", "SharedBufferReservation", "pauses", "retry_while_busy"]
+__all__ = ["BusyWait", "SharedBuffer", "SharedBufferReservation", "retry_while_busy"]
 
 _T = TypeVar("_T")
 _LONG_S = 5.0  # the directory is locked for as long as the removal of segments takes
@@ -67,7 +70,7 @@ class SharedBuffer:
     async def prepare(self, directory: Path) -> None:
         """Allocate the pages and pin them; a cancellation takes effect between parts of the memory."""
         for number in range(self.segment.num_reservations):
-            with map_memory_errors(directory):
+            with map_write_errors(directory, memory=True):
                 await in_thread(partial(self.segment.reserve, number))
         if not self._tried_to_pin:
             await in_thread(self._pin)
@@ -123,26 +126,47 @@ class SharedBufferReservation(BufferReservation):
         self._shared_buffer.kept = True
 
 
-async def retry_while_busy(call: Callable[[], _T]) -> _T:
-    """Call in a worker thread, again while another process has the directory locked; may be cancelled."""
-    waited_s = 0.0
-    for pause_s in pauses():
-        with suppress(Busy):
-            return await in_thread(call)
-        if waited_s <= _LONG_S < waited_s + pause_s:
+class BusyWait:
+    """Pauses between attempts to use a directory that another process has locked; they may be cancelled."""
+
+    def __init__(self, limit_s: float = LOCK_LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._pauses = pauses()
+        self._waited_s = 0.0
+
+    async def pause(self, busy: Busy) -> None:
+        """Wait before the next attempt; a long wait is logged.
+
+        Raises:
+            StoreBusy: the pauses have taken `limit_s` together.
+        """
+        pause_s = next(self._pauses)
+        directory = Path(*busy.args)
+        if self._waited_s <= _LONG_S < self._waited_s + pause_s:
             _log.warning(
                 "Another process has had a shared directory locked for %g s; waiting goes on. "
                 "If it hangs, end it and its child processes.",
                 _LONG_S,
             )
-        waited_s += pause_s
+        if self._waited_s >= self._limit_s:
+            raise StoreBusy(
+                f"{str(directory)!r} has been locked by {holder_of(directory)} for {self._limit_s:g} s. "
+                "If that process hangs, end it and its child processes; nothing was changed."
+            )
+        self._waited_s += pause_s
         await anyio.sleep(pause_s)
-    raise AssertionError("pauses end")
 
 
-def pauses(*, most_s: float = 0.05) -> Iterator[float]:
-    """Growing pauses between attempts that wait for another process, without end."""
-    pause_s = 0.001
+async def retry_while_busy(call: Callable[[], _T], limit_s: float = LOCK_LIMIT_S) -> _T:
+    """Call in a worker thread, again while another process has the directory locked; may be cancelled.
+
+    Raises:
+        StoreBusy: it still is after `limit_s`.
+    """
+    wait = BusyWait(limit_s)
     while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, most_s)
+        try:
+            return await in_thread(call)
+        except Busy as exc:
+            busy = exc
+        await wait.pause(busy)

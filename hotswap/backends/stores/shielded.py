@@ -7,6 +7,7 @@ acquires. A task group waits for its tasks under both kinds.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
@@ -21,12 +22,14 @@ __all__ = ["in_thread", "shielded"]
 _T = TypeVar("_T")
 
 
-async def shielded(work: Callable[[], Awaitable[_T]]) -> _T:
+async def shielded(work: Callable[[], Awaitable[_T]], *, cancelled: threading.Event | None = None) -> _T:
     """Run `work` to its end in a task of its own, and return its result or raise its error.
 
     When the caller is cancelled, `work` still starts and finishes, and then the cancellation is raised. The
-    result is lost then, so `work` itself must store what it acquires.
+    result is lost then, so `work` itself must store what it acquires. It may watch `cancelled`, which is set
+    when the caller is cancelled, to end soon.
     """
+    watch = CancelScope()
     results: list[_T] = []
     failures: list[Exception] = []
 
@@ -36,14 +39,31 @@ async def shielded(work: Callable[[], Awaitable[_T]]) -> _T:
                 results.append(await work())
             except Exception as exc:
                 failures.append(exc)
+        watch.cancel()
+
+    async def tell() -> None:
+        with watch:
+            try:
+                await anyio.sleep_forever()
+            except anyio.get_cancelled_exc_class():
+                if cancelled is not None and not watch.cancel_called:
+                    cancelled.set()
+                raise
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run)
+        if cancelled is not None:
+            tasks.start_soon(tell)
     if failures:
         raise failures[0]
     return results[0]
 
 
-async def in_thread(call: Callable[[], _T], *, limiter: CapacityLimiter | None = None) -> _T:
+async def in_thread(
+    call: Callable[[], _T],
+    *,
+    limiter: CapacityLimiter | None = None,
+    cancelled: threading.Event | None = None,
+) -> _T:
     """Run `call` by `run_in_thread`, `shielded`."""
-    return await shielded(partial(run_in_thread, call, limiter=limiter))
+    return await shielded(partial(run_in_thread, call, limiter=limiter), cancelled=cancelled)

@@ -14,6 +14,7 @@ from typing import Self
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
+from hotswap.backends.stores.bandwidth import JoinedResidents
 from hotswap.backends.stores.fill import Fill, FillReader, more_specific
 from hotswap.backends.stores.host_tier import HostTier
 from hotswap.backends.stores.prefetch_queue import PrefetchQueue
@@ -65,6 +66,7 @@ class TieredStore(WeightStore):
         self._below = with_write_through(tiers if self._host is None else tiers[1:])
         self._manifests: dict[ModelId, Manifest] = {}
         self._queues: defaultdict[str, PrefetchQueue] = defaultdict(lambda: PrefetchQueue(prefetches))
+        self._residents = JoinedResidents()
         self._tracked: list[Manifest] = []
         self._fills: dict[Shard, Fill] = {}
         self._logged: dict[ModelId, str] = {}
@@ -220,7 +222,7 @@ class TieredStore(WeightStore):
                 for view in views
                 for tier in view.tiers
             ),
-            residency=tuple(entry for view in views for entry in view.residency),
+            residency=self._residents.of(views),
             loading=loading,
         )
 

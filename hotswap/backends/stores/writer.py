@@ -10,17 +10,24 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import BufferedWriter
 from pathlib import Path
 
-from hotswap.backends.stores.durable import map_write_errors, sync_directory, write_file
+from hotswap.backends.stores.durable import (
+    create_file,
+    make_root,
+    map_write_errors,
+    sync_directory,
+    write_file,
+)
 from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.journal import FinishedFile, Journal
 from hotswap.backends.stores.layout import INDEX_NAME, Checksum, align, data_file_name, model_directory
+from hotswap.backends.stores.locks import LockWait
 from hotswap.backends.stores.partial import (
     AlreadyThere,
-    already_there,
+    check_name,
     partial_directory,
     publish,
     sweep,
@@ -68,6 +75,7 @@ def write_model(
 
     Raises:
         AlreadyThere: the store has the model, and `replace_existing` is false.
+        StoreBusy: the model that would be replaced is read or pinned, and still is after the wait for it.
         TierFull: the disk has no room; nothing of the model is left, and other models are untouched.
         StoreError: writing failed.
     """
@@ -88,6 +96,7 @@ class WriteOptions:
 
     `files` are the names and sizes of the data files of a single rank where they are given; otherwise files
     are named by rank and part, and split at `max_file_bytes`.
+    `wait` is for the uses of a model that is replaced.
     """
 
     max_file_bytes: int = 4 << 30
@@ -95,6 +104,7 @@ class WriteOptions:
     progress: Callable[[Progress], None] | None = None
     key: str | None = None
     files: tuple[tuple[str, int], ...] = ()
+    wait: LockWait = field(default_factory=LockWait)
 
 
 class ModelWriter:
@@ -133,11 +143,10 @@ def writing(
     given, for the next writer with this key; any other error leaves nothing. Raises as `write_model` does.
     """
     final = model_directory(root, manifest.model)
-    if final.exists() and not options.replace_existing:
-        raise already_there(final)
+    check_name(final, replace_existing=options.replace_existing, wait=options.wait)
     needed = align(manifest.buffer_bytes, manifest.alignment_bytes) * manifest.world_size
     with map_write_errors(root, needed):
-        root.mkdir(parents=True, exist_ok=True)
+        make_root(root)
         with partial_directory(root, final.name, options.key) as (directory, journal):
             done = sum(file.size_bytes for file in journal.finished) if journal else 0
             if shutil.disk_usage(root).free < needed - done:
@@ -160,8 +169,10 @@ def writing(
             for name, content in {**side_files, INDEX_NAME: index}.items():
                 write_file(directory / name, content)
             if journal is not None:
+                # While it is there, a model that is in use by now can be replaced by a later call.
+                check_name(final, replace_existing=options.replace_existing, wait=options.wait)
                 journal.close()
-            publish(directory, final, replace_existing=options.replace_existing)
+            publish(directory, final, replace_existing=options.replace_existing, wait=options.wait)
 
 
 class RankWriter:
@@ -263,7 +274,7 @@ class RankWriter:
             self._name, self._most = self._given[part]
         else:
             self._name, self._most = data_file_name(self.rank, self._world_size, part), self._split
-        self._file = (self._directory / self._name).open("xb")
+        self._file = create_file(self._directory / self._name)
         self._checksum, self._size = Checksum(), 0
 
     def _finish_file(self) -> None:

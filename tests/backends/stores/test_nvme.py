@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hotswap import ModelId
-from hotswap.backends.stores import NvmeStore
+from hotswap import ModelId, Residency
+from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from tests.backends.stores.models import UNIT, exhaust, put, read, read_rank
 
@@ -47,6 +47,47 @@ async def test_the_view_shows_the_models(tmp_path: Path) -> None:
     assert view.tier_of(ModelId("one")) == view.tier_of(ModelId("two")) == "nvme"
     assert view.tiers[0].used_bytes == one.weight_bytes + two.weight_bytes
     assert view.tiers[0].capacity_bytes == 1 << 20
+
+
+async def test_opening_a_store_reads_no_list_of_tensors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest, _ = put(tmp_path)
+    index = tmp_path / "m" / "index.json"
+    index.write_bytes(index.read_bytes().replace(b'"head"', b'"HEAD"'))  # against its checksum
+    async with NvmeStore(tmp_path) as store:
+        assert store.view().residency == (
+            Residency(model=manifest.model, tier="nvme", size_bytes=manifest.weight_bytes),
+        )
+        with pytest.raises(ShardCorrupt, match="checksum"):
+            await store.manifest(manifest.model)
+        assert store.view().residency == ()
+    assert caplog.records == []
+
+
+async def test_a_cut_index_is_found_when_the_store_opens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path)
+    index = tmp_path / "m" / "index.json"
+    os.truncate(index, index.stat().st_size - 9)
+    async with NvmeStore(tmp_path) as store:
+        assert store.view().residency == ()
+    assert "'m' is not used" in caplog.text
+
+
+async def test_a_view_makes_no_entry_anew_for_a_model_that_has_not_changed(tmp_path: Path) -> None:
+    put(tmp_path, "one")
+    async with TieredStore(PinnedStore("1 MiB"), NvmeStore(tmp_path)) as store:
+        await store.prefetch(ModelId("one"))
+        before = store.view().residency
+        assert store.view().residency is before
+        put(tmp_path, "two")
+        await store.manifest(ModelId("two"))
+        after = store.view().residency
+        assert after != before
+        assert [entry.model for entry in after] == ["one", "one", "two"]
+        assert after[1] is before[1]
 
 
 async def test_reading_teaches_the_bandwidth(tmp_path: Path) -> None:

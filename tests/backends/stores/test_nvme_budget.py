@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from hotswap import Model, ModelId
 from hotswap.abc import Manifest
 from hotswap.backends.stores import NvmeStore
-from hotswap.backends.stores.disk_directory import DiskDirectory, locked
+from hotswap.backends.stores.disk_directory import DiskDirectory
 from hotswap.backends.stores.indexes import load_index
+from hotswap.backends.stores.locks import locked
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, TierFull
 from tests.backends.stores.models import UNIT, put, read, read_rank
 

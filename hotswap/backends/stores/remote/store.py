@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
+from hotswap.backends.stores.bandwidth import Residents
 from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.layout import (
     ALIGNMENT_BYTES,
@@ -32,7 +33,7 @@ from hotswap.model import Adapter, HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
 from hotswap.text import TextSettings, Tokenizer
-from hotswap.view import Residency, StoreView, TierView
+from hotswap.view import StoreView, TierView
 from hotswap.worker_threads import run_in_thread
 
 __all__ = ["RemoteStore"]
@@ -97,6 +98,7 @@ class RemoteStore(WeightStore):
         pool = BufferPool(size, keep=concurrency + 1)
         self._context = DownloadContext(tier=name, pool=pool, concurrency=concurrency)
         self._known: dict[ModelId, _Known] = {}
+        self._resident = Residents(name)
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -117,8 +119,10 @@ class RemoteStore(WeightStore):
             known = await self._load_index(model, self._known.get(model))
         except (ShardMissing, ShardCorrupt, UnsafeFile):
             self._known.pop(model, None)
+            self._resident.remove(model)
             raise
         self._known[model] = known
+        self._resident.put(model, known.manifest.weight_bytes)
         return known.manifest
 
     @asynccontextmanager
@@ -197,14 +201,12 @@ class RemoteStore(WeightStore):
         return await upload.run()
 
     def view(self) -> StoreView:
-        sizes = {model: known.manifest.weight_bytes for model, known in self._known.items()}
         tier = TierView(
             name=self.name,
-            used_bytes=sum(sizes.values()),
+            used_bytes=self._resident.used_bytes,
             bytes_per_s=self._context.meter.bytes_per_s,
         )
-        residency = (Residency(model=model, tier=self.name, size_bytes=sizes[model]) for model in sizes)
-        return StoreView(tiers=(tier,), residency=tuple(residency))
+        return StoreView(tiers=(tier,), residency=self._resident.entries)
 
     @property
     def num_lent(self) -> int:
