@@ -125,19 +125,20 @@ def expected_tokens(request: Request, model: ModelCard, *, vocabulary: int = VOC
         position += 1
 
 
-def check_request(request: Request, model: ModelCard, vocabulary: int) -> None:
+def check_request(request: Request, model: ModelCard, vocabulary: int | None) -> None:
     """Refuse a request that cannot get a token of the model.
 
     Raises:
         InvalidRequest: it has all its tokens, or asks for several samples, or names a token that lies not
-            below `vocabulary`.
+            below `vocabulary`; `None` if its tokens are known to.
         PromptTooLong: it leaves no room in the model's context.
     """
     if request.sampling.n > 1:
         raise InvalidRequest(f"Request {request.id!r} asks an engine for several samples; ask a fleet.")
     if request.remaining_tokens < 1:
         raise InvalidRequest(f"Request {request.id!r} has all its tokens; it needs no engine any more.")
-    request.check_vocabulary(vocabulary)
+    if vocabulary is not None:
+        request.check_vocabulary(vocabulary)
     request.check_prompt_logprobs()
     if request.num_tokens >= model.max_context_tokens:
         raise PromptTooLong(

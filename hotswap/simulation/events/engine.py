@@ -79,6 +79,7 @@ class EventEngine(SimEngine):
     _run: DecodeRun | None = None
     _timer: asyncio.TimerHandle | None = None
     _woken = _in_step = False
+    _checks_tokens = False  # a trace makes its prompts of the vocabulary
     _told = False  # whether the listener knows of a change that has not been looked at yet
 
     @asynccontextmanager
