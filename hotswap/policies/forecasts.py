@@ -31,7 +31,7 @@ class SeasonalRates:
     seen, by the time at which its instance was last used. So rates of busy models are low, and those of
     seldom ones, which a forecast is for, are exact.
 
-    It keeps four numbers a slot and model, and forgets a model that the view no longer has. If time runs
+    It keeps three numbers a slot and model, and forgets a model that the view no longer has. If time runs
     backwards (another simulation) it begins anew; of a pause longer than a slot it learns nothing.
 
     Args:

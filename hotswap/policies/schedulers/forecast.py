@@ -36,21 +36,21 @@ class Forecast(Scheduler):
         chance(m)   = 1 - exp(-requests for m expected in horizon_s)
         worth(m, i) = w(m) chance(m) load_s(m, i)
         swap i from v to m   for m without a replica, on an idle instance i,
-                             if worth(m, i) - worth(v, i) >= least_gain swap_s(m, i)
+                             if worth(m, i) - worth(v, i) >= least_gain w(m) swap_s(m, i)
         prefetch m           if chance(m) within a slot >= least_gain, and the fastest tier has room, or has
                              a model whose chance is less by least_gain
 
     So a second for which an instance swaps ahead must save requests `least_gain` seconds of waiting.
 
     **What it leaves alone.** It acts beside the inner plan and changes nothing of it. An instance that it
-    takes has no request, and neither waits one for its model, nor is its model more likely to be asked for
-    than the new one; one model without a forecast keeps its instances. One idle instance is left to the
+    takes has no request; none waits for its model, which is no likelier to be asked for than the new one. A
+    model without a forecast keeps its instances. One idle instance is left to the
     inner scheduler, and nothing is swapped while a request waits in the fleet. `min_replicas`, sizes, failed
     loads and first tokens are heeded as by all shipped schedulers (`Allocation`).
 
     **Bounds.** A plan has one swap and one prefetch more than the inner one at most; the swap only if fewer
     than one in eight instances are swapping (one of fewer than eight), the prefetch only if the store tells
-    of no other load. Memory is four numbers a slot and model.
+    of no other load. Memory is three numbers a slot and model.
 
     **Until a period was seen** there is no forecast, and the plan is the inner one's. A model that comes
     later has none for as long.
