@@ -26,8 +26,8 @@ MAX_FLEET_LINES = 400
 # for texts of a prompt's log-probabilities that are written in a thread, 10 for requests that take their
 # instances down as they decode, 60 for the bound of log-probabilities of all prompts together and for chats
 # that are checked in a thread, 40 for the part of prefills that tokens do not lengthen, the times of tokens,
-# and requests that stalled beside a preload, 60 for engines that are asked beforehand whether they could serve
-# a model.
+# and requests that stalled beside a preload, 60 for engines that are asked beforehand whether they could
+# serve a model.
 # Raise it for what is added, never for how.
 MAX_LINES = 10_160
 MAX_CALLBACKS = 15
