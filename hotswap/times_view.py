@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from hotswap.request import ModelId
 from hotswap.store_view import StoreView
 
-__all__ = ["USUAL_PREFILL_TOKEN_S", "TimesView"]
+__all__ = ["USUAL_PREFILL_TOKEN_S", "USUAL_TOKEN_S", "TimesView"]
 
-# Of an 8B model on a recent GPU; what is expected before anything was measured.
+# Of an 8B model on recent GPUs; what is expected before anything was measured.
 USUAL_PREFILL_TOKEN_S = 1 / 20_000
+USUAL_TOKEN_S = 0.02
 # For a model whose tier the store does not name.
 _UNKNOWN_S = 10.0
 
@@ -27,12 +28,15 @@ class TimesView:
         prefill_start_s: The part of a turn's prefill that its tokens do not lengthen: the seconds until all
             requests with which a turn began have a token, however few tokens they have; 0 before the first.
         prefill_token_s: The seconds that each of their tokens adds; 1/20,000 before the first.
+        token_s: Seconds of stays on instances over the tokens that requests got there, of all stays, waits
+            and prefills there included; 0.02 before the first.
     """
 
     unload_s: float = 0.0
     load_bytes_per_s: tuple[tuple[str, float], ...] = ()
     prefill_start_s: float = 0.0
     prefill_token_s: float = USUAL_PREFILL_TOKEN_S
+    token_s: float = USUAL_TOKEN_S
 
     def load_s(self, store: StoreView, model: ModelId) -> float:
         """Return the seconds to load a model from its fastest tier, and 10 if the store does not have it.

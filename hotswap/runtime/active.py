@@ -161,6 +161,13 @@ class ActiveRequest:
         now_s = anyio.current_time()
         self.hops.append(Hop(instance=instance.id, first_index=self.num_generated, since_s=now_s))
 
+    def stay(self) -> tuple[int, float]:
+        """Return how many tokens it has got where it is, and the seconds since it came there."""
+        if not self.hops or self.instance is None or self.hops[-1].instance != self.instance.id:
+            return 0, 0.0
+        hop = self.hops[-1]
+        return self.num_generated - hop.first_index, anyio.current_time() - hop.since_s
+
     def note_token(self) -> bool:
         """Note a token: a move that brought the request here has succeeded.
 

@@ -326,6 +326,7 @@ class FleetState:
 
     def withdraw(self, request: ActiveRequest, instance: Instance) -> None:
         """Take a request from its instance."""
+        self.times.learn_stay(*request.stay())
         request.instance = None
         running = self._running[instance.id]
         del running[request.request.id]
@@ -333,8 +334,7 @@ class FleetState:
             del self._running[instance.id]
         if request.move is not None:
             request.move.source_left()
-        if self.suspect == request.request.id:
-            self.suspect = None
+        self.suspect = None if self.suspect == request.request.id else self.suspect
         self.release(request.request, instance)
 
     def running_on(self, instance: InstanceId) -> tuple[ActiveRequest, ...]:

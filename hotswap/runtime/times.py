@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotswap.action import SwapRecord
-from hotswap.times_view import USUAL_PREFILL_TOKEN_S, TimesView
+from hotswap.times_view import USUAL_PREFILL_TOKEN_S, USUAL_TOKEN_S, TimesView
 
 __all__ = ["MeasuredTimes"]
 
@@ -70,6 +70,7 @@ class MeasuredTimes:
     def __init__(self) -> None:
         self._unload, self._prefills = _Rate(), _Prefills()
         self._loads: dict[str, _Rate] = {}
+        self._stay_s, self._stay_tokens = 0.0, 0
         self._view: TimesView | None = TimesView()
 
     def learn_swap(self, record: SwapRecord) -> None:
@@ -90,6 +91,12 @@ class MeasuredTimes:
             self._prefills.add(num_tokens, seconds)
             self._view = None
 
+    def learn_stay(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a stay on an instance, in whatever order stays end that do so at one instant."""
+        if num_tokens > 0 and seconds > 0:
+            self._stay_s, self._stay_tokens = self._stay_s + seconds, self._stay_tokens + num_tokens
+            self._view = None
+
     def view(self) -> TimesView:
         """Return what is known now; the same object until that changes."""
         if self._view is None:
@@ -101,5 +108,6 @@ class MeasuredTimes:
                 ),
                 prefill_start_s=prefill_start_s,
                 prefill_token_s=prefill_token_s,
+                token_s=self._stay_s / self._stay_tokens if self._stay_tokens else USUAL_TOKEN_S,
             )
         return self._view
