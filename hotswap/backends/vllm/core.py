@@ -26,6 +26,7 @@ import torch
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from hotswap.backends.stores.shielded import in_thread, shielded
+from hotswap.backends.vllm.directories import SHARED_MEMORY, LockedDirectory
 from hotswap.backends.vllm.inside import worker
 from hotswap.backends.vllm.inside.pages import BlockShape
 from hotswap.backends.vllm.names import named
@@ -77,7 +78,7 @@ class Core:
         blocks: The shape of its KV blocks; `None` if requests cannot move with them. See `migration`.
     """
 
-    def __init__(self, llm: Any, stats: Stats, directory: Path, architecture: str) -> None:
+    def __init__(self, llm: Any, stats: Stats, directory: LockedDirectory, architecture: str) -> None:
         self.llm, self.stats = llm, stats
         self.weights = ""
         self.resumes = self.has_rules = self.guides = True
@@ -272,7 +273,7 @@ class Core:
             if process.is_alive():
                 process.kill()
                 process.join()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
 
 async def start(settings: Settings, staged: Staged) -> Core:
@@ -305,33 +306,37 @@ async def start(settings: Settings, staged: Staged) -> Core:
     return core
 
 
-def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Path]:
+def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, LockedDirectory]:
     """Start vLLM; runs in the thread that starts cores."""
     on_cpu = bool(named("vllm.platforms:current_platform").is_cpu())
     # A copy of the config, since the staged directory goes before the core does.
-    directory = Path(tempfile.mkdtemp(prefix="hotswap-vllm-core-"))
+    directory = LockedDirectory.make(Path(tempfile.gettempdir()))
     try:
         for name in (CONFIG, *((TOKENIZER, TOKENIZER_CONFIG) if staged.tokenizer else ())):
-            shutil.copyfile(staged.directory / name, directory / name)
+            shutil.copyfile(staged.directory / name, directory.path / name)
         arguments = settings.vllm_arguments(
-            directory, staged.index, on_cpu=on_cpu, has_tokenizer=bool(staged.tokenizer)
+            directory.path, staged.index, on_cpu=on_cpu, has_tokenizer=bool(staged.tokenizer)
         )
         config = named("vllm.engine.arg_utils:AsyncEngineArgs")(**arguments).create_engine_config()
         _choose_start(settings.start, on_cpu=on_cpu)
         if on_cpu and settings.num_ranks > 1:
             # By default each rank is bound to a NUMA node of its own, and refuses to start without one.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        before = os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
         _making.append((os.getpid(), threading.get_ident()))
         os.environ[worker.OWNER] = str(os.getpid())
         try:
-            return named("vllm.v1.engine.async_llm:AsyncLLM").from_vllm_config(
+            llm: Any = named("vllm.v1.engine.async_llm:AsyncLLM").from_vllm_config(
                 config, stat_loggers=[stats.logger_class()]
-            ), directory
+            )
+            processes = llm.engine_core.resources.engine_manager.processes
+            directory.note_shared_memory([process.pid for process in processes], before)
+            return llm, directory
         finally:
             _making.clear()
             del os.environ[worker.OWNER]
     except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
+        directory.remove()
         raise
 
 

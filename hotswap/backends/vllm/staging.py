@@ -8,12 +8,10 @@ once vLLM has read it.
 from __future__ import annotations
 
 import json
-import logging
 import mmap
 import os
-import shutil
 import tempfile
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +19,7 @@ import anyio
 
 from hotswap.backends.layouts import require_tensors
 from hotswap.backends.tokenizer import HfTokenizer
+from hotswap.backends.vllm.directories import SHARED_MEMORY, LockedDirectory
 from hotswap.backends.vllm.settings import architecture_of
 from hotswap.errors import OutOfMemory, ShardCorrupt, UnsupportedModel
 from hotswap.model import Manifest, ModelCard, Shard
@@ -35,8 +34,6 @@ from hotswap.worker_threads import run_in_thread
 
 __all__ = ["CONFIG", "INDEX", "TOKENIZER", "TOKENIZER_CONFIG", "Staged", "stage"]
 
-log = logging.getLogger("hotswap.vllm")
-
 CONFIG, INDEX, _WEIGHTS = "config.json", "hotswap.json", "weights.bin"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")
@@ -46,7 +43,6 @@ _SIDE_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +52,7 @@ class Staged:
     Attributes:
         card: The model.
         manifest: Its manifest.
-        directory: Holds their index, the model's config and tokenizer, and the weights unless they are lent.
+        held: The directory of their index, the model's config and tokenizer, and the weights unless lent.
         tokenizer: The tokenizer's text; empty where the store has none.
         quantization: What side files say of how it is quantised; empty where only the config does.
         grammar_ends: The model's end tokens that the tokenizer has.
@@ -65,7 +61,7 @@ class Staged:
 
     card: ModelCard
     manifest: Manifest
-    directory: Path
+    held: LockedDirectory
     tokenizer: str = ""
     quantization: str = ""
     grammar_ends: tuple[int, ...] = ()
@@ -82,6 +78,11 @@ class Staged:
         return f"{architecture_of(self.manifest.config)} {self.quantization} {tensors} {self.tokenizer}"
 
     @property
+    def directory(self) -> Path:
+        """The directory that it holds."""
+        return self.held.path
+
+    @property
     def index(self) -> Path:
         """The path of the index."""
         return self.directory / INDEX
@@ -94,7 +95,7 @@ class Staged:
     async def release(self) -> None:
         """Free it; processes that have it mapped keep the memory. Cannot be interrupted."""
         with anyio.CancelScope(shield=True):
-            await run_in_thread(_remove, self.directory)
+            await run_in_thread(self.held.remove)
             if self.loan is not None:
                 await self.loan.aclose()
 
@@ -117,7 +118,8 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
         )
     require_tensors(card.id, manifest)
     _check_dtypes(manifest)
-    directory = await run_in_thread(_make_directory)
+    held = await run_in_thread(_make_directory)
+    directory = held.path
     loan = AsyncExitStack()
     try:
         quantization = await _write_side_files(directory, store, manifest)
@@ -129,9 +131,9 @@ async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Stag
         place = (directory / _WEIGHTS, 0) if lent is None else lent
         await run_in_thread(_write_index, directory, manifest, *place)
     except BaseException:
-        await Staged(card, manifest, directory, loan=loan).release()
+        await Staged(card, manifest, held, loan=loan).release()
         raise
-    return Staged(card, manifest, directory, tokenizer, quantization, ends, None if lent is None else loan)
+    return Staged(card, manifest, held, tokenizer, quantization, ends, None if lent is None else loan)
 
 
 def _check_dtypes(manifest: Manifest) -> None:
@@ -189,10 +191,9 @@ async def _borrow(loan: AsyncExitStack, store: WeightStore, manifest: Manifest) 
     return None
 
 
-def _make_directory() -> Path:
-    within = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-    # The name has the process id, for files that a killed process leaves.
-    return Path(tempfile.mkdtemp(prefix=f"hotswap-vllm-{os.getpid()}-", dir=within))
+def _make_directory() -> LockedDirectory:
+    has_memory = os.access(SHARED_MEMORY, os.W_OK)
+    return LockedDirectory.make(SHARED_MEMORY if has_memory else Path(tempfile.gettempdir()))
 
 
 def _make_file(directory: Path, manifest: Manifest) -> None:
@@ -260,12 +261,3 @@ def _write_index(directory: Path, manifest: Manifest, file: Path, offset_bytes: 
     index = {"file": str(file), "tensors": tensors}
     (directory / INDEX).write_text(json.dumps(index))
     (directory / CONFIG).write_text(manifest.config)
-
-
-def _remove(directory: Path) -> None:
-    try:
-        shutil.rmtree(directory)
-    except OSError as exc:
-        log.warning("%s could not be removed (%s); remove it by hand.", directory, exc)
-        with suppress(OSError):
-            (directory / _WEIGHTS).unlink()
