@@ -99,6 +99,7 @@ class TextStream:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._held = ""
+        self._num_unstoppable = 0  # how much of the held text came with the first `min_tokens` tokens
         self._num_tokens = 0
         self.matched_stop: str | None = None
 
@@ -125,13 +126,20 @@ class TextStream:
         if end is None:
             end = len(self._held) if last or is_end else len(self._held) - self._possible_stop()
         text, self._held = self._held[:end], self._held[end:]
+        may_stop = self._num_tokens > self._min_tokens
+        self._num_unstoppable = max(0, self._num_unstoppable - end) if may_stop else len(self._held)
         return text
 
     def _find_stop(self) -> int | None:
         """Where the text ends: at the stop string that ends first, of those that end together the longest."""
         if self._num_tokens <= self._min_tokens:
             return None
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        least = self._num_unstoppable + 1  # where one may end
+        found = [
+            (at + len(stop), at, stop)
+            for stop in self._stop
+            if (at := self._held.find(stop, max(0, least - len(stop)))) >= 0
+        ]
         if not found:
             return None
         end, start, self.matched_stop = min(found)
