@@ -203,7 +203,7 @@ class ScoredPrompt(Sequence[PromptLogprobs]):
         return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
 
     def __hash__(self) -> int:
-        return hash((self._ids.tobytes(), self._logprobs.tobytes(), self._top_ids.tobytes()))
+        return hash((self._ids.tobytes(), self._top_ids.tobytes()))  # -0.0 equals 0.0, and has other bytes
 
     def __repr__(self) -> str:
         return f"<ScoredPrompt [{len(self):,} tokens, {self.num_top:,} most probable ones]>"

@@ -51,6 +51,14 @@ def test_it_reads_like_a_tuple_of_its_entries(
     assert found != scored([*expected, PromptLogprobs(id=1, logprob=-1.0)])
 
 
+def test_equal_ones_have_one_hash() -> None:
+    """A token that is certain has 0.0 or -0.0, as an engine computes it."""
+    one, other = ScoredPrompt(0), ScoredPrompt(0)
+    one.add(1, 0.0, [1], [0.0])
+    other.add(1, -0.0, [1], [-0.0])
+    assert (one, hash(one)) == (other, hash(other))
+
+
 def test_its_size_is_nothing_to_the_garbage_collector() -> None:
     """Which stops all threads to look at objects: a million of them for a second."""
     told = ScoredPrompt(0)
