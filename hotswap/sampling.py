@@ -315,8 +315,8 @@ def _limit(name: str, value: object, least: int, most: int = MAX_TOKEN_ID) -> in
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
-    if isinstance(value, str) and value in choices:
-        return value
+    if isinstance(value, str) and (choice := str.__str__(value)) in choices:
+        return choice
     raise InvalidRequest(f"{name} is {shown(value)}; give {' or '.join(map(repr, choices))}.")
 
 
@@ -337,7 +337,7 @@ def _text(name: str, value: object) -> str:
             f"{name} is {shown(value)}; give a string of 1 to {_MAX_STOP_CHARACTERS:,} characters."
         )
     check_unicode(name, value)
-    return value
+    return str.__str__(value)  # without the methods of a subclass
 
 
 def _words(value: object) -> tuple[tuple[int, ...], ...]:
@@ -402,4 +402,4 @@ def _grammar(name: str, value: object) -> str:
             f"{name} is {shown(value)}; give a string of at most {_MAX_GRAMMAR_CHARACTERS:,} characters."
         )
     check_unicode(name, value)
-    return value
+    return str.__str__(value)  # without the methods of a subclass

@@ -152,6 +152,24 @@ def test_numbers_of_array_libraries_are_taken() -> None:
     assert [type(id) for id in sampling.stop_token_ids] == [int, int]
 
 
+class Text(str):
+    """As `numpy.str_` is: a string to Python, and none to libraries that write messages."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no")
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words", "regex", "grammar", "json_schema", "logprobs_of"])
+def test_texts_are_kept_as_plain_strings(field: str) -> None:
+    text = "raw" if field == "logprobs_of" else "{}"
+    given: dict[str, Any] = {field: Text(text)}
+    kept: Any = getattr(Sampling(**given), field)
+    kept = kept[0] if field in ("stop", "bad_words") else kept
+    assert (type(kept), kept) == (str, text)
+
+
 @pytest.mark.parametrize("value", [True, [], 5, "[1]", "true"])
 def test_a_schema_is_an_object_or_its_text(value: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^json_schema is .*; give an object, or its JSON text"):
