@@ -87,6 +87,15 @@ def test_a_request_comes_back(request: Request) -> None:
     assert wire.request_of(message, wire.tokens_of(wire.pack_tokens(request.tokens))) == request
 
 
+@pytest.mark.parametrize("text", ["[" * 1000, '\\"{[' * 250])
+def test_a_request_whose_texts_have_countless_brackets_comes_back(text: str) -> None:
+    """They are no lists: no client may break a link by a stop string or a schema."""
+    sampling = Sampling(stop=[f"{text}{n}" for n in range(40)], json_schema={"description": text * 40})
+    request = Request(id=RequestId("r"), model=ModelId("m"), prompt=(1,), sampling=sampling)
+    message = wire.unpack(wire.pack("open", 1, **wire.request_fields(request)))
+    assert wire.request_of(message, request.tokens) == request
+
+
 @given(LAYOUTS)
 def test_a_layout_comes_back(layout: KVLayout) -> None:
     assert wire.layout_of(wire.unpack(wire.pack("done", 1, layout=wire.layout_fields(layout)))) == layout
