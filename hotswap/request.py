@@ -135,7 +135,8 @@ class ScoredPrompt(Sequence[PromptLogprobs]):
 
     It keeps numbers, 12 bytes for each log-probability. As many objects would take ten times the memory, and
     Python's garbage collector would hold all threads for a second to look at a million of them. A slice is a
-    tuple. It is equal to another of the same entries and texts.
+    tuple. It is equal to another of the same entries and texts. For JSON, whose library takes no sequences of
+    other types, write its entries: `[dataclasses.asdict(entry) for entry in scored]`.
 
     Args:
         first: The first token of the prompt, of which nothing more is told.
