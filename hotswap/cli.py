@@ -25,9 +25,9 @@ from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
 
 if TYPE_CHECKING:
-    from hotswap.backends.stores.bench import Bench
     from hotswap.backends.stores.disk_directory import DiskDirectory, StoredModel
     from hotswap.backends.stores.writer import Progress
+    from hotswap.commands.store import Bench
 
 __all__ = ["main"]
 
@@ -233,7 +233,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _describe(directory: DiskDirectory, entry: StoredModel) -> dict[str, object]:
-    from hotswap.backends.stores.indexes import load_index
+    from hotswap.backends.stores.index import load_index
 
     described: dict[str, object] = {
         "model": entry.model,
@@ -276,7 +276,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _check(root: Path, entry: StoredModel) -> dict[str, object]:
-    from hotswap.backends.stores.verify import verify
+    from hotswap.commands.store import verify
 
     error: str | None = None
     try:
@@ -327,7 +327,7 @@ def _models_check(arguments: argparse.Namespace) -> int:
 
 def _config_of(source: Path) -> str:
     """The config of a checkpoint's directory, or of a model's directory in a store."""
-    from hotswap.backends.stores.indexes import load_index
+    from hotswap.backends.stores.index import load_index
     from hotswap.backends.stores.layout import model_in
 
     place = source.resolve()  # so that "." has a name
@@ -346,7 +346,7 @@ def _config_of(source: Path) -> str:
 def _bench(arguments: argparse.Namespace) -> int:
     import anyio
 
-    from hotswap.backends.stores.bench import bench
+    from hotswap.commands.store import bench
 
     with progress_bar(f"Timing {arguments.model}") as show:
         result = anyio.run(

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 
 from hotswap.backends.stores.disk_directory import DiskDirectory, Reservation
-from hotswap.backends.stores.durable import map_write_errors, sync_file, write_file
+from hotswap.backends.stores.files import map_write_errors, sync_file, write_file
 from hotswap.backends.stores.index import dump_index, parse_index
 from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name, model_directory, model_name
 from hotswap.backends.stores.locks import LockWait

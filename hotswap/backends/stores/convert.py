@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hotswap.backends.stores.as_is import plan_as_is
 from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint, weight_files
 from hotswap.backends.stores.fingerprint import ConversionOptions, Fingerprint
+from hotswap.backends.stores.gguf import gguf_files
 from hotswap.backends.stores.index import VERSION
 from hotswap.backends.stores.layout import SOURCE_NAME, model_name
 from hotswap.backends.stores.locks import LockWait
-from hotswap.backends.stores.sources.as_is import plan_as_is
-from hotswap.backends.stores.sources.gguf import gguf_files
 from hotswap.backends.stores.writer import Progress, WriteOptions, writing
 from hotswap.errors import BackendMissing, ConfigError, StoreError
 from hotswap.model import Layout, Manifest

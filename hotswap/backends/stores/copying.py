@@ -1,4 +1,7 @@
-"""Copying an open checkpoint into the buffers of all ranks, in one pass over its tensors."""
+"""Copying an open checkpoint into the buffers of all ranks, in one pass over its tensors.
+
+Weights with which no model can answer are refused on the way: NaN, and infinity where it cannot be.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from hotswap.backends.stores.finite import check_finite
 from hotswap.backends.stores.slicing import Cut, Shape, cuts
 from hotswap.backends.stores.streaming import Blueprint, Source
 from hotswap.backends.stores.writer import RankWriter
 from hotswap.backends.torch.weights import place
+from hotswap.errors import ShardCorrupt
 from hotswap.model import TensorSpec
 
-__all__ = ["Copy", "Transform"]
+__all__ = ["Copy", "Transform", "check_finite"]
+
 
 _Out: TypeAlias = tuple[str, torch.dtype, Shape]
 
@@ -141,3 +145,31 @@ def _is_finished(rank: RankWriter, places: Sequence[TensorSpec]) -> bool:
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     return cast("memoryview", cast("Any", flat.numpy()).data)
+
+
+def check_finite(where: str, name: str, rows: Tensor, first_row: int, *, is_matrix: bool) -> None:
+    """Check a piece of a checkpoint's tensor that begins at `first_row`.
+
+    NaN is refused everywhere, infinity in matrices: biases and masks may have it. FP8, integers and complex
+    numbers are not looked at. It takes one pass at 5 to 9 GB/s on a core (bf16, EPYC).
+
+    Raises:
+        ShardCorrupt: naming the tensor, and the place of the first such number.
+    """
+    if not rows.is_floating_point() or rows.dtype.itemsize == 1 or not rows.numel():
+        return
+    least, most = rows.aminmax()  # both are NaN if one number is
+    if least.isfinite() and most.isfinite():
+        return
+    if not is_matrix and not least.isnan():
+        return
+    found = rows.isnan() if least.isnan() else rows.isinf()
+    place = [int(index) for index in found.nonzero()[0]]
+    if place:
+        place[0] += first_row
+    what = "NaN" if least.isnan() else "infinite"
+    as_dtype = str(rows.dtype).removeprefix("torch.")
+    raise ShardCorrupt(
+        f"Tensor {name!r} of {where!r} is {what} at {place} in {as_dtype}, so the model could not answer. "
+        "Fetch the checkpoint again, or one that is whole in that dtype."
+    )

@@ -22,8 +22,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotswap.backends.stores.durable import create_file, make_root, map_write_errors, sync_directory
-from hotswap.backends.stores.files import check_no_link, is_at, map_read_errors
+from hotswap.backends.stores.files import (
+    check_no_link,
+    create_file,
+    is_at,
+    make_root,
+    map_read_errors,
+    map_write_errors,
+    sync_directory,
+)
 from hotswap.backends.stores.layout import (
     INDEX_NAME,
     align,

@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from hotswap.backends.stores.crc import crc32
+from hotswap.backends.crc import crc32
 from hotswap.errors import UnsafeFile
 from hotswap.model_id import directory_name, model_id_of
 from hotswap.request import ModelId

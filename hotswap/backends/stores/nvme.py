@@ -17,19 +17,14 @@ from anyio import CancelScope, CapacityLimiter
 from hotswap.backends.stores.admission import Admission
 from hotswap.backends.stores.bandwidth import Residents
 from hotswap.backends.stores.convert import convert, layout_of
-from hotswap.backends.stores.disk import DiskReader
 from hotswap.backends.stores.disk_directory import DiskDirectory, ReadLock
-from hotswap.backends.stores.durable import warn_of_other_users
-from hotswap.backends.stores.files import FileCalls, read_small
-from hotswap.backends.stores.fingerprint import ConversionOptions
-from hotswap.backends.stores.imported import ImportedModel
-from hotswap.backends.stores.indexes import Indexes, models_in
+from hotswap.backends.stores.files import FileCalls, read_small, warn_of_other_users
+from hotswap.backends.stores.fingerprint import ConversionOptions, ImportedModel
+from hotswap.backends.stores.index import Indexes, models_in
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES, STORED_FILES, check_file_name, model_directory
 from hotswap.backends.stores.locks import LOCK_LIMIT_S, LockWait
-from hotswap.backends.stores.pieces import Verify
-from hotswap.backends.stores.reading import ReadContext
-from hotswap.backends.stores.ring import BufferPool
-from hotswap.backends.stores.shielded import in_thread
+from hotswap.backends.stores.pieces import BufferPool, Verify
+from hotswap.backends.stores.reading import DiskReader, ReadContext
 from hotswap.backends.stores.text_files import parse_text_settings, read_adapter_settings
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
 from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError
@@ -39,7 +34,7 @@ from hotswap.request import ModelId
 from hotswap.store import WeightStore
 from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import StoreView, TierView
-from hotswap.worker_threads import run_in_thread
+from hotswap.worker_threads import in_thread, run_in_thread
 
 __all__ = ["NvmeStore"]
 

@@ -33,8 +33,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from hotswap.backends.fields import Fields, parse_object
 from hotswap.backends.stores import locks
-from hotswap.backends.stores.fields import Fields, parse_object
 from hotswap.backends.stores.layout import align, model_in, model_name
 from hotswap.errors import ShardCorrupt
 from hotswap.model import Manifest

@@ -27,13 +27,12 @@ from hotswap.backends.stores.shared_buffer import (
     SharedBufferReservation,
     retry_while_busy,
 )
-from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.errors import ShardMissing, StoreError, TierFull
 from hotswap.hardware import parse_bytes
 from hotswap.model import Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.view import Residency, StoreView, TierView
-from hotswap.worker_threads import run_in_thread
+from hotswap.worker_threads import in_thread, run_in_thread, shielded
 
 __all__ = ["SharedStore", "clear"]
 

@@ -13,15 +13,14 @@ import anyio
 from anyio import CancelScope
 
 from hotswap.backends.memory import pin, unpin
-from hotswap.backends.stores.durable import map_write_errors
+from hotswap.backends.stores.files import map_write_errors
 from hotswap.backends.stores.host_tier import BufferReservation
 from hotswap.backends.stores.locks import LOCK_LIMIT_S, holder_of, pauses
 from hotswap.backends.stores.segment import Segment
 from hotswap.backends.stores.segment_directory import Busy
-from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.errors import StoreBusy
 from hotswap.model import Manifest, Shard
-from hotswap.worker_threads import run_in_thread
+from hotswap.worker_threads import in_thread, run_in_thread, shielded
 
 __all__ = ["BusyWait", "SharedBuffer", "SharedBufferReservation", "retry_while_busy"]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from hotswap.backends.stores.fields import Fields, parse_object
+from hotswap.backends.fields import Fields, parse_object
 from hotswap.backends.stores.layout import CHECKPOINT_FILES, MORE_TEMPLATES, SIDE_FILES
 from hotswap.errors import BackendMissing, ShardCorrupt, UnsupportedAdapter
 from hotswap.model import Adapter, Manifest

@@ -15,11 +15,9 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from hotswap.backends.stores.bandwidth import JoinedResidents
-from hotswap.backends.stores.fill import Fill, FillReader, more_specific
 from hotswap.backends.stores.host_tier import HostTier
-from hotswap.backends.stores.prefetch_queue import PrefetchQueue
+from hotswap.backends.stores.loading import Fill, FillReader, PrefetchQueue, more_specific
 from hotswap.backends.stores.reading import background
-from hotswap.backends.stores.shielded import shielded
 from hotswap.backends.stores.write_through import WriteThroughStore, with_write_through
 from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
 from hotswap.model import Adapter, HostBuffer, HostChunk, Manifest, Model, Shard
@@ -34,6 +32,7 @@ from hotswap.store import (
 )
 from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import Residency, StoreView
+from hotswap.worker_threads import shielded
 
 __all__ = ["TieredStore"]
 

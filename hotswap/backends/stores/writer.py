@@ -1,6 +1,6 @@
 """Writing a model: each rank's flat buffer into data files, with the checksums of files and tensors.
 
-All of a model appears, or nothing (`partial`), and a killed conversion can be resumed (`journal`).
+All of a model appears, or nothing, and a killed conversion can be resumed (`partial`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from io import BufferedWriter
 from pathlib import Path
 
-from hotswap.backends.stores.durable import (
+from hotswap.backends.stores.files import (
     create_file,
     make_root,
     map_write_errors,
@@ -22,11 +22,12 @@ from hotswap.backends.stores.durable import (
     write_file,
 )
 from hotswap.backends.stores.index import dump_index, parse_index
-from hotswap.backends.stores.journal import FinishedFile, Journal
 from hotswap.backends.stores.layout import INDEX_NAME, Checksum, align, data_file_name, model_directory
 from hotswap.backends.stores.locks import LockWait
 from hotswap.backends.stores.partial import (
     AlreadyThere,
+    FinishedFile,
+    Journal,
     check_name,
     partial_directory,
     publish,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Generator, Iterator
 
+from hotswap.backends.crc import crc32
 from hotswap.backends.memory import aligned_buffer
-from hotswap.backends.stores.crc import crc32
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.transport import Frame
 

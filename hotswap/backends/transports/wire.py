@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from dataclasses import fields as fields_of
 from typing import Any, TypeVar, cast
 
-from hotswap.backends.stores.fields import Fields, parse_object
+from hotswap.backends.fields import Fields, parse_object
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.errors import HotswapError, InstanceLost, InvalidRequest, MigrationAborted, StoreError
 from hotswap.migration import KVLayout

@@ -25,7 +25,6 @@ import anyio
 import torch
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from hotswap.backends.stores.shielded import in_thread, shielded
 from hotswap.backends.vllm.directories import SHARED_MEMORY, LockedDirectory
 from hotswap.backends.vllm.inside import worker
 from hotswap.backends.vllm.inside.pages import BlockShape
@@ -34,6 +33,7 @@ from hotswap.backends.vllm.settings import Settings, StartMethod
 from hotswap.backends.vllm.staging import CONFIG, TOKENIZER, TOKENIZER_CONFIG, Staged
 from hotswap.backends.vllm.stats import Stats
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
+from hotswap.worker_threads import in_thread, shielded
 
 __all__ = ["Core", "CorePool", "start"]
 

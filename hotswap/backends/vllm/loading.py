@@ -9,7 +9,6 @@ from opentelemetry.trace import get_current_span
 
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed
-from hotswap.backends.stores.shielded import shielded
 from hotswap.backends.vllm.core import Core, CorePool, start
 from hotswap.backends.vllm.settings import Settings
 from hotswap.backends.vllm.staging import Staged, stage
@@ -18,6 +17,7 @@ from hotswap.errors import InstanceError, OutOfMemory
 from hotswap.model import Manifest, ModelCard
 from hotswap.store import WeightStore
 from hotswap.view import InstanceId
+from hotswap.worker_threads import shielded
 
 __all__ = ["Loader"]
 

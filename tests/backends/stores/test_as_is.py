@@ -15,10 +15,10 @@ from hotswap import Model, ModelId
 from hotswap.abc import Manifest
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import Progress, convert
-from hotswap.backends.stores.indexes import load_index
+from hotswap.backends.stores.index import load_index
 from hotswap.backends.stores.layout import model_directory
 from hotswap.backends.stores.remote import RemoteStore
-from hotswap.backends.stores.verify import verify
+from hotswap.commands.store import verify
 from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, SourceChanged
 from tests.backends.stores.checkpoints import (
     DTYPES,

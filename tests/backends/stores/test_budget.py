@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from hotswap.backends.stores.budget import Budget, Slot
+from hotswap.backends.stores.pinned import Budget, Slot
 from hotswap.errors import TierFull
 
 CAPACITY = 100

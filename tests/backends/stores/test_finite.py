@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from hotswap import Model, ModelId
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
-from hotswap.backends.stores.finite import check_finite
+from hotswap.backends.stores.copying import check_finite
 from hotswap.errors import ShardCorrupt
 
 MATRIX, VECTOR = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"

@@ -13,8 +13,8 @@ from hotswap import ModelId
 from hotswap.abc import Manifest, TensorSpec
 from hotswap.backends.stores.index import parse_index
 from hotswap.backends.stores.layout import INDEX_NAME
-from hotswap.backends.stores.verify import verify
 from hotswap.backends.stores.writer import write_model
+from hotswap.commands.store import verify
 
 GOLDEN = Path(__file__).parent / "golden"
 DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"

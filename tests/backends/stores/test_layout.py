@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hotswap import ModelId
 from hotswap.abc import Manifest
 from hotswap.backends.stores import layout
-from hotswap.backends.stores.index import dump_index, parse_index
-from hotswap.backends.stores.indexes import Indexes
+from hotswap.backends.stores.index import Indexes, dump_index, parse_index
 from hotswap.backends.stores.layout import Checksum
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from tests.backends.stores.models import UNIT, put

@@ -19,7 +19,7 @@ from hotswap import Model, ModelId
 from hotswap.abc import WeightStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, RemoteStore, SharedStore, TieredStore
 from hotswap.backends.stores.convert import convert
-from hotswap.backends.stores.indexes import models_in
+from hotswap.backends.stores.index import models_in
 from hotswap.backends.stores.layout import model_directory
 from hotswap.errors import ConfigError, ShardMissing
 from hotswap.model_id import directory_name, model_id_of

@@ -22,7 +22,7 @@ from hotswap.backends.stores.reading import ReadAhead
 from hotswap.backends.stores.segment import Segment
 from hotswap.backends.stores.segment_directory import SegmentDirectory
 from hotswap.backends.stores.shared_buffer import SharedBuffer
-from hotswap.backends.stores.shielded import shielded
+from hotswap.worker_threads import shielded
 from tests.backends.stores.models import UNIT, exhaust, put
 from tests.backends.stores.test_shared import Machine, used
 from tests.patience import PATIENCE_S

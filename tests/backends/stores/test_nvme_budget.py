@@ -20,7 +20,7 @@ from hotswap import Model, ModelId
 from hotswap.abc import Manifest
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.disk_directory import DiskDirectory
-from hotswap.backends.stores.indexes import load_index
+from hotswap.backends.stores.index import load_index
 from hotswap.backends.stores.locks import locked
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, TierFull
 from tests.backends.stores.models import UNIT, put, read, read_rank
@@ -184,7 +184,7 @@ ADMIT = """
     import anyio, sys
     from pathlib import Path
     from hotswap.backends.stores import NvmeStore
-    from hotswap.backends.stores.indexes import load_index
+    from hotswap.backends.stores.index import load_index
     from hotswap.errors import StoreError
 
     async def main(source, root, pause_at):

@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from hotswap import ModelId
 from hotswap.abc import HostChunk, Shard, WeightStore, WrapperStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
-from hotswap.backends.stores.prefetch_queue import PrefetchQueue
+from hotswap.backends.stores.loading import PrefetchQueue
 from hotswap.errors import ConfigError
 from hotswap.testing.cancel import cancel_everywhere
 from tests.backends.stores.models import UNIT, put, read

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotswap.backends.crc import combine, crc32, fastest
 from hotswap.backends.memory import address_of, aligned_buffer
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.bandwidth import Meter
-from hotswap.backends.stores.crc import combine, crc32, fastest
-from hotswap.backends.stores.ring import BufferPool, Ring
+from hotswap.backends.stores.pieces import BufferPool, Ring
 from hotswap.errors import ShardCorrupt, StoreError
 from tests.backends.stores.models import UNIT, collect, exhaust, first_chunk, put, read
 from tests.patience import PATIENCE_S

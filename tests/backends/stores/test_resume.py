@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hotswap.abc import Manifest
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import Progress, convert
-from hotswap.backends.stores.journal import JOURNAL_NAME
+from hotswap.backends.stores.partial import JOURNAL_NAME
 from hotswap.backends.stores.writer import sweep
 
 FILE_BYTES = 8192

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hotswap.abc import Manifest
-from hotswap.backends.stores import mapping, streaming
+from hotswap.backends.stores import streaming
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import weights
 from hotswap.errors import ConfigError, ShardCorrupt
@@ -86,7 +86,7 @@ def test_pieces_and_files_of_any_size_make_the_same_bytes(
 def test_a_conversion_that_needs_whole_tensors_is_followed_too(
     tmp_path: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapping.Recipe, "is_stacked", False)
+    monkeypatch.setattr(streaming.Recipe, "is_stacked", False)
     assert_as_loaded(checkpoints / "mixtral", tmp_path)
 
 

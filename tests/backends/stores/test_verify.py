@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotswap import ModelId
-from hotswap.backends.stores import verify as verifying
 from hotswap.backends.stores.convert import convert
-from hotswap.backends.stores.verify import verify
+from hotswap.commands import store as verifying
+from hotswap.commands.store import verify
 from hotswap.errors import ShardCorrupt
 
 M = ModelId("tiny")

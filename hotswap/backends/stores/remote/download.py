@@ -11,9 +11,9 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.stores.bandwidth import Meter
 from hotswap.backends.stores.layout import Checksum
+from hotswap.backends.stores.pieces import BufferPool
 from hotswap.backends.stores.reading import background, give_back
 from hotswap.backends.stores.remote.objects import PUSH_AGAIN, Objects, Part, Version
-from hotswap.backends.stores.ring import BufferPool
 from hotswap.errors import ShardCorrupt, StoreError
 from hotswap.model import HostChunk, Shard
 from hotswap.worker_threads import run_in_thread

@@ -13,8 +13,7 @@ from obstore import exceptions
 from hotswap.backends.stores.files import BlockFile, open_regular, read_small
 from hotswap.backends.stores.index import parse_index
 from hotswap.backends.stores.layout import INDEX_NAME, STORED_FILES, Checksum, model_name
-from hotswap.backends.stores.remote.location import Location
-from hotswap.backends.stores.remote.objects import reason
+from hotswap.backends.stores.remote.objects import Location, reason
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError
 from hotswap.model import Manifest, Shard
 from hotswap.request import ModelId

@@ -9,7 +9,6 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.life import Life
-from hotswap.backends.stores.shielded import in_thread
 from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.runner import Runner
@@ -17,6 +16,7 @@ from hotswap.backends.torch.worker import Pieces, Worker
 from hotswap.errors import MigrationAborted
 from hotswap.migration import KVLayout
 from hotswap.request import Request, RequestId
+from hotswap.worker_threads import in_thread
 
 __all__ = ["PIECE_BYTES", "Announced", "MigrationContext", "aborted", "beside"]
 

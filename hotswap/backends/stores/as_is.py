@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
-from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint, weight_files
+from hotswap.backends.stores.checkpoint import (
+    FETCH_AGAIN,
+    Checkpoint,
+    read_checkpoint,
+    read_tensors,
+    weight_files,
+)
+from hotswap.backends.stores.gguf import gguf_files, read_gguf
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES, align
-from hotswap.backends.stores.sources.gguf import gguf_files, read_gguf
-from hotswap.backends.stores.sources.tensor_files import FETCH_AGAIN, read_tensors
 from hotswap.backends.stores.text_files import read_checkpoint_files, read_text_files
 from hotswap.backends.stores.writer import RankWriter
 from hotswap.errors import ShardCorrupt
