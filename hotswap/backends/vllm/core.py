@@ -317,6 +317,8 @@ def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Locked
         arguments = settings.vllm_arguments(
             directory.path, staged.index, on_cpu=on_cpu, has_tokenizer=bool(staged.tokenizer)
         )
+        # hotswap's sampler is one of vLLM's first model runner; the second is its choice where Triton is.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         config = named("vllm.engine.arg_utils:AsyncEngineArgs")(**arguments).create_engine_config()
         _choose_start(settings.start, on_cpu=on_cpu)
         if on_cpu and settings.num_ranks > 1:

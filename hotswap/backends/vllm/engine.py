@@ -67,6 +67,8 @@ class VllmEngine(Engine):
         kv_bytes: KV memory.
         kv_block_tokens: Tokens of a block; vLLM's choice if `None`.
         dtype: What is computed with; `"auto"` takes the checkpoint's.
+        device: The GPU of the first rank, such as `"cuda:1"`; further ranks have those that follow. `None` is
+            the first, or the CPU of a machine without.
         tp: Tensor-parallel ranks.
         pp: Pipeline stages.
         max_requests: Most requests of a batch.
@@ -75,7 +77,8 @@ class VllmEngine(Engine):
         eager: Whether to leave out compiled graphs, which take long to make.
         max_adapters: How many adapters it may hold.
         max_adapter_rank: The largest of them.
-        memory_bytes: What weights and KV blocks may take; the machine's memory if `None`.
+        memory_bytes: What weights and KV blocks may take, all ranks together; engines that share a GPU need
+            one. `None` is 0.92 of the GPUs' memory, as for vLLM, and on a CPU the machine's.
         cores: The pool of idle cores; a pool of the engine's own, of one core, if `None`.
         start: The start method of a core's process: `"fork"` (fast, safe while this process has computed with
             one thread only) or `"spawn"`; `None` takes `"fork"` where it is safe.
@@ -94,6 +97,7 @@ class VllmEngine(Engine):
         kv_bytes: int | str = "1 GiB",
         kv_block_tokens: int | None = None,
         dtype: str = "auto",
+        device: str | None = None,
         tp: int = 1,
         pp: int = 1,
         max_requests: int = 64,
@@ -112,6 +116,7 @@ class VllmEngine(Engine):
             kv_bytes=kv_bytes,
             kv_block_tokens=kv_block_tokens,
             dtype=dtype,
+            device=device,
             tp=tp,
             pp=pp,
             max_requests=max_requests,

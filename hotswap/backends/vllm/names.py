@@ -74,6 +74,8 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "pipeline_parallel_size",
             "scheduling_policy",
             "enable_sleep_mode",
+            "device_ids",
+            "gpu_memory_utilization",
             "disable_log_stats",
             "enable_log_requests",
             "otlp_traces_endpoint",
@@ -115,6 +117,9 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
         "vllm.platforms:current_platform": (),
+        "vllm.platforms.interface:Platform.is_cpu": (),
+        "vllm.platforms.interface:Platform.get_device_total_memory": ("device_id",),
+        "vllm.envs:VLLM_USE_V2_MODEL_RUNNER": (),
         # In the processes of the core.
         "vllm.model_executor.model_loader:register_model_loader": ("load_format",),
         "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER": (),

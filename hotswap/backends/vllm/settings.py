@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,8 @@ __all__ = ["Settings", "StartMethod", "architecture_of"]
 
 StartMethod = Literal["fork", "spawn"]
 
+# The part of a device's memory that vLLM takes by default; it refuses to start where less is free.
+_USUAL_SHARE = 0.92
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Entries of a config that describe the checkpoint, not the architecture.
 _IMMATERIAL = frozenset(
@@ -43,6 +47,7 @@ class Settings:
     kv_bytes: int | str = "1 GiB"
     kv_block_tokens: int | None = None
     dtype: str = "auto"
+    device: str | None = None
     tp: int = 1
     pp: int = 1
     max_requests: int = 64
@@ -64,6 +69,10 @@ class Settings:
         check_strings(ConfigError, dtype=self.dtype)
         check_choice(ConfigError, (None, "fork", "spawn"), start=self.start)
         check_kind(ConfigError, "arguments", self.arguments, Mapping)
+        if self.device is not None and not re.fullmatch(r"cuda(:\d+)?", self.device):
+            raise ConfigError(
+                f"device is {self.device!r}; give a GPU, such as 'cuda:0', or leave it out on a CPU."
+            )
         if taken := sorted(_OURS & self.arguments.keys()):
             raise ConfigError(f"The engine itself sets {', '.join(taken)} of vLLM; leave it out.")
         parse_bytes(self.kv_bytes, "kv_bytes")
@@ -81,11 +90,31 @@ class Settings:
         return "structured_outputs_config" not in self.arguments
 
     @property
+    def devices(self) -> tuple[int, ...]:
+        """The number of each rank's GPU among those that the process sees, from `device` upwards."""
+        first = int((self.device or "cuda:0").partition(":")[2] or 0)
+        return tuple(range(first, first + self.num_ranks))
+
+    @property
     def total_bytes(self) -> int:
-        """The memory that the instance may use: `memory_bytes`, or that of the machine."""
+        """The memory that the instance may use: `memory_bytes`, or that of its devices."""
         if self.memory_bytes is not None:
             return parse_bytes(self.memory_bytes, "memory_bytes")
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        platform: Any = named("vllm.platforms:current_platform")
+        if platform.is_cpu():
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return sum(int(_device_bytes(device) * _USUAL_SHARE) for device in self.devices)
+
+    def _gpu_arguments(self) -> dict[str, Any]:
+        """Return what vLLM takes for GPUs alone."""
+        given: dict[str, Any] = {"enable_sleep_mode": True}
+        if self.device is not None:
+            given["device_ids"] = list(self.devices)
+        if self.memory_bytes is not None:
+            # vLLM starts where this part of a device is free, so that others may have the rest.
+            share = self.total_bytes / self.num_ranks / _device_bytes(self.devices[0])
+            given["gpu_memory_utilization"] = min(1.0, share)
+        return given
 
     def vllm_arguments(
         self, directory: Path, index: Path, *, on_cpu: bool, has_tokenizer: bool
@@ -134,8 +163,14 @@ class Settings:
         if has_tokenizer:
             given["structured_outputs_config"] = {"backend": "guidance"}
         if not on_cpu:
-            given["enable_sleep_mode"] = True
+            given |= self._gpu_arguments()
         return given | dict(self.arguments)
+
+
+@cache
+def _device_bytes(device: int) -> int:
+    """Return the memory of a GPU, asked without a context of CUDA in this process."""
+    return int(named("vllm.platforms:current_platform").get_device_total_memory(device))
 
 
 def architecture_of(config_text: str) -> str:
