@@ -239,7 +239,7 @@ def to_entries(name: str, value: object, what: str, most: int) -> tuple[object, 
         raise InvalidRequest(f"{name} is {shown(value)}; give {what}.")
     try:
         size = len(value)
-        entries = tuple(value) if size <= most else ()
+        entries = _read(value) if size <= most else ()
     except Exception as exc:  # an array of no dimension, a range that is too long, a fault of the value's own
         raise InvalidRequest(f"{name} is {shown(value)}, which cannot be read; give {what}.") from exc
     if size > most:
@@ -268,6 +268,15 @@ def shown(value: object) -> str:
     except Exception:  # an int of too many digits, or a fault of the value's own
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _read(value: Iterable[object]) -> tuple[object, ...]:
+    """The entries of a list; those of an array of one dimension at once, as Python's own numbers.
+
+    One by one, those of a long prompt would hold the event loop for half a second.
+    """
+    tolist = getattr(value, "tolist", None) if getattr(value, "ndim", None) == 1 else None
+    return tuple(cast("Iterable[object]", tolist()) if callable(tolist) else value)
 
 
 def _index(value: SupportsIndex) -> int | None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap import Sampling
+from hotswap.checks import to_token_ids
 from hotswap.errors import InvalidRequest
 
 NAN, INF = float("nan"), float("inf")
@@ -150,6 +151,21 @@ def test_numbers_of_array_libraries_are_taken() -> None:
     assert type(sampling.max_tokens) is int
     assert type(sampling.temperature) is float
     assert [type(id) for id in sampling.stop_token_ids] == [int, int]
+
+
+def test_arrays_are_read_as_a_whole() -> None:
+    """A prompt of 128,000 tokens would hold the event loop for half a second, read number by number."""
+    numpy = pytest.importorskip("numpy")
+
+    def one_by_one(self: object) -> None:
+        raise AssertionError("its numbers are read one by one")
+
+    array = numpy.array([5, 0, 7]).view(type("Whole", (numpy.ndarray,), {"__iter__": one_by_one}))
+    assert to_token_ids("prompt", array) == (5, 0, 7)
+    assert [type(id) for id in to_token_ids("prompt", array)] == [int, int, int]
+    for wrong in (numpy.array([1.0]), numpy.array([True]), numpy.array([[1]]), numpy.array([-1])):
+        with pytest.raises(InvalidRequest, match=r"^prompt\[0\] is "):
+            to_token_ids("prompt", wrong)
 
 
 class Text(str):
