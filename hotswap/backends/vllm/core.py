@@ -75,6 +75,7 @@ class Core:
         guides: Whether it compiles grammars as a `TorchEngine` does, not as vLLM is told in `arguments`.
         grammar_ends: The end tokens of its model that the tokenizer has.
         sleeps: Whether it can free its device memory while it is idle: on GPUs.
+        is_lent: Whether a store has lent the weights that it has, and so has them in host memory.
         blocks: The shape of its KV blocks; `None` if requests cannot move with them. See `migration`.
     """
 
@@ -89,6 +90,7 @@ class Core:
         self._directory = directory
         config: Any = llm.vllm_config
         self.sleeps, self.is_asleep = bool(config.model_config.enable_sleep_mode), False
+        self.is_lent = False
         self.block_tokens = int(config.cache_config.block_size)
         # vLLM keeps one block for padding.
         self.num_blocks = int(config.cache_config.num_gpu_blocks) - 1
@@ -171,15 +173,19 @@ class Core:
         return headers
 
     async def sleep(self) -> None:
-        """Move its weights to host memory and drop its KV blocks, if it can; `reload` wakes it.
+        """Free its device memory, if it can; `reload` wakes it.
+
+        Weights are kept in host memory, unless a store lends them: then they are read from there again.
 
         Raises:
             UnsupportedModel: vLLM could not; the core must be stopped.
             InstanceLost: its process ended.
         """
         if self.sleeps and not self.is_asleep:
-            await self.call(self.llm.sleep(level=1), "go to sleep")
+            await self.call(self.llm.sleep(level=2 if self.is_lent else 1), "go to sleep")
             self.is_asleep = True
+            if self.is_lent:
+                self.weights = ""
 
     async def reload(self, staged: Staged, weights: str) -> None:
         """Replace the weights by others of the same architecture, unless it has them; no request may run.
@@ -366,7 +372,7 @@ class CorePool:
 
     On a CPU an idle core keeps the memory of its weights and KV blocks. On a GPU it sleeps, its weights in
     host memory and its KV blocks dropped, so that idle cores of several architectures fit beside one that
-    serves; to wake one takes a copy of its weights.
+    serves; to wake one takes a copy of its weights. Weights that a store lends are not kept a second time.
 
     Args:
         max_idle: How many are kept; the one that is idle for longest is stopped first.

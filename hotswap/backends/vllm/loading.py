@@ -142,7 +142,7 @@ class Loader:
         except BaseException:
             await core.stop()
             raise
-        core.grammar_ends = staged.grammar_ends
+        core.grammar_ends, core.is_lent = staged.grammar_ends, staged.loan is not None
         get_current_span().add_event(done)
         self._ready = core
 

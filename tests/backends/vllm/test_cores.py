@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from hotswap import Adapter, Fleet, InstanceState, Model, ModelId, Request, RequestId, Sampling
+from hotswap.backends.stores import SharedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.vllm import CorePool, VllmEngine
 from hotswap.errors import InstanceError, InstanceLost, StoreError, UnsupportedAdapter, UnsupportedModel
@@ -126,6 +127,33 @@ async def test_cores_that_can_sleep_wait_asleep_and_outlive_other_architectures(
         assert (engine._core, engine.status().load_path) == (core, "in place")
         await engine.unload()
     await cores.close()
+
+
+async def test_weights_that_a_store_lends_are_not_kept_by_a_core_that_sleeps(tmp_path: Path) -> None:
+    """It drops them (vLLM's level 2), and reads them from the store again, whichever model is next."""
+    below, said = make_store(), list[str]()
+
+    async def sleep(level: int) -> None:
+        said.append(f"sleep {level}")
+
+    async def wake_up() -> None:
+        said.append("wake up")
+
+    async with (
+        TieredStore(SharedStore(tmp_path / "shared", "64 MiB"), below) as store,
+        make_engine() as engine,
+    ):
+        await engine.load(below.card("a"), store)
+        core = engine._core
+        assert core is not None
+        core.sleeps, core.llm.sleep, core.llm.wake_up = True, sleep, wake_up
+        expected = await generate(engine, ask())
+        await engine.unload()
+        assert (said, core.weights) == (["sleep 2"], "")
+        await engine.load(below.card("a"), store)
+        assert (engine._core, engine.status().load_path, said[1:]) == (core, "in place", ["wake up"])
+        assert await generate(engine, ask()) == expected
+        await engine.unload()
 
 
 async def test_weights_that_do_not_fit_the_running_model_are_never_loaded_into_it() -> None:
