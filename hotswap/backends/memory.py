@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -14,17 +15,20 @@ from typing import Any
 from anyio.lowlevel import checkpoint
 
 __all__ = [
+    "SIZE_SEALS",
     "address_of",
     "aligned_buffer",
     "can_pin",
     "copy",
     "copy_in_turns",
-    "nameless_file",
+    "map_shared",
     "pin",
     "unpin",
 ]
 
 _log = logging.getLogger("hotswap.memory")
+
+SIZE_SEALS: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 
 _HUGE_BYTES = 2 << 20
 _TURN_BYTES = 1 << 20  # a fraction of a millisecond
@@ -85,11 +89,30 @@ async def copy_in_turns(target: memoryview, source: memoryview) -> None:
         await checkpoint()
 
 
-def nameless_file() -> int:
-    """Return an empty file that processes can share by its descriptor; it goes with the last that has it.
+def map_shared(size_bytes: int) -> tuple[mmap.mmap, int]:
+    """Map new memory that processes can share by its file, which the caller closes; it is all zeros.
 
-    In memory, and to be sealed against changes of its size, where the system has such files.
+    It has no name, and goes with the last process that has it open or mapped. Where the system has such files
+    it is in memory, and its size is sealed: an end that could shorten it would end the others with SIGBUS.
+
+    Raises:
+        MemoryError: there is no such room.
     """
+    try:
+        file = _nameless_file()
+        try:
+            os.ftruncate(file, size_bytes)
+            if SIZE_SEALS:
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, SIZE_SEALS)
+            return mmap.mmap(file, size_bytes), file
+        except BaseException:
+            os.close(file)
+            raise
+    except (OSError, ValueError) as exc:
+        raise MemoryError(f"There is no room for {size_bytes:,} bytes of shared memory.") from exc
+
+
+def _nameless_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("hotswap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:

@@ -21,6 +21,7 @@ __all__ = [
     "MOST_HEADER_BYTES",
     "Checkpoint",
     "StoredTensor",
+    "check_no_pickles",
     "has_checkpoint",
     "read_checkpoint",
     "read_header",
@@ -248,13 +249,18 @@ def weight_files(source: Path) -> list[Path]:
     files = sorted(source.glob("*.safetensors"))
     if files:
         return files
-    pickles = sorted(path.name for pattern in _PICKLES for path in source.glob(pattern))
+    check_no_pickles(source)
+    raise ShardMissing(f"There is no checkpoint at {str(source)!r}: it has no *.safetensors.")
+
+
+def check_no_pickles(directory: Path, names: Iterable[str] = _PICKLES) -> None:
+    """Raise `UnsafeFile` if a directory without safetensors has one of these files, which are pickles."""
+    pickles = sorted(path.name for name in names for path in directory.glob(name))
     if pickles:
         raise UnsafeFile(
-            f"{str(source / pickles[0])!r} is a pickle, which can run code when read, and there are "
-            "no safetensors. Get the checkpoint as safetensors, or convert it where you trust it."
+            f"{str(directory / pickles[0])!r} is a pickle, which can run code when read, and there are "
+            "no safetensors. Get the weights as safetensors, or convert them where you trust them."
         )
-    raise ShardMissing(f"There is no checkpoint at {str(source)!r}: it has no *.safetensors.")
 
 
 def _part(source: Path, name: str) -> Path:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile, UnsupportedModel
+from hotswap.backends.stores.checkpoint import check_no_pickles
+from hotswap.errors import ShardCorrupt, ShardMissing, UnsupportedModel
 from hotswap.model import Manifest, TensorSpec
 
 __all__ = [
@@ -268,12 +269,7 @@ def check_files(directory: Path) -> None:
         )
     if any(directory.glob("*.safetensors")):
         return
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
-    if pickles:
-        raise UnsafeFile(
-            f"{str(directory / pickles[0])!r} is a pickle, which could run code when read; "
-            "convert it to safetensors where you trust it."
-        )
+    check_no_pickles(directory)
     raise ShardMissing(f"There are no weights (*.safetensors) in {str(directory)!r}; fetch them.")
 
 

@@ -12,12 +12,12 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.adapter_accounting import AdapterAccounting, Held
 from hotswap.backends.notifier import StatusNotifier
+from hotswap.backends.stores.checkpoint import check_no_pickles
 from hotswap.backends.vllm.core import Core
 from hotswap.backends.vllm.names import named
 from hotswap.errors import (
     ShardCorrupt,
     ShardMissing,
-    UnsafeFile,
     UnsupportedAdapter,
     UnsupportedModel,
 )
@@ -123,8 +123,7 @@ def _check_files(name: AdapterId, directory: Path, max_rank: int) -> None:
             f"The config of adapter {name!r} in {str(directory)!r} is not PEFT's: {exc}."
         ) from exc
     if not (directory / "adapter_model.safetensors").is_file():
-        if (directory / "adapter_model.bin").exists():
-            raise UnsafeFile(f"Adapter {name!r} is pickled, which may run code; save it as safetensors.")
+        check_no_pickles(directory, ("adapter_model.bin",))
         raise ShardMissing(f"Adapter {name!r} has no adapter_model.safetensors in {str(directory)!r}.")
     if rank > max_rank:
         raise UnsupportedAdapter(

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile, UnsupportedAdapter
+from hotswap.backends.stores.checkpoint import check_no_pickles
+from hotswap.errors import ShardCorrupt, ShardMissing, UnsupportedAdapter
 
 __all__ = ["AdapterWeights", "LowRank", "PeftCache", "read"]
 
@@ -233,12 +234,7 @@ def _config(directory: Path) -> dict[str, Any]:
 def _tensors(directory: Path) -> dict[str, Tensor]:
     path = directory / _WEIGHTS
     if not path.is_file():
-        pickle = directory / "adapter_model.bin"
-        if pickle.is_file():
-            raise UnsafeFile(
-                f"{str(pickle)!r} is a pickle, which could run code when read; convert it to safetensors "
-                "where you trust it."
-            )
+        check_no_pickles(directory, ("adapter_model.bin",))
         raise ShardMissing(f"There is no {_WEIGHTS} in {str(directory)!r}; fetch it.")
     try:
         return load_file(path)

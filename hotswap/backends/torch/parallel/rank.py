@@ -147,7 +147,7 @@ class _Rank:
         return Done(number, self._bound.layers, called)
 
     def _receive_memory(self, size_bytes: int) -> SharedMemory:
-        return SharedMemory(recv_handle(self._connection), size_bytes)
+        return SharedMemory.adopt(recv_handle(self._connection), size_bytes)
 
     def _drop(self) -> None:
         self._stage = None

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hotswap.backends.memory import nameless_file
+from hotswap.backends.memory import map_shared
 
 __all__ = ["SharedMemory"]
 
@@ -18,17 +18,12 @@ __all__ = ["SharedMemory"]
 class SharedMemory:
     """A mapped file without a name; its memory is freed when no process has it open or mapped.
 
-    Args:
-        file: The file descriptor.
-        size_bytes: The size.
-
     Attributes:
         tensor: The memory as uint8.
     """
 
-    def __init__(self, file: int, size_bytes: int) -> None:
+    def __init__(self, memory: mmap.mmap, file: int, size_bytes: int) -> None:
         self.file, self.size_bytes = file, size_bytes
-        memory = mmap.mmap(file, max(size_bytes, 1))
         self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
 
     @classmethod
@@ -38,16 +33,12 @@ class SharedMemory:
         Raises:
             MemoryError: there is not enough memory.
         """
-        try:
-            file = nameless_file()
-            try:
-                os.ftruncate(file, max(size_bytes, 1))
-                return cls(file, size_bytes)
-            except BaseException:
-                os.close(file)
-                raise
-        except (OSError, ValueError) as exc:
-            raise MemoryError(f"There is not enough memory for {size_bytes:,} shared bytes.") from exc
+        return cls(*map_shared(max(size_bytes, 1)), size_bytes)
+
+    @classmethod
+    def adopt(cls, file: int, size_bytes: int) -> Self:
+        """Map the memory of another process by its file."""
+        return cls(mmap.mmap(file, max(size_bytes, 1)), file, size_bytes)
 
     def __enter__(self) -> Self:
         return self
