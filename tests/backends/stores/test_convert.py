@@ -95,6 +95,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, checkpoint: Pat
 def test_a_weight_index_is_not_believed(tmp_path: Path, checkpoint: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
+    (source / "model.safetensors").rename(source / "model-1.safetensors")  # else the index would not count
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
     with pytest.raises(UnsafeFile, match=r"\.\./model"):
