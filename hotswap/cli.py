@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     store = commands.add_parser("store", help="manage a store").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    _add_add(store.add_parser("add", help="convert a Hugging Face directory into a store"))
+    _add_add(store.add_parser("add", help="import a checkpoint into a store"))
     listing = store.add_parser("ls", help="list the models, least recently used first")
     _add_common(listing, _ls)
     verify = store.add_parser("verify", help="check every byte against its checksum")
@@ -94,9 +94,18 @@ def _add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Nam
 
 
 def _add_add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="a directory with config.json and *.safetensors")
+    parser.add_argument(
+        "source",
+        help="a directory with config.json and *.safetensors, a GGUF file, or org/name[@revision] of the "
+        "Hugging Face Hub",
+    )
     _add_common(parser, _add)
     parser.add_argument("--id", help="the model's id in the store; the source's name if left out")
+    parser.add_argument(
+        "--layout",
+        choices=("modules", "checkpoint"),
+        help="modules, as a TorchEngine runs them, or the checkpoint as it is (default: checkpoint for GGUF)",
+    )
     parser.add_argument("--dtype", help="cast the weights, for instance to bfloat16")
     parser.add_argument(
         "--quantize",
@@ -173,11 +182,12 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _add(arguments: argparse.Namespace) -> int:
+    from hotswap.backends.hub import name_of
     from hotswap.backends.stores.convert import convert
     from hotswap.backends.stores.layout import model_directory
 
-    source: Path = arguments.source
-    model: str = arguments.id or source.resolve().name
+    source: str = arguments.source
+    model: str = arguments.id or name_of(source)
     with progress_bar(f"Adding {model}") as show:
 
         def tell(progress: Progress) -> None:
@@ -187,6 +197,7 @@ def _add(arguments: argparse.Namespace) -> int:
             source,
             arguments.root,
             model_id=model,
+            layout=arguments.layout,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
             world_size=arguments.world_size,
@@ -199,6 +210,7 @@ def _add(arguments: argparse.Namespace) -> int:
         "model": model,
         "bytes": manifest.weight_bytes,
         "files": files,
+        "layout": manifest.layout,
         "world_size": manifest.world_size,
         "quantization": manifest.quantization,
     }

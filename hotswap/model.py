@@ -35,11 +35,12 @@ OnChange: TypeAlias = Literal["refuse", "convert", "serve"]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as the user registers it: an id, the path of its checkpoint, and how it is to be served.
+    """A model as the user registers it: an id, where its checkpoint is, and how it is to be served.
 
-    `id` is text without slashes that can be shown, of up to 200 characters; all but ASCII letters, digits,
-    `.`, `_` and `-` count as three for each byte. `source` is a local Hugging Face directory, or another
-    source that the store supports; `None` if the store has the model under its id. `min_replicas` is the
+    `id` is text without backslashes that can be shown, of up to 200 characters; all but ASCII letters,
+    digits, `.`, `_` and `-` count as three for each byte. `source` is a local Hugging Face directory, a GGUF
+    file, a name on the Hugging Face Hub as `"org/name"` or `"org/name@revision"`, or another source that the
+    store supports; `None` if the store has the model under its id. `min_replicas` is the
     minimum that the shipped schedulers keep and restore. `weight` is the weight *w* of the swap policy: twice
     the value for half the throughput. `max_context_tokens` limits the model's own context.
 

@@ -20,11 +20,11 @@ def directory_name(model: str) -> str:
     byte in UTF-8 is written as three characters: `llama3:8b` is `llama3~3A8b`. No two ids have one name.
 
     Raises:
-        ValueError: the id is empty or too long, or has a slash or characters that cannot be shown; the
+        ValueError: the id is empty or too long, or has a backslash or characters that cannot be shown; the
             message is the end of a sentence.
     """
-    if not _is_text(model) or {"/", "\\"} & set(model) or model in ("", ".", ".."):
-        raise ValueError("is no name; give text without '/' and '\\'")
+    if not _is_text(model) or "\\" in model or model in ("", ".", ".."):
+        raise ValueError("is no name; give text without '\\'")
     if not model.isprintable():
         raise ValueError("has characters that cannot be shown, such as a line break; leave them out")
     name = _ESCAPED.sub(lambda found: "".join(f"~{byte:02X}" for byte in found[0].encode()), model)

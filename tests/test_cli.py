@@ -167,7 +167,7 @@ def test_add_then_verify(tmp_path: Path, checkpoint_directory: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no progress without a terminal
     told = json.loads(done.stdout)
-    assert set(told) == {"root", "model", "bytes", "files", "world_size", "quantization"}
+    assert set(told) == {"root", "model", "bytes", "files", "layout", "world_size", "quantization"}
     assert (told["model"], told["world_size"], told["quantization"]) == ("tiny", 2, "")
     assert told["bytes"] == sum(file.stat().st_size for file in (root / "tiny").glob("*.bin"))
     assert main(["store", "verify", str(root), "tiny"]) == 0

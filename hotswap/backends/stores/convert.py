@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hotswap.backends.hub import resolve
 from hotswap.backends.stores.as_is import plan_as_is
 from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint, weight_files
 from hotswap.backends.stores.fingerprint import ConversionOptions, Fingerprint
@@ -55,9 +56,10 @@ def convert(
 ) -> Manifest:
     """Import the checkpoint at `source` into the store at `root`, under `model_id`, and return its manifest.
 
-    Blocking. `layout` is as in `Model`; `None` takes `"checkpoint"` for GGUF files and `"modules"` for
-    others. The options of `"modules"`: `dtype` (for instance `"bfloat16"`) casts the weights, `None` keeps
-    the checkpoint's own. `world_size` cuts them for so many tensor-parallel ranks, by the model's own plan.
+    Blocking. `source` may be a name on the Hugging Face Hub (see `backends.hub`). `layout` is as in `Model`;
+    `None` takes `"checkpoint"` for GGUF files and `"modules"` for others. The options of `"modules"`: `dtype`
+    (for instance `"bfloat16"`) casts the weights, `None` keeps the checkpoint's own. `world_size` cuts them
+    for so many tensor-parallel ranks, by the model's own plan.
     `quantize` names a scheme, `"fp8-e4m3"` or `"fp8-e4m3-channel"`, in which linear layers and experts are
     stored; the others stay as they are, see `hotswap.backends.torch.quantize`. `memory_bytes` limits the
     memory used beside mapped files; pieces are of some MiB, and few architectures need more.
@@ -84,8 +86,9 @@ def convert(
         StoreBusy: the model to be replaced is in use; finished data files are kept for the next call.
         StoreError: the checkpoint changed meanwhile, or writing failed.
     """
-    source, root = Path(source), Path(root)
+    root = Path(root)
     model_name(ModelId(model_id), root)
+    source = resolve(source)
     if world_size < 1:
         raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
     layout = layout or layout_of(source)

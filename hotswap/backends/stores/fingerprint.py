@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from hotswap.backends.fields import parse_object
+from hotswap.backends.hub import find
 from hotswap.backends.stores.checkpoint import (
     MOST_HEADER_BYTES,
     has_checkpoint,
@@ -217,8 +218,8 @@ class ImportedModel:
             StoreError: it cannot be read.
         """
         assert model.source is not None, "a model without a source has nothing to compare"
-        source = Path(model.source)
-        if not has_checkpoint(source):
+        source = find(model.source)
+        if source is None or not has_checkpoint(source):
             return None
         fingerprint = self._fingerprint()
         if model.layout not in (None, self.manifest.layout):

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import anyio
 from anyio import CancelScope, CapacityLimiter
 
+from hotswap.backends.hub import resolve
 from hotswap.backends.stores.admission import Admission
 from hotswap.backends.stores.bandwidth import Residents
 from hotswap.backends.stores.convert import convert, layout_of
@@ -173,7 +174,7 @@ class NvmeStore(WeightStore):
             except ShardMissing:
                 if model.source is None:
                     raise
-                source = Path(model.source)
+                source = await run_in_thread(resolve, model.source, abandon_on_cancel=True)
                 layout = model.layout or await run_in_thread(layout_of, source)
                 await self._convert(id, source, ConversionOptions(layout=layout), replace_existing=False)
             else:
@@ -183,7 +184,8 @@ class NvmeStore(WeightStore):
                 options = await run_in_thread(imported.options_to_convert_again, model)
                 if options is None:
                     return
-                await self._convert(id, Path(model.source), options, replace_existing=True)
+                source = await run_in_thread(resolve, model.source, abandon_on_cancel=True)
+                await self._convert(id, source, options, replace_existing=True)
             manifest = await self.manifest(id)
             _log.info("Model %r was imported from %r: %d bytes.", id, model.source, manifest.weight_bytes)
 

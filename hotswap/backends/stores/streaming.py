@@ -27,6 +27,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from hotswap.backends.quantized import check_left_over, check_plain_dtype
+from hotswap.backends.stores.checkpoint import read_tensors, weight_files
 from hotswap.backends.torch import weights
 from hotswap.errors import ConfigError, ShardCorrupt, UnsupportedModel
 
@@ -107,6 +109,7 @@ def _streamed(directory: Path, dtype: torch.dtype | None, memory_bytes: int, fil
         made = [(recipe, recipe.shapes()) for recipe in recipes(model, entries, main, state)]
     except Exception as exc:  # transformers may raise anything; then it loads the model itself
         raise _NotStreamable(f"{type(exc).__name__}: {exc}") from exc
+    _check_plain(directory, [recipe for recipe, _ in made], entries)
     supplied: dict[str, Source] = {}
     mismatched: list[str] = []
     for recipe, shapes in made:
@@ -123,9 +126,23 @@ def _streamed(directory: Path, dtype: torch.dtype | None, memory_bytes: int, fil
     return Blueprint(model, {name: sources[name] for name in state})
 
 
+def _check_plain(directory: Path, made: Iterable[Recipe], entries: Mapping[str, Entry]) -> None:
+    """Refuse what would be cast to numbers that it does not stand for; see `hotswap.backends.quantized`."""
+    used: set[str] = set()
+    for recipe in made:
+        for name, entry in (named for group in recipe.entries.values() for named in group):
+            used.add(name)
+            if recipe.dtype.is_floating_point:
+                check_plain_dtype(directory, name, entry.get_dtype())
+    check_left_over(directory, entries.keys() - used)
+
+
 def _loaded(directory: Path, dtype: torch.dtype | None, memory_bytes: int, reason: Exception) -> Blueprint:
     what = f"The checkpoint in {str(directory)!r}, which must be loaded whole ({reason}),"
     _check_memory(what, sum(path.stat().st_size for path in directory.glob("*.safetensors")), memory_bytes)
+    for tensor in read_tensors(weight_files(directory)):
+        if tensor.dtype.startswith(("float8", "float6", "float4", "int8", "uint8")):
+            check_plain_dtype(directory, tensor.name, tensor.dtype)
     module = weights.load_checkpoint(directory, dtype)
     made: dict[int, Source] = {}
     sources: dict[str, Source] = {}
@@ -273,6 +290,8 @@ class Entry(Protocol):
     """A tensor in a safetensors file, read when it is sliced."""
 
     def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
 
     def __getitem__(self, index: Any, /) -> Tensor: ...
 

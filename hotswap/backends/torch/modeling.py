@@ -284,7 +284,7 @@ def parse_config(config_text: str) -> Any:
             f"transformers has no model type {kind!r}, and code from checkpoints is never run; "
             "update transformers or choose another model."
         )
-    if "quantization_config" in parsed:
+    if parsed.get("quantization_config") is not None:
         raise UnsupportedModel(f"The {kind!r} checkpoint is quantized; convert the original weights.")
     configs: Any = CONFIG_MAPPING
     try:

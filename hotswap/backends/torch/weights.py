@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from hotswap.backends.quantized import check_left_over, check_plain
 from hotswap.backends.stores.checkpoint import check_no_pickles
 from hotswap.errors import ShardCorrupt, ShardMissing, UnsupportedModel
 from hotswap.model import Manifest, TensorSpec
@@ -231,6 +232,7 @@ def load_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> nn.Mo
             f"The weights in {str(directory)!r} cannot be read ({exc}); fetch them again."
         ) from exc
     module, info = cast("tuple[nn.Module, dict[str, Any]]", loaded)
+    check_left_over(directory, map(str, info["unexpected_keys"]))
     check_complete(directory, [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
     return module.eval().requires_grad_(False)
 
@@ -259,14 +261,10 @@ def check_files(directory: Path) -> None:
             f"There is no config.json in {str(directory)!r}; give a Hugging Face model directory."
         )
     try:
-        quantized = "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+        parsed: object = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as exc:
         raise ShardCorrupt(f"{str(config)!r} is not JSON ({exc}); fetch it again.") from exc
-    if quantized:
-        raise UnsupportedModel(
-            f"The checkpoint in {str(directory)!r} is quantized, which this engine cannot serve; "
-            "give the original."
-        )
+    check_plain(directory, cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {})
     if any(directory.glob("*.safetensors")):
         return
     check_no_pickles(directory)

@@ -36,7 +36,7 @@ def is_id(text: str) -> bool:
         return False
 
 
-IDS = st.text(st.characters(exclude_characters="/\\", exclude_categories=("C", "Zl", "Zp")), min_size=1)
+IDS = st.text(st.characters(exclude_characters="\\", exclude_categories=("C", "Zl", "Zp")), min_size=1)
 IDS = (IDS | st.text(st.sampled_from("a.-~:3A "), min_size=1)).filter(is_id)
 
 Open: TypeAlias = Callable[[Path, Path], AbstractAsyncContextManager[WeightStore]]
@@ -119,7 +119,7 @@ def test_a_name_is_of_one_id_at_most(name: str) -> None:
     assert model is None or directory_name(model) == name
 
 
-NO_IDS = ["", ".", "..", "a/b", "../a", "a\\b", "a\nb", "a\0b", "\udc80", "a" * 201, "模" * 30, None, 7]
+NO_IDS = ["", ".", "..", "a\\b", "a\nb", "a\0b", "\udc80", "a" * 201, "模" * 30, None, 7]
 
 
 @pytest.mark.parametrize("id", NO_IDS)

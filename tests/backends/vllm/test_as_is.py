@@ -1,0 +1,118 @@
+"""Checkpoints as they are: vLLM gives the same tokens from a store as from the directory itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from hotswap import Fleet, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import ModelCard, WeightStore
+from hotswap.backends.stores import NvmeStore
+from hotswap.backends.stores.convert import convert
+from hotswap.backends.vllm import VllmEngine
+from hotswap.errors import SwapFailed, UnsupportedModel
+from hotswap.policies import LeastLoadedRouter
+from tests.backends.quantized.kinds import KINDS, write
+from tests.backends.stores.checkpoints import gguf_bytes, write_checkpoint
+from tests.backends.vllm.as_it_is import PROMPT, TOKENS
+from tests.backends.vllm.support import make_engine
+from tests.runtime.support import Idle
+
+SERVED = ("unquantised", "compressed-tensors FP8", "compressed-tensors int4", "AWQ", "GPTQ")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of every kind, and another of one of them."""
+    root = tmp_path_factory.mktemp("kinds")
+    found = {kind: write(root / str(number), kind) for number, kind in enumerate(KINDS)}
+    return {**found, "another": write(root / "another", "compressed-tensors int4", seed=1)}
+
+
+@pytest.fixture(scope="module")
+def expected(directories: dict[str, Path]) -> dict[str, list[int] | None]:
+    """What vLLM alone says of each; `None` where it cannot serve it on this CPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.backends.vllm.as_it_is", *map(str, directories.values())],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {kind: answer.get("tokens") for kind, answer in zip(directories, answers, strict=True)}
+
+
+@asynccontextmanager
+async def opened(directories: dict[str, Path], root: Path) -> AsyncGenerator[WeightStore]:
+    for number, directory in enumerate(directories.values()):
+        convert(directory, root, model_id=f"m{number}", layout="checkpoint")
+    async with NvmeStore(root) as store:
+        yield store
+
+
+async def load(engine: VllmEngine, store: WeightStore, number: int) -> None:
+    name = f"m{number}"
+    await engine.load(ModelCard.of(Model(name), await store.manifest(ModelId(name))), store)
+
+
+async def generate(engine: VllmEngine, number: int) -> list[int]:
+    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+    request = Request(id=RequestId("r"), model=ModelId(f"m{number}"), prompt=PROMPT, sampling=sampling)
+    async with engine.stream(request) as tokens:
+        return [token.id for token in await tokens.collect()]
+
+
+async def test_every_kind_gives_the_tokens_of_its_directory_or_is_refused(
+    directories: dict[str, Path], expected: dict[str, list[int] | None], tmp_path: Path
+) -> None:
+    """In one engine, one after another; an engine that has refused one goes on with the next."""
+    assert expected["unquantised"], "vLLM serves nothing here"
+    async with opened(directories, tmp_path / "root") as store, make_engine() as engine:
+        for number, (kind, tokens) in enumerate(expected.items()):
+            if tokens is None:
+                with pytest.raises(UnsupportedModel):
+                    await load(engine, store, number)
+            else:
+                await load(engine, store, number)
+                assert await generate(engine, number) == tokens, kind
+                await engine.unload()
+
+
+async def test_quantized_weights_are_replaced_in_place_and_back(
+    directories: dict[str, Path], expected: dict[str, list[int] | None], tmp_path: Path
+) -> None:
+    numbers = [list(directories).index(kind) for kind in ("compressed-tensors int4", "another")]
+    assert expected["compressed-tensors int4"] != expected["another"]
+    async with opened(directories, tmp_path / "root") as store, make_engine() as engine:
+        for number in (*numbers, *numbers):
+            await load(engine, store, number)
+            assert await generate(engine, number) == list(expected.values())[number]
+            await engine.unload()
+
+
+@pytest.mark.parametrize("kind", ["gguf", "6 bits"])
+async def test_what_vllm_cannot_read_is_refused_while_the_old_model_serves(kind: str, tmp_path: Path) -> None:
+    source = tmp_path / "m.gguf"
+    if kind == "gguf":
+        source.write_bytes(gguf_bytes())
+    else:
+        source = write_checkpoint(tmp_path / "source", {"w": ("F6_E2M3", (4, 4))})
+    convert(source, tmp_path / "root", model_id="m", layout="checkpoint")
+    store = NvmeStore(tmp_path / "root")
+    async with Fleet(
+        engines=[make_engine()],
+        store=store,
+        models=[Model("m")],
+        router=LeastLoadedRouter(),
+        scheduler=Idle(),
+    ) as fleet:
+        with pytest.raises(SwapFailed, match=r"float6|LlamaCppEngine"):
+            await fleet.swap("e0", to="m")
