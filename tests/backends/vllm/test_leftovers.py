@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hotswap import InstanceState
+from hotswap import InstanceState, ModelId
 from hotswap.backends.vllm.directories import LockedDirectory
 from hotswap.backends.vllm.staging import stage
 from hotswap.testing.conformance.suite import until
@@ -49,9 +49,9 @@ async def test_what_a_killed_process_staged_goes_at_the_next_start() -> None:
     left = run.stdout.decode().split()[-1]
     assert os.listdir(left)
     store = make_store()
-    first = await stage(store, store.card("a"), await store.manifest("a"))
+    first = await stage(store, store.card("a"), await store.manifest(ModelId("a")))
     assert not is_there(left)
-    other = await stage(store, store.card("b"), await store.manifest("b"))
+    other = await stage(store, store.card("b"), await store.manifest(ModelId("b")))
     assert is_there(first.index), "what is in use stays"
     for staged in (first, other):
         await staged.release()
