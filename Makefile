@@ -2,7 +2,7 @@
 #
 #   CONSTRAINTS  the versions to install: constraints/cpu.txt unless you say otherwise.
 #                With a GPU: make test CONSTRAINTS=constraints/cuda.txt   (or export it). Empty: whatever pip likes best.
-#   EXTRAS       the extras to install: dev,torch,triton. For instance EXTRAS=dev,torch,vllm.
+#   EXTRAS       the extras to install: dev,torch,triton,llamacpp. For instance EXTRAS=dev,torch,vllm.
 #   PYTHON       the Python to make .venv with: the first found that is 3.11 or newer.
 #   ARGS         more arguments for pytest or for the demo: make test ARGS="tests/policies -x"
 #   WORKERS      test processes: one per core, eight at most. 0 runs them in pytest's own.
@@ -15,7 +15,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 CONSTRAINTS ?= constraints/cpu.txt
-EXTRAS ?= dev,torch,triton
+EXTRAS ?= dev,torch,triton,llamacpp
 ARGS ?=
 WITHOUT ?=
 WORKERS ?= auto
@@ -120,8 +120,8 @@ $(VLLM)/.vllm: benchmarks/requirements-vllm.txt | $(READY)
 
 # Anew when pyproject.toml changes, which names what vLLM loads of hotswap.
 $(VLLM)/.ready: $(VLLM)/.vllm pyproject.toml
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,testing]" \
-	    psutil pytest-timeout pytest-xdist
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,testing,llamacpp]" \
+	    gguf psutil pytest-timeout pytest-xdist
 	@touch $@
 
 # One after the other: a peer that cannot be installed here leaves the others, and the report says that it is missing.

@@ -335,6 +335,9 @@ transformers {version} and PyTorch {torch}; a test repeats a part of it.
 - **Unknown**: no small model of transformers' default config could be run. The checks of the load decide,
   which compare the model with its own attention.
 
+`VllmEngine` serves what [vLLM](vllm.md) does, and `LlamaCppEngine` GGUF files of [llama.cpp](llamacpp.md)'s
+architectures.
+
 Names are transformers' `model_type`, in brackets variants of an architecture. Default configs were tested,
 with biases, windows and grouped queries where they can be switched on. The config of a checkpoint may lead
 to another result: `hotswap models check DIRECTORY` tells it.

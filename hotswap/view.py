@@ -73,6 +73,7 @@ class EngineStatus:
         num_next_kv_blocks: Blocks that the first waiting request needs before it can begin; 0 if none waits.
         preempted: Requests that wait again after they had run, as far as the engine knows.
         kv_block_tokens: Tokens of a KV block.
+        request_kv_blocks: Blocks that one request can have at most; 0 if it can have all.
         memory_bytes: What weights and KV blocks may take together; 0 if the engine does not know.
         weight_bytes: What weights take now, preloaded ones included.
         adapters: The adapters that it holds, by `Adapter.version`.
@@ -94,6 +95,7 @@ class EngineStatus:
     num_next_kv_blocks: int = 0
     preempted: tuple[RequestId, ...] = ()
     kv_block_tokens: int = 16
+    request_kv_blocks: int = 0
     memory_bytes: int = 0
     weight_bytes: int = 0
     adapters: tuple[AdapterId, ...] = ()
@@ -115,7 +117,8 @@ class EngineStatus:
     @property
     def max_tokens(self) -> int | None:
         """The longest request its KV blocks could ever hold, in tokens; `None` while no pool exists."""
-        return self.num_kv_blocks * self.kv_block_tokens or None
+        most = min(self.request_kv_blocks or self.num_kv_blocks, self.num_kv_blocks)
+        return most * self.kv_block_tokens or None
 
 
 @dataclass(frozen=True, kw_only=True)

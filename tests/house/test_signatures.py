@@ -10,6 +10,7 @@ PUBLIC = (
     "hotswap",
     "hotswap.abc",
     "hotswap.errors",
+    "hotswap.backends.llamacpp",
     "hotswap.backends.sim",
     "hotswap.backends.stores",
     "hotswap.backends.stores.remote",

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hotswap.backends.torch.bad_words import BadWords
+from hotswap.backends.bad_words import BadWords
 from hotswap.backends.torch.distribution import (
     Workspace,
     draw,
