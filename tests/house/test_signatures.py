@@ -38,7 +38,7 @@ MADE_BY = {
 
 # They stand in signatures, of which those that give them or take them are called by hotswap alone.
 NOT_EXPORTED = {
-    "hotswap.backends.stores.admission.Admission": "`TieredStore` copies a model to its disk by `admit`",
+    "hotswap.backends.stores.disk_directory.Admission": "`TieredStore` copies a model to its disk by `admit`",
     "hotswap.backends.stores.files.FileCalls": "tests of the stores inject faults by it",
     "hotswap.backends.stores.host_tier.BufferReservation": "`TieredStore` fills a host tier by `reserve`",
     "hotswap.backends.torch.kv.LayerShape": "engines share what they found in a `SkeletonCache`",

@@ -15,10 +15,9 @@ import anyio
 from anyio import CancelScope, CapacityLimiter
 
 from hotswap.backends.hub import resolve
-from hotswap.backends.stores.admission import Admission
 from hotswap.backends.stores.bandwidth import Residents
 from hotswap.backends.stores.convert import convert, layout_of
-from hotswap.backends.stores.disk_directory import DiskDirectory, ReadLock
+from hotswap.backends.stores.disk_directory import Admission, DiskDirectory, ReadLock
 from hotswap.backends.stores.files import FileCalls, read_small, warn_of_other_users
 from hotswap.backends.stores.fingerprint import ConversionOptions, ImportedModel
 from hotswap.backends.stores.index import Indexes, models_in

@@ -19,7 +19,7 @@ from anyio import CancelScope, move_on_after
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.stores.admission import Admission, ShardFile
+from hotswap.backends.stores.disk_directory import Admission, ShardFile
 from hotswap.backends.stores.layout import model_directory
 from hotswap.backends.stores.nvme import NvmeStore
 from hotswap.backends.stores.reading import background

@@ -12,7 +12,7 @@ from moto.server import ThreadedMotoServer
 
 from hotswap import ModelId
 from hotswap.backends.stores import NvmeStore, RemoteStore
-from hotswap.backends.stores.remote import push
+from hotswap.backends.stores.remote import transfer
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from hotswap.testing import cancel_everywhere
 from tests.backends.stores.bad_server import BadServer
@@ -35,7 +35,7 @@ def near(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "_PART_BYTES", 2 * UNIT)
+    monkeypatch.setattr(transfer, "_PART_BYTES", 2 * UNIT)
 
 
 def over_files(far: Path) -> RemoteStore:
@@ -185,7 +185,9 @@ def on_s3(s3: Any, bucket: str) -> RemoteStore:
 
 
 async def test_s3_gives_back_what_was_pushed(near: Path, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "_PART_BYTES", 5 << 20)  # the least that S3 takes for all parts but the last
+    monkeypatch.setattr(
+        transfer, "_PART_BYTES", 5 << 20
+    )  # the least that S3 takes for all parts but the last
     manifest, ranks = put(near, size=6 << 20, world_size=2, file_bytes=8 << 20)
     (near / "m" / "tokenizer.json").write_text("{}")
     s3.create_bucket(Bucket="there-and-back")

@@ -14,7 +14,7 @@ import pytest
 from hotswap import ModelId
 from hotswap.abc import HostChunk, Manifest, Shard, WeightStore, WrapperStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
-from hotswap.backends.stores.admission import ShardFile
+from hotswap.backends.stores.disk_directory import ShardFile
 from hotswap.backends.stores.write_through import WriteThroughStore
 from hotswap.errors import ShardCorrupt, StoreError, TierFull
 from hotswap.testing.cancel import cancel_everywhere

@@ -22,9 +22,8 @@ from hotswap.backends.stores.layout import (
 )
 from hotswap.backends.stores.pieces import BufferPool
 from hotswap.backends.stores.reading import background
-from hotswap.backends.stores.remote.download import Download, DownloadContext
 from hotswap.backends.stores.remote.objects import Location, Objects, RetryPolicy
-from hotswap.backends.stores.remote.push import LocalModel, Upload
+from hotswap.backends.stores.remote.transfer import Download, DownloadContext, LocalModel, Upload
 from hotswap.backends.stores.text_files import parse_text_settings, read_adapter_settings
 from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from hotswap.hardware import parse_bytes
