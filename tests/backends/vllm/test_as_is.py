@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -25,7 +26,7 @@ from tests.backends.vllm.as_it_is import PROMPT, TOKENS
 from tests.backends.vllm.support import make_engine
 from tests.runtime.support import Idle
 
-SERVED = ("unquantised", "compressed-tensors FP8", "compressed-tensors int4", "AWQ", "GPTQ")
+DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,14 @@ async def test_every_kind_gives_the_tokens_of_its_directory_or_is_refused(
                 await load(engine, store, number)
                 assert await generate(engine, number) == tokens, kind
                 await engine.unload()
+
+
+def test_the_table_of_the_docs_says_the_same(expected: dict[str, list[int] | None]) -> None:
+    rows = re.findall(
+        r"^\| ([^|]+) \| (?:served|refused at the import) \| (served|refused) \|$", DOCUMENT.read_text(), re.M
+    )
+    told = {kind: verdict == "served" for kind, verdict in rows}
+    assert told == {kind: expected[kind] is not None for kind in KINDS}
 
 
 async def test_quantized_weights_are_replaced_in_place_and_back(
