@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,10 @@ async def test_a_model_can_be_pushed_under_another_name(near: Path, far: Path) -
     async with over_files(far) as store:
         await store.push(near / "m", ModelId("other"))
         assert await read_rank(store, await store.manifest(ModelId("other"))) == ranks[0]
+        await store.push(near / "m", ModelId("../other"))
+        assert len(os.listdir(far)) == 2  # its name has no slash
         with pytest.raises(UnsafeFile, match="cannot be called"):
-            await store.push(near / "m", ModelId("../other"))
+            await store.push(near / "m", ModelId("..\\other"))
 
 
 @pytest.mark.usefixtures("_small_parts")
