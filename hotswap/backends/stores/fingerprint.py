@@ -222,6 +222,7 @@ class ImportedModel:
         if source is None or not has_checkpoint(source):
             return None
         fingerprint = self._fingerprint()
+        change: str | None
         if model.layout not in (None, self.manifest.layout):
             change = f"it is there in the layout {self.manifest.layout!r}, and {model.layout!r} is asked for"
         elif fingerprint is None:

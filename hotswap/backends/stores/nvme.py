@@ -174,7 +174,7 @@ class NvmeStore(WeightStore):
                 if model.source is None:
                     raise
                 source = await run_in_thread(resolve, model.source, abandon_on_cancel=True)
-                layout = model.layout or await run_in_thread(layout_of, source)
+                layout = await run_in_thread(layout_of, source) if model.layout is None else model.layout
                 await self._convert(id, source, ConversionOptions(layout=layout), replace_existing=False)
             else:
                 if model.source is None:

@@ -140,9 +140,9 @@ def _check_plain(directory: Path, made: Iterable[Recipe], entries: Mapping[str, 
 def _loaded(directory: Path, dtype: torch.dtype | None, memory_bytes: int, reason: Exception) -> Blueprint:
     what = f"The checkpoint in {str(directory)!r}, which must be loaded whole ({reason}),"
     _check_memory(what, sum(path.stat().st_size for path in directory.glob("*.safetensors")), memory_bytes)
-    for tensor in read_tensors(weight_files(directory)):
-        if tensor.dtype.startswith(("float8", "float6", "float4", "int8", "uint8")):
-            check_plain_dtype(directory, tensor.name, tensor.dtype)
+    for stored in read_tensors(weight_files(directory)):
+        if stored.dtype.startswith(("float8", "float6", "float4", "int8", "uint8")):
+            check_plain_dtype(directory, stored.name, stored.dtype)
     module = weights.load_checkpoint(directory, dtype)
     made: dict[int, Source] = {}
     sources: dict[str, Source] = {}

@@ -153,8 +153,10 @@ class ElasticQuota(Scheduler):
     def _prefill_s(self, fleet: FleetView) -> Mapping[ModelId, float]:
         """The seconds of prefill for each model's requests, if it has any, if its turn began now."""
         tokens: Counter[ModelId] = Counter()
-        for request in (*fleet.running, *fleet.waiting):
-            tokens[request.model] += request.num_tokens
+        for running in fleet.running:
+            tokens[running.model] += running.num_tokens
+        for waiting in fleet.waiting:
+            tokens[waiting.model] += waiting.num_tokens
         if self.prefill_token_s is None:
             return {model: fleet.times.prefill_s(number) for model, number in tokens.items()}
         return {model: self.prefill_token_s * number for model, number in tokens.items()}

@@ -182,10 +182,11 @@ class SimulatedRequest(ActiveRequest):
         if isinstance(decision, End):
             self._end(decision.error)
             return
-        requeued = isinstance(decision, Requeue)
-        self._standing = Standing(decision.suspect, decision.stalled) if requeued else ORDINARY
-        if isinstance(decision, Requeue) and decision.pause_s:
-            asyncio.get_running_loop().call_later(decision.pause_s, self.start)
+        self._standing, pause_s = ORDINARY, 0.0
+        if isinstance(decision, Requeue):
+            self._standing, pause_s = Standing(decision.suspect, decision.stalled), decision.pause_s
+        if pause_s:
+            asyncio.get_running_loop().call_later(pause_s, self.start)
         else:
             self.start()
 

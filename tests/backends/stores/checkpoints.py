@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, "eos_token_id": 2}
 
@@ -72,12 +72,15 @@ def _value(value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
     if isinstance(value, list):
-        value = cast("list[Any]", value)
-        kind = struct.pack("<I", 8) if isinstance(value[0], str) else struct.pack("<I", 4)
-        items = (_text(item) if isinstance(item, str) else struct.pack("<I", item) for item in value)
-        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(value)) + b"".join(items)
+        return _list(value)  # pyright: ignore[reportUnknownArgumentType]
     kind, form = _KINDS[type(value)]
     return struct.pack("<I", kind) + struct.pack(form, value)
+
+
+def _list(values: list[Any]) -> bytes:
+    kind = struct.pack("<I", 8) if isinstance(values[0], str) else struct.pack("<I", 4)
+    items = (_text(item) if isinstance(item, str) else struct.pack("<I", item) for item in values)
+    return struct.pack("<I", 9) + kind + struct.pack("<Q", len(values)) + b"".join(items)
 
 
 FIELDS: dict[str, Any] = {

