@@ -42,10 +42,10 @@ FLOOD = 5000
 
 
 @asynccontextmanager
-async def flood(port: int, num_addresses: int) -> AsyncGenerator[None]:
-    """Hold 5,000 connections of another process that say nothing."""
+async def flood(port: int, number: int, num_addresses: int) -> AsyncGenerator[None]:
+    """Hold connections of another process that say nothing."""
     process = subprocess.Popen(  # noqa: ASYNC220  # to start one takes a moment only
-        [sys.executable, "-m", "tests.backends.transports.flood", str(port), str(FLOOD), str(num_addresses)],
+        [sys.executable, "-m", "tests.backends.transports.flood", *map(str, (port, number, num_addresses))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -54,7 +54,7 @@ async def flood(port: int, num_addresses: int) -> AsyncGenerator[None]:
     )
     try:
         assert process.stdout is not None
-        assert await to_thread.run_sync(process.stdout.readline) == f"{FLOOD}\n"
+        assert await to_thread.run_sync(process.stdout.readline) == f"{number}\n"
         yield
     finally:
         process.kill()
@@ -67,8 +67,10 @@ async def flood(port: int, num_addresses: int) -> AsyncGenerator[None]:
     -1 < resource.getrlimit(resource.RLIMIT_NOFILE)[1] < FLOOD + 100,
     reason="a process may not open so many files here",
 )
-@pytest.mark.parametrize(("num_addresses", "most"), [(1, 64), (100, 256)])
-async def test_5000_idle_connections_are_closed_and_moves_go_on(num_addresses: int, most: int) -> None:
+@pytest.mark.parametrize(("number", "num_addresses", "most"), [(FLOOD, 1, 64), (1000, 100, 256)])
+async def test_thousands_of_idle_connections_are_closed_and_moves_go_on(
+    number: int, num_addresses: int, most: int
+) -> None:
     engine, num_moves, most_files = RecordingEngine(), 0, 0
     with logged() as lines:
         async with served(engine) as port, anyio.create_task_group() as tasks:
@@ -86,7 +88,7 @@ async def test_5000_idle_connections_are_closed_and_moves_go_on(num_addresses: i
             while not num_moves:
                 await checkpoint()
             before, files = num_moves, len(os.listdir(FILES))
-            async with flood(port, num_addresses):
+            async with flood(port, number, num_addresses):
                 assert num_moves > before, "moves stopped"
                 async with await connect_tcp("127.0.0.1", port, secret=SECRET) as channel:
                     await move(channel)
@@ -94,7 +96,7 @@ async def test_5000_idle_connections_are_closed_and_moves_go_on(num_addresses: i
             tasks.cancel_scope.cancel()
     assert engine.num_open == 0
     assert f"there are {most} connections" in lines[0]
-    assert len(lines) < FLOOD / 20, "the log was flooded"
+    assert len(lines) < number / 20, "the log was flooded"
 
 
 @pytest.mark.parametrize("begun", [b"", b"HSHS", b"HSHS\x00\x01" + bytes(60)])
