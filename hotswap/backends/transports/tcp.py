@@ -18,7 +18,12 @@ from anyio.abc import ByteStream, SocketAttribute, TaskStatus
 from anyio.streams.tls import TLSStream
 
 from hotswap.backends.transports.connections import LinkLimits
-from hotswap.backends.transports.handshake import LinkSecret, authenticate_client, authenticate_server
+from hotswap.backends.transports.handshake import (
+    TLS_ALERT,
+    LinkSecret,
+    authenticate_client,
+    authenticate_server,
+)
 from hotswap.backends.transports.link_errors import no_link, reason_for
 from hotswap.backends.transports.serving import BACKLOG, ChannelHandler, serve_connections
 from hotswap.backends.transports.sockets import SocketBytes
@@ -128,8 +133,13 @@ async def _connected(
 
 
 async def _over_tls(stream: ByteStream, context: ssl.SSLContext) -> ByteStream:
-    # Frames tell where they end, so the message of TLS that ends a stream is not waited for.
-    return await TLSStream.wrap(stream, server_side=True, ssl_context=context, standard_compatible=False)
+    try:
+        # Frames tell where they end, so the message of TLS that ends a stream is not waited for.
+        return await TLSStream.wrap(stream, server_side=True, ssl_context=context, standard_compatible=False)
+    except ssl.SSLError:
+        with suppress(anyio.BrokenResourceError):  # the client has left
+            await stream.send(TLS_ALERT)
+        raise
 
 
 async def _listening(host: str, port: int, secret: LinkSecret | None) -> socket.socket:

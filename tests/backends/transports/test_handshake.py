@@ -8,7 +8,6 @@ import traceback
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 import anyio
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswap.abc import Channel
-from hotswap.backends.transports import LinkSecret, connect_tcp, serve_sink, serve_tcp, wire
+from hotswap.backends.transports import LinkLimits, LinkSecret, connect_tcp, serve_sink, serve_tcp, wire
 from hotswap.backends.transports.handshake import authenticate_client, authenticate_server
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.backends.transports.sockets import SocketBytes
@@ -160,7 +159,7 @@ async def test_a_server_that_replays_a_recorded_handshake_gets_no_frame() -> Non
 
 
 async def test_a_client_that_replays_a_recorded_hello_is_refused() -> None:
-    (hello,), _ = await recorded()
+    hello = b"".join((await recorded())[0])
     engine = RecordingEngine()
     with logged() as lines:
         async with served(engine) as port:
@@ -173,7 +172,7 @@ async def test_a_client_that_replays_a_recorded_hello_is_refused() -> None:
 
 async def test_proofs_differ_by_connection_and_by_direction() -> None:
     conversations = [await recorded() for _ in range(2)]
-    proofs = {proof for (hello,), (_, welcome) in conversations for proof in (hello[-32:], welcome)}
+    proofs = {proof for (*_, hello), (_, welcome) in conversations for proof in (hello[-32:], welcome)}
     assert len(proofs) == 4
     assert not any(SECRET.key in said for sides in conversations for side in sides for said in side)
 
@@ -269,8 +268,25 @@ async def test_tls_with_another_secret_gets_no_link() -> None:
     assert engine.heard == []
 
 
-async def test_a_server_without_tls_gives_no_link_to_a_client_with_it(tmp_path: Path) -> None:
+async def test_a_server_without_tls_gives_no_link_to_a_client_with_it() -> None:
     _, client = contexts()
-    async with served(RecordingEngine()) as port:
-        with pytest.raises(MigrationAborted, match="gives no link"):
-            await connect_tcp("127.0.0.1", port, secret=SECRET, ssl_context=client)
+    with logged() as lines:
+        async with served(RecordingEngine()) as port:
+            with pytest.raises(MigrationAborted, match="TLS failed"):
+                await connect_tcp("127.0.0.1", port, secret=SECRET, ssl_context=client)
+            while not lines:
+                await checkpoint()
+    assert "speaks TLS, and this end does not: give serve_tcp an `ssl_context`" in lines[0]
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+async def test_a_client_without_tls_is_told_that_the_server_has_it(secret: LinkSecret | None) -> None:
+    """At once: neither end has a limit of time that ends in this test."""
+    server, _ = contexts()
+    never = LinkLimits(handshake_s=3600)
+    async with anyio.create_task_group() as tasks:
+        serve = partial(serve_tcp, secret=secret, ssl_context=server, limits=never)
+        port = await tasks.start(serve, partial(serve_sink, RecordingEngine()), "127.0.0.1")
+        with pytest.raises(MigrationAborted, match="and this end does not: give connect_tcp an"):
+            await connect_tcp("127.0.0.1", port, secret=secret, stall_s=3600)
+        tasks.cancel_scope.cancel()
