@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
@@ -27,9 +27,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 
 @asynccontextmanager
-async def child(kind: str, work: str, where: str) -> AsyncGenerator[subprocess.Popen[str]]:
+async def run_module(name: str, *arguments: str) -> AsyncGenerator[subprocess.Popen[str]]:
+    """A process that runs a module beside this one, and is killed in the end."""
     process = subprocess.Popen(  # noqa: ASYNC220  # to start one takes a moment only
-        [sys.executable, "-m", "tests.backends.transports.child", kind, work, where],
+        [sys.executable, "-m", f"tests.backends.transports.{name}", *arguments],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -41,6 +42,10 @@ async def child(kind: str, work: str, where: str) -> AsyncGenerator[subprocess.P
         process.kill()
         with anyio.CancelScope(shield=True):
             await to_thread.run_sync(process.communicate)
+
+
+def child(kind: str, work: str, where: str) -> AbstractAsyncContextManager[subprocess.Popen[str]]:
+    return run_module("child", kind, work, where)
 
 
 async def said(process: subprocess.Popen[str]) -> str:
