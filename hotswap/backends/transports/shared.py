@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
@@ -250,7 +251,7 @@ async def _accept(stream: SocketBytes, max_ring_bytes: int, stall_s: float) -> S
         for file in files:
             received.callback(os.close, file)
             os.set_inheritable(file, False)
-        if len(hello) != _HELLO.size or len(files) != 3:
+        if len(hello) != _HELLO.size or len(files) != 3 or not stat.S_ISSOCK(os.fstat(files[2]).st_mode):
             raise ProtocolError("the other end sent something else than a link")
         magic, version, ring_bytes = _HELLO.unpack(hello)
         if magic != _MAGIC or version != _VERSION or not 0 < ring_bytes <= max_ring_bytes:
