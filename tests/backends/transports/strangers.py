@@ -7,12 +7,20 @@ import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import anyio
 
 from hotswap import ModelId, Request, RequestId
 from hotswap.abc import Channel, KVPages
-from hotswap.backends.transports import LinkLimits, LinkSecret, remote_sink, serve_sink, serve_tcp
+from hotswap.backends.transports import (
+    LinkLimits,
+    LinkSecret,
+    remote_sink,
+    serve_shared,
+    serve_sink,
+    serve_tcp,
+)
 from hotswap.backends.transports.frames import frame_pieces
 from hotswap.backends.transports.handshake import authenticate_server
 from hotswap.backends.transports.sockets import SocketBytes
@@ -47,6 +55,15 @@ async def served(
     async with anyio.create_task_group() as tasks:
         serve = partial(serve_tcp, secret=secret, limits=limits)
         yield await tasks.start(serve, partial(serve_sink, engine), "127.0.0.1")
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def served_at(path: Path, engine: RecordingEngine) -> AsyncGenerator[None]:
+    """Serve an engine through shared memory, at a path."""
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(serve_shared, partial(serve_sink, engine), path)
+        yield
         tasks.cancel_scope.cancel()
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Generator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -19,63 +18,13 @@ from hotswap.backends.transports import connect_shared, connect_tcp, serve_share
 from hotswap.errors import MigrationAborted
 from tests.backends.transports.child import PAYLOAD
 from tests.backends.transports.links import Accepted
-
-ROOT = Path(__file__).parents[3]
-SELF = Path("/proc/self")
+from tests.backends.transports.processes import nothing_stays, open_files, run_module, said
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
-@asynccontextmanager
-async def run_module(name: str, *arguments: str) -> AsyncGenerator[subprocess.Popen[str]]:
-    """A process that runs a module beside this one, and is killed in the end."""
-    process = subprocess.Popen(  # noqa: ASYNC220  # to start one takes a moment only
-        [sys.executable, "-m", f"tests.backends.transports.{name}", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        with anyio.CancelScope(shield=True):
-            await to_thread.run_sync(process.communicate)
-
-
 def child(kind: str, work: str, where: str) -> AbstractAsyncContextManager[subprocess.Popen[str]]:
     return run_module("child", kind, work, where)
-
-
-async def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return (await to_thread.run_sync(process.stdout.readline)).strip()
-
-
-def open_files(of: Path = SELF) -> list[str]:
-    """The open files of a process, sockets and pipes without their numbers."""
-    found: list[str] = []
-    for file in (of / "fd").iterdir():
-        try:
-            found.append(str(file.readlink()).split(":[")[0])
-        except FileNotFoundError:  # the descriptor of the listing itself
-            continue
-    return sorted(found)
-
-
-def num_mapped() -> int:
-    return (SELF / "maps").read_text().count("memfd:hotswap")
-
-
-@contextmanager
-def nothing_stays() -> Generator[None]:
-    gc.collect()
-    before, mapped = open_files(), num_mapped()
-    yield
-    gc.collect()  # tracebacks of errors that were expected hold payloads
-    assert open_files() == before
-    assert num_mapped() == mapped
 
 
 async def expect_end(channel: Channel) -> None:

@@ -7,19 +7,17 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Generator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from functools import partial
+from collections.abc import Generator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
-import anyio
 import pytest
 
-from hotswap.backends.transports import connect_shared, serve_shared, serve_sink
+from hotswap.backends.transports import connect_shared, serve_shared
 from hotswap.errors import ConfigError, MigrationAborted
+from tests.backends.transports.processes import run_module, said
 from tests.backends.transports.recording import RecordingEngine
-from tests.backends.transports.strangers import logged, move
-from tests.backends.transports.test_processes import run_module, said
+from tests.backends.transports.strangers import logged, move, served_at
 
 OTHER = 65534  # "nobody" on most systems; it needs no name
 
@@ -39,15 +37,6 @@ def umask(mask: int) -> Generator[None]:
         yield
     finally:
         os.umask(before)
-
-
-@asynccontextmanager
-async def served(engine: RecordingEngine, path: Path) -> AsyncGenerator[None]:
-    """Serve an engine at a path."""
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(serve_shared, partial(serve_sink, engine), path)
-        yield
-        tasks.cancel_scope.cancel()
 
 
 def other_user(work: str, path: Path) -> AbstractAsyncContextManager[subprocess.Popen[str]]:
@@ -70,7 +59,7 @@ def open_folder() -> Generator[Path]:
 async def test_the_directory_and_the_socket_are_for_one_user(mask: int, tmp_path: Path) -> None:
     path = tmp_path / "links" / "s"
     with umask(mask):
-        async with served(RecordingEngine(), path):
+        async with served_at(path, RecordingEngine()):
             assert (mode_of(path.parent), mode_of(path)) == (0o700, 0o600)
             async with await connect_shared(path) as channel:
                 await move(channel)
@@ -106,7 +95,7 @@ async def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
 async def test_a_process_of_another_user_cannot_reach_the_socket() -> None:
     with open_folder() as folder, logged() as lines:
         path = folder / "links" / "s"
-        async with served(engine := RecordingEngine(), path):
+        async with served_at(path, engine := RecordingEngine()):
             async with other_user("plant", path) as process:
                 assert await said(process) == "not connected"
             async with await connect_shared(path) as channel:
@@ -118,7 +107,7 @@ async def test_a_process_of_another_user_cannot_reach_the_socket() -> None:
 async def test_a_process_of_another_user_is_refused_where_the_path_was_opened() -> None:
     with open_folder() as folder, logged() as lines:
         path = folder / "links" / "s"
-        async with served(engine := RecordingEngine(), path):
+        async with served_at(path, engine := RecordingEngine()):
             path.parent.chmod(0o755)
             path.chmod(0o666)
             async with other_user("plant", path) as process:
