@@ -12,7 +12,8 @@ from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.errors import ConfigError
 from hotswap.policies.linear_fit import LinearFit
 from hotswap.request import ModelId
-from hotswap.view import InstanceView, Residency, RunningView, StoreView
+from hotswap.times_view import TimesView
+from hotswap.view import InstanceState, InstanceView, Residency, RunningView, StoreView
 
 __all__ = ["LoadCosts", "QueuedLoads", "StartupCosts"]
 
@@ -92,27 +93,40 @@ class QueuedLoads:
     Args:
         costs: The time of a single load.
         store: The tiers, the models on them and the loads under way.
+        times: What the fleet has measured. For tiers that it loaded from it is used in place of `costs`.
     """
 
-    def __init__(self, costs: LoadCosts, store: StoreView) -> None:
-        self._costs, self._store = costs, store
+    def __init__(self, costs: LoadCosts, store: StoreView, times: TimesView | None = None) -> None:
+        self._costs, self._store, self._times = costs, store, times
+        self._measured = frozenset(tier for tier, _ in times.load_bytes_per_s) if times else frozenset[str]()
         self._known_s: dict[tuple[ModelId, str], float] = {}
 
     def at(self, model: ModelId, instance: InstanceView) -> float:
-        """Return the seconds to load a model on an instance that is EMPTY or has it preloaded."""
-        return 0.0 if instance.preloaded == model else self.load_s(model, instance.node)
+        """Return the seconds in which an instance without requests comes to a model.
+
+        The unload of the model that it has is part of them where a fleet has measured it.
+        """
+        taken = instance.state is not InstanceState.EMPTY
+        unload_s = self._times.unload_s if self._times is not None and taken else 0.0
+        return unload_s + (0.0 if instance.preloaded == model else self.load_s(model, instance.node))
 
     def load_s(self, model: ModelId, node: str) -> float:
         """Return the seconds of a load on a node."""
         known_s = self._known_s.get((model, node))
         if known_s is None:
-            known_s = self._known_s[model, node] = self._costs.load_s(self._store.seen_from(node), model)
+            known_s = self._known_s[model, node] = self._alone_s(model, self._store.seen_from(node))
         return known_s
 
     def queue(self, model: ModelId, node: str) -> None:
         """Add a model's bytes to the queue of a node; the bytes of one model count once."""
         self._store = _with_queued(self._store, model, node)
         self._known_s.clear()
+
+    def _alone_s(self, model: ModelId, seen: StoreView) -> float:
+        link = seen.source(model)
+        if self._times is not None and link is not None and link.name in self._measured:
+            return self._times.load_s(seen, model)
+        return self._costs.load_s(seen, model)
 
 
 class StartupCosts:
@@ -124,7 +138,8 @@ class StartupCosts:
     takes `tpot_s` for each token that it may still generate, which is an upper bound.
 
     Pass its learners to the fleet: `Fleet(on_swap=costs.learn_swap, on_migration=costs.learn_move)`. A policy
-    only reads it.
+    only reads it. `StartupTimePlacement` takes loads from what the fleet itself has measured, unless told
+    otherwise, and needs `learn_move` alone.
 
     Args:
         loads: The times of loads.

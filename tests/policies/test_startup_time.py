@@ -24,6 +24,7 @@ from hotswap import (
     RunningView,
     StoreView,
     TierView,
+    TimesView,
 )
 from hotswap.abc import Action, Migrate, Swap
 from hotswap.errors import ConfigError
@@ -521,6 +522,40 @@ def test_every_victim_is_sent_once_to_a_replica_that_stays_and_has_places(view: 
             assert destination.id not in swapped
             assert destination.model == models[action.request]
             assert destination.num_requests + sent[destination.id] <= destination.max_requests
+
+
+# ------------------------------------------------------------------ what the fleet has measured
+
+
+def test_measured_loads_and_unloads_decide_whether_a_busy_replica_is_waited_for() -> None:
+    """Free in 5.5 s; e1 is ready in 5.2 s by the store, at 1 GB/s in 11.2 s, unloaded in 5.6 s."""
+    busy = small(serving("e3", "a"), 1)
+    models = [model("a", 2, waiting=1), model("b", 4)]
+    view = seen([E0, E1, E2, busy], models, [*RUNS, run("r4", busy, left=110)])
+    slow = replace(view, times=TimesView(load_bytes_per_s=(("disk", 1.0 * GB),)))
+    unloaded = replace(view, times=TimesView(unload_s=0.4))
+    elsewhere = replace(view, times=TimesView(load_bytes_per_s=(("host", 1.0 * GB),)))
+    assert swaps(RULE.plan(view)) == swaps(RULE.plan(elsewhere)) == [("e1", "a")]
+    for measured in (slow, unloaded):
+        assert RULE.plan(measured) == ()
+        assert swaps(replace(RULE, measured=False).plan(measured)) == [("e1", "a")]
+
+
+def test_an_empty_instance_needs_no_unload() -> None:
+    idle = replace(serving("e0", "b"), preloaded=ModelId("a"))
+    view = seen([idle, empty("e1")], [model("a", 1, waiting=1), model("b")])
+    assert swaps(RULE.plan(view)) == [("e0", "a")]
+    assert swaps(RULE.plan(replace(view, times=TimesView(unload_s=3.0)))) == [("e1", "a")]
+
+
+@given(small_fleets_of_nodes(), st.sampled_from(["move", "evict", "stay"]))
+def test_measured_times_that_agree_with_the_costs_change_no_plan(
+    view: FleetView, victims: Literal["move", "evict", "stay"]
+) -> None:
+    rates = tuple({tier.name: tier.bytes_per_s for tier in view.store.tiers}.items())
+    rule = StartupTimePlacement(costs=COSTS, victims=victims)
+    measured = replace(view, times=TimesView(load_bytes_per_s=rates))
+    assert rule.plan(measured) == replace(rule, measured=False).plan(measured) == rule.plan(view)
 
 
 # ------------------------------------------------------------------ every fleet

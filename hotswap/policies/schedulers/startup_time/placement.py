@@ -10,7 +10,7 @@ from typing import get_args
 from hotswap.action import Action, Swap
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.startup_time.plan import StartupPlan, Victims
-from hotswap.policies.startup_costs import StartupCosts
+from hotswap.policies.startup_costs import QueuedLoads, StartupCosts
 from hotswap.scheduler import Scheduler
 from hotswap.view import FleetView
 
@@ -59,7 +59,7 @@ class StartupTimePlacement(Scheduler):
     model, less the requests that wait for that model already. No request is evicted to make room, but for one
     that comes to an idle instance in the moment in which its swap begins. Without room the model waits. With
     more active models than instances, chain a scheduler behind this one that takes turns
-    (`Chain(StartupTimePlacement(), WeightedLoadSwap(...))`). `min_replicas` are never violated;
+    (`Chain(StartupTimePlacement(), WeightedLoadSwap())`). `min_replicas` are never violated;
     `RestoreMinReplicas` restores them.
 
     The swap of a busy instance begins together with the moves, so that the instance soon admits no request,
@@ -72,12 +72,23 @@ class StartupTimePlacement(Scheduler):
     evicts at once, which costs the starting model nothing, and the victims a prefill elsewhere, once there is
     room or their model is loaded (its Shepherd*). `victims="stay"` leaves busy instances alone.
 
-    `costs` learns from records only if the fleet is given its learners; see `StartupCosts`.
+    **What to set.** `costs`, if anything: what a move takes decides between busy instances and loads. It
+    learns from records only if the fleet is given its learners; see `StartupCosts`. `deadline_s` hardly
+    matters, as moves rarely take so long.
+
+    Attributes:
+        costs: The times of moves and of the rest of requests; and of loads from tiers without a measured one.
+        deadline_s: Seconds that the requests of a busy instance get to move or end.
+        victims: What becomes of those requests.
+        measured: Takes the times of loads, by tier, and of unloads from what the fleet has measured
+            (`FleetView.times`). With False all loads take what `costs` tells, and unloads no time, as in the
+            paper.
     """
 
     costs: StartupCosts = field(default_factory=StartupCosts)
     deadline_s: float = 30.0
     victims: Victims = "move"
+    measured: bool = True
 
     def __post_init__(self) -> None:
         if self.victims not in get_args(Victims):
@@ -86,7 +97,8 @@ class StartupTimePlacement(Scheduler):
             raise ConfigError(f"deadline_s is {self.deadline_s!r}; give 0 (evict at once) or more seconds.")
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
-        plan = StartupPlan(fleet, self.costs, self.victims, self.deadline_s)
+        loads = QueuedLoads(self.costs.loads, fleet.store, fleet.times if self.measured else None)
+        plan = StartupPlan(fleet, self.costs, loads, self.victims, self.deadline_s)
         evacuated = plan.evacuate() if self.victims == "move" else ()
         return (*evacuated, *self._starts(plan))
 

@@ -64,9 +64,16 @@ class _Ranked(NamedTuple):
 class StartupPlan:
     """The state of one plan: what the view shows, and what has been decided so far."""
 
-    def __init__(self, fleet: FleetView, costs: StartupCosts, victims: Victims, deadline_s: float) -> None:
+    def __init__(
+        self,
+        fleet: FleetView,
+        costs: StartupCosts,
+        loads: QueuedLoads,
+        victims: Victims,
+        deadline_s: float,
+    ) -> None:
         self._fleet, self._costs, self._victims, self._deadline_s = fleet, costs, victims, deadline_s
-        self._loads = QueuedLoads(costs.loads, fleet.store)
+        self._loads = loads
         self._num_nodes = len({instance.node for instance in fleet.instances})
         self._allocation = Allocation(fleet)
         self._instances = {i.id: i for i in sorted(fleet.instances, key=lambda i: i.id)}
