@@ -39,7 +39,7 @@ ENGINES = 8
 # Two requests at once on an A10 that decodes 40 tokens each: an instance ends about 1.5 in a second.
 CLUSTER = Cluster(num_engines=ENGINES, profile="a10-llama-7b", min_replicas=1, max_requests=2)
 POLICIES: dict[str, Scheduler] = {
-    "weighted loads": WeightedLoadSwap(t1=2, t2=50, b=1.5),
+    "weighted loads": WeightedLoadSwap(t1=2, t2=50, b=1.5, sigmas=0),
     "weighted loads, 3 sigmas": WeightedLoadSwap(t1=2, t2=50, b=1.5, sigmas=3),
     "static pinning": StaticPinning({f"e{n}": "ab"[n % 2] for n in range(ENGINES)}),
     "keep-alive": KeepAliveSwap(),

@@ -196,7 +196,7 @@ def _make_setup(root: Path, random: Random, num_engines: int, requests: Sequence
         store=store,
         models=[Model(name, min_replicas=2 if name == "llama" else 0) for name in _MODELS],
         router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=0.3),
+        scheduler=WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=0.3, sigmas=0),
         interval_s=0.1,
         max_load_attempts=1_000_000,  # no client shall receive an error because of the store's faults
         migration_limits=MigrationLimits(per_instance=2),

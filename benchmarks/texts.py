@@ -74,7 +74,7 @@ async def measure(repeats: int) -> dict[str, Any]:
                 store=TieredStore(PinnedStore(2 * size_bytes), NvmeStore(directory / "store")),
                 models=[Model("m")],
                 router=LeastLoadedRouter(),
-                scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
+                scheduler=WeightedLoadSwap(t1=0, t2=4, b=1, sigmas=0),
                 interval_s=0.25,
             ) as fleet,
             anyio.create_task_group() as tasks,

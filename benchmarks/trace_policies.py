@@ -67,7 +67,7 @@ def autoscaler(target: int) -> Scheduler:
 
 
 def _swapping(load: Load) -> dict[str, Policy]:
-    weighted = WeightedLoadSwap(t1=16, t2=50, b=1.5, sigmas=3, patience_s=load.patience_s)
+    weighted = WeightedLoadSwap(patience_s=load.patience_s)
     return {
         "weighted loads": _shipped(LeastLoadedRouter(), weighted),
         "keep-alive": _baseline(LeastLoadedRouter(), KeepAliveSwap()),

@@ -69,9 +69,12 @@ SCHEDULERS: Mapping[str, Callable[[Random], Scheduler]] = {
     "ShepherdSwap": lambda random: ShepherdSwap(lambda_=random.choice((1, 3))),
     "KeepAliveSwap": lambda random: KeepAliveSwap(keep_alive_s=random.choice((0, 5, 300))),
     "StartupTimePlacement": lambda random: Chain(
-        StartupTimePlacement(victims=random.choice(("move", "evict"))), WeightedLoadSwap(t1=8, t2=6, b=2)
+        StartupTimePlacement(victims=random.choice(("move", "evict"))),
+        WeightedLoadSwap(t1=8, t2=6, b=2, sigmas=0),
     ),
-    "StaticPinning": lambda random: Chain(StaticPinning({"e0": "m0"}), WeightedLoadSwap(t1=8, t2=6, b=2)),
+    "StaticPinning": lambda random: Chain(
+        StaticPinning({"e0": "m0"}), WeightedLoadSwap(t1=8, t2=6, b=2, sigmas=0)
+    ),
     "Forecast": lambda random: Forecast(
         horizon_s=random.choice((1, 5)), period_s=random.choice((2, 8)), num_slots=4, least_gain=0.05
     ),

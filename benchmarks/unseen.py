@@ -36,8 +36,8 @@ FIRST_SEED = 11
 DEFAULT, PATIENT = "CostSwap (default)", "KeepAliveSwap"
 POLICIES: Mapping[str, Scheduler] = {
     DEFAULT: CostSwap(),
-    "WeightedLoadSwap, tuned": WeightedLoadSwap(t1=16, t2=50, b=1.5, sigmas=3, patience_s=4),
-    "WeightedLoadSwap(8, 6, 2)": WeightedLoadSwap(t1=8, t2=6, b=2, patience_s=10),
+    "WeightedLoadSwap, tuned": WeightedLoadSwap(),
+    "WeightedLoadSwap(8, 6, 2)": WeightedLoadSwap(t1=8, t2=6, b=2, patience_s=10, sigmas=0),
     "ElasticQuota": ElasticQuota(),
     "ShepherdSwap": ShepherdSwap(),
     PATIENT: KeepAliveSwap(),

@@ -49,7 +49,7 @@ def make_fleet(
         store=TieredStore(PinnedStore(HOST_BYTES), NvmeStore(store)),
         models=[Model(checkpoint.name, checkpoint.path) for checkpoint in checkpoints],
         router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(t1=1, t2=8, b=2.0, patience_s=1.0),
+        scheduler=WeightedLoadSwap(t1=1, t2=8, b=2.0, patience_s=1.0, sigmas=0),
         interval_s=0.25,
         on_swap=on_swap,
         tracer_provider=spans.tracer_provider,

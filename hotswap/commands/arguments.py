@@ -59,7 +59,7 @@ def _add_played(parser: argparse.ArgumentParser) -> None:
         "--scheduler",
         action="append",
         metavar="CALL",
-        help="like 'WeightedLoadSwap(t1=8, t2=16, b=2)', or mine.py:Mine(); several are put side by side; "
+        help="like 'WeightedLoadSwap(patience_s=2)', or mine.py:Mine(); several are put side by side; "
         "CostSwap() if left out",
     )
     parser.add_argument("--router", default="LeastTimeRouter()", metavar="CALL", help="default: %(default)s")

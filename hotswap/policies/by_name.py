@@ -1,4 +1,4 @@
-"""Policies by what one would write in Python: `WeightedLoadSwap(t1=8, t2=16, b=2)`, or one of your own."""
+"""Policies by what one would write in Python: `WeightedLoadSwap(patience_s=2)`, or one of your own."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def _made(text: str) -> object:
     try:
         tree = ast.parse(call.strip(), mode="eval").body
     except SyntaxError as exc:
-        raise ConfigError(
-            f"{text!r} is no policy; write it like 'WeightedLoadSwap(t1=8, t2=16, b=2)'."
-        ) from exc
+        raise ConfigError(f"{text!r} is no policy; write it like 'WeightedLoadSwap(patience_s=2)'.") from exc
     made = _value(tree, _home(place) if separator else policies, text)
     return _called(made, (), {}, text) if isinstance(made, type) else made
 

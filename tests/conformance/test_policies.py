@@ -103,12 +103,12 @@ class TestFreenessAutoscalerConforms(SchedulerConformance):
 
 class TestWeightedLoadSwapConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
-        return WeightedLoadSwap(t1=2, t2=1, b=2.0)
+        return WeightedLoadSwap(t1=2, t2=1, b=2.0, sigmas=0)
 
 
 class TestAdapterPoolConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
-        return Chain(WeightedLoadSwap(t1=2, t2=1, b=2.0), AdapterPool())
+        return Chain(WeightedLoadSwap(t1=2, t2=1, b=2.0, sigmas=0), AdapterPool())
 
 
 class TestRestoreMinReplicasConforms(SchedulerConformance):

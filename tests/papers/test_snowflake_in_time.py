@@ -23,7 +23,7 @@ from hotswap.policies import AffinityRouter, StaticPinning, WeightedLoadSwap
 from hotswap.simulation import Cluster, Outcome, simulate
 from hotswap.simulation.outcome import percentile
 
-BARE = WeightedLoadSwap(t1=2, t2=50, b=1.5)
+BARE = WeightedLoadSwap(t1=2, t2=50, b=1.5, sigmas=0)
 HARDENED = replace(BARE, sigmas=3)
 
 

@@ -28,6 +28,7 @@ class Mine(Scheduler):
 @pytest.mark.parametrize(
     ("text", "made"),
     [
+        ("WeightedLoadSwap()", WeightedLoadSwap()),
         ("WeightedLoadSwap(t1=8, t2=inf, b=2)", WeightedLoadSwap(t1=8, t2=inf, b=2)),
         ("WeightedLoadSwap(8, 16.5, 2, patience_s=None)", WeightedLoadSwap(8, 16.5, 2, patience_s=None)),
         ("RestoreMinReplicas", RestoreMinReplicas()),
@@ -60,7 +61,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("", "no policy"),
         ("WeightedLoadSwap(t1=8", "no policy"),
         ("Nothing()", "not there"),
-        ("WeightedLoadSwap()", "cannot be made"),
+        ("StaticPinning()", "cannot be made"),
         ("WeightedLoadSwap(t1=-1, t2=1, b=1)", "t1"),
         ("AffinityRouter()", "not a Scheduler"),
         ("42", "not a Scheduler"),

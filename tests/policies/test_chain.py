@@ -24,7 +24,7 @@ from hotswap.policies import (
 )
 from tests.policies.views import empty, fleet, fleet_views, model, request, serving, swapping_to, swaps
 
-RULE = WeightedLoadSwap(t1=8, t2=6, b=2.0)
+RULE = WeightedLoadSwap(t1=8, t2=6, b=2.0, sigmas=0)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def test_two_schedulers_do_not_both_serve_one_need() -> None:
 
 @given(fleet_views())
 def test_every_action_of_a_chain_would_be_begun(view: FleetView) -> None:
-    plan = Chain(RestoreMinReplicas(), WeightedLoadSwap(t1=1, t2=9, b=1.0), RULE).plan(view)
+    plan = Chain(RestoreMinReplicas(), WeightedLoadSwap(t1=1, t2=9, b=1.0, sigmas=0), RULE).plan(view)
     assert accepted(view, plan) == plan
 
 

@@ -28,8 +28,8 @@ from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
 from tests.policies.views import fleet_views
 
 SHIPPED: dict[str, Scheduler] = {
-    "weighted loads": WeightedLoadSwap(t1=8, t2=6, b=2, patience_s=4),
-    "weighted loads, no guard": WeightedLoadSwap(t1=0, t2=50, b=1, patience_s=1, guard=False),
+    "weighted loads": WeightedLoadSwap(t1=8, t2=6, b=2, patience_s=4, sigmas=0),
+    "weighted loads, no guard": WeightedLoadSwap(t1=0, t2=50, b=1, patience_s=1, guard=False, sigmas=0),
     "quotas": ElasticQuota(max_quota_s=1.0),
     "Shepherd": ShepherdSwap(lambda_=1),
     "startup time": StartupTimePlacement(victims="evict"),

@@ -31,14 +31,16 @@ from hotswap.policies import (
 from tests.policies.views import empty, fleet, model, serving, waiting
 from tests.runtime.support import read, sim_fleet
 
-SWAP = WeightedLoadSwap(t1=8, t2=6, b=2.0)
+SWAP = WeightedLoadSwap(t1=8, t2=6, b=2.0, sigmas=0)
 # Every shipped scheduler that loads a model because requests wait for it, with settings at their limits.
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "weighted load": lambda: SWAP,
-    "weighted load, no threshold": lambda: WeightedLoadSwap(t1=0, t2=6, b=1.0),
-    "weighted load, a small threshold": lambda: WeightedLoadSwap(t1=0.5, t2=6, b=2.0),
-    "weighted load, as a margin": lambda: WeightedLoadSwap(t1=0, t2=6, b=0.0, reading="margin", guard=False),
-    "weighted load, no patience": lambda: WeightedLoadSwap(t1=8, t2=6, b=2.0, patience_s=0.0),
+    "weighted load, no threshold": lambda: WeightedLoadSwap(t1=0, t2=6, b=1.0, sigmas=0),
+    "weighted load, a small threshold": lambda: WeightedLoadSwap(t1=0.5, t2=6, b=2.0, sigmas=0),
+    "weighted load, as a margin": lambda: WeightedLoadSwap(
+        t1=0, t2=6, b=0.0, reading="margin", guard=False, sigmas=0
+    ),
+    "weighted load, no patience": lambda: WeightedLoadSwap(t1=8, t2=6, b=2.0, patience_s=0.0, sigmas=0),
     "elastic quota": ElasticQuota,
     "freeness": lambda: FreenessAutoscaler(min_instances=0),
     "freeness of the artifact": lambda: FreenessAutoscaler(Freeness("artifact"), min_instances=0),

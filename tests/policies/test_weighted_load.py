@@ -31,7 +31,7 @@ from tests.policies.views import (
     waiting,
 )
 
-RULE = WeightedLoadSwap(t1=8, t2=6, b=2.0)
+RULE = WeightedLoadSwap(t1=8, t2=6, b=2.0, sigmas=0)
 
 schedulers = st.builds(
     WeightedLoadSwap,
@@ -117,7 +117,7 @@ def test_thresholds_as_a_margin(p1: int, b: float, fires: bool) -> None:
     view = fleet(
         [serving("e0", "a"), serving("e1", "b"), serving("e2", "b")], [model("a", p1), model("b", 8)]
     )
-    rule = WeightedLoadSwap(t1=8, t2=6, b=b, reading="margin", guard=False, max_swaps=1)
+    rule = WeightedLoadSwap(t1=8, t2=6, b=b, reading="margin", guard=False, max_swaps=1, sigmas=0)
     assert bool(rule.plan(view)) is fires
 
 
@@ -126,10 +126,12 @@ def test_the_readings_differ() -> None:
     view = fleet(
         [serving("e0", "a"), *(serving(f"e{n}", "b") for n in range(1, 5))], [model("a", 12), model("b", 20)]
     )
-    assert swaps(WeightedLoadSwap(t1=8, t2=6, b=2.4).plan(view)) == []
-    assert swaps(WeightedLoadSwap(t1=8, t2=6, b=2.3, guard=False, max_swaps=1).plan(view)) == [("e1", "a")]
-    assert swaps(WeightedLoadSwap(t1=8, t2=6, b=7, reading="margin").plan(view)) == []
-    margin = WeightedLoadSwap(t1=8, t2=6, b=6.9, reading="margin", guard=False, max_swaps=1)
+    assert swaps(WeightedLoadSwap(t1=8, t2=6, b=2.4, sigmas=0).plan(view)) == []
+    assert swaps(WeightedLoadSwap(t1=8, t2=6, b=2.3, guard=False, max_swaps=1, sigmas=0).plan(view)) == [
+        ("e1", "a")
+    ]
+    assert swaps(WeightedLoadSwap(t1=8, t2=6, b=7, reading="margin", sigmas=0).plan(view)) == []
+    margin = WeightedLoadSwap(t1=8, t2=6, b=6.9, reading="margin", guard=False, max_swaps=1, sigmas=0)
     assert swaps(margin.plan(view)) == [("e1", "a")]
 
 
@@ -478,7 +480,7 @@ def test_a_replica_stays_for_its_least_residency(since_s: float, fires: bool) ->
         [model("a", 40), model("b", 2)],
     )
     view = replace(view, now_s=0.0)
-    assert bool(WeightedLoadSwap(t1=1, t2=50, b=1.5, min_residency_s=30).plan(view)) is fires
+    assert bool(WeightedLoadSwap(t1=1, t2=50, b=1.5, min_residency_s=30, sigmas=0).plan(view)) is fires
 
 
 def test_min_replicas_do_not_wait_for_residency() -> None:
@@ -492,7 +494,7 @@ def test_min_replicas_do_not_wait_for_residency() -> None:
 @given(fleet_views())
 def test_sigmas_only_ever_leave_swaps_out(view: FleetView) -> None:
     """The first swap of a plan with them is one that the plan without them would make too."""
-    bare = WeightedLoadSwap(t1=1, t2=50, b=1.2, max_swaps=1)
+    bare = WeightedLoadSwap(t1=1, t2=50, b=1.2, max_swaps=1, sigmas=0)
     if swaps(replace(bare, sigmas=3.0).plan(view)):
         assert swaps(bare.plan(view))
 
@@ -576,7 +578,8 @@ def test_swapping_ends_under_a_steady_load(
 
 @given(schedulers, steady_fleets())
 @example(
-    WeightedLoadSwap(1, 1, 1.0, patience_s=0.0), fleet([serving("e0", "a")], [model("a", 2), model("b", 1)])
+    WeightedLoadSwap(1, 1, 1.0, patience_s=0.0, sigmas=0),
+    fleet([serving("e0", "a")], [model("a", 2), model("b", 1)]),
 )
 def test_more_instances_than_active_models_leave_none_without(
     rule: WeightedLoadSwap, view: FleetView
@@ -623,8 +626,8 @@ def test_a_senseless_setting_is_refused_by_name(values: dict[str, Any], name: st
         WeightedLoadSwap(**{"t1": 8, "t2": 6, "b": 2, **values})
 
 
-def test_repr_shows_the_settings() -> None:
-    assert repr(RULE) == (
-        "WeightedLoadSwap(t1=8, t2=6, b=2.0, reading='ratio', guard=True, patience_s=4.0, "
-        "sigmas=0.0, min_residency_s=0.0, max_swaps=None, deadline_s=0.0)"
+def test_repr_shows_the_settings_whose_defaults_are_those_measured_on_unseen_loads() -> None:
+    assert repr(WeightedLoadSwap()) == (
+        "WeightedLoadSwap(t1=16.0, t2=50.0, b=1.5, reading='ratio', guard=True, patience_s=4.0, "
+        "sigmas=3.0, min_residency_s=0.0, max_swaps=None, deadline_s=0.0)"
     )

@@ -53,7 +53,7 @@ def sim_fleet(
         "store": store_of(*names),
         "models": models(*names),
         "router": LeastLoadedRouter(),
-        "scheduler": scheduler or WeightedLoadSwap(t1=2, t2=8, b=1.5, patience_s=1.0),
+        "scheduler": scheduler or WeightedLoadSwap(t1=2, t2=8, b=1.5, patience_s=1.0, sigmas=0),
     }
     return Fleet(engines=chosen, **{**defaults, **options})
 

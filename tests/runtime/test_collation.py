@@ -18,7 +18,7 @@ from hotswap.offline.virtual_time import run
 from hotswap.policies import WeightedLoadSwap
 from tests.runtime.support import engine_of, idle, sim_fleet
 
-RULE = WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=3.0)
+RULE = WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=3.0, sigmas=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def test_without_a_least_residency_a_slow_abcabc_is_a_swap_for_each() -> None:
 def test_a_least_residency_puts_together_what_comes_slowly(residency_s: float) -> None:
     """No model is given up sooner, so there are at most so many swaps, and waits have a bound."""
     arrivals = in_turns("abc", 8, 1.0)
-    rule = WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=3.0, min_residency_s=residency_s)
+    rule = WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=3.0, min_residency_s=residency_s, sigmas=0)
     outcome = played(arrivals, rule)
     seconds = max(request.ended_s for request in outcome.requests)
     assert len(outcome.swaps) <= ceil(seconds / residency_s) + 1
@@ -181,7 +181,9 @@ def test_no_model_waits_longer_than_is_said(
     interval_s: float,
     max_requests: int,
 ) -> None:
-    rule = WeightedLoadSwap(t1=0.5, t2=50, b=1.5, patience_s=patience_s, min_residency_s=residency_s)
+    rule = WeightedLoadSwap(
+        t1=0.5, t2=50, b=1.5, patience_s=patience_s, min_residency_s=residency_s, sigmas=0
+    )
     outcome = played(arrivals, rule, interval_s=interval_s, max_requests=max_requests)
     assert len(outcome.requests) == len(arrivals)
     longest_s = max(map(outcome.waited_s, outcome.requests))

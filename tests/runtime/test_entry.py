@@ -82,7 +82,7 @@ def on_torch(source: Path, *more: Engine) -> Fleet:
         store=NvmeStore(source.parent / "store"),
         models=[Model("m", source)],
         router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
+        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1, sigmas=0),
         interval_s=0.1,
     )
 

@@ -83,7 +83,7 @@ class Witness(Router, Scheduler):
             for other in fleet.serving(running.model)[:1]
             if other.id != running.instance and not running.moving
         ]
-        return (*moves, *WeightedLoadSwap(1, 50, 1, patience_s=2.0).plan(fleet))
+        return (*moves, *WeightedLoadSwap(1, 50, 1, patience_s=2.0, sigmas=0).plan(fleet))
 
 
 class Plain(WrapperEngine):
@@ -187,7 +187,7 @@ async def test_an_engine_that_cannot_be_looked_at_for_a_while_ends_nothing() -> 
         store=SimStore({"m": "1 GiB"}),
         models=[Model("m")],
         router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(1, 50, 1),
+        scheduler=WeightedLoadSwap(1, 50, 1, sigmas=0),
     )
     async with fleet:
         await fleet.swap("e1", to="m")
@@ -208,7 +208,7 @@ async def test_an_engine_that_is_added_twice_is_still_watched() -> None:
         store=SimStore({"m": "1 GiB"}),
         models=[Model("m")],
         router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(1, 50, 1),
+        scheduler=WeightedLoadSwap(1, 50, 1, sigmas=0),
     )
     async with fleet:
         with pytest.raises(ConfigError, match="already"):
@@ -238,7 +238,7 @@ async def test_a_view_that_is_kept_unread_is_still_that_of_its_moment() -> None:
         store=SimStore({"m": "1 GiB"}),
         models=[Model("m")],
         router=router,
-        scheduler=WeightedLoadSwap(1, 50, 1),
+        scheduler=WeightedLoadSwap(1, 50, 1, sigmas=0),
     )
     async with fleet:
         await fleet.swap("e0", to="m")

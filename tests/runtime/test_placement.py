@@ -158,7 +158,7 @@ async def test_more_models_than_engines_are_all_served_whatever_comes(seed: int)
         *names,
         engines=[engine_of(f"e{n}", max_requests=rng.choice([1, 2, 4])) for n in range(3)],
         scheduler=Chain(
-            StartupTimePlacement(costs=costs), WeightedLoadSwap(t1=2, t2=8, b=1.5, patience_s=1.0)
+            StartupTimePlacement(costs=costs), WeightedLoadSwap(t1=2, t2=8, b=1.5, patience_s=1.0, sigmas=0)
         ),
         interval_s=0.25,
         on_swap=costs.learn_swap,

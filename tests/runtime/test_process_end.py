@@ -112,7 +112,7 @@ async def alone():
 async def in_a_fleet():
     async with Fleet(
         engines=[SimEngine("e0")], store=SimStore({{"a": "1 MB"}}), models=[Model("a")],
-        router=LeastLoadedRouter(), scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
+        router=LeastLoadedRouter(), scheduler=WeightedLoadSwap(t1=0, t2=4, b=1, sigmas=0),
     ) as fleet:
         async with fleet.stream("a", (1,), Sampling(max_tokens=100_000, ignore_eos=True)) as stream:
             await anext(stream)

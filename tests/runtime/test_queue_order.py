@@ -263,7 +263,7 @@ async def while_they_are_served(num_waiting: int, scheduler: Scheduler) -> dict[
 
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "by hand": Idle,
-    "weighted": lambda: WeightedLoadSwap(t1=0, t2=8, b=1.5, patience_s=None),
+    "weighted": lambda: WeightedLoadSwap(t1=0, t2=8, b=1.5, patience_s=None, sigmas=0),
 }
 
 

@@ -67,7 +67,7 @@ def make_setup(random: Random) -> Setup:
         models=[Model(name, min_replicas=int(name in "ab")) for name in MODELS],
         adapters=ADAPTERS,
         router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(t1=2, t2=30, b=1.5, patience_s=1.0),
+        scheduler=WeightedLoadSwap(t1=2, t2=30, b=1.5, patience_s=1.0, sigmas=0),
         interval_s=0.5,
         max_waiting=NUM_REQUESTS,
         max_load_attempts=1_000_000,  # no client shall receive an error because of the store's faults

@@ -320,7 +320,7 @@ def test_a_swap_cancelled_at_any_time_ends_on_the_old_the_new_or_no_model(preloa
 
 @virtual_time
 async def test_a_manual_swap_does_not_interleave_with_the_scheduler() -> None:
-    scheduler = WeightedLoadSwap(t1=0, t2=100, b=1.0)
+    scheduler = WeightedLoadSwap(t1=0, t2=100, b=1.0, sigmas=0)
     async with sim_fleet("a", "b", "c", engines=2, scheduler=scheduler, interval_s=0.05) as fleet:
         async with anyio.create_task_group() as clients:
             for turn in range(20):

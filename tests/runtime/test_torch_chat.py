@@ -43,7 +43,7 @@ async def serving(
         models=[Model("m", source)],
         adapters=adapters or [],
         router=AffinityRouter(),
-        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1),
+        scheduler=WeightedLoadSwap(t1=0, t2=4, b=1, sigmas=0),
         interval_s=0.1,
     ) as fleet:
         yield fleet

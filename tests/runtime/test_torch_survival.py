@@ -112,7 +112,7 @@ async def test_a_hundred_random_swaps_cancellations_and_losses(store: DictStore)
         store=store,
         models=[Model(name) for name in MODELS],
         router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=0.2),
+        scheduler=WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=0.2, sigmas=0),
         interval_s=0.05,
     )
     async with fleet:

@@ -74,7 +74,7 @@ async def test_as_many_handlers_as_there_are_threads_are_served_from_a_cold_star
         done = from_thread.run(fleet.generate, ("one", "two")[number % 2], "x", FEW)
         texts[done.text] += 1
 
-    scheduler = WeightedLoadSwap(t1=0, t2=4, b=1, patience_s=1.0)
+    scheduler = WeightedLoadSwap(t1=0, t2=4, b=1, patience_s=1.0, sigmas=0)
     async with make_fleet(source, make_store(kind, tmp_path), scheduler) as fleet:
         with anyio.fail_after(PATIENCE_S):
             async with anyio.create_task_group() as tasks:

@@ -43,7 +43,7 @@ class Repeating(Scheduler):
 # Reasons for which no decision of the scheduler ever serves model b.
 REASONS: dict[str, tuple[Scheduler, dict[str, Any]]] = {
     "pinned": (StaticPinning({"e0": "a"}), {}),
-    "floored": (WeightedLoadSwap(t1=0, t2=4, b=1), {"min_replicas": 1}),
+    "floored": (WeightedLoadSwap(t1=0, t2=4, b=1, sigmas=0), {"min_replicas": 1}),
     "min_replicas alone": (RestoreMinReplicas(), {"min_replicas": 1}),
     "by hand alone": (Idle(), {}),
     "asks for another": (Repeating(), {}),

@@ -26,7 +26,7 @@ from hotswap.policies import (
 from hotswap.simulation import Cluster, Outcome, Slo, Trace, TraceRequest, generate, simulate
 from tests.house.tree import ROOT
 
-SWAP = WeightedLoadSwap(t1=2, t2=50, b=1.5)
+SWAP = WeightedLoadSwap(t1=2, t2=50, b=1.5, sigmas=0)
 CLUSTER = Cluster(num_engines=3, profile="h100-llama-3.1-8b", disk_bytes_per_s=20e9)
 
 

@@ -12,7 +12,7 @@ from hotswap.cli import main
 from tests.house.tree import ROOT
 
 TRACE = "gamma:rate=2,seconds=40,models=5,zipf=1,cv=3,input=100,output=30"
-SWAP = "WeightedLoadSwap(t1=2, t2=50, b=1.5)"
+SWAP = "WeightedLoadSwap(t1=2, t2=50, b=1.5, sigmas=0)"
 OWN = f"{ROOT}/examples/write_a_scheduler.py:LongestWaitFirst()"
 
 

@@ -146,7 +146,7 @@ TURNING = replace(
     PROFILES["a10-llama-7b"],
     device=replace(PROFILES["a10-llama-7b"].device, chunk_s=0.003, join_s=0.011, leave_s=0.004),
 )
-SWAP = WeightedLoadSwap(4, 50, 2, patience_s=3.0)
+SWAP = WeightedLoadSwap(4, 50, 2, patience_s=3.0, sigmas=0)
 LLUMNIX = Chain(RestoreMinReplicas(), VirtualUsageRescheduler())
 
 
@@ -473,7 +473,7 @@ async def test_of_requests_that_have_ended_nothing_is_left() -> None:
         models=[Model("m", min_replicas=2)],
         adapters=[Adapter("x", model="m")],
         router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(t1=8, t2=50, b=2),
+        scheduler=WeightedLoadSwap(t1=8, t2=50, b=2, sigmas=0),
     )
     with no_collections():
         async with fleet:

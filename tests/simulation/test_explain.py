@@ -29,7 +29,7 @@ from hotswap.policies import AdapterPool, KeepAliveSwap, StaticPinning, Weighted
 from hotswap.simulation import explain
 from tests.policies.views import empty, fleet, model, serving
 
-RULE = WeightedLoadSwap(t1=1, t2=50, b=1.5)
+RULE = WeightedLoadSwap(t1=1, t2=50, b=1.5, sigmas=0)
 GB = 10**9
 
 
@@ -102,7 +102,9 @@ def test_models_are_told_in_the_order_of_the_plan_and_then_of_waits() -> None:
 
 
 def test_a_quiet_view_says_so_and_prices_what_waits() -> None:
-    explanation = explain(view(), WeightedLoadSwap(t1=1, t2=50, b=1.5, max_swaps=1, patience_s=None))
+    explanation = explain(
+        view(), WeightedLoadSwap(t1=1, t2=50, b=1.5, max_swaps=1, patience_s=None, sigmas=0)
+    )
     quiet = explain(replace(view(), waiting=(), models=view().models[:1]), RULE)
     assert "plans 1 action" in str(explanation)
     assert quiet.actions == ()
@@ -112,11 +114,14 @@ def test_a_quiet_view_says_so_and_prices_what_waits() -> None:
 def test_the_command_explains_a_view_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "view.json"
     path.write_text(dump_view(view()))
-    assert main(["plan", str(path), "--scheduler", "WeightedLoadSwap(t1=1, t2=50, b=1.5)"]) == 0
+    assert main(["plan", str(path), "--scheduler", "WeightedLoadSwap(t1=1, t2=50, b=1.5, sigmas=0)"]) == 0
     text = capsys.readouterr().out
     assert "swap e1 to b" in text
     assert "e0 (a): 3 requests evicted, 600 tokens computed again, 4 s to swap" in text
-    assert main(["plan", str(path), "--scheduler", "WeightedLoadSwap(t1=1, t2=50, b=1.5)", "--json"]) == 0
+    assert (
+        main(["plan", str(path), "--scheduler", "WeightedLoadSwap(t1=1, t2=50, b=1.5, sigmas=0)", "--json"])
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["actions"][0] | {"reason": ""} == {
         "action": "Swap",

@@ -42,7 +42,7 @@ class AdapterPool(Scheduler):
     themselves is left to them.
 
     It plans nothing for an instance that lacks no adapter. It loads no models: chain it behind a scheduler
-    that does, `Chain(WeightedLoadSwap(...), AdapterPool())`.
+    that does, `Chain(WeightedLoadSwap(), AdapterPool())`.
 
     Attributes:
         least_popularity: The popularity from which an adapter is held without being needed.

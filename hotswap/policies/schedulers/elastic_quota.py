@@ -98,7 +98,8 @@ class ElasticQuota(Scheduler):
 
     **What to set.** `max_quota_s` matters most where instances prefill as well: a round has to fit into the
     time of a first token, which took 1 s for ten seconds (`docs/papers.md`). With `prefill_token_s=0` more
-    engines can be worse: quotas shrink with each until prefills take most of a turn.
+    engines can be worse: quotas shrink with each until prefills take most of a turn. `tbt_s`, `switch_s` and
+    `first_weight` hardly matter.
 
     Attributes:
         tbt_s: The target time between two tokens of a request (*TBT*).

@@ -52,6 +52,10 @@ class FreenessAutoscaler(Scheduler):
       whatever its freeness, and not down. With `min_instances=0` a model without load gives up its last
       instance, and its first waiting request brings it a new one.
 
+    **What to set.** `low` matters most: it trades instances for latency, and `high` follows it, 50 above.
+    `drain_s` hardly matters beside a rescheduler, which moves requests away sooner. The defaults are the
+    paper's.
+
     Ties go to the smaller id. Of the EMPTY instances the smallest that holds the model is used.
     """
 

@@ -36,7 +36,9 @@ class KeepAliveSwap(Scheduler):
 
     **Ours:** no swap or unload goes below `min_replicas`; `RestoreMinReplicas` restores them.
 
-    `keep_alive_s=math.inf` never unloads, which is llama-swap's default.
+    **What to set.** Nothing: with more active models than instances `keep_alive_s` hardly matters, as idle
+    replicas are taken long before they are unloaded. With fewer it says how soon memory is given back.
+    `math.inf` never unloads, which is llama-swap's default.
     """
 
     keep_alive_s: float = 300.0

@@ -35,6 +35,10 @@ class ShepherdSwap(Scheduler):
     **Ours:** `min_replicas` are kept, and of equal victims the least recently used is taken. Running requests
     get `deadline_s` to finish, by default none. A displaced batch may displace in turn once it waits: with
     `lambda_` over 1 only when more requests have come for it meanwhile.
+
+    **What to set.** `lambda_` matters: with more active models than instances a lower one serves more
+    requests in time, for up to twice as many swaps (`docs/papers.md`). The default is ServerlessLLM's.
+    `deadline_s` hardly matters; what running requests gain by it, waiting ones lose.
     """
 
     lambda_: float = 3.0

@@ -72,16 +72,18 @@ class WeightedLoadSwap(Scheduler):
     - `sigmas` tells load from chance. A count of *p* independent requests has a standard deviation of its
       root, so f(m1) counts as greater than f(m2) only if it is by so many standard deviations of their
       difference, `sqrt((w1 sqrt(p1) / r1)^2 + (w2 sqrt(p2) / r2)^2)`. A growing queue soon is. 0 is off; then
-      small models swap by chance alone (`docs/simulation.md` shows it), with 3 or 4 rarely.
+      small models swap by chance alone (`docs/papers.md` shows it), with 3 or 4 rarely.
     - `min_residency_s` protects a replica for so long after it became ready, except from the restoring of
       `min_replicas`. Requests that come slowly are so batched too, at the price of that wait.
     - A plan repeats the rule on the predicted allocation until no further swap is due, so that a burst is met
       in one interval. It ends because every swap takes one free instance. `max_swaps` bounds the number
       (without those for `min_replicas`); 1 is the post's loop.
 
-    **What to set.** With more models than instances `patience_s` matters, about half of what a first token
-    may take, and *t1*, *t2* and *b* hardly do. With fewer these decide. A *t2* of a few requests forbids most
-    swaps of a busy fleet: set it far above the load at which a replica still keeps its targets.
+    **What to set.** With more models than instances `patience_s` matters most: about half of what a first
+    token may take. *t1*, *t2* and *b* hardly do there. With fewer models these decide, and `sigmas`, which
+    keeps chance from swapping; the post's rule has 0. A *t2* of a few requests forbids most swaps of a busy
+    fleet: set it far above the load at which a replica still keeps its targets. The defaults held on loads
+    that nothing was chosen by (`docs/papers.md`).
 
     Ties of m1 go to the longer wait since its last turn, then the larger p w, then the smaller id; of m2 to
     the one whose load rises less, then the smaller id. Of m2's replicas the one with m1 preloaded goes, then
@@ -89,14 +91,14 @@ class WeightedLoadSwap(Scheduler):
     influence. Running requests get `deadline_s` to finish.
     """
 
-    t1: float
-    t2: float
-    b: float
+    t1: float = 16.0
+    t2: float = 50.0
+    b: float = 1.5
     _: KW_ONLY
     reading: Literal["ratio", "margin"] = "ratio"
     guard: bool = True
     patience_s: float | None = 4.0
-    sigmas: float = 0.0
+    sigmas: float = 3.0
     min_residency_s: float = 0.0
     max_swaps: int | None = None
     deadline_s: float = 0.0
