@@ -8,7 +8,7 @@ from hotswap.errors import UnsupportedModel
 from hotswap.model import Layout
 from hotswap.request import ModelId
 
-__all__ = ["require_modules", "require_tensors"]
+__all__ = ["require_gguf", "require_modules", "require_tensors"]
 
 
 class _Kept(Protocol):
@@ -29,6 +29,16 @@ def require_modules(model: ModelId, kept: _Kept) -> None:
             f"Model {model!r} is kept as its checkpoint is, and a TorchEngine reads models by modules; "
             "import it with `Model(..., layout='modules')` or `hotswap store add --layout modules --replace"
             "`, or serve it with a VllmEngine."
+        )
+
+
+def require_gguf(engine: str, model: ModelId, kept: _Kept) -> None:
+    """Raise `UnsupportedModel` of any model but a GGUF model."""
+    if not kept.is_gguf:
+        kind = "the layout 'modules'" if kept.layout == "modules" else "safetensors files"
+        raise UnsupportedModel(
+            f"Engine {engine!r} serves GGUF files, and the store has {model!r} as {kind}; import a GGUF file "
+            "of it under an id of its own, or serve it by another kind of engine."
         )
 
 

@@ -10,6 +10,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from hotswap.backends.layouts import require_gguf
 from hotswap.backends.life import Life
 from hotswap.backends.llamacpp.files import check_gguf, lent_files
 from hotswap.backends.llamacpp.params import Steps, unsupported
@@ -117,6 +118,9 @@ class LlamaCppEngine(Engine):
                 tasks.cancel_scope.cancel()
 
     # ------------------------------------------------------------------ weights
+
+    def check_model(self, model: ModelCard) -> None:
+        require_gguf(self.id, model.id, model)
 
     async def load(self, model: ModelCard, store: WeightStore) -> None:
         self._life.require(_EMPTY, "load")

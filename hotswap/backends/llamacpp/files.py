@@ -10,7 +10,8 @@ from pathlib import Path
 
 import anyio
 
-from hotswap.errors import OutOfMemory, UnsupportedModel
+from hotswap.backends.layouts import require_gguf
+from hotswap.errors import OutOfMemory
 from hotswap.model import Manifest, Shard
 from hotswap.store import SupportsLendFiles, WeightStore
 from hotswap.worker_threads import run_in_thread
@@ -25,12 +26,7 @@ def check_gguf(engine: str, manifest: Manifest, total_bytes: int) -> None:
         UnsupportedModel: the store has it in another layout, or as other files.
         OutOfMemory: its weights take more than `total_bytes`.
     """
-    if manifest.layout != "checkpoint" or manifest.tensors:
-        kind = "the layout 'modules'" if manifest.layout == "modules" else "safetensors files"
-        raise UnsupportedModel(
-            f"Engine {engine!r} serves GGUF files, and the store has {manifest.model!r} as {kind}; import a "
-            "GGUF file of it under an id of its own, or serve it by another kind of engine."
-        )
+    require_gguf(engine, manifest.model, manifest)
     if manifest.weight_bytes > total_bytes:
         raise OutOfMemory(
             f"The weights of {manifest.model!r} take {manifest.weight_bytes:,} bytes, and engine {engine!r} "
