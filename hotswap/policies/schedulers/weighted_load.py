@@ -55,7 +55,8 @@ class WeightedLoadSwap(Scheduler):
     - `guard` forbids a swap that would call for its own reversal: by the loads predicted for after the swap,
       f(m2) may not exceed f(m1). If m1 has no replica, m2 must only keep one for its requests. Each swap then
       lowers the higher of the two loads and raises no other, so under a steady load no allocation returns and
-      swapping ends.
+      swapping ends. With `guard=False`, as in the post, such a swap takes a replica that has served for
+      `patience_s`. Else models without a replica take them from each other at once, for a few tokens a turn.
     - `patience_s` prevents starvation in a full fleet. A model without a replica whose oldest request has
       waited this long takes the least loaded replica that has served this long, against b, t2 and the guard,
       never against `min_replicas`. More active models than instances so take turns. Requests are batched by
@@ -178,6 +179,7 @@ class WeightedLoadSwap(Scheduler):
                 continue
             if f2 >= self.t2 or not self._far_apart(f1, f2) or f1 - f2 < self.sigmas * deviation:
                 return None  # all further donors are more loaded
+            reversible = after > most_after or after == inf
             if self.guard and after > most_after:
                 if f2 > most_after:
                     return None
@@ -185,7 +187,8 @@ class WeightedLoadSwap(Scheduler):
             if f1 - f2 < self.sigmas * hypot(deviation, deviation2):
                 continue
             m2 = allocation.models[name]
-            instance = allocation.replica(m2, m1, served_s=self.min_residency_s)
+            turn_s = (self.patience_s or 0.0) if reversible else 0.0
+            instance = allocation.replica(m2, m1, served_s=max(self.min_residency_s, turn_s))
             if instance is not None:
                 reason = f"f({m1.id})={f1:g} > t1={self.t1:g}; f({m2.id})={f2:g} is least"
                 return Swap(instance=instance.id, model=m1.id, deadline_s=self.deadline_s, reason=reason)
