@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def a_third_model() -> Trace:
     ],
 )
 def test_a_model_without_a_replica_waits_for_patience_whatever_the_thresholds(
-    changes: dict[str, float],
+    changes: dict[str, Any],
 ) -> None:
     trace = a_third_model()
     for patience_s in (1.0, 4.0):
