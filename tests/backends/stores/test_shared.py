@@ -538,8 +538,8 @@ async def test_a_host_tier_that_fails_is_passed_by_and_the_log_says_so_once(
 
 async def test_a_model_whose_id_is_no_file_name_passes_by(machine: Machine) -> None:
     plain = machine.put()
-    shards = tuple(replace(shard, model=ModelId("org/m")) for shard in plain.shards)
-    manifest = replace(plain, model=ModelId("org/m"), shards=shards)
+    shards = tuple(replace(shard, model=ModelId("org\\m")) for shard in plain.shards)
+    manifest = replace(plain, model=ModelId("org\\m"), shards=shards)
     async with machine.store() as store:
         tier = host(store)
         await tier.expect(manifest)
