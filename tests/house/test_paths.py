@@ -20,4 +20,4 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 def test_such_a_path_would_be_found() -> None:
     assert _OF_ONE_MACHINE.search("open('/" + "home/me/weights')")
-    assert not _OF_ONE_MACHINE.search("https://example.org/work/more")
+    assert not _OF_ONE_MACHINE.search("https://example.org/" + "work/more")

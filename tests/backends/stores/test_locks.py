@@ -183,19 +183,19 @@ async def test_a_root_that_other_users_can_enter_is_told(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="it starts a process of another user")
 async def test_another_user_can_hold_a_lock_in_an_open_root_alone(tmp_path: Path) -> None:
-    nobody = 65534
+    other = 65534
     for parent in (tmp_path, *tmp_path.parents[:3]):  # one more of several test processes
         parent.chmod(parent.stat().st_mode | 0o055)
     root = tmp_path / "root"
     manifest, _ = put(root)
-    with pytest.raises(AssertionError, match="the lock was not taken"), held(root / "m", user=nobody):
+    with pytest.raises(AssertionError, match="the lock was not taken"), held(root / "m", user=other):
         pass
     root.chmod(0o755)
     (root / "m").chmod(0o755)
     async with NvmeStore(root, lock_limit_s=MOMENT_S) as store:
         with (
-            held(root / "m", user=nobody),
-            pytest.raises(StoreBusy, match=f"stopped, of user {nobody}"),
+            held(root / "m", user=other),
+            pytest.raises(StoreBusy, match=f"stopped, of user {other}"),
         ):
             await read(store, manifest.shards[0])
         assert await read(store, manifest.shards[0])
