@@ -24,12 +24,15 @@ _VERSION = 1
 _HEADER = struct.Struct("!4sH2xIQ")
 _SUM = struct.Struct("!I")
 
-# Bytes copied and summed at once, so that the event loop is not blocked for long.
+# Bytes that are copied at once, and that are summed at once, so that the event loop is not blocked for long.
 PIECE_BYTES = 256 << 10
+_SUMMED_BYTES = 1 << 20
 
 
-def frame_pieces(message: bytes, payload: memoryview) -> Iterator[bytes]:
-    """Yield the bytes of a frame, in pieces if they are many; each is a copy."""
+def frame_pieces(
+    message: bytes, payload: memoryview, *, in_place: bool = False
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a frame, in pieces if they are many; each is a copy, or `in_place` the payload's."""
     header = _HEADER.pack(_MAGIC, _VERSION, len(message), len(payload))
     start = header + _SUM.pack(crc32(header, 0)) + message
     checksum = crc32(message, 0)
@@ -37,8 +40,10 @@ def frame_pieces(message: bytes, payload: memoryview) -> Iterator[bytes]:
         yield b"".join((start, payload, _SUM.pack(crc32(payload, checksum))))
         return
     yield start
-    for at in range(0, len(payload), PIECE_BYTES):
-        piece = bytes(payload[at : at + PIECE_BYTES])
+    piece_bytes = _SUMMED_BYTES if in_place else PIECE_BYTES
+    for at in range(0, len(payload), piece_bytes):
+        part = payload[at : at + piece_bytes]
+        piece = part if in_place else bytes(part)
         checksum = crc32(piece, checksum)
         yield piece
     yield _SUM.pack(checksum)
@@ -81,26 +86,43 @@ class FrameReader:
         self._limits = max_message_bytes, max_payload_bytes
         check_lengths(self._lengths, self._limits)
 
+    @property
+    def room(self) -> memoryview:
+        """The memory that the next bytes go to, never empty; `take` fills it, or `filled` says that it is."""
+        return self._room
+
+    def filled(self, num_bytes: int) -> Frame | None:
+        """Count bytes that were received straight into `room`; return the frame that they complete.
+
+        Raises:
+            ProtocolError: the bytes are no frames; the reader cannot be used further.
+        """
+        self.has_begun, self._room = True, self._room[num_bytes:]
+        return self._go_on()
+
     def take(self, data: memoryview) -> tuple[int, Frame | None]:
         """Consume bytes up to the end of a frame; return their number, and the frame if it is complete.
 
         Raises:
             ProtocolError: the bytes are no frames; the reader cannot be used further.
         """
-        used = 0
-        while True:
-            while not self._room:
-                try:
-                    self._room = next(self._parts)
-                except StopIteration as whole:
-                    self._begin()
-                    return used, whole.value
-            if used == len(data):
-                return used, None
+        used, frame = 0, None
+        while frame is None and used < len(data):
             size = min(len(self._room), len(data) - used)
             self._room[:size] = data[used : used + size]
-            self._room = self._room[size:]
-            self.has_begun, used = True, used + size
+            used, frame = used + size, self.filled(size)
+        return used, frame
+
+    def _go_on(self) -> Frame | None:
+        """Have room for the next bytes, unless the frame is complete: then for those of the next frame."""
+        while not self._room:
+            try:
+                self._room = next(self._parts)
+            except StopIteration as whole:
+                frame: Frame = whole.value
+                self._begin()
+                return frame
+        return None
 
     def _begin(self) -> None:
         self.has_begun = False  # whether a part of a frame was consumed
@@ -118,8 +140,8 @@ class FrameReader:
         yield memoryview(message)
         checksum = crc32(message, 0)
         payload = self._memory_for(payload_bytes)
-        for at in range(0, payload_bytes, PIECE_BYTES):
-            piece = payload[at : at + PIECE_BYTES]
+        for at in range(0, payload_bytes, _SUMMED_BYTES):
+            piece = payload[at : at + _SUMMED_BYTES]
             yield piece
             checksum = crc32(piece, checksum)
         tail = bytearray(_SUM.size)

@@ -31,22 +31,27 @@ class SocketBytes(ByteStream):
         self._closed = False
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
+        room = memoryview(bytearray(max_bytes))
+        return bytes(room[: await self.receive_into(room)])
+
+    async def receive_into(self, room: memoryview) -> int:
+        """Receive at least one byte, and at most as many as there is room for, straight into it."""
         await checkpoint()
         while True:
             self._refuse_if_closed()
             try:
-                data = self.connected.recv(max_bytes)
+                num_bytes = self.connected.recv_into(room)
             except BlockingIOError:
                 await anyio.wait_readable(self.connected)
             except OSError as exc:
                 raise anyio.BrokenResourceError from exc
             else:
-                if not data:
+                if not num_bytes:
                     raise anyio.EndOfStream
                 self.last_used_s = anyio.current_time()
-                return data
+                return num_bytes
 
-    async def send(self, item: bytes) -> None:
+    async def send(self, item: bytes | memoryview) -> None:
         await checkpoint()
         left = memoryview(item)
         while left:

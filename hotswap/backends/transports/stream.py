@@ -12,6 +12,7 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
 from hotswap.backends.transports.link_errors import ENDED, ProtocolError, link_broken, reason_for
+from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.errors import MigrationAborted
 from hotswap.transport import Channel, Frame
 
@@ -21,9 +22,15 @@ MAX_MESSAGE_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 STALL_S = 30.0
 
+# What a socket has is received together up to this length: messages, and the ends of frames.
+_SMALL_BYTES = 64 << 10
+
 
 class StreamChannel(Channel):
     """Sends frames with checksums over a byte stream.
+
+    Over `SocketBytes` the bytes of a payload are copied by the kernel alone: from the caller's memory, and
+    into the memory that `receive` lends.
 
     Args:
         stream: The byte stream; it is closed with the channel.
@@ -45,6 +52,8 @@ class StreamChannel(Channel):
         self._stream, self._stall_s = stream, stall_s
         self._reader = FrameReader(max_message_bytes, max_payload_bytes)
         self._left = memoryview(b"")  # received beyond the frame that was returned
+        self._socket = stream if isinstance(stream, SocketBytes) else None
+        self._small = memoryview(bytearray(_SMALL_BYTES if self._socket else 0))
         self._broken_reason = ""
         self._sending, self._receiving = ResourceGuard("sending on"), ResourceGuard("receiving from")
 
@@ -63,9 +72,9 @@ class StreamChannel(Channel):
             await checkpoint()  # cancelled here, nothing is sent
             async with self._whole_or_broken():
                 self._refuse_if_broken()
-                for piece in frame_pieces(message, data):
+                for piece in frame_pieces(message, data, in_place=self._socket is not None):
                     with anyio.fail_after(self._stall_s):
-                        await self._stream.send(piece)
+                        await self._send(piece)
 
     async def receive(
         self, *, max_message_bytes: int | None = None, max_payload_bytes: int | None = None
@@ -82,14 +91,29 @@ class StreamChannel(Channel):
                     if frame is not None:
                         return frame
                     with anyio.fail_after(self._stall_s if self._reader.has_begun else None):
-                        self._left = memoryview(await self._received())
+                        frame = await self._receive_some()
+                    if frame is not None:
+                        return frame
 
     async def aclose(self) -> None:
         await self.break_off("this end was closed")
 
-    async def _received(self) -> bytes:
+    async def _send(self, piece: bytes | memoryview) -> None:
+        if self._socket is not None:
+            await self._socket.send(piece)
+        else:
+            await self._stream.send(bytes(piece))
+
+    async def _receive_some(self) -> Frame | None:
+        """Receive bytes into `_left`, or straight into a long payload; return a frame that is complete."""
         try:
-            return await self._stream.receive(PIECE_BYTES)
+            if self._socket is None:
+                self._left = memoryview(await self._stream.receive(PIECE_BYTES))
+            elif len(self._reader.room) >= _SMALL_BYTES:
+                return self._reader.filled(await self._socket.receive_into(self._reader.room))
+            else:
+                self._left = self._small[: await self._socket.receive_into(self._small)]
+            return None
         except anyio.EndOfStream:
             if not self._reader.has_begun:
                 raise

@@ -8,6 +8,7 @@ where an SSL context is given. Without TLS, one that can change packets on the w
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import ssl
 from contextlib import suppress
@@ -120,16 +121,45 @@ async def _connected(
     """Return a stream to a server that has proved itself."""
     stream: ByteStream
     if ssl_context is None:
-        stream = await anyio.connect_tcp(host, port)
+        stream = await _connected_socket(host, port)
+        _set_options(stream.connected)
     else:
         stream = await anyio.connect_tcp(host, port, ssl_context=ssl_context, tls_standard_compatible=False)
-    try:
         _set_options(stream.extra(SocketAttribute.raw_socket))
+    try:
         await authenticate_server(stream, secret)
     except BaseException:
         await anyio.aclose_forcefully(stream)
         raise
     return stream
+
+
+async def _connected_socket(host: str, port: int) -> SocketBytes:
+    """Return a stream to the first of a host's addresses that accepts the connection."""
+    failure: OSError | None = None
+    for family, _, _, _, address in await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        connected = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connected.setblocking(False)
+            await _connect(connected, address)
+        except OSError as exc:
+            connected.close()
+            failure = exc
+        except BaseException:
+            connected.close()
+            raise
+        else:
+            return SocketBytes(connected)
+    raise failure or OSError(f"{host!r} has no address")
+
+
+async def _connect(connected: socket.socket, address: tuple[object, ...]) -> None:
+    with suppress(BlockingIOError):
+        connected.connect(address)
+        return
+    await anyio.wait_writable(connected)
+    if error := connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(error, os.strerror(error))
 
 
 async def _over_tls(stream: ByteStream, context: ssl.SSLContext) -> ByteStream:

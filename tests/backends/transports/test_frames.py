@@ -45,6 +45,27 @@ def test_frames_come_back_from_pieces_of_any_size(frames: list[tuple[bytes, byte
     assert read(b"".join(written(*frame) for frame in frames), step=step) == frames
 
 
+@given(st.lists(FRAMES, max_size=4), st.integers(1, 400), st.booleans())
+def test_frames_that_fill_the_room_of_a_reader_are_the_same(
+    frames: list[tuple[bytes, bytes]], step: int, in_place: bool
+) -> None:
+    data = b"".join(
+        bytes(piece)
+        for message, payload in frames
+        for piece in frame_pieces(message, memoryview(payload), in_place=in_place)
+    )
+    step = step if len(data) < 5000 else step * 1000
+    reader, found, at = FrameReader(1 << 20, 1 << 20), list[tuple[bytes, bytes]](), 0
+    while at < len(data):
+        size = min(step, len(reader.room), len(data) - at)
+        reader.room[:size] = data[at : at + size]
+        at += size
+        if (frame := reader.filled(size)) is not None:
+            found.append((frame.message, bytes(frame.payload)))
+    assert found == frames
+    assert not reader.has_begun
+
+
 @given(st.binary(max_size=200), MESSAGES)
 def test_garbage_is_never_a_frame(garbage: bytes, message: bytes) -> None:
     with suppress(ProtocolError):
