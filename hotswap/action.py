@@ -53,10 +53,14 @@ class Unload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """Bring a model's weights to the store's fastest tier before they are needed."""
+    """Bring a model's weights to the store's fastest tier before they are needed.
+
+    `node` says on which node, where tiers belong to nodes; `""` leaves it to the store.
+    """
 
     model: ModelId
     reason: str = ""
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

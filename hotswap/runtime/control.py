@@ -26,7 +26,7 @@ from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
 from hotswap.runtime.views import lend
 from hotswap.scheduler import Scheduler
-from hotswap.store import SupportsPrefetch
+from hotswap.store import SupportsNodes, SupportsPrefetch
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
 
@@ -65,7 +65,7 @@ class Control:
         self._swaps, self._moves, self._adapters = swaps, moves, adapters
         self._losses, self._interval_s, self._telemetry = losses, interval_s, telemetry
         self._asked = anyio.Event()
-        self._prefetching: set[ModelId] = set()
+        self._prefetching: set[tuple[ModelId, str]] = set()
         self._told_unserved: dict[ModelId, float] = {}
 
     def state_changed(self, change: Change) -> None:
@@ -153,18 +153,22 @@ class Control:
             tasks.start_soon(move, active, destination, name=f"move {action.request}")
 
     def _start_prefetch(self, action: Prefetch, tasks: TaskGroup) -> None:
-        store = self._state.store
-        if isinstance(store, SupportsPrefetch) and action.model not in self._prefetching:
-            self._prefetching.add(action.model)
-            tasks.start_soon(self._prefetch, store, action.model, name=f"prefetch {action.model}")
+        key = action.model, action.node
+        if key not in self._prefetching:
+            self._prefetching.add(key)
+            tasks.start_soon(self._prefetch, action.model, action.node, name=f"prefetch {action.model}")
 
-    async def _prefetch(self, store: SupportsPrefetch, model: ModelId) -> None:
+    async def _prefetch(self, model: ModelId, node: str) -> None:
+        store = self._state.store
         try:
-            await store.prefetch(model)
+            if node and isinstance(store, SupportsNodes):
+                store = store.on(node)
+            if isinstance(store, SupportsPrefetch):
+                await store.prefetch(model)
         except Exception as exc:  # a store's own faults as well
             log.warning("Model %r was not prefetched: %s", model, exc, exc_info=_foreign(exc))
         finally:
-            self._prefetching.discard(model)
+            self._prefetching.discard((model, node))
 
     # ------------------------------------------------------------------ what was lost
 

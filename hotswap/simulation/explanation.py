@@ -149,8 +149,8 @@ def _told(action: Action) -> str:
             told = f"swap {instance} to {model}"
         case Unload(instance=instance, reason=reason):
             told = f"unload {instance}"
-        case Prefetch(model=model, reason=reason):
-            told = f"prefetch {model}"
+        case Prefetch(model=model, node=node, reason=reason):
+            told = f"prefetch {model} on {node}" if node else f"prefetch {model}"
         case PinAdapters(instance=instance, adapters=adapters, reason=reason):
             told = f"have {instance} hold {', '.join(adapters)}"
         case Migrate(request=request, destination=destination, reason=reason):

@@ -11,6 +11,7 @@ PUBLIC = (
     "hotswap.abc",
     "hotswap.errors",
     "hotswap.backends.llamacpp",
+    "hotswap.backends.nodes",
     "hotswap.backends.sim",
     "hotswap.backends.stores",
     "hotswap.backends.stores.remote",
