@@ -300,13 +300,18 @@ class CountRank(ABC):
     The load of an engine that computes changes with every step. It decides only between equal counts.
     """
 
-    @abstractmethod
     def __call__(self, instance: InstanceView) -> Any:
-        """Return the whole key; `None` leaves the instance out."""
+        """Return the key, `(count, load)`; `None` leaves the instance out."""
+        count = self.count(instance)
+        return None if count is None else (count, self.load(instance))
 
     @abstractmethod
     def count(self, instance: InstanceView) -> Any:
-        """Return the beginning of the key; neither it nor whether there is a key depends on a load."""
+        """Return the beginning of the key, on which no load has influence; `None` leaves the instance out."""
+
+    def load(self, instance: InstanceView) -> Any:
+        """Return what decides between equal counts; the id if it is not overridden."""
+        return instance.id
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,13 +160,13 @@ class _Kept:
 class _Heap(_Kept):
     """A group's members in a heap by one rank; entries that a change has made stale stay until met.
 
-    For a `CountRank` the keys are `(count, whether the load is known, key)`: a member whose load has changed
+    For a `CountRank` the keys are `(count, whether the load is known, load)`: a member whose load has changed
     stands before all others of its count until it has been looked at.
     """
 
     def __init__(self, rank: Rank, members: Iterable[InstanceId]) -> None:
         super().__init__(rank, members)
-        self.by_count = isinstance(rank, CountRank)
+        self.by_count = rank if isinstance(rank, CountRank) else None
         self._heap: list[tuple[Any, int, InstanceId]] = []
         self._numbers = itertools.count()
 
@@ -187,16 +187,16 @@ class _Heap(_Kept):
         return None
 
     def _rank_changed(self, group: Group, looked_at: Container[InstanceId]) -> None:
-        rank, keys, members, unknown = self._rank, self._keys, group.members, group.load_changed
+        by_count, keys, members, unknown = self.by_count, self._keys, group.members, group.load_changed
         for instance in self.changed:
             view = members[instance]
-            key = rank(view)
+            key = self._rank(view) if by_count is None else by_count.count(view)
             if key is None:
                 keys.pop(instance, None)
                 continue
-            if self.by_count:
+            if by_count is not None:
                 known = instance not in unknown or instance in looked_at
-                key = rank.count(view), known, key if known else None
+                key = key, known, by_count.load(view) if known else None
             if key != keys.get(instance):
                 keys[instance] = key
                 heapq.heappush(self._heap, (key, next(self._numbers), instance))

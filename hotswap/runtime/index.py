@@ -190,7 +190,7 @@ class Index:
         """Return the host of the model that the rank puts first; `None` if it ranks none."""
         group = self._group(model, adapters)
         heap = group.heap(rank)
-        if not heap.by_count:
+        if heap.by_count is None:
             self._renew(group, group.load_changed)
             return heap.first(group)
         # The loads of engines that a request came to or left are about to decide.

@@ -71,8 +71,8 @@ class Instance:
         self._can_adapt = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the status
         self._first_token: Span | None = None
         self._told: EngineStatus | None = None
-        for model in models:
-            self.consider(model)
+        self._checks_models = isinstance(engine, SupportsModelCheck)
+        self.consider(*models)
 
     def status(self) -> EngineStatus:
         """Return what the engine tells of itself.
@@ -140,14 +140,18 @@ class Instance:
         later = (model for model in self.cooldowns if model is not None and not self.may_try(model))
         return tuple(dict.fromkeys((*self.refused, *later)))
 
-    def consider(self, model: ModelCard) -> None:
-        """Note whether the engine says that it will never serve a model."""
-        self.refused.pop(model.id, None)
-        if isinstance(self.engine, SupportsModelCheck):
+    def consider(self, *models: ModelCard) -> bool:
+        """Note which of these the engine says that it will never serve; return whether it says of any."""
+        if not self._checks_models:
+            return False
+        engine = cast("SupportsModelCheck", self.engine)
+        for model in models:
+            self.refused.pop(model.id, None)
             try:
-                self.engine.check_model(model)
+                engine.check_model(model)
             except UnsupportedModel as exc:
                 self.refused[model.id] = exc
+        return True
 
     @property
     def broken(self) -> bool:

@@ -103,7 +103,7 @@ class Models:
         for model in self._state.registered.values():
             card = await self._read(model)
             self._state.models[card.id] = card
-            self._consider(card)
+        self._consider(*self._state.models.values())
 
     async def add(self, model: Model) -> None:
         """Let requests ask for a model from now on; one with a source is imported if the store lacks it.
@@ -173,11 +173,11 @@ class Models:
             instance.refused.pop(name, None)
         state.remove_model(name)
 
-    def _consider(self, model: ModelCard) -> None:
-        """Have every engine asked whether it could serve a model."""
+    def _consider(self, *models: ModelCard) -> None:
+        """Have every engine asked whether it could serve some models."""
         for instance in self._state.instances.values():
-            instance.consider(model)
-            self._state.index.state_changed(instance.id)
+            if instance.consider(*models):
+                self._state.index.state_changed(instance.id)
 
     async def _read(self, model: Model) -> ModelCard:
         store, name = self._state.store, ModelId(model.id)
@@ -243,15 +243,20 @@ class Models:
                 f"The prompt has {request.num_tokens} tokens and model {card.id!r} a context of "
                 f"{card.max_context_tokens}; shorten it so that at least one token can follow."
             )
-        refusals = [instance.refused.get(card.id) for instance in self._state.instances.values()]
-        if refusals and refusals[0] is not None and all(refusals):
-            raise UnsupportedModel(str(refusals[0]))
+        self._check_refusals(card.id)
         if all(0 < memory < card.weight_bytes for memory in self._state.memory_bytes()):
             largest = max(self._state.memory_bytes(), default=0)
             raise ModelTooLarge(
                 f"Model {card.id!r} has {card.weight_bytes:,} bytes of weights and the largest engine "
                 f"{largest:,} bytes of memory; add a larger engine."
             )
+
+    def _check_refusals(self, model: ModelId) -> None:
+        instances = self._state.instances.values()
+        first = next(iter(instances), None)
+        # The first is asked alone first: one of thousands that does not refuse is enough.
+        if first is not None and model in first.refused and all(model in of.refused for of in instances):
+            raise UnsupportedModel(str(first.refused[model]))
 
     def __repr__(self) -> str:
         return f"<Models [{', '.join(self._state.registered) or 'none'}]>"

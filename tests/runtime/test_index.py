@@ -90,11 +90,11 @@ def open_requests(instance: InstanceView) -> int | None:
 class ByCounts(CountRank):
     """The same, as a rank that asks for loads only where requests are equal."""
 
-    def __call__(self, instance: InstanceView) -> tuple[int, int, InstanceId] | None:
-        return by_requests_and_blocks(instance)
+    def count(self, instance: InstanceView) -> int | None:
+        return instance.num_requests if instance.open else None
 
-    def count(self, instance: InstanceView) -> int:
-        return instance.num_requests
+    def load(self, instance: InstanceView) -> tuple[int, InstanceId]:
+        return -instance.num_free_kv_blocks, instance.id
 
 
 BY_COUNTS = ByCounts()

@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.sim.batcher import Batcher, Batching
-from hotswap.backends.sim.load import Load, Reporting, Reports
+from hotswap.backends.sim.load import Load, Reporting, Reports, load_of
 from hotswap.backends.sim.loading import Weights, check_room, read_weights
 from hotswap.backends.sim.migration import MigrationContext, aborted
 from hotswap.backends.sim.sequence import Sequence
@@ -320,10 +320,11 @@ class SimEngine(Engine):
                 preloaded=self._staged.model.id if self._staged else None,
                 node=self.node,
             )
-        return self._load().added_to(self._outline)
+        status = self._outline.updated(**self._load())
+        return status if self._serving else status.updated(num_free_kv_blocks=0)  # there is no pool
 
     def _load(self) -> Load:
-        return self._reports.told or Load.of(self._batcher)
+        return self._reports.told or load_of(self._batcher)
 
     def watch(self, listener: StatusListener) -> bool:
         return self._notifier.watch(listener)

@@ -2,55 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 from hotswap.backends.sim.batcher import Batcher
 from hotswap.request import RequestId
-from hotswap.view import EngineStatus
 
-__all__ = ["Load", "Reporting", "Reports"]
+__all__ = ["Load", "Reporting", "Reports", "load_of"]
 
 Reporting: TypeAlias = Literal["live", "by_step"]
 
 
-class Load(NamedTuple):
+class Load(TypedDict):
     """The fields of an `EngineStatus` that change from step to step."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_prefill_tokens: int = 0
-    num_free_blocks: int = 0
-    num_next_blocks: int = 0
-    preempted: tuple[RequestId, ...] = ()
+    num_running: int
+    num_waiting: int
+    num_prefill_tokens: int
+    num_free_kv_blocks: int
+    num_next_kv_blocks: int
+    preempted: tuple[RequestId, ...]
 
-    @classmethod
-    def of(cls, batcher: Batcher, *, decoding: bool = False, num_taken: int = 0) -> Load:
-        """Return the load of a batcher.
 
-        Args:
-            batcher: The batcher.
-            decoding: Whether the prompts of all running sequences are computed.
-            num_taken: Blocks that the steps since have taken.
-        """
-        return cls(
-            len(batcher.running),
-            len(batcher.waiting),
-            batcher.num_prefill_tokens(running=not decoding),
-            batcher.num_free_blocks - num_taken,
-            batcher.num_next_blocks,
-            batcher.preempted,
-        )
+def load_of(batcher: Batcher, *, decoding: bool = False, num_taken: int = 0) -> Load:
+    """Return the load of a batcher.
 
-    def added_to(self, status: EngineStatus) -> EngineStatus:
-        """Return a status with this load; without a pool there are no free blocks."""
-        return status.updated(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_prefill_tokens=self.num_prefill_tokens,
-            num_free_kv_blocks=self.num_free_blocks if status.num_kv_blocks else 0,
-            num_next_kv_blocks=self.num_next_blocks,
-            preempted=self.preempted,
-        )
+    Args:
+        batcher: The batcher.
+        decoding: Whether the prompts of all running sequences are computed.
+        num_taken: Blocks that the steps since have taken.
+    """
+    return {
+        "num_running": len(batcher.running),
+        "num_waiting": len(batcher.waiting),
+        "num_prefill_tokens": batcher.num_prefill_tokens(running=not decoding),
+        "num_free_kv_blocks": batcher.num_free_blocks - num_taken,
+        "num_next_kv_blocks": batcher.num_next_blocks,
+        "preempted": batcher.preempted,
+    }
 
 
 class Reports:
@@ -66,14 +54,14 @@ class Reports:
 
     def __init__(self, reporting: Reporting, batcher: Batcher) -> None:
         self.by_step = reporting == "by_step"
-        self.told: Load | None = Load.of(batcher) if self.by_step else None
+        self.told: Load | None = load_of(batcher) if self.by_step else None
         self.coming: Load | None = None
         self._batcher = batcher
 
     def begin(self, *, idle: bool) -> None:
         """Make the report of a step that was planned; `idle` if there is none to run."""
         if self.by_step:
-            self.coming = Load.of(self._batcher, decoding=self._batcher.prefills_first)
+            self.coming = load_of(self._batcher, decoding=self._batcher.prefills_first)
             if idle:
                 self.told = self.coming
 

@@ -111,11 +111,8 @@ def _requests_unless_swapping(instance: InstanceView) -> int | None:
 class _BySize(CountRank):
     """Ranks by the largest request that an instance can hold, on which load has no influence."""
 
-    def __call__(self, instance: InstanceView) -> tuple[float, InstanceId]:
-        return inf if instance.max_tokens is None else instance.max_tokens, instance.id
-
-    def count(self, instance: InstanceView) -> tuple[float, InstanceId]:
-        return self(instance)
+    def count(self, instance: InstanceView) -> float:
+        return inf if instance.max_tokens is None else instance.max_tokens
 
 
 _by_size = _BySize()

@@ -28,14 +28,11 @@ class LeastLoadedRouter(Router):
 class _ByLoad(CountRank):
     """Ranks open instances by their number of requests, then by free KV blocks."""
 
-    def __call__(self, instance: InstanceView) -> tuple[bool, int, float, InstanceId] | None:
-        if not instance.open:
-            return None
-        free = instance.num_free_kv_blocks / max(instance.num_kv_blocks, 1)
-        return instance.swapping, instance.num_requests, -free, instance.id
+    def count(self, instance: InstanceView) -> tuple[bool, int] | None:
+        return (instance.swapping, instance.num_requests) if instance.open else None
 
-    def count(self, instance: InstanceView) -> tuple[bool, int]:
-        return instance.swapping, instance.num_requests
+    def load(self, instance: InstanceView) -> tuple[float, InstanceId]:
+        return -instance.num_free_kv_blocks / max(instance.num_kv_blocks, 1), instance.id
 
 
 by_load = _ByLoad()

@@ -113,11 +113,8 @@ class PrefixRouter(Router):
 class _ByMostLoad(CountRank):
     """Ranks open instances by their number of requests, the most first."""
 
-    def __call__(self, instance: InstanceView) -> tuple[bool, int, InstanceId] | None:
-        return (*self.count(instance), instance.id) if instance.open else None
-
-    def count(self, instance: InstanceView) -> tuple[bool, int]:
-        return instance.swapping, -instance.num_requests
+    def count(self, instance: InstanceView) -> tuple[bool, int] | None:
+        return (instance.swapping, -instance.num_requests) if instance.open else None
 
 
 _by_most_load = _ByMostLoad()

@@ -30,11 +30,8 @@ class RoundRobinRouter(Router):
 class _ByTurn(CountRank):
     """Ranks open instances by their latest assignment, on which the engine's load has no influence."""
 
-    def __call__(self, instance: InstanceView) -> tuple[bool, int, InstanceId] | None:
-        return self.count(instance) if instance.open else None
-
-    def count(self, instance: InstanceView) -> tuple[bool, int, InstanceId]:
-        return instance.swapping, instance.last_assigned, instance.id
+    def count(self, instance: InstanceView) -> tuple[bool, int] | None:
+        return (instance.swapping, instance.last_assigned) if instance.open else None
 
 
 _by_turn = _ByTurn()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import sqrt
+from typing import NamedTuple
 
 from hotswap.backends.sim.batcher import Batcher
 from hotswap.backends.sim.sequence import Sequence, Step
@@ -14,8 +14,7 @@ from hotswap.hardware import DeviceProfile
 __all__ = ["DecodeRun", "num_alike"]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRun:
+class DecodeRun(NamedTuple):
     """Steps of the same sequences, each one token further: step `i` lasts `first_s + i more_s`.
 
     Attributes:

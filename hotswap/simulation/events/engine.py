@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from hotswap.backends.sim import SimEngine
-from hotswap.backends.sim.load import Load
+from hotswap.backends.sim.load import Load, load_of
 from hotswap.backends.sim.sequence import Sequence, Step
 from hotswap.engine import StatusListener
 from hotswap.model import ModelCard
@@ -80,7 +80,8 @@ class EventEngine(SimEngine):
     _timer: asyncio.TimerHandle | None = None
     _woken = _in_step = False
     _checks_tokens = False  # a trace makes its prompts of the vocabulary
-    _told = False  # whether the listener knows of a change that has not been looked at yet
+    _listener: StatusListener | None = None
+    _told = True  # whether the listener, if there is one, knows of a change that has not been looked at yet
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -118,11 +119,11 @@ class EventEngine(SimEngine):
         return sequence.position + self._run.num_ended(_now_s())
 
     def watch(self, listener: StatusListener) -> bool:
-        self._told = False
+        self._listener, self._told = listener, False
         return super().watch(listener)
 
     def status(self) -> EngineStatus:
-        self._told = False
+        self._told = self._listener is None
         return super().status()
 
     def _load(self) -> Load:
@@ -140,7 +141,7 @@ class EventEngine(SimEngine):
     def _ahead(self, step: int) -> Load:
         """The load as of the beginning of a step of the run, counted from 1."""
         taken = num_missing(self._batcher.running, step, self._batcher.block_tokens)
-        return Load.of(self._batcher, decoding=True, num_taken=taken)
+        return load_of(self._batcher, decoding=True, num_taken=taken)
 
     def _refuse_if_lost(self) -> None:
         super()._refuse_if_lost()
@@ -222,9 +223,9 @@ class EventEngine(SimEngine):
         self._reports.begin(idle=False)
 
     def _tell_load(self) -> None:
-        if not self._told:
+        if not self._told and self._listener is not None:
             self._told = True
-            self._notifier.load_changed()
+            self._listener.load_changed()
 
 
 def _least_left(step: Step) -> int:

@@ -18,6 +18,8 @@ from hotswap.simulation.events.engine import Counted, EventEngine
 
 __all__ = ["RequestListener", "SimulatedRequest"]
 
+_FINISHED, _INTERRUPTED = Finished(), Interrupted()
+
 
 class RequestListener(Protocol):
     """What is told of simulated requests."""
@@ -55,7 +57,7 @@ class SimulatedRequest(ActiveRequest):
         self._num_before = 0
         self._sequence: Counted | None = None
         self._left: anyio.Event | None = None  # its adapter is held until then
-        self._event: Event = Interrupted()
+        self._event: Event = _INTERRUPTED
         self._loading: anyio.CancelScope | None = None
 
     # ------------------------------------------------------------------ as an active request
@@ -80,7 +82,7 @@ class SimulatedRequest(ActiveRequest):
         elif self._sequence is not None and not self._sequence.closed and self.instance is not None:
             self._num_before = self.num_generated
             _engine(self.instance).drop(self._sequence)
-            asyncio.get_running_loop().call_soon(self._leave, Interrupted())
+            asyncio.get_running_loop().call_soon(self._leave, _INTERRUPTED)
 
     # ------------------------------------------------------------------ what its ticket sets
 
@@ -112,7 +114,7 @@ class SimulatedRequest(ActiveRequest):
     def _note_end(self, error: Exception | None) -> None:
         if self._sequence is not None:
             self._num_before = self._sequence.position
-            self._leave(Finished() if error is None else departure(error))
+            self._leave(_FINISHED if error is None else departure(error))
 
     # ------------------------------------------------------------------ its states
 
@@ -151,7 +153,7 @@ class SimulatedRequest(ActiveRequest):
             self._core.lifetime.tasks.start_soon(self._with_adapter, instance, self.adapter, self._left)
 
     async def _with_adapter(self, instance: Instance, adapter: Adapter, left: anyio.Event) -> None:
-        self._event = Interrupted()
+        self._event = _INTERRUPTED
         try:
             with anyio.CancelScope() as self._loading:
                 async with self._core.caches.held(adapter, self.request.id, instance, self.span):
