@@ -141,8 +141,8 @@ async def recorded() -> tuple[list[bytes], list[bytes]]:
             super().__init__(connected)
             self.by = by
 
-        async def send(self, item: bytes) -> None:
-            said[self.by].append(item)
+        async def send(self, item: bytes | memoryview) -> None:
+            said[self.by].append(bytes(item))
             await super().send(item)
 
     async with Recorder(near, 0) as client, Recorder(far, 1) as server, anyio.create_task_group() as tasks:

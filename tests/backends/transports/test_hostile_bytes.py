@@ -120,12 +120,12 @@ class Damager(SocketBytes):
         super().__init__(connected)
         self._data, self._num_whole = data, data.draw(st.integers(0, 1))
 
-    async def send(self, item: bytes) -> None:
+    async def send(self, item: bytes | memoryview) -> None:
         if self._num_whole:
             self._num_whole -= 1
             await super().send(item)
         else:
-            await super().send(self._data.draw(damaged(item)))
+            await super().send(self._data.draw(damaged(bytes(item))))
             await self.send_eof()
 
 
