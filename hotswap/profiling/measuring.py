@@ -176,6 +176,9 @@ async def _read(card: ModelCard, store: WeightStore) -> None:
 
 # Tokens of a request that comes to others: its first, three decodes, and the step in which the next has come.
 _PASSING = 5
+# So many times the steps that are to be seen may pass before they are: an engine goes on while a busy machine
+# keeps what reads its tokens waiting.
+_SPARE = 4
 
 
 class _Bench:
@@ -195,12 +198,12 @@ class _Bench:
             yield partial(self._prompt, tokens)
         for batch, context in itertools.product(shapes.batches, shapes.contexts):
             contexts = _spread(batch, context)
-            most = self._beginning(contexts) + 2 * shapes.steps
+            most = self._beginning(contexts) + _SPARE * shapes.steps
             if batch <= view.max_requests and self._fits(view.max_tokens, contexts, most):
                 yield partial(self._decodes, contexts, most)
         for batch, tokens in itertools.product(shapes.batches, prompts[1::2]):
             contexts = _spread(batch, min(shapes.contexts))
-            most = self._beginning(contexts) + 2 * _PASSING * (shapes.repeats + 2)
+            most = self._beginning(contexts) + _SPARE * _PASSING * (shapes.repeats + 2)
             room = batch + 1 + tokens <= shapes.token_budget and batch + 2 <= view.max_requests
             if room and self._fits(view.max_tokens, [*contexts, tokens, tokens], most):
                 yield partial(self._passing, contexts, tokens, most)
