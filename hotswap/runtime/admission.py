@@ -122,8 +122,6 @@ class Admission:
         if ticket.error is not None:
             raise ticket.error
         assert ticket.instance is not None
-        waited_s = anyio.current_time() - ticket.waiting_since_s
-        self._usual_wait_s += 0.1 * (max(waited_s, 0.1) - self._usual_wait_s)
         return ticket.instance
 
     def state_changed(self, change: Change) -> None:
@@ -220,7 +218,9 @@ class Admission:
         if ticket.instance is None and ticket.error is None:
             return
         if ticket.instance is not None:
-            self._state.assign(ticket.request, ticket.instance)
+            assigned_s = self._state.assign(ticket.request, ticket.instance)
+            waited_s = max(assigned_s - ticket.waiting_since_s, 0.1)
+            self._usual_wait_s += 0.1 * (waited_s - self._usual_wait_s)
             if ticket.standing.follows is not None:
                 ticket.standing.follows.assigned(ticket.request.id, ticket.instance.id)
             if ticket.standing.suspect:

@@ -20,6 +20,8 @@ __all__ = ["Index", "Indexed"]
 
 log = logging.getLogger("hotswap")
 
+# To ask an engine at once costs less than to rank it twice, but in a small group it may never be asked.
+_MANY = 32
 _SETTLED = (InstanceState.SERVING, InstanceState.EMPTY)
 
 
@@ -193,8 +195,9 @@ class Index:
         if heap.by_count is None:
             self._renew(group, group.load_changed)
             return heap.first(group)
-        # The loads of engines that a request came to or left are about to decide.
-        self._renew(group, group.load_changed & group.counts_changed)
+        # Of a large group those that a request came to or left are about to be asked anyway.
+        many = len(group.members) > _MANY
+        self._renew(group, group.load_changed & group.counts_changed if many else ())
         looked_at: set[InstanceId] = set()
         while True:
             best = heap.first(group, looked_at)

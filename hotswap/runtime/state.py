@@ -353,15 +353,15 @@ class FleetState:
             self.suspect = None
             self.tell(Change.RELEASED)
 
-    def assign(self, request: Request, instance: Instance) -> None:
-        """Count a request to an instance."""
+    def assign(self, request: Request, instance: Instance) -> float:
+        """Count a request to an instance; return the loop time."""
         instance.last_assigned = self._num_assigned = self._num_assigned + 1
         active, turn = self.requests.get(request.id), instance.turn
         stalled = active is not None and active.history.num_stalls > 0
         if stalled or turn.begins:
             view = self.index.counted(instance.id) if turn.begins else None
             turn.assign(request, stalled=stalled, most=None if view is None else view.max_tokens)
-        self._count(request, instance, 1)
+        return self._count(request, instance, 1)
 
     def release(self, request: Request, instance: Instance) -> None:
         """Count it out again."""
@@ -369,11 +369,10 @@ class FleetState:
         self._count(request, instance, -1)
         self.tell(Change.RELEASED)
 
-    def _count(self, request: Request, instance: Instance, number: int) -> None:
+    def _count(self, request: Request, instance: Instance, number: int) -> float:
         instance.num_requests += number
-        if request.priority > 0:
-            instance.num_high_priority += number
-        instance.last_used_s = anyio.current_time()
+        instance.num_high_priority += number * (request.priority > 0)
+        now_s = instance.last_used_s = anyio.current_time()
         if instance.id in self.instances:
             self.index.counts_changed(instance.id)
         self.num_running[request.model] += number
@@ -382,6 +381,7 @@ class FleetState:
             self._num_adapted[key] += number
             if not self._num_adapted[key]:  # versions come and go
                 del self._num_adapted[key]
+        return now_s
 
     def is_latest(self, adapter: Adapter) -> bool:
         """Return whether new requests can still name a version of an adapter."""

@@ -86,7 +86,8 @@ class EventEngine(SimEngine):
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         # Without a task group: thousands of them, one within the other, would make every cancel scope slow.
-        self._batcher.on_change, self._batcher.clock = self._before_change, _now_s
+        self._loop = asyncio.get_running_loop()
+        self._batcher.on_change, self._batcher.clock = self._before_change, self._loop.time
         try:
             with self._running():
                 yield self
@@ -116,7 +117,7 @@ class EventEngine(SimEngine):
         """Return how many tokens of its generation a sequence has by now."""
         if self._run is None or sequence not in self._batcher.running:
             return sequence.position
-        return sequence.position + self._run.num_ended(_now_s())
+        return sequence.position + self._run.num_ended(self._loop.time())
 
     def watch(self, listener: StatusListener) -> bool:
         self._listener, self._told = listener, False
@@ -131,7 +132,7 @@ class EventEngine(SimEngine):
         if run is None:
             return super()._load()
         self._tell_load()  # by the next look there will be fewer blocks
-        ended = run.num_ended(_now_s())
+        ended = run.num_ended(self._loop.time())
         if not self._reports.by_step:
             return self._ahead(ended + 1)
         told = self._ahead(ended) if ended else self._reports.told
@@ -152,7 +153,7 @@ class EventEngine(SimEngine):
     def _step_soon(self) -> None:
         if self._step is None and not self._woken:
             self._woken = True
-            asyncio.get_running_loop().call_soon(self._wake)
+            self._loop.call_soon(self._wake)
 
     def _wake(self) -> None:
         self._woken = False
@@ -173,13 +174,13 @@ class EventEngine(SimEngine):
         self._step, self._migration.is_stepping = step, True
         num_steps = num_alike(step, self._batcher, _least_left(step))
         if num_steps > 1:
-            self._run = DecodeRun.of(step, num_steps, _now_s(), self.profile)
+            self._run = DecodeRun.of(step, num_steps, self._loop.time(), self.profile)
             self._end_at(self._run.end_s(num_steps))
         else:
-            self._end_at(_now_s() + step.seconds(self.profile))
+            self._end_at(self._loop.time() + step.seconds(self.profile))
 
     def _end_at(self, when_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_at(when_s, self._end)
+        self._timer = self._loop.call_at(when_s, self._end)
 
     def _end(self) -> None:
         step = self._step
@@ -201,7 +202,7 @@ class EventEngine(SimEngine):
         if self._in_step:
             return
         if self._run is not None:
-            run, ended = self._run, self._run.num_ended(_now_s())
+            run, ended = self._run, self._run.num_ended(self._loop.time())
             self._pass(ended)
             if self._timer is not None:
                 self._timer.cancel()
@@ -239,7 +240,3 @@ def _least_left(step: Step) -> int:
         for sequence in step.chunks
     ]
     return max(1, min(left))
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
