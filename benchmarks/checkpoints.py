@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.timed_run import Source, digest_of, raw_bytes
+from benchmarks.timed_run import SAFETENSORS, Source, digest_of, raw_bytes
 from hotswap import ModelId
 from hotswap.abc import Manifest, TensorSpec
+from hotswap.backends.stores.convert import convert
 from hotswap.backends.stores.writer import write_model
 
 __all__ = ["SHAPES", "Shape", "write"]
@@ -31,6 +32,7 @@ SHAPES: dict[Shape, str] = {
     "one": "one big tensor",
     "llama": "the tensors of a Llama",
     "many": "ten thousand small tensors",
+    "as_is": "a Llama's checkpoint as it is",
 }
 _MANY = 10_000
 
@@ -56,25 +58,36 @@ def write(directory: Path, shape: Shape, size_bytes: int, *, seed: int, peers_py
     directory.mkdir(parents=True)
     entries = _entries(shape, size_bytes // 128 * 128 // _ITEM_BYTES)
     tensors = _random(entries, seed)
-    specs, buffer_bytes = _specs(entries)
-    manifest = Manifest(
-        model=ModelId(directory.name), shards=(), buffer_bytes=buffer_bytes, tensors=specs, config="{}"
-    )
-    whole = write_model(directory.parent / "store", manifest, [_pieces(specs, tensors, buffer_bytes)])
+    save_file(tensors, directory / SAFETENSORS)
+    whole = _import(directory) if shape == "as_is" else _write_store(directory, entries, tensors)
     source = Source(
         directory=directory,
         payload_bytes=sum(entry.size_bytes for entry in entries),
         buffer_bytes=whole.buffer_bytes,
         digest=digest_of(tensors),
     )
-    places = [(s.name, s.dtype, s.shape, s.offset_bytes, s.size_bytes) for s in specs]
+    places = [(s.name, s.dtype, s.shape, s.offset_bytes, s.size_bytes) for s in whole.tensors]
     (directory / "places.json").write_text(json.dumps(places))
-    save_file(tensors, source.safetensors)
     torch.save(tensors, source.pickle)
     if peers_python is not None:
         _write_tensorizer(source, peers_python)
     _sync(directory)
     return source
+
+
+def _write_store(directory: Path, entries: list[_Entry], tensors: dict[str, Tensor]) -> Manifest:
+    specs, buffer_bytes = _specs(entries)
+    manifest = Manifest(
+        model=ModelId(directory.name), shards=(), buffer_bytes=buffer_bytes, tensors=specs, config="{}"
+    )
+    return write_model(directory.parent / "store", manifest, [_pieces(specs, tensors, buffer_bytes)])
+
+
+def _import(directory: Path) -> Manifest:
+    """Import the safetensors file, in the layout that keeps a checkpoint as it is."""
+    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048, "eos_token_id": 2}
+    (directory / "config.json").write_text(json.dumps(config))
+    return convert(directory, directory.parent / "store", model_id=directory.name, layout="checkpoint")
 
 
 def _entries(shape: Shape, num_values: int) -> list[_Entry]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks import pagecache
 
 __all__ = [
+    "SAFETENSORS",
     "Cache",
     "Peer",
     "Place",
@@ -38,6 +39,7 @@ __all__ = [
 Cache = Literal["cold", "warm"]
 Delivery: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
+SAFETENSORS = "model.safetensors"
 _HUGE_BYTES = 2 << 20
 
 
@@ -90,7 +92,7 @@ class Source:
 
     @property
     def safetensors(self) -> Path:
-        return self.directory / "model.safetensors"
+        return self.directory / SAFETENSORS
 
     @property
     def pickle(self) -> Path:
