@@ -222,7 +222,11 @@ class SupportsModelCheck(Protocol):
 
 
 class WrapperEngine(Engine):
-    """Forwards everything to another engine: subclass it and override what should differ."""
+    """Forwards everything to another engine: subclass it and override what should differ.
+
+    It has no optional ability, save that the fleet asks the wrapped engine for `SupportsModelCheck` where a
+    subclass has no `check_model`.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.wrapped = engine

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import anyio
 
 from hotswap.checks import shown
-from hotswap.engine import Engine, SupportsAdapters, SupportsModelCheck
+from hotswap.engine import Engine, SupportsAdapters, SupportsModelCheck, WrapperEngine
 from hotswap.errors import InstanceError, UnsupportedModel
 from hotswap.model import ModelCard
 from hotswap.request import ModelId
@@ -71,7 +72,7 @@ class Instance:
         self._can_adapt = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the status
         self._first_token: Span | None = None
         self._told: EngineStatus | None = None
-        self._checks_models = isinstance(engine, SupportsModelCheck)
+        self._check = _model_check(engine)
         self.consider(*models)
 
     def status(self) -> EngineStatus:
@@ -142,16 +143,22 @@ class Instance:
 
     def consider(self, *models: ModelCard) -> bool:
         """Note which of these the engine says that it will never serve; return whether it says of any."""
-        if not self._checks_models:
+        if self._check is None:
             return False
-        engine = cast("SupportsModelCheck", self.engine)
         for model in models:
             self.refused.pop(model.id, None)
+            with suppress(UnsupportedModel):
+                self.check_model(model)
+        return True
+
+    def check_model(self, model: ModelCard) -> None:
+        """Raise `UnsupportedModel`, and note it, if the engine says that it will never serve a model."""
+        if self._check is not None:
             try:
-                engine.check_model(model)
+                self._check.check_model(model)
             except UnsupportedModel as exc:
                 self.refused[model.id] = exc
-        return True
+                raise
 
     @property
     def broken(self) -> bool:
@@ -183,3 +190,10 @@ class Instance:
 
     def __repr__(self) -> str:
         return f"<Instance of {self.engine!r}>"
+
+
+def _model_check(engine: Engine) -> SupportsModelCheck | None:
+    """Return what says of models that an engine will never serve them; a wrapper leaves it to its engine."""
+    while isinstance(engine, WrapperEngine) and not isinstance(engine, SupportsModelCheck):
+        engine = engine.wrapped
+    return engine if isinstance(engine, SupportsModelCheck) else None

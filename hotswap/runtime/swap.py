@@ -22,7 +22,7 @@ from opentelemetry.trace import Span, format_trace_id
 from hotswap import telemetry as tm
 from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
 from hotswap.checks import check_positive_seconds
-from hotswap.engine import Engine, SupportsModelCheck, SupportsPreload
+from hotswap.engine import Engine, SupportsPreload
 from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, StoreError, SwapFailed
 from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
 from hotswap.request import ModelId
@@ -144,8 +144,7 @@ class SwapJob:
         async with self._timed("preflight", self.limits.preflight_s, span):
             self._store.go_to(self.instance.status().node)
             await self._store.manifest(model.id)
-            if isinstance(engine, SupportsModelCheck):
-                engine.check_model(model)
+            self.instance.check_model(model)
             room = self.instance.status().memory_bytes
             if room and model.weight_bytes > room:
                 raise OutOfMemory(

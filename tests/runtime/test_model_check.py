@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from hotswap import Fleet, Model, ModelId, Sampling
-from hotswap.abc import ModelCard
+from hotswap.abc import ModelCard, WrapperEngine
 from hotswap.backends.sim import SimEngine
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
@@ -15,6 +16,7 @@ from hotswap.backends.torch import TorchEngine
 from hotswap.errors import SwapFailed, UnsupportedModel
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import LeastLoadedRouter
+from hotswap.testing import chaotic_engine
 from tests.backends.stores.checkpoints import gguf_bytes, write_checkpoint
 from tests.runtime.support import PROFILE, Idle, idle, read, sim_fleet
 
@@ -46,6 +48,18 @@ async def test_schedulers_plan_no_swap_to_an_engine_that_refuses_the_model() -> 
         assert [instance.cooling_down for instance in view.instances] == [("b",), (), ("b",)]
         assert all(model.num_failed_loads == 0 for model in view.models)
         idle(fleet)
+
+
+@virtual_time
+async def test_a_wrapped_engine_is_asked_too() -> None:
+    """Also below chaos and below several wrappers; a wrapper of an engine without a check refuses none."""
+    wrapped = [chaotic_engine(choosy("e0"), Random(1)), WrapperEngine(WrapperEngine(choosy("e1")))]
+    async with sim_fleet("a", "b", engines=[*wrapped, WrapperEngine(willing("e2"))]) as fleet:
+        assert [instance.cooling_down for instance in fleet.view().instances] == [("b",), ("b",), ()]
+        await read(fleet, "b", (1, 2), SOME)
+        with pytest.raises(SwapFailed, match="not for this engine") as caught:
+            await fleet.swap("e1", to="b")
+        assert caught.value.phase == "preflight"
 
 
 @virtual_time

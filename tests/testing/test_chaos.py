@@ -20,6 +20,7 @@ from hotswap.abc import (
     SupportsLend,
     SupportsLendFiles,
     SupportsMigration,
+    SupportsModelCheck,
     SupportsPrefetch,
     SupportsPreload,
     SupportsReadInto,
@@ -47,7 +48,7 @@ from hotswap.testing.conformance import EngineConformance, WeightStoreConformanc
 
 PROFILE = DeviceProfile(memory_bytes=1 << 20)
 CARD = ModelCard(id=ModelId("a"), weight_bytes=100_000, max_context_tokens=4096)
-ENGINE_ABILITIES = (SupportsPreload, SupportsAdapters, SupportsMigration)
+ENGINE_ABILITIES = (SupportsPreload, SupportsAdapters, SupportsMigration, SupportsModelCheck)
 STORE_ABILITIES = (
     SupportsPrefetch,
     SupportsLend,
