@@ -1,7 +1,15 @@
-"""Stores of weights on several nodes as one: each node has its tiers, and the view tells whose they are."""
+"""Stores of weights on several nodes: as one for a controller, and as sources of weights for each other.
+
+`NodeStores` joins the stores of nodes, those of other machines as a `LinkedStore` each. A `StoreHost` serves
+the store of a node to both a controller and other nodes, which read weights from it by a `PeerStore`.
+"""
 
 from __future__ import annotations
 
+from hotswap.backends.nodes.host import StoreHost
+from hotswap.backends.nodes.linked import LinkedStore
+from hotswap.backends.nodes.links import LinkOpener
+from hotswap.backends.nodes.peers import PeerStore
 from hotswap.backends.nodes.stores import NodeStores
 
-__all__ = ["NodeStores"]
+__all__ = ["LinkOpener", "LinkedStore", "NodeStores", "PeerStore", "StoreHost"]

@@ -34,7 +34,7 @@ __all__ = ["NodeStores"]
 
 _S = TypeVar("_S", bound=WeightStore)
 
-_log = logging.getLogger("hotswap.nodes")
+_log = logging.getLogger("hotswap.stores")
 
 
 class NodeStores(WeightStore):

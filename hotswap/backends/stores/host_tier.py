@@ -135,14 +135,28 @@ class HostTier(WeightStore):
         await checkpoint()
         async with self._shard_in_use(shard) as buffer:
             if buffer is None:
-                raise ShardMissing(
-                    f"Tier {self.name!r} does not hold {shard.file!r} of model {shard.model!r}."
-                )
+                raise self._missing(shard)
             chunks = _Resident(self, buffer, shard, self._bandwidth)
             try:
                 yield chunks
             finally:
                 chunks.close()
+
+    @asynccontextmanager
+    async def lend_shard(self, shard: Shard) -> AsyncGenerator[memoryview]:
+        """Lend a shard whole to a reader whose speed tells nothing of this tier's, such as a link.
+
+        Raises:
+            ShardMissing: it is not resident.
+        """
+        async with self._shard_in_use(shard) as buffer:
+            if buffer is None:
+                raise self._missing(shard)
+            data = buffer.part(shard)
+            try:
+                yield data
+            finally:
+                give_back(data)
 
     @asynccontextmanager
     async def lend(self, manifest: Manifest, rank: int = 0) -> AsyncGenerator[HostBuffer | None]:
@@ -158,6 +172,9 @@ class HostTier(WeightStore):
                 yield HostBuffer(data, self.name, buffer.pinned, file, offset_bytes)
             finally:
                 give_back(data)
+
+    def _missing(self, shard: Shard) -> ShardMissing:
+        return ShardMissing(f"Tier {self.name!r} does not hold {shard.file!r} of model {shard.model!r}.")
 
     @abstractmethod
     def reserve(self, manifest: Manifest, rank: int) -> AbstractAsyncContextManager[BufferReservation]:

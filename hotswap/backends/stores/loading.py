@@ -18,7 +18,7 @@ from hotswap.errors import ShardMissing, StoreError
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import SupportsReadInto, WeightStore
-from hotswap.worker_threads import run_in_thread
+from hotswap.worker_threads import run_in_thread, shielded
 
 __all__ = ["Fill", "FillReader", "PrefetchQueue", "more_specific"]
 
@@ -141,7 +141,7 @@ class Fill:
         self._sources = sources
         self._host = host
         self._at_once = at_once
-        self._reading = reading
+        self._source_reading = reading
         self._scope = CancelScope()
         self._left = anyio.Event()
         self._changed = anyio.Event()
@@ -164,7 +164,19 @@ class Fill:
             self._close()
             self.ended.set()
 
-    def leave(self) -> None:
+    @asynccontextmanager
+    async def reading(self) -> AsyncGenerator[None]:
+        """Count a reader while the block runs; the last one to leave waits until the fill has ended."""
+        self.num_readers += 1
+        try:
+            yield
+        finally:
+            self._leave()
+            if not self.num_readers:
+                with CancelScope(shield=True):
+                    await shielded(self.ended.wait)
+
+    def _leave(self) -> None:
         """Remove a reader; the last one ends the fill, finished or not."""
         self.num_readers -= 1
         if not self.num_readers:
@@ -199,7 +211,7 @@ class Fill:
         async with reservation.filling():
             if reservation.has(self.shard):
                 return False
-            with self._reading():
+            with self._source_reading():
                 await self._read()
             reservation.commit(self.shard)
         return True
@@ -255,13 +267,13 @@ class Fill:
 
 
 class FillReader:
-    """The chunks of a shard, lent from the buffer that a fill is writing, as they become available."""
+    """The chunks of a shard from `start`, lent from the buffer that a fill is writing, as they arrive."""
 
-    def __init__(self, fill: Fill, chunk_bytes: int) -> None:
+    def __init__(self, fill: Fill, chunk_bytes: int, start: int = 0) -> None:
         self._fill = fill
         self._chunk_bytes = chunk_bytes
         self._attempt = fill.attempt
-        self._position = 0
+        self._position = start
         self._lent: memoryview | None = None
 
     def __aiter__(self) -> AsyncIterator[HostChunk]:

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from hotswap.backends.stores.bandwidth import JoinedResidents
+from hotswap.backends.stores.held import HeldShards
 from hotswap.backends.stores.host_tier import HostTier
 from hotswap.backends.stores.loading import Fill, FillReader, PrefetchQueue, more_specific
 from hotswap.backends.stores.reading import background
@@ -32,7 +32,6 @@ from hotswap.store import (
 )
 from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import Residency, StoreView
-from hotswap.worker_threads import shielded
 
 __all__ = ["TieredStore"]
 
@@ -50,6 +49,10 @@ class TieredStore(WeightStore):
     are copied to it (see `write_through`).
 
     `prefetches` models are prefetched from a tier at a time, and none while a load reads from it.
+
+    Attributes:
+        tiers: The tiers.
+        held: What other nodes may have of it: shards that are here, or as far as they have arrived.
     """
 
     def __init__(self, *tiers: WeightStore, prefetches: int = 1) -> None:
@@ -68,6 +71,7 @@ class TieredStore(WeightStore):
         self._residents = JoinedResidents()
         self._tracked: list[Manifest] = []
         self._fills: dict[Shard, Fill] = {}
+        self.held = HeldShards(self._host, self._below, self._fills)
         self._logged: dict[ModelId, str] = {}
         self._tasks: TaskGroup | None = None
 
@@ -386,13 +390,8 @@ class TieredStore(WeightStore):
     ) -> AsyncGenerator[Fill]:
         """Join the one fill of a shard; the last reader to leave waits until the fill has ended."""
         fill = await self._join(host, shard, manifest, at_once=at_once)
-        try:
+        async with fill.reading():
             yield fill
-        finally:
-            fill.leave()
-            if not fill.num_readers:
-                with CancelScope(shield=True):
-                    await shielded(fill.ended.wait)
 
     async def _join(self, host: HostTier, shard: Shard, manifest: Manifest, *, at_once: bool) -> Fill:
         while (fill := self._fills.get(shard)) is not None and fill.closing:
@@ -404,7 +403,6 @@ class TieredStore(WeightStore):
             fill = Fill(shard, manifest, self._below, host, at_once=at_once, reading=reading)
             self._fills[shard] = fill
             self._tasks.start_soon(self._run, fill)
-        fill.num_readers += 1
         return fill
 
     @contextmanager

@@ -1,0 +1,43 @@
+"""The chunks of a shard as they come from the store of another node."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from hotswap.backends.nodes.links import Call, NodeLost
+from hotswap.backends.nodes.messages import protocol_errors
+from hotswap.backends.transports import wire
+from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.model import HostChunk, Shard
+
+__all__ = ["received_chunks"]
+
+
+async def received_chunks(
+    call: Call, shard: Shard, start: int, *, tier: str = ""
+) -> AsyncGenerator[HostChunk]:
+    """Yield the chunks of a shard from its byte `start` on, after the answer that they begin.
+
+    They are in memory of the link, valid until the next. `tier` is where they are said to come from, "" for
+    what the other end says.
+
+    Raises:
+        NodeLost: the link broke, was silent for too long, or has sent other bytes than are due.
+        StoreError: the error of the store there.
+    """
+    due = start
+    while True:
+        answer = await call.answer()
+        try:
+            if answer.verb == "done" and due == shard.size_bytes:
+                return
+            if answer.verb != "chunk" or wire.size(answer, "offset") != due or not call.payload:
+                raise ProtocolError(f"{answer.verb!r} came where byte {due:,} of {shard.file!r} was due")
+            with protocol_errors():
+                source = tier or answer.fields.text("tier")
+        except ProtocolError as exc:
+            raise NodeLost(f"Node {call.node!r} broke the protocol: {exc}.") from exc
+        due += len(call.payload)
+        if due > shard.size_bytes:
+            raise NodeLost(f"Node {call.node!r} sent more than the {shard.size_bytes:,} bytes of a shard.")
+        yield HostChunk(shard.buffer_offset_bytes + due - len(call.payload), call.payload, source)
