@@ -21,6 +21,7 @@ HotswapError
     SwapFailed                   a phase of a swap failed or ran out of time
     MigrationAborted             a stage of a migration failed; the source still owns the request
     InstanceLost                 the engine is gone, its requests with it
+      ControllerSuperseded                   another controller has the engine
   StoreError                   try another tier
     ShardMissing                 the weights are not there
     ShardCorrupt                 the file is not what its index says
@@ -42,6 +43,7 @@ from typing import Any, cast
 __all__ = [
     "BackendMissing",
     "ConfigError",
+    "ControllerSuperseded",
     "DeadlineExceeded",
     "FleetClosed",
     "HotswapError",
@@ -187,6 +189,10 @@ class MigrationAborted(InstanceError):
 
 class InstanceLost(InstanceError):
     """The engine is gone: its process died, its device failed, or its host cannot be reached."""
+
+
+class ControllerSuperseded(InstanceLost):
+    """The engine's host serves a newer controller, and refuses this one."""
 
 
 class StoreError(HotswapError):

@@ -103,6 +103,16 @@ class KVSource(ABC):
         Copied in small pieces between steps, so that other requests are not delayed. A cancellation stops it.
         """
 
+    async def copy_to(self, sink: KVSink, first_block: int, num_tokens: int) -> int:
+        """Copy the content of blocks to a sink, and return how many bytes that were.
+
+        By default read here and written there. A source that is elsewhere may have them sent to a sink that
+        is elsewhere without their passing this process.
+        """
+        pages = await self.read(first_block, num_tokens)
+        await sink.write(pages)
+        return len(pages.data)
+
     @abstractmethod
     async def stop(self) -> Stopped:
         """Stop the request at a step boundary, keep its blocks, and return its state.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import anyio
@@ -69,10 +70,8 @@ class Instance:
         self.cooldowns: dict[ModelId | None, Cooldown] = {}
         self.refused: dict[ModelId, UnsupportedModel] = {}
         self.swap_context: SpanContext | None = None
-        self._can_adapt = isinstance(engine, SupportsAdapters)  # a wrapper hides the ability, not the status
         self._first_token: Span | None = None
         self._told: EngineStatus | None = None
-        self._check = _model_check(engine)
         self.consider(*models)
 
     def status(self) -> EngineStatus:
@@ -111,7 +110,8 @@ class Instance:
     def _view(self, status: EngineStatus) -> InstanceView:
         return InstanceView.of(
             status,
-            max_adapters=status.max_adapters if self._can_adapt else 0,
+            # A wrapper hides the ability, not the status.
+            max_adapters=status.max_adapters if _supports(type(self.engine), SupportsAdapters) else 0,
             swapping=self.swapping,
             target=self.target,
             serving_since_s=self.serving_since_s if status.model is not None else None,
@@ -143,7 +143,7 @@ class Instance:
 
     def consider(self, *models: ModelCard) -> bool:
         """Note which of these the engine says that it will never serve; return whether it says of any."""
-        if self._check is None:
+        if _model_check(self.engine) is None:
             return False
         for model in models:
             self.refused.pop(model.id, None)
@@ -153,9 +153,9 @@ class Instance:
 
     def check_model(self, model: ModelCard) -> None:
         """Raise `UnsupportedModel`, and note it, if the engine says that it will never serve a model."""
-        if self._check is not None:
+        if (engine := _model_check(self.engine)) is not None:
             try:
-                self._check.check_model(model)
+                engine.check_model(model)
             except UnsupportedModel as exc:
                 self.refused[model.id] = exc
                 raise
@@ -194,6 +194,12 @@ class Instance:
 
 def _model_check(engine: Engine) -> SupportsModelCheck | None:
     """Return what says of models that an engine will never serve them; a wrapper leaves it to its engine."""
-    while isinstance(engine, WrapperEngine) and not isinstance(engine, SupportsModelCheck):
+    while isinstance(engine, WrapperEngine) and not _supports(type(engine), SupportsModelCheck):
         engine = engine.wrapped
-    return engine if isinstance(engine, SupportsModelCheck) else None
+    return cast("SupportsModelCheck", engine) if _supports(type(engine), SupportsModelCheck) else None
+
+
+@cache
+def _supports(kind: type[Engine], ability: type) -> bool:
+    """Whether engines of a class have an ability; a remote one gets its class when it is started."""
+    return issubclass(kind, ability)

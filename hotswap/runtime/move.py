@@ -195,9 +195,7 @@ class Move:
         step = max(1, self._limits.chunk_bytes // max(1, source.layout.block_bytes)) * block_tokens
         self.num_stages += 1
         for at in range(first_block * block_tokens, end, step):
-            pages = await source.read(at // block_tokens, min(step, end - at))
-            await sink.write(pages)
-            self.copied_bytes += len(pages.data)
+            self.copied_bytes += await source.copy_to(sink, at // block_tokens, min(step, end - at))
 
     async def _hand_over_blocks(self, source: KVSource, sink: KVSink, num_copied: int) -> None:
         with self._timed("stop"):

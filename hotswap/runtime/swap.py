@@ -11,10 +11,9 @@ beside the old model is no failure: the load then comes after the unload.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import anyio
 from opentelemetry.trace import Span, format_trace_id
@@ -23,23 +22,13 @@ from hotswap import telemetry as tm
 from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
 from hotswap.checks import check_positive_seconds
 from hotswap.engine import Engine, SupportsPreload
-from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, StoreError, SwapFailed
-from hotswap.model import HostBuffer, HostChunk, Manifest, ModelCard, Shard
+from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, SwapFailed
+from hotswap.metered_store import MeteredStore
+from hotswap.model import ModelCard
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
-from hotswap.store import (
-    SupportsLend,
-    SupportsLendFiles,
-    SupportsNodes,
-    SupportsReadInto,
-    SupportsSideFiles,
-    SupportsTokenizer,
-    WeightStore,
-    WrapperStore,
-)
 from hotswap.telemetry import Telemetry
-from hotswap.text import Tokenizer
 from hotswap.view import InstanceState
 
 __all__ = ["SwapJob", "SwapLimits"]
@@ -91,7 +80,7 @@ class SwapJob:
         self.telemetry = telemetry
         self.record: SwapRecord | None = None
         self._state = state
-        self._store = _MeteredStore(state.store)
+        self._store = MeteredStore(state.store)
         self._phases: list[PhaseRecord] = []
         self._phase = "preflight"
         self._num_evicted = 0
@@ -287,71 +276,6 @@ class SwapJob:
             tm.TO_MODEL: self.model.id if self.model else "",
             tm.REASON: self.reason,
         }
-
-
-class _MeteredStore(WrapperStore):
-    """Counts what an engine reads or is lent, and from which tier."""
-
-    def __init__(self, store: WeightStore) -> None:
-        super().__init__(store)
-        self.num_bytes = 0
-        self.tier = ""
-        self.buffered = False
-
-    def go_to(self, node: str) -> None:
-        """Read as the engines of a node do, where the store tells nodes apart."""
-        if isinstance(self.wrapped, SupportsNodes):
-            self.wrapped = self.wrapped.on(node)
-
-    async def tokenizer(self, model: ModelId) -> Tokenizer | None:
-        wrapped = self.wrapped
-        return await wrapped.tokenizer(model) if isinstance(wrapped, SupportsTokenizer) else None
-
-    @asynccontextmanager
-    async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
-        async with self.wrapped.open(shard) as chunks:
-            yield self._counted(chunks)
-
-    @asynccontextmanager
-    async def lend(self, manifest: Manifest, rank: int = 0) -> AsyncGenerator[HostBuffer | None]:
-        if not isinstance(self.wrapped, SupportsLend):
-            yield None
-            return
-        async with self.wrapped.lend(manifest, rank) as buffer:
-            if buffer is not None:
-                self.num_bytes += len(buffer.data)
-                self.tier = buffer.tier or self.tier
-            yield buffer
-
-    @asynccontextmanager
-    async def lend_files(self, manifest: Manifest) -> AsyncGenerator[tuple[Path, ...]]:
-        if not isinstance(self.wrapped, SupportsLendFiles):
-            raise StoreError(f"{self.wrapped!r} lends no files; use a store with a local disk.")
-        async with self.wrapped.lend_files(manifest) as files:
-            self.num_bytes += manifest.weight_bytes
-            yield files
-
-    async def side_files(self, model: ModelId) -> dict[str, bytes]:
-        wrapped = self.wrapped
-        return await wrapped.side_files(model) if isinstance(wrapped, SupportsSideFiles) else {}
-
-    async def read_into(self, shard: Shard, destination: memoryview) -> HostChunk | None:
-        if not isinstance(self.wrapped, SupportsReadInto):
-            return None
-        chunk = await self.wrapped.read_into(shard, destination)
-        if chunk is not None:
-            self._count(chunk)
-        return chunk
-
-    async def _counted(self, chunks: AsyncIterator[HostChunk]) -> AsyncIterator[HostChunk]:
-        async for chunk in chunks:
-            self._count(chunk)
-            yield chunk
-
-    def _count(self, chunk: HostChunk) -> None:
-        self.num_bytes += len(chunk.data)
-        self.tier = chunk.tier or self.tier
-        self.buffered = self.buffered or chunk.buffered
 
 
 def _brief(error: BaseException) -> str:

@@ -148,6 +148,7 @@ NAMES = {
     "hotswap.errors": [
         "BackendMissing",
         "ConfigError",
+        "ControllerSuperseded",
         "DeadlineExceeded",
         "FleetClosed",
         "HotswapError",
@@ -177,6 +178,15 @@ NAMES = {
         "UnsupportedAdapter",
         "UnsupportedModel",
         "WrongLoop",
+    ],
+    "hotswap.backends.remote": [
+        "EngineHost",
+        "LinkOpener",
+        "PeerLinks",
+        "RemoteEngine",
+        "SharedPeers",
+        "TcpPeers",
+        "serve_engine",
     ],
     "hotswap.offline": [
         "Arrival",

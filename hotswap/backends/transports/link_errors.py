@@ -8,9 +8,11 @@ import anyio
 
 from hotswap.errors import MigrationAborted
 
-__all__ = ["ENDED", "ProtocolError", "link_broken", "no_link", "reason_for"]
+__all__ = ["ENDED", "ProtocolError", "link_broken", "no_link", "reason_for", "reason_in"]
 
 ENDED = "the other end has closed it, or its process has ended"
+_BROKEN, _GOES_ON = "The link of a move is broken: ", " Open a new one; the request goes on where it is."
+_NO_LINK_GOES_ON = " The request of a move goes on where it is."
 
 
 class ProtocolError(Exception):
@@ -20,7 +22,7 @@ class ProtocolError(Exception):
 def link_broken(reason: str) -> MigrationAborted:
     """Return the error of a broken link."""
     return MigrationAborted(
-        f"The link of a move is broken: {reason}. Open a new one; the request goes on where it is.",
+        f"{_BROKEN}{reason}.{_GOES_ON}",
         stage="link",
     )
 
@@ -28,9 +30,15 @@ def link_broken(reason: str) -> MigrationAborted:
 def no_link(where: str, reason: str) -> MigrationAborted:
     """Return the error of a connection that did not become a link."""
     return MigrationAborted(
-        f"{where} cannot be reached, or gives no link: {reason}. The request of a move goes on where it is.",
+        f"{where} cannot be reached, or gives no link: {reason}.{_NO_LINK_GOES_ON}",
         stage="link",
     )
+
+
+def reason_in(error: MigrationAborted) -> str:
+    """Return what the error of a link says of its reason, without what it says of moves."""
+    text = str(error).removeprefix(_BROKEN).removesuffix(_GOES_ON).removesuffix(_NO_LINK_GOES_ON)
+    return text.removesuffix(".")
 
 
 def reason_for(error: BaseException) -> str | None:

@@ -24,14 +24,19 @@ from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.sampling import Sampling
 
 __all__ = [
+    "MAX_BRACKETS",
     "TOKEN_BYTES",
     "Message",
+    "check_brackets",
+    "encoded",
     "error_of",
     "layout_fields",
     "layout_of",
+    "num_brackets",
     "pack",
     "pack_error",
     "pack_tokens",
+    "protocol_errors",
     "request_fields",
     "request_of",
     "size",
@@ -44,7 +49,7 @@ _T = TypeVar("_T")
 TOKEN_BYTES = 8
 _VERSION = 3
 # JSON of a megabyte may be half a million lists, which take a tenth of a second to make.
-_MAX_BRACKETS = 1 << 15
+MAX_BRACKETS = 1 << 15
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 
 
@@ -58,7 +63,7 @@ class Message:
 
 
 @contextmanager
-def _protocol_errors() -> Generator[None]:
+def protocol_errors() -> Generator[None]:
     """Turn errors of reading a message into `ProtocolError`."""
     try:
         yield
@@ -68,10 +73,7 @@ def _protocol_errors() -> Generator[None]:
 
 def pack(verb: str, number: int, **fields: object) -> bytes:
     """Encode a message."""
-    body = {"version": _VERSION, "verb": verb, "number": number, **fields}
-    message = json.dumps(body, allow_nan=False).encode()
-    # The brackets that a client may write, in a schema for instance, are no lists.
-    return message if _num_brackets(message) <= _MAX_BRACKETS else _STRING.sub(_escaped, message)
+    return encoded({"version": _VERSION, "verb": verb, "number": number, **fields})
 
 
 def unpack(message: bytes) -> Message:
@@ -80,17 +82,34 @@ def unpack(message: bytes) -> Message:
     Raises:
         ProtocolError: it is not valid.
     """
-    if (brackets := _num_brackets(message)) > _MAX_BRACKETS:
-        raise ProtocolError(f"a message has {brackets:,} brackets, over {_MAX_BRACKETS:,}")
-    with _protocol_errors():
+    check_brackets(message)
+    with protocol_errors():
         fields = parse_object(message, "a message", remedy="Use one version of hotswap at both ends.")
         if fields.get("version") != _VERSION:
             raise fields.wrong(f"it is of version {fields.get('version')!r}, not {_VERSION}")
         return Message(fields.text("verb"), fields.size("number"), fields)
 
 
-def _num_brackets(message: bytes) -> int:
+def encoded(value: object) -> bytes:
+    """Return JSON that `check_brackets` takes, unless the value itself has too many lists."""
+    message = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    # The brackets that a client may write, in a schema for instance, are no lists.
+    return message if num_brackets(message) <= MAX_BRACKETS else _STRING.sub(_escaped, message)
+
+
+def num_brackets(message: bytes) -> int:
+    """Return how many brackets open in a message, in its strings too."""
     return message.count(b"[") + message.count(b"{")
+
+
+def check_brackets(message: bytes) -> None:
+    """Refuse a message that would become too many lists.
+
+    Raises:
+        ProtocolError: it has more than `MAX_BRACKETS` brackets.
+    """
+    if (brackets := num_brackets(message)) > MAX_BRACKETS:
+        raise ProtocolError(f"a message has {brackets:,} brackets, over {MAX_BRACKETS:,}")
 
 
 def _escaped(string: re.Match[bytes]) -> bytes:
@@ -104,7 +123,7 @@ def size(message: Message, name: str) -> int:
     Raises:
         ProtocolError: it is not.
     """
-    with _protocol_errors():
+    with protocol_errors():
         return message.fields.size(name)
 
 
@@ -124,7 +143,7 @@ def error_of(answer: Message) -> HotswapError | None:
     Raises:
         ProtocolError: it is no answer.
     """
-    with _protocol_errors():
+    with protocol_errors():
         match answer.verb:
             case "lost":
                 return InstanceLost(answer.fields.text("message"))
@@ -182,7 +201,7 @@ def request_of(message: Message, tokens: tuple[int, ...]) -> Request:
     Raises:
         ProtocolError: it is not valid.
     """
-    with _protocol_errors():
+    with protocol_errors():
         fields = message.fields
         num_prompt = fields.size("num_prompt")
         if num_prompt > len(tokens):
@@ -218,7 +237,7 @@ def layout_of(message: Message) -> KVLayout:
     Raises:
         ProtocolError: it is not valid.
     """
-    with _protocol_errors():
+    with protocol_errors():
         fields = message.fields.record("layout")
         return KVLayout(
             model=ModelId(fields.text("model")),

@@ -1,0 +1,123 @@
+"""The abilities of remote engines, each a class of its own: an engine has those that its host tells.
+
+`isinstance(engine, SupportsAdapters)` asks for methods, so a class with all of them would claim too much.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Final, TypeVar
+
+from anyio import from_thread
+
+from hotswap.backends.remote.linked import LinkedEngine, count_read
+from hotswap.backends.remote.moves import Migrates
+from hotswap.backends.remote.values import adapter_fields, card_fields
+from hotswap.engine import SupportsAdapters, SupportsGrammars, SupportsModelCheck, SupportsPreload
+from hotswap.errors import HotswapError, InstanceError, UnsupportedModel
+from hotswap.migration import SupportsMigration
+from hotswap.model import Adapter, ModelCard
+from hotswap.request import AdapterId
+from hotswap.store import WeightStore
+
+__all__ = ["abilities_of", "class_with"]
+
+_E = TypeVar("_E", bound=LinkedEngine)
+
+_MAX_VERDICTS = 10_000
+
+
+class _Preloads(LinkedEngine):
+    """See `SupportsPreload`."""
+
+    def can_preload(self, model: ModelCard) -> bool:
+        """Whether the weights would fit beside those that are loaded; the host's engine has the last word."""
+        status = self.status()
+        staged_anew = status.preloaded is not None
+        return (
+            staged_anew
+            or not status.memory_bytes
+            or status.weight_bytes + model.weight_bytes <= status.memory_bytes
+        )
+
+    async def preload(self, model: ModelCard, store: WeightStore) -> None:
+        link = self._linked()
+        count_read(link, store, await link.call("preload", model=card_fields(model)))
+
+    async def drop_preload(self) -> None:
+        await self._call("drop_preload")
+
+
+class _HoldsAdapters(LinkedEngine):
+    """See `SupportsAdapters`."""
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await self._call("load_adapter", adapter=adapter_fields(adapter))
+
+    async def drop_adapter(self, adapter: AdapterId) -> None:
+        await self._call("drop_adapter", adapter=adapter)
+
+
+class _ChecksModels(LinkedEngine):
+    """See `SupportsModelCheck`; the host is asked once for each model, which is not refused until then."""
+
+    def check_model(self, model: ModelCard) -> None:
+        if self._link is None or self._link.lost or self._tasks is None:
+            return
+        verdicts = self._link.verdicts
+        if model not in verdicts:
+            if len(verdicts) >= _MAX_VERDICTS:
+                verdicts.clear()
+            verdicts[model] = None
+            self._tasks.start_soon(self._ask, model, name=f"check of {model.id} for {self.id}")
+        elif (refusal := verdicts[model]) is not None:
+            raise UnsupportedModel(str(refusal))
+
+    async def _ask(self, model: ModelCard) -> None:
+        link = self._linked()
+        try:
+            await link.call("check_model", model=card_fields(model))
+        except UnsupportedModel as exc:
+            link.verdicts[model] = exc
+            self._status.state_changed()
+        except HotswapError:  # it cannot tell now
+            link.verdicts.pop(model, None)
+
+
+class _ChecksGrammars(LinkedEngine):
+    """See `SupportsGrammars`."""
+
+    def check_grammar(self, field: str, grammar: str) -> None:
+        if self._link is None:
+            raise InstanceError(f"Engine {self.id!r} cannot be used before `async with` has started it.")
+        from_thread.run(self._check_grammar, field, grammar, token=self._link.loop)
+
+    async def _check_grammar(self, field: str, grammar: str) -> None:
+        await self._call("check_grammar", field=field, grammar=grammar)
+
+
+# By the names that hosts tell: what an engine is asked for, and the class that has its verbs at a controller.
+_ABILITIES: Final[dict[str, tuple[type, type[LinkedEngine]]]] = {
+    "preload": (SupportsPreload, _Preloads),
+    "adapters": (SupportsAdapters, _HoldsAdapters),
+    "model_check": (SupportsModelCheck, _ChecksModels),
+    "grammars": (SupportsGrammars, _ChecksGrammars),
+    "migration": (SupportsMigration, Migrates),
+}
+
+
+def abilities_of(engine: object) -> list[str]:
+    """Return the names of an engine's abilities."""
+    return [name for name, (ability, _) in _ABILITIES.items() if isinstance(engine, ability)]
+
+
+@functools.cache
+def class_with(base: type[_E], abilities: frozenset[str]) -> type[_E]:
+    """Return a subclass of `base` with the methods of some abilities; names that are unknown do not count."""
+    added = [made for name, (_, made) in _ABILITIES.items() if name in abilities]
+    return types.new_class(base.__name__, (base, *added), exec_body=lambda body: body.update(_names_of(base)))
+
+
+def _names_of(base: type) -> dict[str, str]:
+    return {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__ or ""}

@@ -1,0 +1,155 @@
+"""`RemoteSource` and `RemoteSink`: the ends of moves of engines elsewhere, as their controller has them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+
+from hotswap.backends.remote.control import Answer, ControlLink
+from hotswap.backends.remote.linked import LinkedEngine
+from hotswap.backends.remote.pages import PageLink
+from hotswap.backends.transports import wire
+from hotswap.errors import InstanceLost, MigrationAborted
+from hotswap.migration import KVPages, KVSink, KVSource, Stopped
+from hotswap.request import Request, RequestId
+
+__all__ = ["Migrates"]
+
+_LEAVE_S = 10.0
+
+
+class _End:
+    """One end of a move, lent by a host.
+
+    Args:
+        engine: The engine that has the end.
+        link: The link over which the host has lent it.
+        answer: What the host has answered.
+
+    Attributes:
+        layout: The format of the blocks.
+        num_present_blocks: See `KVSink`.
+        key: What the host calls it.
+        address: Where other hosts reach its host; "" if they do not.
+    """
+
+    def __init__(self, engine: LinkedEngine, link: ControlLink, answer: Answer) -> None:
+        self._engine, self.link = engine, link
+        self._pages: PageLink | None = None
+        with link.reading():
+            self.layout = wire.layout_of(wire.Message("", 0, answer.fields))
+            self.num_present_blocks = answer.fields.size("num_present_blocks")
+            self.key, self.address = answer.fields.text("key"), answer.fields.text("address")
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncGenerator[None]:
+        """Give it back at the end of the block, and return when the engine has it."""
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._close_pages()
+                with suppress(InstanceLost, MigrationAborted), anyio.move_on_after(_LEAVE_S):
+                    await self.call("leave")
+
+    async def call(self, verb: str, payload: memoryview | None = None, /, **fields: object) -> Answer:
+        """Have the host do something with it."""
+        return await self.link.call_at_once(verb, payload, key=self.key, **fields)
+
+    async def read(self, first_block: int, num_tokens: int) -> KVPages:
+        """Read blocks of a source."""
+        return await self.link.unless_lost(self._read(first_block, num_tokens))
+
+    async def write(self, pages: KVPages) -> None:
+        """Write blocks to a sink."""
+        await self.link.unless_lost(self._write(pages))
+
+    async def _read(self, first_block: int, num_tokens: int) -> KVPages:
+        return await (await self._page_link()).read(first_block, num_tokens)
+
+    async def _write(self, pages: KVPages) -> None:
+        await (await self._page_link()).write(pages)
+
+    async def _page_link(self) -> PageLink:
+        if self._pages is None or self._pages.is_closed:
+            self._pages = PageLink(await self._engine.open_channel(), self.layout)
+            await self._pages.open(self.key)
+        return self._pages
+
+    async def _close_pages(self) -> None:
+        if self._pages is not None:
+            await self._pages.aclose()
+
+
+class RemoteSource(KVSource):
+    """The source of a move at the host of a remote engine."""
+
+    def __init__(self, end: _End) -> None:
+        self.layout, self._end = end.layout, end
+
+    async def num_tokens(self) -> int:
+        answer = await self._end.call("num_tokens")
+        with self._end.link.reading():
+            return answer.fields.size("num_tokens")
+
+    async def read(self, first_block: int, num_tokens: int) -> KVPages:
+        return await self._end.read(first_block, num_tokens)
+
+    async def copy_to(self, sink: KVSink, first_block: int, num_tokens: int) -> int:
+        """Copy blocks from host to host, where the source's reaches the sink's; else through this process."""
+        if not (isinstance(sink, RemoteSink) and self._end.address and sink.end.address):
+            return await super().copy_to(sink, first_block, num_tokens)
+        answer = await self._end.call(
+            "push", first_block=first_block, num_tokens=num_tokens, to=sink.end.address, sink=sink.end.key
+        )
+        with self._end.link.reading():
+            return answer.fields.size("num_bytes")
+
+    async def stop(self) -> Stopped:
+        answer = await self._end.call("stop")
+        with self._end.link.reading():
+            return Stopped(wire.tokens_of(memoryview(answer.payload)), answer.fields.size("num_computed"))
+
+    async def release(self) -> None:
+        await self._end.call("release")
+
+
+class RemoteSink(KVSink):
+    """The sink of a move at the host of a remote engine.
+
+    Attributes:
+        end: What the host has lent.
+    """
+
+    def __init__(self, end: _End) -> None:
+        self.layout, self.num_present_blocks, self.end = end.layout, end.num_present_blocks, end
+
+    async def reserve(self, num_tokens: int) -> None:
+        await self.end.call("reserve", num_tokens=num_tokens)
+
+    async def write(self, pages: KVPages) -> None:
+        await self.end.write(pages)
+
+    async def commit(self, tokens: Sequence[int]) -> None:
+        await self.end.call("commit", wire.pack_tokens(tokens))
+
+
+class Migrates(LinkedEngine):
+    """See `SupportsMigration`: control goes over the engine's link, blocks over links of their own."""
+
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        link = self._linked()
+        end = _End(self, link, await link.call("export", request=request))
+        async with end.lent():
+            yield RemoteSource(end)
+
+    @asynccontextmanager
+    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+        link = self._linked()
+        fields = wire.request_fields(request)
+        end = _End(self, link, await link.call("import", wire.pack_tokens(request.tokens), **fields))
+        async with end.lent():
+            yield RemoteSink(end)

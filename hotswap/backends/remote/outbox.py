@@ -1,0 +1,159 @@
+"""`Outbox` and `Inbox`: the two directions of a link between a controller and a host of an engine.
+
+Many tasks say messages, one sends them: all that was said in a turn of the event loop is one frame. An end
+that has nothing to say sends a beat from time to time, so that silence means that the other end is gone.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import anyio
+
+from hotswap.backends.remote.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Message,
+    Said,
+    frames_of,
+    messages_of,
+    said,
+)
+from hotswap.backends.transports import wire
+from hotswap.backends.transports.link_errors import ProtocolError, link_broken
+from hotswap.transport import Channel
+
+__all__ = ["Inbox", "Outbox"]
+
+_BEATS = 4  # in the time after which silence ends a link
+_LAST_S = 1.0  # for the last frame of a link
+_ROW_NUMBERS = 1 << 14  # of one message
+
+
+class Outbox:
+    """Collects what tasks say, and sends it in `run`.
+
+    Args:
+        channel: The link.
+        silence_s: The silence that ends the link at the other end; also the time limit for sending a frame.
+    """
+
+    def __init__(self, channel: Channel, silence_s: float) -> None:
+        self._channel, self._silence_s = channel, silence_s
+        self._said: list[Said] = []
+        self._rows: array[int] | None = None  # the last message, if it is of tokens
+        self._num_frames = 0
+        self._sent_s = anyio.current_time()
+        self._woken = anyio.Event()
+        self._failed = ""
+
+    def say(self, verb: str, number: int = 0, payload: memoryview | None = None, /, **fields: object) -> None:
+        """Have a message sent; `payload` must not change any more.
+
+        Raises:
+            ValueError: it is too long; nothing is sent.
+        """
+        message = said(verb, number, fields) if payload is None else said(verb, number, fields, payload)
+        self._end_rows()
+        self._said.append(message)
+        self._woken.set()
+
+    def say_row(self, stream: int, value: int) -> None:
+        """Have a pair of numbers sent in the message `tokens`, which holds those that are said in a row."""
+        if self._rows is None:
+            self._rows = array("q")
+            self._woken.set()
+        self._rows.append(stream)
+        self._rows.append(value)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the last thing that was said is a pair of numbers."""
+        return self._rows is not None
+
+    def wake(self) -> None:
+        """Have `prepare` asked soon."""
+        self._woken.set()
+
+    def fail(self, because: str) -> None:
+        """Have `run` send what was said, if it can do so at once, and end the link."""
+        self._failed = self._failed or because
+        self._woken.set()
+
+    def prepare(self) -> None:
+        """Say what goes with each frame; a subclass may."""
+
+    def pause_s(self) -> float:
+        """Return in how many seconds `prepare` is to be asked at the latest."""
+        return self._sent_s + self._silence_s / _BEATS - anyio.current_time()
+
+    async def run(self) -> None:
+        """Send until cancelled.
+
+        Raises:
+            MigrationAborted: the link is broken.
+        """
+        while True:
+            with anyio.move_on_after(self.pause_s()):
+                await self._woken.wait()
+            if self._failed:
+                with anyio.move_on_after(_LAST_S):
+                    await self.flush()
+                raise link_broken(self._failed)
+            self._woken = anyio.Event()
+            self.prepare()
+            if self._said or self._rows is not None or Outbox.pause_s(self) <= 0:
+                await self.flush()
+
+    async def flush(self) -> None:
+        """Send what was said, or a beat."""
+        self._end_rows()
+        messages, self._said = self._said, []
+        for frame in frames_of(messages, self._num_frames):
+            self._num_frames += 1
+            try:
+                with anyio.fail_after(self._silence_s):
+                    await self._channel.send(*frame)
+            except TimeoutError:
+                raise link_broken(f"the other end took no frame for {self._silence_s:g} s") from None
+        self._sent_s = anyio.current_time()
+
+    def _end_rows(self) -> None:
+        rows, self._rows = self._rows, None
+        for at in range(0, len(rows or ()), _ROW_NUMBERS):
+            assert rows is not None, "there are some"
+            self._said.append(said("tokens", 0, {}, wire.pack_tokens(rows[at : at + _ROW_NUMBERS])))
+
+
+class Inbox:
+    """Receives frames in order, and ends the link when there are none for too long.
+
+    Args:
+        channel: The link.
+        silence_s: For so long there may be no frame.
+    """
+
+    def __init__(self, channel: Channel, silence_s: float) -> None:
+        self._channel, self.silence_s = channel, silence_s
+        self._num_frames = 0
+
+    async def receive(self) -> list[Message]:
+        """Return the messages of the next frame; their payloads are valid until the next call.
+
+        Raises:
+            MigrationAborted: the link is broken, by this frame perhaps, or the other end is silent.
+        """
+        try:
+            with anyio.fail_after(self.silence_s):
+                frame = await self._channel.receive(
+                    max_message_bytes=min(MAX_MESSAGE_BYTES, self._channel.max_message_bytes),
+                    max_payload_bytes=min(MAX_PAYLOAD_BYTES, self._channel.max_payload_bytes),
+                )
+        except TimeoutError:
+            raise link_broken(f"the other end was silent for {self.silence_s:g} s") from None
+        try:
+            messages = messages_of(frame, self._num_frames)
+        except ProtocolError as exc:
+            raise link_broken(str(exc)) from exc
+        self._num_frames += 1
+        return messages

@@ -1,0 +1,151 @@
+"""Links for KV blocks, apart from those for control, so that tokens do not wait behind blocks.
+
+One end wants to read or write the blocks of a move, the other is the host that lends the move's source or
+sink. The first message names the move by its key, which the host has told its controller alone.
+
+    pages     the key of the move
+    read      the first block, how many tokens     ->  done, with the blocks
+    write     the same, with the blocks            ->  done
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from hotswap.backends.remote.failures import error_of, failure
+from hotswap.backends.remote.messages import VERSION
+from hotswap.backends.remote.outbox import Outbox
+from hotswap.backends.transports import wire
+from hotswap.backends.transports.link_errors import ProtocolError, link_broken
+from hotswap.errors import HotswapError
+from hotswap.migration import KVLayout, KVPages, KVSink, KVSource
+from hotswap.transport import Channel, Frame
+
+__all__ = ["PageLink", "serve_pages"]
+
+_ANSWER_S = 30.0
+_MAX_CALL_BYTES = 4 << 10
+_MAX_ANSWER_BYTES = 128 << 10  # of an error
+
+
+class PageLink:
+    """The end that reads or writes; one call at a time. A cancelled call ends the link.
+
+    Args:
+        channel: The link, to the host that lends the move's end.
+        layout: The layout of the blocks.
+
+    Attributes:
+        is_closed: Whether it cannot be used any more.
+    """
+
+    def __init__(self, channel: Channel, layout: KVLayout) -> None:
+        self._channel, self._layout = channel, layout
+        self._num_calls = 0
+        self.is_closed = False
+
+    async def open(self, key: str) -> None:
+        """Name the move."""
+        outbox = Outbox(self._channel, _ANSWER_S)
+        outbox.say("pages", version=VERSION, key=key)
+        await outbox.flush()
+
+    async def read(self, first_block: int, num_tokens: int) -> KVPages:
+        """Read blocks; they are valid until the next read. Errors are those of `KVSource.read`."""
+        parts = list(self._parts(first_block, num_tokens))
+        if len(parts) == 1:
+            return KVPages(first_block, num_tokens, await self._call("read", *parts[0]))
+        data = bytearray()
+        for part in parts:
+            data += await self._call("read", *part)
+        return KVPages(first_block, num_tokens, memoryview(data))
+
+    async def write(self, pages: KVPages) -> None:
+        """Write blocks. Errors are those of `KVSink.write`."""
+        at, block_bytes = 0, self._layout.block_bytes
+        for first_block, num_tokens in self._parts(pages.first_block, pages.num_tokens):
+            size = -(-num_tokens // self._layout.block_tokens) * block_bytes
+            await self._call("write", first_block, num_tokens, pages.data[at : at + size])
+            at += size
+
+    async def aclose(self) -> None:
+        """Close the link."""
+        self.is_closed = True
+        await self._channel.aclose()
+
+    def _parts(self, first_block: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield blocks and tokens that fit in a payload; an empty call is a call too."""
+        block_tokens = self._layout.block_tokens
+        most = max(1, self._channel.max_payload_bytes // max(1, self._layout.block_bytes)) * block_tokens
+        for at in range(0, max(num_tokens, 1), most):
+            yield first_block + at // block_tokens, min(num_tokens - at, most)
+
+    async def _call(
+        self, verb: str, first_block: int, num_tokens: int, payload: memoryview | None = None
+    ) -> memoryview:
+        self._num_calls += 1
+        message = wire.pack(verb, self._num_calls, first_block=first_block, num_tokens=num_tokens)
+        error: HotswapError | None = None
+        try:
+            with anyio.fail_after(_ANSWER_S):
+                await self._channel.send(message, payload)
+                frame = await self._channel.receive(max_message_bytes=_MAX_ANSWER_BYTES)
+            error = self._error_in(frame)
+        except TimeoutError:
+            await self.aclose()
+            raise link_broken(f"the other end did not answer {verb!r} within {_ANSWER_S:g} s") from None
+        except ProtocolError as exc:
+            await self.aclose()
+            raise link_broken(str(exc)) from exc
+        except BaseException:  # the answer to a cancelled call may still come
+            await self.aclose()
+            raise
+        if error is not None:
+            raise error
+        return frame.payload
+
+    def _error_in(self, frame: Frame) -> HotswapError | None:
+        answer = wire.unpack(frame.message)
+        if answer.number != self._num_calls or answer.verb not in ("done", "failed"):
+            raise ProtocolError(f"{answer.verb[:40]!r} was answered to call {answer.number}")
+        with wire.protocol_errors():
+            return error_of(answer.fields.record("error")) if answer.verb == "failed" else None
+
+
+async def serve_pages(end: KVSource | KVSink, channel: Channel) -> None:
+    """Do the calls of a `PageLink` on a source or a sink, until the link ends.
+
+    Raises:
+        MigrationAborted: the link has ended.
+    """
+    while True:
+        frame = await channel.receive(max_message_bytes=_MAX_CALL_BYTES)
+        async with _broken_by_nonsense(channel):
+            message = wire.unpack(frame.message)
+            first_block, num_tokens = wire.size(message, "first_block"), wire.size(message, "num_tokens")
+            data: memoryview | None = None
+            answer = wire.pack("done", message.number)
+            try:
+                match message.verb, end:
+                    case "read", KVSource():
+                        data = (await end.read(first_block, num_tokens)).data
+                    case "write", KVSink():
+                        await end.write(KVPages(first_block, num_tokens, frame.payload))
+                    case verb, _:
+                        raise ProtocolError(f"{verb[:40]!r} is no call to a {type(end).__name__}")
+            except HotswapError as exc:
+                answer = wire.pack("failed", message.number, error=failure(exc))
+        with anyio.fail_after(_ANSWER_S):
+            await channel.send(answer, data)
+
+
+@asynccontextmanager
+async def _broken_by_nonsense(channel: Channel) -> AsyncGenerator[None]:
+    try:
+        yield
+    except ProtocolError as exc:
+        await channel.aclose()
+        raise link_broken(str(exc)) from exc

@@ -1,0 +1,87 @@
+"""`RemoteStream`: the tokens of one request that runs on an engine elsewhere."""
+
+from __future__ import annotations
+
+import anyio
+
+from hotswap.backends.remote.messages import Message
+from hotswap.backends.remote.values import FINISH_REASONS, add_to_prompt, token_of
+from hotswap.backends.transports import wire
+from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.request import Request, Token
+from hotswap.stream import TokenQueue
+
+__all__ = ["REUSED", "RemoteStream"]
+
+# Of a pair of numbers, the first is `4 * stream + kind`: the place of a finish reason, or this.
+REUSED = 3
+_MAX_TOKEN_ID = (1 << 31) - 1
+
+
+class RemoteStream(TokenQueue):
+    """Fed by the host's messages; it holds the host to what the request asks for.
+
+    Attributes:
+        opened: Set once the engine has admitted the request, or the stream has ended.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.opened = anyio.Event()
+        self.has_tokens = False
+        self._next, self._num_left = len(request.generated), max(request.remaining_tokens, 1)
+        self._num_tokens = request.num_tokens
+
+    def take(self, kind: int, value: int) -> None:
+        """Take a pair of numbers.
+
+        Raises:
+            ProtocolError: it is none that could come now.
+        """
+        if kind != REUSED:
+            self._put(Token(id=value, index=self._next, finish_reason=FINISH_REASONS[kind]))
+        elif self.has_tokens or not 0 <= value <= self._num_tokens:
+            raise ProtocolError(f"{value:,} reused tokens were told of a request of {self._num_tokens:,}")
+        else:
+            self.num_reused_tokens = value
+
+    def take_scored(self, message: Message) -> None:
+        """Take a token with its log-probabilities.
+
+        Raises:
+            ProtocolError: it is none that could come now.
+        """
+        with wire.protocol_errors():
+            kind = message.fields.size("kind")
+        if kind >= len(FINISH_REASONS):
+            raise ProtocolError(f"a token is of kind {kind}")
+        self._put(token_of(message.payload, self._next, FINISH_REASONS[kind]))
+
+    def take_prompt(self, message: Message) -> None:
+        """Take a part of what is told of the prompt.
+
+        Raises:
+            ProtocolError: it is none that could come now.
+        """
+        with wire.protocol_errors():
+            num_entries = message.fields.size("num_entries")
+        told = self.prompt_logprobs or None
+        self.prompt_logprobs = add_to_prompt(told, num_entries, message.payload)
+        if self.has_tokens or len(self.prompt_logprobs) > self._num_tokens:
+            raise ProtocolError("more is told of a prompt than it has tokens")
+
+    def end(self, error: BaseException | None) -> None:
+        """End the stream after its tokens."""
+        self.close(error)
+        self.opened.set()
+
+    async def refuse(self) -> None:
+        """Raise what ended the stream, if that came before it was opened or with no token."""
+        if self.closed and not self.has_tokens:
+            await anext(self, None)
+
+    def _put(self, token: Token) -> None:
+        if not 0 <= token.id <= _MAX_TOKEN_ID or not self._num_left:
+            raise ProtocolError(f"token {token.id} was told of a stream with {self._num_left} tokens to come")
+        self._next, self._num_left, self.has_tokens = self._next + 1, self._num_left - 1, True
+        self.put(token)

@@ -1,0 +1,211 @@
+"""What the calls of a controller do at the host of an engine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.fields import Fields
+from hotswap.backends.remote.lent import Lent
+from hotswap.backends.remote.messages import Message
+from hotswap.backends.remote.pages import PageLink
+from hotswap.backends.remote.peers import PeerLinks
+from hotswap.backends.remote.telling import HostOutbox
+from hotswap.backends.remote.values import adapter_of, card_of, number
+from hotswap.backends.transports import wire
+from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.engine import Engine, SupportsAdapters, SupportsGrammars, SupportsModelCheck, SupportsPreload
+from hotswap.errors import MigrationAborted
+from hotswap.metered_store import MeteredStore
+from hotswap.migration import KVSink, KVSource, SupportsMigration
+from hotswap.model import Adapter, ModelCard
+from hotswap.request import AdapterId, RequestId
+from hotswap.store import WeightStore
+from hotswap.worker_threads import run_in_thread
+
+__all__ = ["Call", "Verbs", "tokens_in"]
+
+_TURN_TOKENS = 1 << 14  # decoded at once on the event loop, in about a millisecond
+
+
+class Call:
+    """A call of a controller.
+
+    Attributes:
+        number: Its number.
+        scope: The scope in which it is done; the controller may cancel it.
+        ended: Set once nothing of it is left.
+    """
+
+    def __init__(self, number: int, outbox: HostOutbox) -> None:
+        self.number = number
+        self.scope = anyio.CancelScope()
+        self.ended = anyio.Event()
+        self._outbox = outbox
+        self._is_answered = False
+
+    def answer(self, payload: memoryview | None = None, /, **fields: object) -> None:
+        """Answer it, after the status that the engine has now; only the first answer counts."""
+        if not self._is_answered:
+            self._is_answered = True
+            self._outbox.say_status()
+            self._outbox.say("answer", self.number, payload, **fields)
+
+
+class Verbs:
+    """Does what calls ask for, on an engine and a store.
+
+    Args:
+        engine: The engine.
+        store: Where it reads weights.
+        max_tokens: The most tokens of a request.
+
+    Attributes:
+        lent: What it has lent to moves.
+        peers: How it reaches other hosts.
+    """
+
+    def __init__(self, engine: Engine, store: WeightStore, max_tokens: int) -> None:
+        self.engine, self.store, self.max_tokens = engine, store, max_tokens
+        self.lent = Lent()
+        self.peers: PeerLinks | None = None
+
+    async def do(self, call: Call, message: Message, payload: bytes) -> None:
+        """Do what a call asks for, and answer it.
+
+        Raises:
+            ProtocolError: it cannot be read, or asks for what the engine does not support.
+            Exception: what the engine raised.
+        """
+        engine, fields = self.engine, message.fields
+        match message.verb:
+            case "load":
+                await self._load(call, _card(fields))
+            case "unload":
+                await engine.unload()
+            case "evict":
+                with wire.protocol_errors():
+                    deadline_s = number(fields, "deadline_s")
+                call.answer(num_evicted=await engine.evict(deadline_s=deadline_s))
+            case "preload" if isinstance(engine, SupportsPreload):
+                await self._preload(call, engine, _card(fields))
+            case "drop_preload" if isinstance(engine, SupportsPreload):
+                await engine.drop_preload()
+            case "load_adapter" if isinstance(engine, SupportsAdapters):
+                await engine.load_adapter(_adapter(fields))
+            case "drop_adapter" if isinstance(engine, SupportsAdapters):
+                await engine.drop_adapter(AdapterId(_text(fields, "adapter")))
+            case "check_model" if isinstance(engine, SupportsModelCheck):
+                engine.check_model(_card(fields))
+            case "check_grammar" if isinstance(engine, SupportsGrammars):
+                field, grammar = _text(fields, "field"), _text(fields, "grammar")
+                await run_in_thread(engine.check_grammar, field, grammar)
+            case "export" | "import" if isinstance(engine, SupportsMigration):
+                await self._lend(call, engine, message, payload)
+            case _:
+                await self._move(call, message, payload)
+        call.answer()
+
+    async def _load(self, call: Call, model: ModelCard) -> None:
+        store = MeteredStore(self.store)
+        await self.engine.load(model, store)
+        call.answer(num_bytes=store.num_bytes, tier=store.tier, buffered=store.buffered)
+
+    async def _preload(self, call: Call, engine: SupportsPreload, model: ModelCard) -> None:
+        store = MeteredStore(self.store)
+        await engine.preload(model, store)
+        call.answer(num_bytes=store.num_bytes, tier=store.tier, buffered=store.buffered)
+
+    # ------------------------------------------------------------------ moves
+
+    async def _lend(self, call: Call, engine: SupportsMigration, message: Message, payload: bytes) -> None:
+        """Lend an end of a move until the controller leaves it; its call ends then."""
+        lending: AbstractAsyncContextManager[KVSource | KVSink]
+        if message.verb == "export":
+            lending = engine.export_kv(RequestId(_text(message.fields, "request")))
+        else:
+            tokens = await tokens_in(payload, self.max_tokens)
+            lending = engine.import_kv(wire.request_of(message, tokens))
+        async with lending as end, self.lent.lend(end, call.ended) as lent:
+            call.answer(
+                key=lent.key,
+                layout=wire.layout_fields(end.layout),
+                num_present_blocks=end.num_present_blocks if isinstance(end, KVSink) else 0,
+                address="" if self.peers is None else self.peers.address,
+            )
+            await lent.left.wait()
+
+    async def _move(self, call: Call, message: Message, payload: bytes) -> None:
+        """Do what a call asks for of an end of a move."""
+        key, fields, lent = _text(message.fields, "key"), message.fields, self.lent
+        match message.verb:
+            case "leave":
+                await lent.leave(key)
+            case "num_tokens":
+                call.answer(num_tokens=await lent.source(key).num_tokens())
+            case "stop":
+                stopped = await lent.source(key).stop()
+                call.answer(wire.pack_tokens(stopped.tokens), num_computed=stopped.num_computed)
+            case "release":
+                await lent.source(key).release()
+            case "reserve":
+                await lent.sink(key).reserve(_size(fields, "num_tokens"))
+            case "commit":
+                await lent.sink(key).commit(await tokens_in(payload, self.max_tokens))
+            case "push":
+                call.answer(num_bytes=await self._push(key, fields))
+            case verb:
+                raise ProtocolError(f"the engine was asked to {verb[:40]!r}, which it cannot")
+
+    async def _push(self, key: str, fields: Fields) -> int:
+        """Copy blocks of a source here to a sink at another host; return how many bytes."""
+        first_block, num_tokens = _size(fields, "first_block"), _size(fields, "num_tokens")
+        to, sink = _text(fields, "to"), _text(fields, "sink")
+        source, lent = self.lent.source(key), self.lent[key]
+        if self.peers is None:
+            raise MigrationAborted("The source's host reaches no other hosts.", stage="copy")
+        if lent.peer is None or lent.peer.is_closed:
+            lent.peer = PageLink(await self.peers.connect(to), source.layout)
+            await lent.peer.open(sink)
+        pages = await source.read(first_block, num_tokens)
+        await lent.peer.write(pages)
+        return len(pages.data)
+
+
+async def tokens_in(payload: bytes, most: int) -> tuple[int, ...]:
+    """Decode the tokens of a payload, a part in each turn of the event loop.
+
+    Raises:
+        ProtocolError: there are more than `most`, or no whole number.
+    """
+    if len(payload) > most * wire.TOKEN_BYTES:
+        raise ProtocolError(f"{len(payload):,} bytes of tokens are over {most:,} tokens")
+    tokens: list[int] = []
+    turn_bytes = _TURN_TOKENS * wire.TOKEN_BYTES
+    for at in range(0, len(payload), turn_bytes):
+        tokens += wire.tokens_of(memoryview(payload)[at : at + turn_bytes])
+        if at:
+            await checkpoint()
+    return tuple(tokens)
+
+
+def _card(fields: Fields) -> ModelCard:
+    with wire.protocol_errors():
+        return card_of(fields.record("model"))
+
+
+def _adapter(fields: Fields) -> Adapter:
+    with wire.protocol_errors():
+        return adapter_of(fields.record("adapter"))
+
+
+def _size(fields: Fields, name: str) -> int:
+    with wire.protocol_errors():
+        return fields.size(name)
+
+
+def _text(fields: Fields, name: str) -> str:
+    with wire.protocol_errors():
+        return fields.text(name)

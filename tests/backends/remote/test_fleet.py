@@ -1,0 +1,191 @@
+"""A fleet of remote engines serves as one of engines of its own process does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from opentelemetry import trace
+
+from hotswap import Fleet, Sampling, SwapRecord
+from hotswap.abc import Channel, Engine, ModelCard, WeightStore, WrapperEngine
+from hotswap.backends.remote import EngineHost, RemoteEngine
+from hotswap.backends.sim import SimEngine
+from hotswap.errors import SwapFailed, UnsupportedModel
+from hotswap.offline.virtual_time import virtual_time
+from hotswap.testing import SpanRecorder
+from tests.backends.remote.support import MemoryLinks, request, rig
+from tests.runtime.support import Idle, engine_of, expected, idle, sim_fleet, store_of, until
+
+LONG = Sampling(max_tokens=200, ignore_eos=True)
+PROMPT = tuple(range(1, 101))
+
+
+class MemoryPeers:
+    """Hosts that reach each other over links in memory."""
+
+    def __init__(self, address: str, hosts: dict[str, MemoryLinks]) -> None:
+        self.address, self._hosts = address, hosts
+
+    async def connect(self, address: str) -> Channel:
+        return await self._hosts[address].open()
+
+
+@asynccontextmanager
+async def remote_fleet(
+    engines: Sequence[Engine], *, num_remote: int | None = None, peers: bool = True, **options: Any
+) -> AsyncGenerator[tuple[Fleet, dict[str, MemoryLinks]]]:
+    """A fleet, of whose engines the first `num_remote`, or all, are remote, each with a store of its own."""
+    hosts: dict[str, MemoryLinks] = {}
+    async with AsyncExitStack() as stack:
+        chosen = list[Engine]()
+        for engine in engines[:num_remote]:
+            store = await stack.enter_async_context(store_of("a", "b"))
+            host = EngineHost(await stack.enter_async_context(engine), store)
+            hosts[engine.id] = links = await stack.enter_async_context(MemoryLinks(host))
+            host.peers = MemoryPeers(engine.id, hosts) if peers else None
+            chosen.append(RemoteEngine(engine.id, links.open))
+        if num_remote is not None:
+            chosen += engines[num_remote:]
+        async with sim_fleet("a", "b", engines=chosen, scheduler=Idle(), **options) as fleet:
+            yield fleet, hosts
+
+
+@virtual_time
+async def test_the_record_of_a_swap_is_that_of_an_engine_of_this_process() -> None:
+    records = dict[int, SwapRecord]()
+    for num_remote in (0, 1):
+        async with remote_fleet([engine_of("e0")], num_remote=num_remote) as (fleet, _):
+            record = await fleet.swap("e0", to="a")
+            assert record.model_after == "a"
+            records[num_remote] = record
+    assert records[1].loaded_bytes == records[0].loaded_bytes > 0
+    assert records[1].tier == records[0].tier != ""
+    assert [phase.name for phase in records[1].phases] == [phase.name for phase in records[0].phases]
+
+
+@virtual_time
+async def test_requests_of_a_host_that_is_lost_go_on_elsewhere_and_its_engine_comes_back() -> None:
+    async with remote_fleet([engine_of("e0"), engine_of("e1")]) as (fleet, hosts):
+        for instance in ("e0", "e1"):
+            await fleet.swap(instance, to="a")
+        read = dict[int, list[int]]()
+
+        async def client(number: int) -> None:
+            async with fleet.stream("a", (*PROMPT, number), LONG) as stream:
+                read[number] = [token.id for token in await stream.collect()]
+                assert read[number] == expected(stream.request)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(6):
+                tasks.start_soon(client, number)
+            await until(lambda: all(e.num_requests for e in fleet.view().instances))
+            await anyio.sleep(0.2)
+            await hosts["e0"].opened[0][0].aclose()
+        assert all(len(tokens) == 200 for tokens in read.values())
+        await until(lambda: fleet.view().instances[0].state == "EMPTY")
+        await fleet.swap("e0", to="b")
+        idle(fleet)
+
+
+@pytest.mark.parametrize("route", ["to a host", "from a host", "host to host", "through here"])
+@virtual_time
+async def test_a_request_moves_with_its_blocks_and_every_token_comes_once(route: str) -> None:
+    engines = [engine_of("e0", vocabulary=500), engine_of("e1", vocabulary=500)]
+    num_remote = 1 if route in ("to a host", "from a host") else 2
+    async with remote_fleet(engines, num_remote=num_remote, peers=route == "host to host") as (fleet, hosts):
+        for instance in ("e0", "e1"):
+            await fleet.swap(instance, to="a")
+        for source, destination in (("e0", "e1"), ("e1", "e0")):
+            await fleet.drain(destination)
+            async with fleet.stream("a", PROMPT, LONG) as stream:
+                tokens = [await anext(stream) for _ in range(10)]
+                fleet.reopen(destination)
+                record = await fleet.migrate(stream.request.id, to=destination, method="kv")
+                tokens += await stream.collect()
+                assert [hop.instance for hop in stream.hops] == [source, destination]
+            assert record.outcome == "done"
+            assert record.num_tokens > 100
+            assert [token.index for token in tokens] == list(range(200))
+        # One for control, and one for the blocks of each move that come in or go out another way.
+        num_links = {"host to host": [2, 2], "through here": [3, 3]}.get(route, [3])
+        assert [len(links.opened) for links in hosts.values()] == num_links
+        idle(fleet)
+
+
+class TracedEngine(WrapperEngine):
+    """Makes a span for each load and each stream."""
+
+    def __init__(self, engine: Engine, tracer: trace.Tracer) -> None:
+        super().__init__(engine)
+        self._tracer = tracer
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        with self._tracer.start_as_current_span("read"):
+            await super().load(model, store)
+
+    @asynccontextmanager
+    async def stream(self, request: Any) -> AsyncGenerator[Any]:
+        with self._tracer.start_as_current_span("decode"):
+            async with super().stream(request) as tokens:
+                yield tokens
+
+
+@virtual_time
+async def test_spans_of_a_host_are_children_of_those_of_the_fleet() -> None:
+    spans = SpanRecorder()
+    tracer = spans.tracer_provider.get_tracer("a host")
+    behind = TracedEngine(engine_of("e0"), tracer)
+    async with remote_fleet([behind], tracer_provider=spans.tracer_provider) as (fleet, _):
+        await fleet.swap("e0", to="a")
+        async with fleet.stream("a", PROMPT, LONG) as stream:
+            await stream.collect()
+    parents = {
+        child.name: parent.name
+        for root in spans.tree()
+        for parent in root.walk()
+        for child in parent.children
+    }
+    assert parents["read"] == "hotswap.load"
+    assert parents["decode"] == "hotswap.hop"
+
+
+class Choosy(SimEngine):
+    """Serves no model of a name."""
+
+    def check_model(self, model: ModelCard) -> None:
+        if model.id == "b":
+            raise UnsupportedModel("Model 'b' has a layer that this engine does not know.")
+
+
+@virtual_time
+async def test_a_model_that_the_host_will_never_serve_is_refused_while_the_old_one_serves() -> None:
+    async with remote_fleet([Choosy("e0")]) as (fleet, _):
+        await fleet.swap("e0", to="a")
+        with pytest.raises(SwapFailed, match="does not know") as refused:
+            await fleet.swap("e0", to="b")
+        assert refused.value.phase == "preflight"
+        assert fleet.view().instances[0].model == "a"
+
+
+@virtual_time
+async def test_all_tokens_of_a_turn_are_one_frame() -> None:
+    async with rig() as made:
+        await made.engine.load(made.card, made.store)
+        host = made.links.opened[0][1]
+        before_s = anyio.current_time()
+        num_before = len(host.frames)
+
+        async def client(number: int) -> None:
+            async with made.engine.stream(request(number, max_tokens=100)) as tokens:
+                assert len(await tokens.collect()) == 100
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(6):
+                tasks.start_soon(client, number)
+        num_steps = (anyio.current_time() - before_s) / 0.05
+        assert len(host.frames) - num_before <= 2.2 * num_steps, "600 tokens"
+        await made.engine.unload()
