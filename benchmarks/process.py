@@ -57,8 +57,16 @@ class Process:
         Raises:
             Failed: they cannot be imported.
         """
-        versions: dict[str, str] = self._answer()["versions"]
+        versions: dict[str, str] = self.first()["versions"]
         return versions
+
+    def first(self) -> dict[str, Any]:
+        """Wait for the first answer, which comes without a request.
+
+        Raises:
+            Failed: the process could not begin.
+        """
+        return self._answer()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and return the answer.

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from hotswap.backends.memory import copy
 from hotswap.backends.nodes.links import Call, NodeLost
 from hotswap.backends.nodes.messages import protocol_errors
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.model import HostChunk, Shard
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["received_chunks"]
 
 
 async def received_chunks(
-    call: Call, shard: Shard, start: int, *, tier: str = ""
+    call: Call, shard: Shard, start: int, *, tier: str = "", destination: memoryview | None = None
 ) -> AsyncGenerator[HostChunk]:
     """Yield the chunks of a shard from its byte `start` on, after the answer that they begin.
 
-    They are in memory of the link, valid until the next. `tier` is where they are said to come from, "" for
-    what the other end says.
+    They are in memory of the link, valid until the next; with a `destination`, which is as long as the shard,
+    they lie at their place there. `tier` is where they are said to come from, "" for what the other end says.
 
     Raises:
         NodeLost: the link broke, was silent for too long, or has sent other bytes than are due.
@@ -27,7 +29,7 @@ async def received_chunks(
     """
     due = start
     while True:
-        answer = await call.answer()
+        answer = await call.answer(target=None if destination is None else destination[due:])
         try:
             if answer.verb == "done" and due == shard.size_bytes:
                 return
@@ -40,4 +42,9 @@ async def received_chunks(
         due += len(call.payload)
         if due > shard.size_bytes:
             raise NodeLost(f"Node {call.node!r} sent more than the {shard.size_bytes:,} bytes of a shard.")
-        yield HostChunk(shard.buffer_offset_bytes + due - len(call.payload), call.payload, source)
+        data = call.payload
+        if destination is not None:
+            data = destination[due - len(data) : due]
+            if call.payload.obj is not destination.obj:
+                await run_in_thread(copy, data, call.payload)
+        yield HostChunk(shard.buffer_offset_bytes + due - len(call.payload), data, source)

@@ -9,11 +9,11 @@ from typing import TypeAlias
 import anyio
 
 from hotswap.backends.nodes.messages import failure_of
-from hotswap.backends.transports import wire
+from hotswap.backends.transports import StreamChannel, wire
 from hotswap.backends.transports.link_errors import ProtocolError, reason_for
 from hotswap.backends.transports.wire import Message
 from hotswap.errors import MigrationAborted, StoreError
-from hotswap.transport import Channel
+from hotswap.transport import Channel, Frame
 
 __all__ = ["Call", "LinkOpener", "LinkToNode", "NodeLost"]
 
@@ -48,21 +48,28 @@ class Call:
             with anyio.fail_after(self._answer_s):
                 await self._channel.send(wire.pack(verb, 0, **fields))
 
-    async def answer(self, *, limit_s: float | None = None) -> Message:
+    async def answer(self, *, limit_s: float | None = None, target: memoryview | None = None) -> Message:
         """Return the next answer within `limit_s`, raising the error that it may have.
+
+        Its payload is received straight into `target` where the link can, into memory of the link otherwise.
 
         Raises:
             StoreError: the error of the store there.
         """
         async with self._link_errors():
             with anyio.fail_after(self._answer_s if limit_s is None else limit_s):
-                frame = await self._channel.receive(max_message_bytes=_MAX_ANSWER_BYTES)
+                frame = await self._received(target)
             answer = wire.unpack(frame.message)
             error = failure_of(answer)
         if error is not None:
             raise error
         self.payload = frame.payload
         return answer
+
+    async def _received(self, target: memoryview | None) -> Frame:
+        if target and isinstance(self._channel, StreamChannel):
+            return await self._channel.receive_into(target, max_message_bytes=_MAX_ANSWER_BYTES)
+        return await self._channel.receive(max_message_bytes=_MAX_ANSWER_BYTES)
 
     @asynccontextmanager
     async def _link_errors(self) -> AsyncGenerator[None]:

@@ -17,6 +17,7 @@ from hotswap.backends.nodes.messages import protocol_errors, shard_fields
 from hotswap.backends.nodes.readings import Reading, rank_of
 from hotswap.backends.stores.bandwidth import Meter
 from hotswap.backends.stores.held import from_byte
+from hotswap.backends.stores.loading import copy_any
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.checks import check_counts, check_positive_seconds
 from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, StoreError
@@ -114,7 +115,25 @@ class PeerStore(WrapperStore):
 
     @asynccontextmanager
     async def open(self, shard: Shard) -> AsyncGenerator[AsyncIterator[HostChunk]]:
-        reading = Reading(self.node, shard)
+        async with self._opened(shard, None) as chunks:
+            yield chunks
+
+    @asynccontextmanager
+    async def open_into(
+        self, shard: Shard, destination: memoryview
+    ) -> AsyncGenerator[AsyncIterator[HostChunk]]:
+        """Lend a shard as `open` does; each chunk lies at its place in `destination`, which is as long.
+
+        What comes over TCP is written there by the kernel, without a further copy.
+        """
+        async with self._opened(shard, destination) as chunks:
+            yield chunks
+
+    @asynccontextmanager
+    async def _opened(
+        self, shard: Shard, destination: memoryview | None
+    ) -> AsyncGenerator[AsyncIterator[HostChunk]]:
+        reading = Reading(self.node, shard, destination)
         self._readings[shard] = reading
         try:
             async with aclosing(self._chunks(reading)) as chunks:
@@ -190,7 +209,10 @@ class PeerStore(WrapperStore):
     async def _from_peer(self, reading: Reading, call: Call) -> AsyncGenerator[HostChunk]:
         """Yield what a peer gives; one that is lost, or damaged from its first byte, ends it early."""
         shard, peer = reading.shard, call.node
-        async with aclosing(received_chunks(call, shard, reading.position, tier=self.name)) as chunks:
+        chunks = received_chunks(
+            call, shard, reading.position, tier=self.name, destination=reading.destination
+        )
+        async with aclosing(chunks):
             while True:
                 self._meter.begin()
                 num_bytes = 0
@@ -207,7 +229,7 @@ class PeerStore(WrapperStore):
                     self._meter.end(num_bytes)
                 if chunk is None:
                     return
-                await run_in_thread(reading.count, peer, chunk.data)
+                await reading.count(peer, chunk.data)
                 if reading.is_complete and not reading.matches:
                     self._blame(reading)
                     return
@@ -224,7 +246,7 @@ class PeerStore(WrapperStore):
                     reading.position += len(chunk.data)
                     self.num_bytes_from[""] += len(chunk.data)
                     reading.has_lent = True
-                    yield chunk
+                    yield await self._placed(reading, chunk)
         except ShardCorrupt:
             if not start:
                 raise
@@ -232,6 +254,15 @@ class PeerStore(WrapperStore):
             return
         if not reading.is_complete:
             raise StoreError(f"{self.wrapped!r} gave {reading.position - start} bytes of {shard.file!r}.")
+
+    async def _placed(self, reading: Reading, chunk: HostChunk) -> HostChunk:
+        """Copy a chunk of the storage to its place in the destination, if there is one."""
+        if reading.destination is None:
+            return chunk
+        start = chunk.offset_bytes - reading.shard.buffer_offset_bytes
+        data = reading.destination[start : start + len(chunk.data)]
+        await run_in_thread(copy_any, data, chunk.data)
+        return replace(chunk, data=data)
 
     async def _opened_storage(self, reading: Reading, stack: AsyncExitStack) -> AsyncIterator[HostChunk]:
         """Open the storage at the byte that is due, as a shard of its own where it can read such a one."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from anyio.lowlevel import checkpoint
+
 from hotswap.backends.crc import crc32
 from hotswap.backends.stores.layout import is_checksum
 from hotswap.model import Shard
 
 __all__ = ["Reading", "rank_of"]
+
+
+_TURN_BYTES = 1 << 20
 
 
 class _Source(Enum):
@@ -31,6 +36,7 @@ class Reading:
 
     Attributes:
         shard: What is read.
+        destination: Where its bytes go; `None` for memory of links and of the storage.
         position: How many of its bytes were read.
         value: The CRC-32 of what came from peers so far.
         sources: The peers that gave bytes.
@@ -41,8 +47,8 @@ class Reading:
         noted: The peers that have asked for it meanwhile, and are ranked higher.
     """
 
-    def __init__(self, node: str, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(self, node: str, shard: Shard, destination: memoryview | None = None) -> None:
+        self.shard, self.destination = shard, destination
         self.position = self.value = 0
         self.sources: set[str] = set()
         self.asked: set[str] = set()
@@ -90,9 +96,11 @@ class Reading:
         """Whether it reads from a peer."""
         return self._source is _Source.PEER
 
-    def count(self, peer: str, data: memoryview) -> None:
-        """Add bytes that a peer gave. Blocking: it reads all of them."""
-        self.value = crc32(data, self.value)
+    async def count(self, peer: str, data: memoryview) -> None:
+        """Add bytes that a peer gave, a part in each turn of the event loop."""
+        for at in range(0, len(data), _TURN_BYTES):
+            await checkpoint()
+            self.value = crc32(data[at : at + _TURN_BYTES], self.value)
         self.position += len(data)
         self.sources.add(peer)
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import anyio
 from anyio import CancelScope
@@ -20,7 +27,7 @@ from hotswap.request import ModelId
 from hotswap.store import SupportsReadInto, WeightStore
 from hotswap.worker_threads import run_in_thread, shielded
 
-__all__ = ["Fill", "FillReader", "PrefetchQueue", "more_specific"]
+__all__ = ["Fill", "FillReader", "PrefetchQueue", "SupportsOpenInto", "copy_any", "more_specific"]
 
 _COPY_BYTES = 1 << 20
 
@@ -102,6 +109,17 @@ def _subtract(counter: Counter[ModelId], model: ModelId) -> None:
 def more_specific(one: StoreError | None, other: StoreError) -> StoreError:
     """Of two tiers' errors return the one to report: `ShardMissing` yields to any other."""
     return other if one is None or isinstance(one, ShardMissing) else one
+
+
+@runtime_checkable
+class SupportsOpenInto(Protocol):
+    """A store that can lend a shard chunk by chunk in memory of the caller."""
+
+    def open_into(
+        self, shard: Shard, destination: memoryview
+    ) -> AbstractAsyncContextManager[AsyncIterator[HostChunk]]:
+        """Lend a shard as `WeightStore.open` does; each chunk lies at its place in `destination`."""
+        ...
 
 
 class Fill:
@@ -236,6 +254,8 @@ class Fill:
             chunk = await tier.read_into(self.shard, self.data)
         if chunk is not None:
             self.tier, self.filled_bytes = chunk.tier, len(chunk.data)
+        elif isinstance(tier, SupportsOpenInto):
+            await self._place_from(tier)
         else:
             await self._copy_from(tier)
         if self.filled_bytes != self.shard.size_bytes:
@@ -244,12 +264,19 @@ class Fill:
                 f"{self.shard.file!r}. Check its implementation."
             )
 
+    async def _place_from(self, tier: SupportsOpenInto) -> None:
+        async with tier.open_into(self.shard, self.data) as chunks:
+            async for chunk in chunks:
+                end = chunk.offset_bytes - self.shard.buffer_offset_bytes + len(chunk.data)
+                self.tier, self.filled_bytes = chunk.tier, end
+                self._notify()
+
     async def _copy_from(self, tier: WeightStore) -> None:
         async with tier.open(self.shard) as chunks:
             async for chunk in chunks:
                 start = chunk.offset_bytes - self.shard.buffer_offset_bytes
                 with self.data[start : start + len(chunk.data)] as target:
-                    await run_in_thread(_copy, target, chunk.data)
+                    await run_in_thread(copy_any, target, chunk.data)
                 self.tier, self.filled_bytes = chunk.tier, start + len(chunk.data)
                 self._notify()
 
@@ -309,7 +336,7 @@ class FillReader:
         return fill.filled_bytes > self._position
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
+def copy_any(target: memoryview, source: memoryview) -> None:
     """Copy without holding the interpreter lock for long; read-only memory is copied in pieces."""
     if source.readonly:
         for start in range(0, len(source), _COPY_BYTES):

@@ -73,17 +73,20 @@ class FrameReader:
     def __init__(self, max_message_bytes: int, max_payload_bytes: int) -> None:
         self._limits = max_message_bytes, max_payload_bytes
         self._memory = memoryview(bytearray())
+        self._target: memoryview | None = None
         self._parts: Generator[memoryview, None, Frame]
         self._room: memoryview
         self._begin()
 
-    def limit(self, max_message_bytes: int, max_payload_bytes: int) -> None:
+    def limit(self, max_message_bytes: int, max_payload_bytes: int, target: memoryview | None = None) -> None:
         """Set the limits of the next frame, of which a part may have been consumed.
+
+        Its payload goes to `target` if it fits and its header was not consumed; else to memory of the reader.
 
         Raises:
             ProtocolError: its lengths are known and over them; the reader cannot be used further.
         """
-        self._limits = max_message_bytes, max_payload_bytes
+        self._limits, self._target = (max_message_bytes, max_payload_bytes), target
         check_lengths(self._lengths, self._limits)
 
     @property
@@ -151,6 +154,8 @@ class FrameReader:
         return Frame(bytes(message), payload)
 
     def _memory_for(self, size_bytes: int) -> memoryview:
+        if self._target is not None and size_bytes <= len(self._target):
+            return self._target[:size_bytes]
         if len(self._memory) < size_bytes:
             try:
                 self._memory = aligned_buffer(size_bytes)

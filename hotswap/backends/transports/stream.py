@@ -10,6 +10,7 @@ from anyio import ResourceGuard
 from anyio.abc import ByteStream
 from anyio.lowlevel import checkpoint
 
+from hotswap.backends.memory import address_of, copy_in_turns
 from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
 from hotswap.backends.transports.link_errors import ENDED, ProtocolError, link_broken, reason_for
 from hotswap.backends.transports.sockets import SocketBytes
@@ -79,13 +80,28 @@ class StreamChannel(Channel):
     async def receive(
         self, *, max_message_bytes: int | None = None, max_payload_bytes: int | None = None
     ) -> Frame:
-        limits = self.limits(max_message_bytes, max_payload_bytes)
+        return await self._receive(*self.limits(max_message_bytes, max_payload_bytes), None)
+
+    async def receive_into(self, target: memoryview, *, max_message_bytes: int | None = None) -> Frame:
+        """Return the next frame, as `receive`, with its payload at the beginning of `target`.
+
+        A longer payload breaks the link. After a cancelled call the content of `target` is undefined.
+        """
+        frame = await self._receive(*self.limits(max_message_bytes, len(target)), target)
+        payload = target[: len(frame.payload)]
+        if len(payload) and address_of(payload) != address_of(frame.payload):  # a receive had begun it before
+            await copy_in_turns(payload, frame.payload)
+        return Frame(frame.message, payload)
+
+    async def _receive(
+        self, max_message_bytes: int, max_payload_bytes: int, target: memoryview | None
+    ) -> Frame:
         with self._receiving:
             await checkpoint()
             while True:
                 self._refuse_if_broken()
                 async with self._or_broken():
-                    self._reader.limit(*limits)
+                    self._reader.limit(max_message_bytes, max_payload_bytes, target)
                     used, frame = self._reader.take(self._left)
                     self._left = self._left[used:]
                     if frame is not None:

@@ -353,5 +353,20 @@ async def test_weights_come_over_tcp(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert caplog.text == ""
 
 
+async def test_a_shard_is_received_into_the_memory_of_its_reader(tmp_path: Path) -> None:
+    manifest, ranks = put(tmp_path, "a", size=600 * UNIT, file_bytes=600 * UNIT)
+    (shard,) = manifest.shards
+    storage = storage_of(tmp_path)
+    async with NvmeStore(tmp_path) as far, over_tcp(StoreHost("n0", far)) as open_link, storage:
+        for opener in ({"n0": open_link}, {}):  # the second from the storage
+            target = bytearray(shard.size_bytes)
+            peers = PeerStore(storage, opener, node="n1")
+            async with peers.open_into(shard, memoryview(target)) as chunks:
+                async for chunk in chunks:
+                    end = chunk.offset_bytes + len(chunk.data)
+                    assert bytes(target[chunk.offset_bytes : end]) == bytes(chunk.data)
+            assert target == ranks[0]
+
+
 async def loaded_rank(store: WeightStore, manifest: Manifest) -> bytes:
     return await read_rank(store, manifest)

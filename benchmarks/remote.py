@@ -1,0 +1,55 @@
+"""What goes between nodes, beside the least that it could take: weights from peers.
+
+    python -m benchmarks remote --json remote.json
+    python -m benchmarks remote --part peers
+
+Each part measures one thing in turns with its limit, in processes of their own on addresses of this machine,
+and adds its figures to the report.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peer_weights
+from benchmarks.command import parser_of, save
+from benchmarks.measure import WORK, Summary, brief, machine
+from benchmarks.table import show
+
+__all__ = ["main", "measure"]
+
+PARTS = {"peers": "weights from one node to another, beside a plain socket, and to four at once"}
+
+
+def measure(parts: Sequence[str], directory: Path = WORK, *, full: bool = False) -> dict[str, Any]:
+    """Measure parts, and return their figures in one report."""
+    directory.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"machine": machine(directory)}
+    if "peers" in parts:
+        settings = peer_weights.Settings(**({"spread_bytes": 1_000_000_000} if full else {}))
+        report |= peer_weights.measure(settings, directory)
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write the report; 1 if a figure is beyond its limit."""
+    parser = parser_of("remote", __doc__, full="1 GB to four nodes, not a quarter of it")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="measure this part alone")
+    options = parser.parse_args(arguments)
+    report = measure(options.part or list(PARTS), full=options.full)
+    lines: list[list[str]] = []
+    kept = True
+    if "peer_over_socket" in report:
+        lines += peer_weights.rows(report)
+        kept &= Summary.of(report["peer_over_socket"]).median >= peer_weights.LEAST_OF_SOCKET
+        kept &= Summary.of(report["peer_four_over_one"]).median <= peer_weights.MOST_OF_ONE
+    show("between nodes", ["", "median [min-max]", "limit"], lines)
+    save(brief(report), options.json)
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
