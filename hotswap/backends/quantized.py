@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 from hotswap.backends.fields import parse_object
 from hotswap.errors import UnsupportedModel
 
-__all__ = ["PLAIN_DTYPES", "check_left_over", "check_plain", "check_plain_dtype"]
+__all__ = ["PLAIN_DTYPES", "check_left_over", "check_plain", "check_plain_dtype", "sections_of"]
 
 PLAIN_DTYPES: Final = frozenset(("F16", "BF16", "F32", "F64"))
 _SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
@@ -32,13 +32,9 @@ def check_plain(directory: Path, config: Mapping[str, Any]) -> None:
         UnsupportedModel: naming what says so, and what to do instead.
         ShardCorrupt: a file that tells of quantization is no JSON object.
     """
-    text: object = config.get("text_config")
-    empty: dict[str, Any] = {}
-    parts = (config, cast("dict[str, Any]", text) if isinstance(text, dict) else empty)
-    for section in _SECTIONS:
-        for found in (part[section] for part in parts if part.get(section) is not None):
-            method = cast("Mapping[str, Any]", found).get("quant_method") if isinstance(found, dict) else None
-            raise _quantized(directory, f"{section!r} of its config" + (f" is {method!r}" if method else ""))
+    for section, found in sections_of(config):
+        method = cast("Mapping[str, Any]", found).get("quant_method") if isinstance(found, dict) else None
+        raise _quantized(directory, f"{section!r} of its config" + (f" is {method!r}" if method else ""))
     path = directory / "hf_quant_config.json"
     if path.is_file():
         told = parse_object(path.read_bytes(), path, remedy="Fetch the checkpoint again.").get("quantization")
@@ -54,6 +50,14 @@ def check_plain(directory: Path, config: Mapping[str, Any]) -> None:
                 f"The checkpoint in {str(directory)!r} is a {name}, which generates no text; give one of a "
                 "causal language model."
             )
+
+
+def sections_of(config: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Return the sections of a config that tell of quantization, with their names; `null` tells nothing."""
+    text: object = config.get("text_config")
+    empty: dict[str, Any] = {}
+    parts = (config, cast("dict[str, Any]", text) if isinstance(text, dict) else empty)
+    return [(name, part[name]) for name in _SECTIONS for part in parts if part.get(name) is not None]
 
 
 def check_left_over(directory: Path, names: Iterable[str]) -> None:

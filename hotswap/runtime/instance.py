@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, cast
@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, cast
 import anyio
 
 from hotswap.checks import shown
-from hotswap.engine import Engine, SupportsAdapters, SupportsModelCheck, WrapperEngine
+from hotswap.engine import Engine, SupportsAdapters, SupportsModelCheck, SupportsModelTrial, WrapperEngine
 from hotswap.errors import InstanceError, UnsupportedModel
 from hotswap.model import ModelCard
 from hotswap.request import ModelId
 from hotswap.runtime.turn import Turn
+from hotswap.store import WeightStore
 from hotswap.telemetry import Telemetry
 from hotswap.view import EngineStatus, InstanceId, InstanceState, InstanceView
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext
 
-__all__ = ["Instance"]
+__all__ = ["Instance", "refusal"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 # An engine that could not be restarted so many times in a row is left LOST.
@@ -143,7 +144,7 @@ class Instance:
 
     def consider(self, *models: ModelCard) -> bool:
         """Note which of these the engine says that it will never serve; return whether it says of any."""
-        if _model_check(self.engine) is None:
+        if _beneath(self.engine, SupportsModelCheck) is None:
             return False
         for model in models:
             self.refused.pop(model.id, None)
@@ -153,12 +154,30 @@ class Instance:
 
     def check_model(self, model: ModelCard) -> None:
         """Raise `UnsupportedModel`, and note it, if the engine says that it will never serve a model."""
-        if (engine := _model_check(self.engine)) is not None:
-            try:
+        engine = cast("SupportsModelCheck | None", _beneath(self.engine, SupportsModelCheck))
+        if engine is not None:
+            with self._noting(model):
                 engine.check_model(model)
-            except UnsupportedModel as exc:
-                self.refused[model.id] = exc
-                raise
+
+    @property
+    def tries_models(self) -> bool:
+        """Whether `try_model` may find something out."""
+        return _beneath(self.engine, SupportsModelTrial) is not None
+
+    async def try_model(self, model: ModelCard, store: WeightStore) -> None:
+        """Raise `UnsupportedModel`, and note it, if the engine finds that it will never serve a model."""
+        engine = cast("SupportsModelTrial | None", _beneath(self.engine, SupportsModelTrial))
+        if engine is not None:
+            with self._noting(model):
+                await engine.try_model(model, store)
+
+    @contextmanager
+    def _noting(self, model: ModelCard) -> Generator[None]:
+        try:
+            yield
+        except UnsupportedModel as exc:
+            self.refused[model.id] = exc
+            raise
 
     @property
     def broken(self) -> bool:
@@ -192,14 +211,23 @@ class Instance:
         return f"<Instance of {self.engine!r}>"
 
 
-def _model_check(engine: Engine) -> SupportsModelCheck | None:
-    """Return what says of models that an engine will never serve them; a wrapper leaves it to its engine."""
-    while isinstance(engine, WrapperEngine) and not _supports(type(engine), SupportsModelCheck):
+def _beneath(engine: Engine, ability: type) -> Engine | None:
+    """Return the engine if it has an ability, else that which it wraps and that has it; `None` without."""
+    while isinstance(engine, WrapperEngine) and not _supports(type(engine), ability):
         engine = engine.wrapped
-    return cast("SupportsModelCheck", engine) if _supports(type(engine), SupportsModelCheck) else None
+    return engine if _supports(type(engine), ability) else None
 
 
 @cache
 def _supports(kind: type[Engine], ability: type) -> bool:
     """Whether engines of a class have an ability; a remote one gets its class when it is started."""
     return issubclass(kind, ability)
+
+
+def refusal(instances: Collection[Instance], model: ModelId) -> UnsupportedModel | None:
+    """Return why a model will never be served, if every instance's engine says so."""
+    first = next(iter(instances), None)
+    # The first is asked alone first: one of thousands that does not refuse is enough.
+    if first is not None and model in first.refused and all(model in of.refused for of in instances):
+        return first.refused[model]
+    return None

@@ -18,6 +18,7 @@ from hotswap.request import ModelId, Request
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.entering import EnteringRequest
+from hotswap.runtime.instance import refusal
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
@@ -243,20 +244,14 @@ class Models:
                 f"The prompt has {request.num_tokens} tokens and model {card.id!r} a context of "
                 f"{card.max_context_tokens}; shorten it so that at least one token can follow."
             )
-        self._check_refusals(card.id)
+        if refused := refusal(self._state.instances.values(), card.id):
+            raise UnsupportedModel(str(refused))
         if all(0 < memory < card.weight_bytes for memory in self._state.memory_bytes()):
             largest = max(self._state.memory_bytes(), default=0)
             raise ModelTooLarge(
                 f"Model {card.id!r} has {card.weight_bytes:,} bytes of weights and the largest engine "
                 f"{largest:,} bytes of memory; add a larger engine."
             )
-
-    def _check_refusals(self, model: ModelId) -> None:
-        instances = self._state.instances.values()
-        first = next(iter(instances), None)
-        # The first is asked alone first: one of thousands that does not refuse is enough.
-        if first is not None and model in first.refused and all(model in of.refused for of in instances):
-            raise UnsupportedModel(str(first.refused[model]))
 
     def __repr__(self) -> str:
         return f"<Models [{', '.join(self._state.registered) or 'none'}]>"

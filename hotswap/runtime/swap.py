@@ -140,6 +140,9 @@ class SwapJob:
                     f"Model {model.id!r} has {model.weight_bytes:,} bytes of weights and instance "
                     f"{engine.id!r} {room:,} bytes of memory; swap it into a larger one."
                 )
+        if self.instance.tries_models:
+            async with self._timed("preflight", self.limits.load_s, span):
+                await self.instance.try_model(model, self._store)
         serving = self.instance.status().state is InstanceState.SERVING
         if serving and isinstance(engine, SupportsPreload) and engine.can_preload(model):
             try:

@@ -12,7 +12,7 @@ from hotswap.errors import ConfigError, InstanceLost, LoadsExhausted, SwapFailed
 from hotswap.request import ModelId
 from hotswap.runtime.admission import Admission
 from hotswap.runtime.change import Change
-from hotswap.runtime.instance import Instance
+from hotswap.runtime.instance import Instance, refusal
 from hotswap.runtime.losses import Losses
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swap import SwapJob, SwapLimits
@@ -139,15 +139,17 @@ class Swaps:
         self._state.failed(instance, target)
         if target is None:
             return
+        if refused := refusal(self._state.instances.values(), target):
+            self._admission.refuse(target, refused)
         failures = self._state.num_failed_loads[target]
         if isinstance(error.__cause__, InstanceLost) or self._is_served(target, but=instance):
             return
         if failures >= self._max_load_attempts:
-            refusal = LoadsExhausted(
+            exhausted = LoadsExhausted(
                 f"Model {target!r} failed to load {failures} times in a row; the last time: {error}"
             )
-            if num_refused := self._admission.refuse(target, refusal):
-                log.warning("%d waiting requests were refused. %s", num_refused, refusal)
+            if num_refused := self._admission.refuse(target, exhausted):
+                log.warning("%d waiting requests were refused. %s", num_refused, exhausted)
 
     def _is_served(self, model: ModelId, *, but: Instance) -> bool:
         self._state.refresh()

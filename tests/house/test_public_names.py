@@ -121,6 +121,7 @@ NAMES = {
         "SupportsLendFiles",
         "SupportsMigration",
         "SupportsModelCheck",
+        "SupportsModelTrial",
         "SupportsNodes",
         "SupportsPrefetch",
         "SupportsPreload",

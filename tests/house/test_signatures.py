@@ -68,6 +68,7 @@ NOT_NAMED = {
     "SupportsLend": "an ability that engines ask a store for",
     "SupportsLendFiles": "an ability that engines ask a store for",
     "SupportsModelCheck": "an ability that the fleet asks an engine for",
+    "SupportsModelTrial": "an ability that the fleet asks an engine for",
     "SupportsNodes": "an ability that the fleet asks a store for",
     "SupportsPrefetch": "an ability that the fleet asks a store for",
     "SupportsPreload": "an ability that the fleet asks an engine for",

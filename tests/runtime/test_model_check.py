@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import anyio
 import pytest
 
 from hotswap import Fleet, Model, ModelId, Sampling
-from hotswap.abc import ModelCard, WrapperEngine
+from hotswap.abc import ModelCard, WeightStore, WrapperEngine
 from hotswap.backends.sim import SimEngine
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
@@ -29,6 +30,23 @@ class Choosy(SimEngine):
     def check_model(self, model: ModelCard) -> None:
         if model.id == "b":
             raise UnsupportedModel("Model 'b' is not for this engine; take another.")
+
+
+class Trying(SimEngine):
+    """Finds out by trying that it cannot serve model b, with as much room for a preload as there is."""
+
+    num_trials = 0
+
+    async def try_model(self, model: ModelCard, store: WeightStore) -> None:
+        await store.manifest(model.id)
+        await anyio.sleep(60)  # longer than a preflight may take
+        self.num_trials += 1
+        if model.id == "b":
+            raise UnsupportedModel("Model 'b' has no kernel; take another.")
+
+
+def trying(name: str) -> Trying:
+    return Trying(name, PROFILE, kv_blocks=512, kv_block_tokens=16, max_requests=8)
 
 
 def choosy(name: str) -> Choosy:
@@ -80,6 +98,31 @@ async def test_a_request_that_every_engine_refuses_ends_at_once() -> None:
             await fleet.generate("b", (1, 2), SOME)
         await fleet.add(willing("e2"))
         await read(fleet, "b", (1, 2), SOME)
+
+
+@virtual_time
+async def test_a_trial_that_fails_leaves_the_old_model_serving_and_its_requests_alone() -> None:
+    engine = trying("e0")
+    async with sim_fleet("a", "b", engines=[WrapperEngine(engine)], scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        async with fleet.stream("a", (1, 2), Sampling(max_tokens=50, ignore_eos=True)) as tokens:
+            await anext(tokens)
+            with pytest.raises(SwapFailed, match="no kernel") as caught:
+                await fleet.swap("e0", to="b")
+            assert len([token async for token in tokens]) == 49
+        assert caught.value.phase == "preflight"
+        assert fleet.swaps[-1].num_evicted == 0
+        assert engine.num_trials == 2
+        assert fleet.view().instances[0].cooling_down == ("b",)
+
+
+@virtual_time
+async def test_a_request_that_waits_ends_once_every_engine_has_tried_and_refused() -> None:
+    async with sim_fleet("a", "b", engines=[trying("e0"), choosy("e1"), trying("e2")]) as fleet:
+        with pytest.raises(UnsupportedModel, match=r"no kernel|not for this engine"):
+            await fleet.generate("b", (1, 2), SOME)
+        await read(fleet, "a", (1, 2), SOME)
+        idle(fleet)
 
 
 @pytest.mark.parametrize(("kind", "remedy"), [("gguf", "LlamaCppEngine"), ("fp8", "layout='modules'")])

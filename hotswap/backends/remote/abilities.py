@@ -14,7 +14,13 @@ from anyio import from_thread
 from hotswap.backends.remote.linked import LinkedEngine, count_read
 from hotswap.backends.remote.moves import Migrates
 from hotswap.backends.remote.values import adapter_fields, card_fields
-from hotswap.engine import SupportsAdapters, SupportsGrammars, SupportsModelCheck, SupportsPreload
+from hotswap.engine import (
+    SupportsAdapters,
+    SupportsGrammars,
+    SupportsModelCheck,
+    SupportsModelTrial,
+    SupportsPreload,
+)
 from hotswap.errors import HotswapError, InstanceError, UnsupportedModel
 from hotswap.migration import SupportsMigration
 from hotswap.model import Adapter, ModelCard
@@ -85,6 +91,13 @@ class _ChecksModels(LinkedEngine):
             link.verdicts.pop(model, None)
 
 
+class _TriesModels(LinkedEngine):
+    """See `SupportsModelTrial`; the model is tried with what the host's store has of it."""
+
+    async def try_model(self, model: ModelCard, store: WeightStore) -> None:
+        await self._call("try_model", model=card_fields(model))
+
+
 class _ChecksGrammars(LinkedEngine):
     """See `SupportsGrammars`."""
 
@@ -102,6 +115,7 @@ _ABILITIES: Final[dict[str, tuple[type, type[LinkedEngine]]]] = {
     "preload": (SupportsPreload, _Preloads),
     "adapters": (SupportsAdapters, _HoldsAdapters),
     "model_check": (SupportsModelCheck, _ChecksModels),
+    "model_trial": (SupportsModelTrial, _TriesModels),
     "grammars": (SupportsGrammars, _ChecksGrammars),
     "migration": (SupportsMigration, Migrates),
 }

@@ -16,7 +16,14 @@ from hotswap.backends.remote.telling import HostOutbox
 from hotswap.backends.remote.values import adapter_of, card_of, number
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
-from hotswap.engine import Engine, SupportsAdapters, SupportsGrammars, SupportsModelCheck, SupportsPreload
+from hotswap.engine import (
+    Engine,
+    SupportsAdapters,
+    SupportsGrammars,
+    SupportsModelCheck,
+    SupportsModelTrial,
+    SupportsPreload,
+)
 from hotswap.errors import MigrationAborted
 from hotswap.metered_store import MeteredStore
 from hotswap.migration import KVSink, KVSource, SupportsMigration
@@ -99,6 +106,8 @@ class Verbs:
                 await engine.drop_adapter(AdapterId(_text(fields, "adapter")))
             case "check_model" if isinstance(engine, SupportsModelCheck):
                 engine.check_model(_card(fields))
+            case "try_model" if isinstance(engine, SupportsModelTrial):
+                await engine.try_model(_card(fields), self.store)
             case "check_grammar" if isinstance(engine, SupportsGrammars):
                 field, grammar = _text(fields, "field"), _text(fields, "grammar")
                 await run_in_thread(engine.check_grammar, field, grammar)

@@ -19,6 +19,7 @@ from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
 from hotswap.backends.vllm.adapters import Adapters
 from hotswap.backends.vllm.core import Core, CorePool
+from hotswap.backends.vllm.kernels import KernelCheck
 from hotswap.backends.vllm.loading import Loader
 from hotswap.backends.vllm.migration import (
     MigrationContext,
@@ -132,6 +133,7 @@ class VllmEngine(Engine):
         self._notifier = StatusNotifier()
         self._life = Life(self.id, self._notifier)
         self._grammars = GrammarCheck()
+        self._kernels = KernelCheck(self._settings)
         self._loader = Loader(self.id, self._settings, self._life, cores)
         self._core = None
         self._card: ModelCard | None = None
@@ -188,6 +190,9 @@ class VllmEngine(Engine):
 
     def check_model(self, model: ModelCard) -> None:
         require_tensors(model.id, model)
+
+    async def try_model(self, model: ModelCard, store: WeightStore) -> None:
+        await self._kernels.check(await store.manifest(model.id), store)
 
     def can_preload(self, model: ModelCard) -> bool:
         return self._loaded_bytes + model.weight_bytes <= self._settings.total_bytes

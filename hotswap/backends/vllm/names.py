@@ -21,6 +21,9 @@ _LORA = "vllm.lora.request:LoRARequest"
 _GUIDANCE = "vllm.v1.structured_output.backend_guidance"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SAMPLER = "vllm.v1.sample.sampler:Sampler"
+_RANKS = "vllm.distributed.parallel_state"
+_LINEAR = "vllm.model_executor.layers.linear"
+_LINEAR_ARGUMENTS = ("bias", "params_dtype", "quant_config", "prefix", "disable_tp")
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -120,6 +123,22 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vllm.platforms.interface:Platform.is_cpu": (),
         "vllm.platforms.interface:Platform.get_device_total_memory": ("device_id",),
         "vllm.envs:VLLM_USE_V2_MODEL_RUNNER": (),
+        # In the process that tries kinds of quantization.
+        "vllm.config:set_current_vllm_config": ("vllm_config",),
+        f"{_RANKS}:init_distributed_environment": (
+            "world_size",
+            "rank",
+            "distributed_init_method",
+            "local_rank",
+            "backend",
+        ),
+        f"{_RANKS}:ensure_model_parallel_initialized": (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+        ),
+        f"{_LINEAR}:ReplicatedLinear": ("input_size", "output_size", *_LINEAR_ARGUMENTS),
+        f"{_LINEAR}:MergedColumnParallelLinear": ("input_size", "output_sizes", *_LINEAR_ARGUMENTS),
+        f"{_LINEAR}:LinearMethodBase.process_weights_after_loading": ("layer",),
         # In the processes of the core.
         "vllm.model_executor.model_loader:register_model_loader": ("load_format",),
         "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER": (),

@@ -32,7 +32,7 @@ from hotswap.store import (
 )
 from hotswap.worker_threads import run_in_thread
 
-__all__ = ["CONFIG", "INDEX", "TOKENIZER", "TOKENIZER_CONFIG", "Staged", "stage"]
+__all__ = ["CONFIG", "INDEX", "TOKENIZER", "TOKENIZER_CONFIG", "Staged", "quantization_files", "stage"]
 
 CONFIG, INDEX, _WEIGHTS = "config.json", "hotswap.json", "weights.bin"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -100,6 +100,23 @@ class Staged:
                 await self.loan.aclose()
 
 
+async def quantization_files(store: WeightStore, manifest: Manifest) -> dict[str, bytes]:
+    """Return the files beside a checkpoint's config that tell of its quantization, by name.
+
+    Raises:
+        StoreError: one of them could not be read.
+    """
+    return {n: text for n, text in (await _side_files(store, manifest)).items() if n in _QUANTIZATION_FILES}
+
+
+async def _side_files(store: WeightStore, manifest: Manifest) -> dict[str, bytes]:
+    """Return what vLLM looks for beside the config of a checkpoint as it is."""
+    if manifest.layout != "checkpoint" or not isinstance(store, SupportsSideFiles):
+        return {}
+    files = await store.side_files(manifest.model)
+    return {name: files[name] for name in _SIDE_FILES if name in files}
+
+
 async def stage(store: WeightStore, card: ModelCard, manifest: Manifest) -> Staged:
     """Bring a model's weights into shared memory; cancelled, it leaves nothing there.
 
@@ -146,17 +163,14 @@ def _check_dtypes(manifest: Manifest) -> None:
 
 
 async def _write_side_files(directory: Path, store: WeightStore, manifest: Manifest) -> str:
-    """Write what vLLM looks for beside the config of a checkpoint as it is.
+    """Write the side files.
 
     Returns:
         What these files say of quantisation.
     """
-    if manifest.layout != "checkpoint" or not isinstance(store, SupportsSideFiles):
-        return ""
-    files = await store.side_files(manifest.model)
-    for name in _SIDE_FILES:
-        if name in files:
-            (directory / name).write_bytes(files[name])
+    files = await _side_files(store, manifest)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
     return " ".join(files[name].decode(errors="replace") for name in _QUANTIZATION_FILES if name in files)
 
 

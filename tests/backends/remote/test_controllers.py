@@ -13,6 +13,7 @@ from hotswap.abc import (
     SupportsGrammars,
     SupportsMigration,
     SupportsModelCheck,
+    SupportsModelTrial,
     SupportsPreload,
     WrapperEngine,
 )
@@ -24,7 +25,14 @@ from hotswap.testing.conformance.engine_suite import Reader
 from tests.backends.remote.support import MemoryLinks, expected, request, rig
 from tests.backends.test_sim import TestSimEngineConforms as Sim
 
-ABILITIES = (SupportsAdapters, SupportsGrammars, SupportsMigration, SupportsModelCheck, SupportsPreload)
+ABILITIES = (
+    SupportsAdapters,
+    SupportsGrammars,
+    SupportsMigration,
+    SupportsModelCheck,
+    SupportsModelTrial,
+    SupportsPreload,
+)
 
 
 @virtual_time

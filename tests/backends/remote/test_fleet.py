@@ -161,9 +161,21 @@ class Choosy(SimEngine):
             raise UnsupportedModel("Model 'b' has a layer that this engine does not know.")
 
 
+class Trying(SimEngine):
+    """Finds out by trying that it cannot serve a model of a name."""
+
+    async def try_model(self, model: ModelCard, store: WeightStore) -> None:
+        await store.manifest(model.id)
+        if model.id == "b":
+            raise UnsupportedModel("Model 'b' has a layer that this engine does not know.")
+
+
+@pytest.mark.parametrize("kind", [Choosy, Trying])
 @virtual_time
-async def test_a_model_that_the_host_will_never_serve_is_refused_while_the_old_one_serves() -> None:
-    async with remote_fleet([Choosy("e0")]) as (fleet, _):
+async def test_a_model_that_the_host_will_never_serve_is_refused_while_the_old_one_serves(
+    kind: type[SimEngine],
+) -> None:
+    async with remote_fleet([kind("e0")]) as (fleet, _):
         await fleet.swap("e0", to="a")
         with pytest.raises(SwapFailed, match="does not know") as refused:
             await fleet.swap("e0", to="b")

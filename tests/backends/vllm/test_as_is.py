@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -13,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.coverage import FACTS
 from hotswap import Fleet, Model, ModelId, Request, RequestId, Sampling
-from hotswap.abc import ModelCard, WeightStore
+from hotswap.abc import ModelCard, WeightStore, WrapperEngine
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.vllm import VllmEngine
@@ -25,8 +25,6 @@ from tests.backends.stores.checkpoints import gguf_bytes, write_checkpoint
 from tests.backends.vllm.as_it_is import PROMPT, TOKENS
 from tests.backends.vllm.support import make_engine
 from tests.runtime.support import Idle
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +57,13 @@ async def opened(directories: dict[str, Path], root: Path) -> AsyncGenerator[Wei
         yield store
 
 
-async def load(engine: VllmEngine, store: WeightStore, number: int) -> None:
+async def card_of(store: WeightStore, number: int) -> ModelCard:
     name = f"m{number}"
-    await engine.load(ModelCard.of(Model(name), await store.manifest(ModelId(name))), store)
+    return ModelCard.of(Model(name), await store.manifest(ModelId(name)))
+
+
+async def load(engine: VllmEngine, store: WeightStore, number: int) -> None:
+    await engine.load(await card_of(store, number), store)
 
 
 async def generate(engine: VllmEngine, number: int) -> list[int]:
@@ -74,24 +76,25 @@ async def generate(engine: VllmEngine, number: int) -> list[int]:
 async def test_every_kind_gives_the_tokens_of_its_directory_or_is_refused(
     directories: dict[str, Path], expected: dict[str, list[int] | None], tmp_path: Path
 ) -> None:
-    """In one engine, one after another; an engine that has refused one goes on with the next."""
+    """In one engine, one after another: what vLLM itself cannot serve is refused without a load."""
     assert expected["unquantised"], "vLLM serves nothing here"
     async with opened(directories, tmp_path / "root") as store, make_engine() as engine:
         for number, (kind, tokens) in enumerate(expected.items()):
             if tokens is None:
-                with pytest.raises(UnsupportedModel):
-                    await load(engine, store, number)
+                with pytest.raises(UnsupportedModel, match="on this machine"):
+                    await engine.try_model(await card_of(store, number), store)
             else:
+                await engine.try_model(await card_of(store, number), store)
                 await load(engine, store, number)
                 assert await generate(engine, number) == tokens, kind
                 await engine.unload()
 
 
 def test_the_table_of_the_docs_says_the_same(expected: dict[str, list[int] | None]) -> None:
-    row = r"^\| ([^|]+) \| (?:served|refused at the import) \| (served|refused) \| refused before a swap \|$"
-    rows = re.findall(row, DOCUMENT.read_text(), re.MULTILINE)
-    told = {kind: verdict == "served" for kind, verdict in rows}
-    assert told == {kind: expected[kind] is not None for kind in KINDS}
+    told = json.loads(FACTS.read_text())["kinds"]
+    assert {kind: told[kind]["VllmEngine"] for kind in KINDS} == {
+        kind: "refused before a swap" if expected[kind] is None else "served" for kind in KINDS
+    }
 
 
 async def test_quantized_weights_are_replaced_in_place_and_back(
@@ -104,6 +107,32 @@ async def test_quantized_weights_are_replaced_in_place_and_back(
             await load(engine, store, number)
             assert await generate(engine, number) == list(expected.values())[number]
             await engine.unload()
+
+
+async def test_a_kind_without_a_kernel_is_refused_while_the_old_model_serves(
+    directories: dict[str, Path], expected: dict[str, list[int] | None], tmp_path: Path
+) -> None:
+    refused = next((number for number, tokens in enumerate(expected.values()) if tokens is None), None)
+    if refused is None:
+        pytest.skip("vLLM serves every kind here")
+    old, new = "m0", f"m{refused}"
+    sources = list(directories.values())
+    async with Fleet(
+        engines=[WrapperEngine(make_engine())],
+        store=NvmeStore(tmp_path / "root"),
+        models=[Model(name, sources[int(name[1:])], layout="checkpoint") for name in (old, new)],
+        router=LeastLoadedRouter(),
+        scheduler=Idle(),
+    ) as fleet:
+        await fleet.swap("e0", to=old)
+        with pytest.raises(SwapFailed, match="on this machine") as caught:
+            await fleet.swap("e0", to=new)
+        assert caught.value.phase == "preflight"
+        sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+        done = await fleet.generate(old, PROMPT, sampling)
+        assert [token.id for token in done.tokens] == expected["unquantised"]
+        with pytest.raises(UnsupportedModel, match="on this machine"):
+            await fleet.generate(new, PROMPT, sampling)
 
 
 @pytest.mark.parametrize("kind", ["gguf", "6 bits"])
