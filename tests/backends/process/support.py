@@ -1,0 +1,52 @@
+"""Engines for child processes: what the tests here make there must be importable."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from zlib import crc32
+
+from hotswap.abc import Engine, Manifest, Shard
+from hotswap.backends.process import ProcessEngine
+from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, sim_bytes, sim_manifest
+
+__all__ = ["checked_store", "kill", "sim_engine", "sim_process"]
+
+QUICK = DeviceProfile(memory_bytes=1 << 20, floor_s=0.0005, base_s=0.0001, unload_s=0.0, adapter_s=0.001)
+SIZES = {"a": 25 * 4096, "b": 15 * 4096}
+
+
+def sim_engine(id: str = "e0", *, step_s: float = QUICK.floor_s) -> SimEngine:
+    """An engine that takes little time."""
+    profile = replace(QUICK, floor_s=step_s)
+    return SimEngine(
+        id, profile, kv_blocks=160, kv_block_tokens=4, max_requests=16, token_budget=24, vocabulary=500
+    )
+
+
+def sim_process(id: str = "e0", *, step_s: float = QUICK.floor_s, **options: object) -> ProcessEngine:
+    """The same in a process of its own."""
+    return ProcessEngine(id, partial(sim_engine, id, step_s=step_s), **options)  # type: ignore[arg-type]
+
+
+def checked_store() -> SimStore:
+    """A store whose weights have checksums, as those of real models have."""
+    return SimStore([_checked(sim_manifest(name, size)) for name, size in SIZES.items()], chunk_bytes=30_000)
+
+
+def kill(engine: Engine) -> None:
+    """Kill the process of an engine."""
+    assert isinstance(engine, ProcessEngine)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    return replace(manifest, shards=tuple(map(_with_checksum, manifest.shards)))
+
+
+def _with_checksum(shard: Shard) -> Shard:
+    data = sim_bytes(shard.model, shard.buffer_offset_bytes, shard.size_bytes)
+    return replace(shard, checksum=f"crc32:{crc32(data):08x}")
