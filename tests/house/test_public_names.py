@@ -180,6 +180,15 @@ NAMES = {
         "UnsupportedModel",
         "WrongLoop",
     ],
+    "hotswap.backends.process": [
+        "EngineMaker",
+        "Mps",
+        "ProcessEngine",
+        "Share",
+        "ShareMaker",
+        "StoreMaker",
+        "partition",
+    ],
     "hotswap.backends.remote": [
         "EngineHost",
         "LinkOpener",

@@ -12,6 +12,7 @@ PUBLIC = (
     "hotswap.errors",
     "hotswap.backends.llamacpp",
     "hotswap.backends.nodes",
+    "hotswap.backends.process",
     "hotswap.backends.remote",
     "hotswap.backends.sim",
     "hotswap.backends.stores",

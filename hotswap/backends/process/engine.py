@@ -20,7 +20,7 @@ from hotswap.backends.process.serving import EngineMaker, ServeEngine, StoreMake
 from hotswap.backends.remote import RemoteEngine
 from hotswap.backends.transports import serve_shared
 from hotswap.checks import check_callables, check_counts, check_kind, check_positive_seconds, check_strings
-from hotswap.errors import ConfigError, InstanceLost, MigrationAborted, StoreError
+from hotswap.errors import ConfigError, HotswapError, InstanceLost, MigrationAborted, StoreError
 from hotswap.metered_store import MeteredStore
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.request import ModelId
@@ -104,6 +104,7 @@ class ProcessEngine(RemoteEngine):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        error: HotswapError | None = None
         directory = await private_directory()
         self._store_path = str(directory / "store.sock")
         try:
@@ -113,6 +114,8 @@ class ProcessEngine(RemoteEngine):
                 try:
                     async with super().__asynccontextmanager__():
                         yield self
+                except HotswapError as exc:
+                    error = exc  # the task group would wrap it
                 finally:
                     with anyio.CancelScope(shield=True):
                         await self._stop(self._end_s)
@@ -120,6 +123,8 @@ class ProcessEngine(RemoteEngine):
         finally:
             with anyio.CancelScope(shield=True):
                 await run_in_thread(shutil.rmtree, directory, True)
+        if error is not None:
+            raise error
 
     @property
     def pid(self) -> int | None:

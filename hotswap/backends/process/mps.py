@@ -13,6 +13,7 @@ import anyio
 
 from hotswap.errors import ConfigError, InstanceLost
 from hotswap.hardware import parse_bytes
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["Mps"]
 
@@ -75,8 +76,7 @@ class Mps:
         """
         if await self._call((), b"get_server_list\n") is None:
             return
-        await anyio.Path(self.pipe_directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        await anyio.Path(self.log_directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        await run_in_thread(self._make_directories)
         if (failure := await self._call(("-d",))) is not None:
             if await self._call((), b"get_server_list\n") is None:
                 return  # another process has started it meanwhile
@@ -84,6 +84,10 @@ class Mps:
                 f"The daemon of MPS cannot be started ({failure}); start it, or leave `mps` out."
             )
         log.info("The daemon of MPS was started, at %s.", self.pipe_directory)
+
+    def _make_directories(self) -> None:
+        for directory in (self.pipe_directory, self.log_directory):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @property
     def _directories(self) -> dict[str, str]:

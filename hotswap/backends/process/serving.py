@@ -9,13 +9,13 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 import anyio
-from anyio import to_thread
 
 from hotswap.backends.nodes import LinkedStore
 from hotswap.backends.remote import EngineHost, SharedPeers
 from hotswap.backends.transports import connect_shared, serve_shared
 from hotswap.engine import Engine
 from hotswap.store import WeightStore
+from hotswap.worker_threads import run_in_thread
 
 __all__ = ["EngineMaker", "ServeEngine", "StoreMaker"]
 
@@ -86,6 +86,6 @@ class ServeEngine:
         return LinkedStore("the fleet", partial(connect_shared, self.store_path), silence_s=self.silence_s)
 
     async def _end_with_parent(self, parent: _Parent, scope: anyio.CancelScope) -> None:
-        await to_thread.run_sync(parent.wait, abandon_on_cancel=True)
+        await run_in_thread(parent.wait, abandon_on_cancel=True)
         parent.end_after(self.end_s)
         scope.cancel()

@@ -49,6 +49,7 @@ class _Preloads(LinkedEngine):
 
     async def preload(self, model: ModelCard, store: WeightStore) -> None:
         link = self._linked()
+        self._give(store)
         count_read(link, store, await link.call("preload", model=card_fields(model)))
 
     async def drop_preload(self) -> None:

@@ -31,7 +31,7 @@ from hotswap.backends.remote.values import card_fields
 from hotswap.backends.transports.link_errors import reason_in
 from hotswap.checks import check_counts, check_positive_seconds, check_strings
 from hotswap.engine import StatusListener
-from hotswap.errors import ConfigError, InstanceError, InstanceLost, MigrationAborted
+from hotswap.errors import ConfigError, HotswapError, InstanceError, InstanceLost, MigrationAborted
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.store import WeightStore
@@ -98,29 +98,45 @@ class RemoteEngine(LinkedEngine):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        error: HotswapError | None = None
         try:
             async with anyio.create_task_group() as self._tasks:
-                await self._connect()
                 try:
+                    await self._connect()
                     yield self
+                except HotswapError as exc:
+                    error = exc  # the task group would wrap it
                 finally:
                     self._tasks.cancel_scope.cancel()
         finally:
             self._tasks = None
+        if error is not None:
+            raise error
 
     # ------------------------------------------------------------------ weights
 
     async def load(self, model: ModelCard, store: WeightStore) -> None:
         link = self._linked()
+        self._give(store)
         with self._status.becoming(_LOADING, model.id, _EMPTY):
             answer = await link.call("load", model=card_fields(model))
         count_read(link, store, answer)
 
     async def unload(self) -> None:
         link = self._link
-        if link is None or link.lost:
-            with self._status.becoming(_LOST, None, _LOST):  # not the model that the host has kept
-                await self._connect()
+        if link is not None and not link.lost:
+            try:
+                await self._unload()
+            except InstanceLost:
+                if not link.lost:  # the host's engine alone is lost, and cannot come back
+                    raise
+            else:
+                return
+        with self._status.becoming(_LOST, None, _LOST):  # not the model that the host has kept
+            await self._connect()
+        await self._unload()
+
+    async def _unload(self) -> None:
         with self._status.becoming(_DRAINING, self.status().model, _SERVING, _DRAINING):
             await self._linked().call_at_once("unload")
 
@@ -178,10 +194,14 @@ class RemoteEngine(LinkedEngine):
                 task_status.started()
                 await link.run()
             except* MigrationAborted as errors:
-                self._lose(link, reason_in(_first(errors)))
+                self._lose(link, await self._reason_of_loss(reason_in(_first(errors))))
             finally:
                 if not link.lost:
                     await self._leave(link)
+
+    async def _reason_of_loss(self, because: str) -> str:
+        """Return why the engine is lost, given why its link has ended."""
+        return because
 
     def _lose(self, link: ControlLink, because: str) -> None:
         log.warning("Engine %r is lost: %s.", self.id, because)

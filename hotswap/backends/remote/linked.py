@@ -35,6 +35,9 @@ class LinkedEngine(Engine):
             MigrationAborted: it cannot be reached.
         """
 
+    def _give(self, store: WeightStore) -> None:
+        """Called with the store of a load or a preload, before the host is asked; a host has its own."""
+
     def _linked(self) -> ControlLink:
         """Return the link.
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from zlib import crc32
+
+import anyio
 
 from hotswap.abc import Engine, Manifest, Shard
 from hotswap.backends.process import ProcessEngine
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, sim_bytes, sim_manifest
+from tests.patience import PATIENCE_S
 
-__all__ = ["checked_store", "kill", "sim_engine", "sim_process"]
+__all__ = ["checked_manifest", "checked_store", "kill", "sim_engine", "sim_process", "until", "wait_for_end"]
 
 QUICK = DeviceProfile(memory_bytes=1 << 20, floor_s=0.0005, base_s=0.0001, unload_s=0.0, adapter_s=0.001)
 SIZES = {"a": 25 * 4096, "b": 15 * 4096}
@@ -33,7 +38,13 @@ def sim_process(id: str = "e0", *, step_s: float = QUICK.floor_s, **options: obj
 
 def checked_store() -> SimStore:
     """A store whose weights have checksums, as those of real models have."""
-    return SimStore([_checked(sim_manifest(name, size)) for name, size in SIZES.items()], chunk_bytes=30_000)
+    return SimStore(list(map(checked_manifest, SIZES)), chunk_bytes=30_000)
+
+
+def checked_manifest(name: str) -> Manifest:
+    """The manifest of a model of that store."""
+    manifest = sim_manifest(name, SIZES[name])
+    return replace(manifest, shards=tuple(map(_with_checksum, manifest.shards)))
 
 
 def kill(engine: Engine) -> None:
@@ -43,8 +54,24 @@ def kill(engine: Engine) -> None:
     os.kill(engine.pid, signal.SIGKILL)
 
 
-def _checked(manifest: Manifest) -> Manifest:
-    return replace(manifest, shards=tuple(map(_with_checksum, manifest.shards)))
+async def until(is_so: Callable[[], object]) -> None:
+    """Return when something is so; raise if it does not come to be."""
+    with anyio.fail_after(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110  # of other processes, which tell no event
+            await anyio.sleep(0.01)
+
+
+async def wait_for_end(pid: int) -> None:
+    """Return when there is no process of an id any more; raise if it does not end."""
+    await until(lambda: not _lives(pid))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 def _with_checksum(shard: Shard) -> Shard:

@@ -1,0 +1,240 @@
+"""An engine's process: what it is given, how it ends, and what its end costs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from hotswap import Fleet, InstanceState, Model, ModelId, Sampling
+from hotswap.abc import Engine, ModelCard, Shard, WrapperStore
+from hotswap.backends.process import ProcessEngine
+from hotswap.backends.sim import SimEngine, expected_tokens
+from hotswap.errors import ConfigError, InstanceLost
+from tests.backends.process.support import (
+    checked_manifest,
+    checked_store,
+    sim_engine,
+    sim_process,
+    until,
+    wait_for_end,
+)
+from tests.patience import PATIENCE_S
+
+CARD = ModelCard.of(Model("a"), checked_manifest("a"))
+LONG = Sampling(max_tokens=150, ignore_eos=True)
+
+
+@asynccontextmanager
+async def fleet_of(*engines: Engine) -> AsyncGenerator[Fleet]:
+    async with Fleet(engines=engines, store=checked_store(), models=[Model("a"), Model("b")]) as fleet:
+        for engine in engines:
+            await fleet.swap(engine.id, to="a")
+        yield fleet
+
+
+def is_lost(engine: Engine) -> bool:
+    return engine.status().state is InstanceState.LOST
+
+
+def pid_of(engine: ProcessEngine) -> int:
+    assert engine.pid is not None
+    return engine.pid
+
+
+@pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGKILL, signal.SIGSTOP])
+async def test_a_process_that_ends_or_freezes_costs_its_instance_alone(
+    how: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [sim_process(name, step_s=0.01, silence_s=2.0) for name in ("e0", "e1")]
+    victim = engines[0]
+    async with fleet_of(*engines) as fleet:
+        ended, old = dict[int, list[int]](), pid_of(victim)
+        bystander = pid_of(engines[1])
+
+        async def client(number: int) -> None:
+            async with fleet.stream("a", (1, 2, number + 1), LONG) as stream:
+                ended[number] = [token.id for token in await stream.collect()]
+                assert ended[number] == expected_tokens(stream.request, CARD, vocabulary=500)
+
+        with anyio.fail_after(PATIENCE_S):
+            async with anyio.create_task_group() as clients:
+                for number in range(8):
+                    clients.start_soon(client, number)
+                await until(lambda: all(view.num_running for view in fleet.view().instances))
+                os.kill(old, how)
+            assert sorted(ended) == list(range(8))
+            await until(lambda: victim.pid not in (None, old) and not is_lost(victim))
+        assert pid_of(engines[1]) == bystander
+        await wait_for_end(old)
+    reasons = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    expected = f"its process was ended by {how.name}" if how is not signal.SIGSTOP else "silent"
+    assert any("'e0' is lost" in reason and expected in reason for reason in reasons), reasons
+
+
+async def test_the_record_of_a_swap_tells_what_was_read_from_the_store_of_the_fleet() -> None:
+    async with fleet_of(sim_process()) as fleet:
+        record = await fleet.swap("e0", to="b")
+        assert record.loaded_bytes == 15 * 4096
+        assert record.tier == "disk"
+
+
+async def test_nothing_is_left_when_the_engine_is_left() -> None:
+    before = directories()
+    async with sim_process() as engine:
+        pid = pid_of(engine)
+        assert "process" in repr(engine)
+    assert engine.pid is None
+    await wait_for_end(pid)
+    assert directories() <= before
+
+
+def directories() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("hotswap-engine-*"))
+
+
+_PARENT = """
+import anyio
+from tests.backends.process.support import sim_process
+
+async def main():
+    async with sim_process() as engine:
+        print(engine.pid, flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+async def test_a_child_never_outlives_its_parent() -> None:
+    async with await anyio.open_process([sys.executable, "-c", _PARENT]) as parent:
+        assert parent.stdout is not None
+        child = int(await parent.stdout.receive())
+        os.kill(child, 0)
+        parent.kill()
+    await wait_for_end(child)
+
+
+# ------------------------------------------------------------------ starts
+
+
+async def test_the_environment_and_the_cores_are_there_before_anything_is_imported() -> None:
+    core = min(os.sched_getaffinity(0))
+    make = partial(_engine_that_was_given, "from env", core)
+    async with ProcessEngine("e0", make, env={"HOTSWAP_TEST": "from env"}, cpus=[core]):
+        pass
+    with pytest.raises(InstanceLost, match="AssertionError"):
+        async with ProcessEngine("e0", partial(_engine_that_was_given, "other", core), cpus=[core]):
+            pass
+
+
+def _engine_that_was_given(variable: str, core: int) -> SimEngine:
+    assert os.environ.get("HOTSWAP_TEST") == variable
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert os.sched_getaffinity(0) == {core}
+    return sim_engine()
+
+
+async def test_an_engine_that_cannot_be_made_is_an_error_with_its_reason() -> None:
+    with pytest.raises(InstanceLost, match=r"'e0' did not start: ValueError: no such device"):
+        async with ProcessEngine("e0", _no_engine):
+            pass
+    with pytest.raises(InstanceLost, match="its process was ended by SIGKILL"):
+        async with ProcessEngine("e0", _killed):
+            pass
+
+
+def _no_engine() -> SimEngine:
+    raise ValueError("no such device")
+
+
+def _killed() -> SimEngine:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    async with anyio.create_task_group() as tasks:
+
+        async def start() -> None:
+            async with ProcessEngine("e0", partial(_hang, str(told))):
+                raise AssertionError("it started")
+
+        tasks.start_soon(start)
+        await until(lambda: told.exists() and told.read_text())
+        tasks.cancel_scope.cancel()
+    await wait_for_end(int(told.read_text()))
+
+
+async def test_a_start_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    with pytest.raises(InstanceLost, match="within 3 s"):
+        async with ProcessEngine("e0", partial(_hang, str(told)), start_s=3.0):
+            pass
+    if told.exists():
+        await wait_for_end(int(told.read_text()))
+
+
+def _hang(told: str) -> SimEngine:
+    Path(told).write_text(str(os.getpid()))
+    while True:
+        signal.pause()
+
+
+def test_what_a_child_cannot_import_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be pickled .* give a class or a function of a module"):
+        ProcessEngine("e0", lambda: sim_engine())
+    with pytest.raises(ConfigError, match="defined in the script that is run"):
+        ProcessEngine("e0", partial(_in_main(), "e0"))
+
+
+def _in_main() -> type[SimEngine]:
+    """A class as one of the script that is run."""
+    made = type("Mine", (SimEngine,), {"__module__": "__main__"})
+    sys.modules["__main__"].Mine = made  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"cpus": [10_000]}, "cpus"),
+        ({"cpus": [-1]}, "cpus"),
+        ({"env": {"A": 1}}, "env"),
+        ({"end_s": 0}, "end_s"),
+        ({"mps": 25}, "mps"),
+        ({"make_store": 1}, "make_store"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_by_name(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ProcessEngine("e0", sim_engine, **options)  # type: ignore[arg-type]
+
+
+async def test_a_child_with_a_store_of_its_own_reads_nothing_here() -> None:
+    engine = ProcessEngine("e0", sim_engine, checked_store)
+    async with Unread() as store, engine:
+        card = ModelCard.of(Model("a"), await store.manifest(ModelId("a")))
+        await engine.load(card, store)
+        assert engine.status().model == "a"
+
+
+class Unread(WrapperStore):
+    """A store whose weights may not be read."""
+
+    def __init__(self) -> None:
+        super().__init__(checked_store())
+
+    def open(self, shard: Shard) -> Any:
+        raise AssertionError(f"{shard.file} was read here")
