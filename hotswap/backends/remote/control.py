@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint, current_token
 
 from hotswap.backends.fields import Fields
 from hotswap.backends.remote.failures import error_of
-from hotswap.backends.remote.messages import VERSION, Message
+from hotswap.backends.remote.messages import MAX_PAYLOAD_BYTES, VERSION, Message, taking
 from hotswap.backends.remote.outbox import Inbox, Outbox
 from hotswap.backends.remote.status import RemoteStatus
 from hotswap.backends.remote.streams import RemoteStream
@@ -22,7 +22,7 @@ from hotswap.backends.remote.traces import with_trace
 from hotswap.backends.remote.values import status_of, texts
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
-from hotswap.errors import HotswapError, InstanceError, InstanceLost, UnsupportedModel
+from hotswap.errors import HotswapError, InstanceError, InstanceLost, PromptTooLong, UnsupportedModel
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.transport import Channel
@@ -101,17 +101,16 @@ class ControlLink:
         if not messages or messages[0].verb not in ("welcome", "refused"):
             raise link_broken(f"the host began with {[message.verb[:40] for message in messages[:1]]}")
         first, *rest = messages
-        try:
-            with wire.protocol_errors():
-                if first.verb == "refused":
-                    raise error_of(first.fields.record("error"))
-                self.abilities = frozenset(texts(first.fields, "abilities"))
-                told = self._status.told
-                self._status.tell(status_of(first.fields.record("status"), told))
-            for message in rest:
+        if first.verb == "refused":
+            with taking(first):
+                error = error_of(first.fields.record("error"))
+            raise error
+        with taking(first):
+            self.abilities = frozenset(texts(first.fields, "abilities"))
+            self._status.tell(status_of(first.fields.record("status"), self._status.told))
+        for message in rest:
+            with taking(message):
                 self._take(message)
-        except ProtocolError as exc:
-            raise link_broken(str(exc)) from exc
 
     async def run(self) -> None:
         """Send and receive until cancelled.
@@ -123,10 +122,8 @@ class ControlLink:
             tasks.start_soon(self._outbox.run, name=f"outbox of {self._id}")
             while True:
                 for message in await self._inbox.receive():
-                    try:
+                    with taking(message):
                         self._take(message)
-                    except ProtocolError as exc:
-                        raise link_broken(str(exc)) from exc
 
     async def say_goodbye(self) -> None:
         """Tell the host that the controller leaves."""
@@ -220,6 +217,11 @@ class ControlLink:
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[RemoteStream]:
         """Run a request at the host; see `Engine.stream`."""
+        if request.num_tokens * wire.TOKEN_BYTES > MAX_PAYLOAD_BYTES:
+            raise PromptTooLong(
+                f"Request {request.id!r} has {request.num_tokens:,} tokens, and a link takes "
+                f"{MAX_PAYLOAD_BYTES // wire.TOKEN_BYTES:,}; shorten it."
+            )
         number = self._say("open", wire.pack_tokens(request.tokens), wire.request_fields(request))
         stream = self._streams[number] = RemoteStream(request)
         try:

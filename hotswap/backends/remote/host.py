@@ -8,19 +8,17 @@ ends they have all ended, and the engine has its requests and its half-done verb
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import anyio
 
 from hotswap.backends.remote.failures import failure
-from hotswap.backends.remote.messages import VERSION, Message
+from hotswap.backends.remote.messages import VERSION, Message, taking
 from hotswap.backends.remote.outbox import Inbox, Outbox
 from hotswap.backends.remote.peers import PeerLinks
 from hotswap.backends.remote.session import Session
 from hotswap.backends.remote.verbs import Verbs
-from hotswap.backends.transports import wire
-from hotswap.backends.transports.link_errors import ProtocolError, link_broken, reason_in
+from hotswap.backends.transports.link_errors import link_broken, reason_in
 from hotswap.checks import check_counts, check_positive_seconds
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, ControllerSuperseded, MigrationAborted
@@ -92,6 +90,9 @@ class EngineHost:
             await _refuse(channel, exc)
         except MigrationAborted as exc:
             because = reason_in(exc)
+        except Exception as exc:  # of one link: the others, and the engine, go on
+            because = f"{type(exc).__name__}: {exc}"
+            log.exception("Engine %r failed in serving a link.", self.engine.id)
         finally:
             await channel.aclose()
         if because:
@@ -110,7 +111,7 @@ class EngineHost:
                 raise link_broken(f"it began with {', '.join(verbs)[:40]!r}")
 
     async def _serve_pages(self, channel: Channel, first: Message) -> str:
-        with _broken_by_nonsense():
+        with taking(first):
             key = first.fields.text("key")
         if (lent := self._verbs.lent.get(key)) is None:
             raise link_broken("it asked for the blocks of a move that has ended, or never was")
@@ -122,7 +123,7 @@ class EngineHost:
         return ""
 
     async def _serve_controller(self, channel: Channel, inbox: Inbox, first: Message) -> str:
-        with _broken_by_nonsense():
+        with taking(first):
             epoch = first.fields.size("epoch")
         session = await self._take_over(channel, inbox, epoch)
         try:
@@ -160,18 +161,9 @@ async def serve_engine(
     await EngineHost(engine, store, silence_s=silence_s, max_tokens=max_tokens).serve(channel)
 
 
-@contextmanager
-def _broken_by_nonsense() -> Generator[None]:
-    try:
-        with wire.protocol_errors():
-            yield
-    except ProtocolError as exc:
-        raise link_broken(str(exc)) from exc
-
-
 def _checked(first: Message) -> Message:
     """Return the first message of a link; raise `MigrationAborted` for one of another version."""
-    with _broken_by_nonsense():
+    with taking(first):
         version = first.fields.size("version")
     if version != VERSION:
         raise link_broken(f"it speaks version {version}, and this end {VERSION}")

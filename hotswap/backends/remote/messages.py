@@ -11,13 +11,15 @@ ends the link. Frames are counted, so that one that is lost, repeated or out of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from hotswap.backends.fields import LARGEST, Fields
 from hotswap.backends.transports import wire
-from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.backends.transports.link_errors import ProtocolError, link_broken
 from hotswap.transport import Frame
 
 __all__ = [
@@ -29,7 +31,10 @@ __all__ = [
     "frames_of",
     "messages_of",
     "said",
+    "taking",
 ]
+
+log = logging.getLogger("hotswap")
 
 VERSION: Final = 1
 # Of one frame: longer ones would hold up the event loop, and are split between messages.
@@ -91,6 +96,23 @@ def frames_of(messages: list[Said], first: int) -> Iterator[tuple[bytes, memoryv
         num_brackets += brackets
     if batch or not messages:
         yield _frame(batch, first)
+
+
+@contextmanager
+def taking(message: wire.Message) -> Generator[None]:
+    """Bracket what is done with a message: whatever goes wrong breaks the link, and nothing else.
+
+    Raises:
+        MigrationAborted: the message is not valid, or could not be taken.
+    """
+    try:
+        with wire.protocol_errors():
+            yield
+    except ProtocolError as exc:
+        raise link_broken(str(exc)) from exc
+    except Exception as exc:
+        log.exception("The message %r of a link could not be taken.", message.verb[:40])
+        raise link_broken(f"the message {message.verb[:40]!r} could not be taken ({exc!r})") from exc
 
 
 def _frame(messages: list[Said], number: int) -> tuple[bytes, memoryview]:

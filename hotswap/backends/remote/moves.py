@@ -50,9 +50,9 @@ class _End:
             yield
         finally:
             with anyio.CancelScope(shield=True):
-                await self._close_pages()
                 with suppress(InstanceLost, MigrationAborted), anyio.move_on_after(_LEAVE_S):
                     await self.call("leave")
+                await self._close_pages()
 
     async def call(self, verb: str, payload: memoryview | None = None, /, **fields: object) -> Answer:
         """Have the host do something with it."""

@@ -10,7 +10,7 @@ from anyio.lowlevel import checkpoint
 
 from hotswap import telemetry as tm
 from hotswap.backends.remote.failures import failure
-from hotswap.backends.remote.messages import Message
+from hotswap.backends.remote.messages import Message, taking
 from hotswap.backends.remote.outbox import Inbox
 from hotswap.backends.remote.streams import REUSED
 from hotswap.backends.remote.telling import HostOutbox
@@ -18,8 +18,8 @@ from hotswap.backends.remote.traces import traced
 from hotswap.backends.remote.values import FINISH_REASONS, prompt_parts, scored
 from hotswap.backends.remote.verbs import Call, Verbs, tokens_in
 from hotswap.backends.transports import wire
-from hotswap.backends.transports.link_errors import ProtocolError, link_broken, reason_in
-from hotswap.errors import HotswapError, InstanceError, MigrationAborted
+from hotswap.backends.transports.link_errors import ProtocolError, reason_in
+from hotswap.errors import HotswapError, InstanceError, MigrationAborted, PromptTooLong
 from hotswap.request import Request, ScoredPrompt
 from hotswap.stream import TokenStream
 from hotswap.transport import Channel
@@ -90,10 +90,8 @@ class Session:
             for message in await self._inbox.receive():
                 if message.verb == "goodbye":
                     return
-                try:
+                with taking(message):
                     self._take(message)
-                except ProtocolError as exc:
-                    raise link_broken(str(exc)) from exc
 
     def _take(self, message: Message) -> None:
         """Do what the controller asks for.
@@ -154,7 +152,12 @@ class Session:
     ) -> dict[str, object] | None:
         """Run a request to its end; return the error that ended it early."""
         try:
-            request = wire.request_of(message, await tokens_in(payload, self._max_tokens))
+            if len(payload) > self._max_tokens * wire.TOKEN_BYTES:
+                raise PromptTooLong(
+                    f"A request has {len(payload) // wire.TOKEN_BYTES:,} tokens, and the host of engine "
+                    f"{self._engine.id!r} takes {self._max_tokens:,}; shorten it, or raise its max_tokens."
+                )
+            request = wire.request_of(message, await tokens_in(payload))
             await _ended(leaving)
             async with self._engine.stream(request) as tokens:
                 self._outbox.say_status()

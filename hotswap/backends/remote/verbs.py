@@ -135,7 +135,7 @@ class Verbs:
         if message.verb == "export":
             lending = engine.export_kv(RequestId(_text(message.fields, "request")))
         else:
-            tokens = await tokens_in(payload, self.max_tokens)
+            tokens = await self._tokens(payload)
             lending = engine.import_kv(wire.request_of(message, tokens))
         async with lending as end, self.lent.lend(end, call.ended) as lent:
             call.answer(
@@ -162,11 +162,20 @@ class Verbs:
             case "reserve":
                 await lent.sink(key).reserve(_size(fields, "num_tokens"))
             case "commit":
-                await lent.sink(key).commit(await tokens_in(payload, self.max_tokens))
+                await lent.sink(key).commit(await self._tokens(payload))
             case "push":
                 call.answer(num_bytes=await self._push(key, fields))
             case verb:
                 raise ProtocolError(f"the engine was asked to {verb[:40]!r}, which it cannot")
+
+    async def _tokens(self, payload: bytes) -> tuple[int, ...]:
+        if len(payload) > self.max_tokens * wire.TOKEN_BYTES:
+            raise MigrationAborted(
+                f"The request has {len(payload) // wire.TOKEN_BYTES:,} tokens, and the destination's host "
+                f"takes {self.max_tokens:,}; raise its max_tokens, or let the request move as tokens.",
+                stage="reserve",
+            )
+        return await tokens_in(payload)
 
     async def _push(self, key: str, fields: Fields) -> int:
         """Copy blocks of a source here to a sink at another host; return how many bytes."""
@@ -183,14 +192,12 @@ class Verbs:
         return len(pages.data)
 
 
-async def tokens_in(payload: bytes, most: int) -> tuple[int, ...]:
+async def tokens_in(payload: bytes) -> tuple[int, ...]:
     """Decode the tokens of a payload, a part in each turn of the event loop.
 
     Raises:
-        ProtocolError: there are more than `most`, or no whole number.
+        ProtocolError: there is no whole number of them.
     """
-    if len(payload) > most * wire.TOKEN_BYTES:
-        raise ProtocolError(f"{len(payload):,} bytes of tokens are over {most:,} tokens")
     tokens: list[int] = []
     turn_bytes = _TURN_TOKENS * wire.TOKEN_BYTES
     for at in range(0, len(payload), turn_bytes):

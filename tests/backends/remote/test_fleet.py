@@ -93,8 +93,10 @@ async def test_requests_of_a_host_that_is_lost_go_on_elsewhere_and_its_engine_co
 
 @pytest.mark.parametrize("route", ["to a host", "from a host", "host to host", "through here"])
 @virtual_time
-async def test_a_request_moves_with_its_blocks_and_every_token_comes_once(route: str) -> None:
-    engines = [engine_of("e0", vocabulary=500), engine_of("e1", vocabulary=500)]
+async def test_a_request_moves_with_its_blocks_and_every_token_comes_once(
+    route: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [engine_of("e0"), engine_of("e1")]
     num_remote = 1 if route in ("to a host", "from a host") else 2
     async with remote_fleet(engines, num_remote=num_remote, peers=route == "host to host") as (fleet, hosts):
         for instance in ("e0", "e1"):
@@ -109,11 +111,13 @@ async def test_a_request_moves_with_its_blocks_and_every_token_comes_once(route:
                 assert [hop.instance for hop in stream.hops] == [source, destination]
             assert record.outcome == "done"
             assert record.num_tokens > 100
+            assert [token.id for token in tokens] == expected(stream.request)
             assert [token.index for token in tokens] == list(range(200))
         # One for control, and one for the blocks of each move that come in or go out another way.
         num_links = {"host to host": [2, 2], "through here": [3, 3]}.get(route, [3])
         assert [len(links.opened) for links in hosts.values()] == num_links
         idle(fleet)
+    assert caplog.records == [], "nothing went wrong"
 
 
 class TracedEngine(WrapperEngine):
@@ -201,3 +205,33 @@ async def test_all_tokens_of_a_turn_are_one_frame() -> None:
         num_steps = (anyio.current_time() - before_s) / 0.05
         assert len(host.frames) - num_before <= 2.2 * num_steps, "600 tokens"
         await made.engine.unload()
+
+
+@pytest.mark.parametrize("lost", ["source", "destination"])
+@virtual_time
+async def test_a_host_that_is_lost_in_a_move_costs_no_token(lost: str) -> None:
+    engines = [engine_of("e0"), engine_of("e1")]
+    async with remote_fleet(engines) as (fleet, hosts):
+        for instance in ("e0", "e1"):
+            await fleet.swap(instance, to="a")
+        await fleet.drain("e1")
+        async with fleet.stream("a", PROMPT, LONG) as stream:
+            outcomes, tokens = list[str](), [await anext(stream) for _ in range(10)]
+            fleet.reopen("e1")
+
+            async def move() -> None:
+                record = await fleet.migrate(stream.request.id, to="e1", method="kv")
+                outcomes.append(record.outcome)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(move)
+                await until(lambda: len(hosts["e1"].opened) > 1)  # for the blocks
+                await hosts["e0" if lost == "source" else "e1"].opened[0][0].aclose()
+            tokens += await stream.collect()
+        assert [token.id for token in tokens] == expected(stream.request)
+        assert [token.index for token in tokens] == list(range(200))
+        assert outcomes == ["aborted"]
+        await until(lambda: all(e.state != "LOST" for e in fleet.view().instances))
+        for links in hosts.values():
+            status = links.host.engine.status()
+            assert status.num_free_kv_blocks == status.num_kv_blocks, "blocks are left over"
