@@ -96,7 +96,7 @@ from hotswap.store import (
     WrapperStore,
 )
 from hotswap.store_view import Residency, StoreView, TierView
-from hotswap.stream import TokenQueue, TokenStream
+from hotswap.stream import TokenQueue, TokenReceiver, TokenStream
 from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
 from hotswap.times_view import TimesView
 from hotswap.transport import Channel, Frame
@@ -194,6 +194,7 @@ __all__ = [
     "Token",
     "TokenLogprob",
     "TokenQueue",
+    "TokenReceiver",
     "TokenStream",
     "Tokenizer",
     "Unload",

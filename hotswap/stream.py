@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from typing import Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from hotswap.request import ScoredPrompt, Token
 
-__all__ = ["TokenQueue", "TokenStream"]
+__all__ = ["TokenQueue", "TokenReceiver", "TokenStream"]
 
 
 class TokenStream(ABC):
@@ -41,6 +42,14 @@ class TokenStream(ABC):
         return [token async for token in self]
 
 
+class TokenReceiver(Protocol):
+    """What tokens are given to as they come."""
+
+    def put(self, token: Token) -> None:
+        """Take a token; synchronous and cheap, and must not raise."""
+        ...
+
+
 class TokenQueue(TokenStream):
     """A stream fed by a producer: `put`, then `close`; both return at once.
 
@@ -51,15 +60,29 @@ class TokenQueue(TokenStream):
 
     def __init__(self) -> None:
         self._tokens: deque[Token] = deque()
+        self._receiver: TokenReceiver | None = None
         self._changed = anyio.Event()
         self._closed = False
         self._error: BaseException | None = None
 
     def put(self, token: Token) -> None:
         """Append a token; ignored once the stream is closed."""
-        if not self._closed:
+        if self._closed:
+            return
+        if self._receiver is not None:
+            self._receiver.put(token)
+        else:
             self._tokens.append(token)
             self._changed.set()
+
+    def forward(self, receiver: TokenReceiver) -> None:
+        """Give tokens to a receiver from now on, the present ones first; readers get the end alone.
+
+        The receiver is called by the producer's `put`, so that no task is woken for a token.
+        """
+        self._receiver = receiver
+        while self._tokens:
+            receiver.put(self._tokens.popleft())
 
     def close(self, error: BaseException | None = None) -> None:
         """End the stream after its present tokens, with `error` if given; only the first call counts."""

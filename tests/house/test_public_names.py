@@ -138,6 +138,7 @@ NAMES = {
         "Token",
         "TokenLogprob",
         "TokenQueue",
+        "TokenReceiver",
         "TokenStream",
         "Tokenizer",
         "Unload",

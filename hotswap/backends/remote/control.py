@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -95,9 +94,7 @@ class ControlLink:
         """
         self._outbox.say("control", version=VERSION, epoch=epoch)
         await self._outbox.flush()
-        silence_s, self._inbox.silence_s = self._inbox.silence_s, math.inf
         messages = await self._inbox.receive()  # when the host has ended what was before
-        self._inbox.silence_s = silence_s
         if not messages or messages[0].verb not in ("welcome", "refused"):
             raise link_broken(f"the host began with {[message.verb[:40] for message in messages[:1]]}")
         first, *rest = messages
@@ -120,6 +117,7 @@ class ControlLink:
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._outbox.run, name=f"outbox of {self._id}")
+            tasks.start_soon(self._inbox.watch, name=f"inbox of {self._id}")
             while True:
                 for message in await self._inbox.receive():
                     with taking(message):

@@ -101,7 +101,9 @@ class EngineHost:
             log.info("A link to engine %r was left.", self.engine.id)
 
     async def _serve(self, channel: Channel, inbox: Inbox) -> str:
-        messages = await inbox.receive()
+        messages = list[Message]()
+        with anyio.move_on_after(self._silence_s):
+            messages = await inbox.receive()
         match [message.verb for message in messages]:
             case ["control"]:
                 return await self._serve_controller(channel, inbox, _checked(messages[0]))
@@ -173,5 +175,5 @@ def _checked(first: Message) -> Message:
 async def _refuse(channel: Channel, error: ControllerSuperseded) -> None:
     outbox = Outbox(channel, _REFUSE_S)
     outbox.say("refused", error=failure(error))
-    with suppress(MigrationAborted):
+    with suppress(MigrationAborted), anyio.move_on_after(_REFUSE_S):
         await outbox.flush()

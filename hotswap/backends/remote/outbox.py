@@ -35,7 +35,7 @@ class Outbox:
 
     Args:
         channel: The link.
-        silence_s: The silence that ends the link at the other end; also the time limit for sending a frame.
+        silence_s: The silence that ends the link at the other end; also how long a frame may take to be sent.
     """
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
@@ -43,7 +43,8 @@ class Outbox:
         self._said: list[Said] = []
         self._rows: array[int] | None = None  # the last message, if it is of tokens
         self._num_frames = 0
-        self._sent_s = anyio.current_time()
+        self._began_s: float | None = None  # to send, if it is not done
+        self._is_silent = False  # since the last look
         self._woken = anyio.Event()
         self._failed = ""
 
@@ -83,40 +84,43 @@ class Outbox:
     def prepare(self) -> None:
         """Say what goes with each frame; a subclass may."""
 
-    def pause_s(self) -> float:
-        """Return in how many seconds `prepare` is to be asked at the latest."""
-        return self._sent_s + self._silence_s / _BEATS - anyio.current_time()
-
     async def run(self) -> None:
         """Send until cancelled.
 
         Raises:
             MigrationAborted: the link is broken.
         """
-        while True:
-            with anyio.move_on_after(self.pause_s()):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._beat)
+            while not self._failed:
                 await self._woken.wait()
-            if self._failed:
-                with anyio.move_on_after(_LAST_S):
+                self._woken = anyio.Event()
+                self.prepare()
+                if self._said or self._rows is not None or self._is_silent:
                     await self.flush()
-                raise link_broken(self._failed)
-            self._woken = anyio.Event()
-            self.prepare()
-            if self._said or self._rows is not None or Outbox.pause_s(self) <= 0:
+            with anyio.move_on_after(_LAST_S):
                 await self.flush()
+            raise link_broken(self._failed)
 
     async def flush(self) -> None:
         """Send what was said, or a beat."""
         self._end_rows()
         messages, self._said = self._said, []
+        self._began_s, self._is_silent = anyio.current_time(), False
         for frame in frames_of(messages, self._num_frames):
             self._num_frames += 1
-            try:
-                with anyio.fail_after(self._silence_s):
-                    await self._channel.send(*frame)
-            except TimeoutError:
-                raise link_broken(f"the other end took no frame for {self._silence_s:g} s") from None
-        self._sent_s = anyio.current_time()
+            await self._channel.send(*frame)
+        self._began_s = None
+
+    async def _beat(self) -> None:
+        """Have a frame sent if there was none for a while; see that frames are taken."""
+        while True:
+            self._is_silent = True
+            await anyio.sleep(self._silence_s / _BEATS)
+            if self._began_s is not None and anyio.current_time() - self._began_s >= self._silence_s:
+                raise link_broken(f"the other end took no frame for {self._silence_s:g} s")
+            if self._is_silent:
+                self.wake()
 
     def _end_rows(self) -> None:
         rows, self._rows = self._rows, None
@@ -126,34 +130,43 @@ class Outbox:
 
 
 class Inbox:
-    """Receives frames in order, and ends the link when there are none for too long.
+    """Receives frames in order.
 
     Args:
         channel: The link.
-        silence_s: For so long there may be no frame.
+        silence_s: For so long there may be no frame while `watch` runs.
     """
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
         self._channel, self.silence_s = channel, silence_s
         self._num_frames = 0
+        self._heard_s = anyio.current_time()
 
     async def receive(self) -> list[Message]:
         """Return the messages of the next frame; their payloads are valid until the next call.
 
         Raises:
-            MigrationAborted: the link is broken, by this frame perhaps, or the other end is silent.
+            MigrationAborted: the link is broken, by this frame perhaps.
         """
-        try:
-            with anyio.fail_after(self.silence_s):
-                frame = await self._channel.receive(
-                    max_message_bytes=min(MAX_MESSAGE_BYTES, self._channel.max_message_bytes),
-                    max_payload_bytes=min(MAX_PAYLOAD_BYTES, self._channel.max_payload_bytes),
-                )
-        except TimeoutError:
-            raise link_broken(f"the other end was silent for {self.silence_s:g} s") from None
+        frame = await self._channel.receive(
+            max_message_bytes=min(MAX_MESSAGE_BYTES, self._channel.max_message_bytes),
+            max_payload_bytes=min(MAX_PAYLOAD_BYTES, self._channel.max_payload_bytes),
+        )
+        self._heard_s = anyio.current_time()
         try:
             messages = messages_of(frame, self._num_frames)
         except ProtocolError as exc:
             raise link_broken(str(exc)) from exc
         self._num_frames += 1
         return messages
+
+    async def watch(self) -> None:
+        """End the link when no frame comes for too long from now on.
+
+        Raises:
+            MigrationAborted: none came.
+        """
+        self._heard_s = anyio.current_time()
+        while (left_s := self._heard_s + self.silence_s - anyio.current_time()) > 0:  # noqa: ASYNC110
+            await anyio.sleep(left_s)  # once in that time, where an event would be set by each frame
+        raise link_broken(f"the other end was silent for {self.silence_s:g} s")

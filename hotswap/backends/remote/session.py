@@ -20,8 +20,8 @@ from hotswap.backends.remote.verbs import Call, Verbs, tokens_in
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, reason_in
 from hotswap.errors import HotswapError, InstanceError, MigrationAborted, PromptTooLong
-from hotswap.request import Request, ScoredPrompt
-from hotswap.stream import TokenStream
+from hotswap.request import Request, ScoredPrompt, Token
+from hotswap.stream import TokenQueue, TokenStream
 from hotswap.transport import Channel
 
 if TYPE_CHECKING:
@@ -43,6 +43,26 @@ class _Stream:
         self.scope = anyio.CancelScope()
         self.is_closed = False  # by the controller
         self.ended = anyio.Event()
+
+
+class _Teller:
+    """Says the tokens of a stream."""
+
+    def __init__(self, number: int, tokens: TokenStream, outbox: HostOutbox) -> None:
+        self.has_begun = False
+        self._number, self._tokens, self._outbox = number, tokens, outbox
+
+    def put(self, token: Token) -> None:
+        """See `TokenReceiver`."""
+        if not self.has_begun:
+            self.has_begun = True
+            if self._tokens.num_reused_tokens:
+                self._outbox.say_row(4 * self._number + REUSED, self._tokens.num_reused_tokens)
+        kind = _KINDS[token.finish_reason]
+        if token.logprob is None:
+            self._outbox.say_row(4 * self._number + kind, token.id)
+        else:
+            self._outbox.say("scored", self._number, scored(token), kind=kind)
 
 
 class Session:
@@ -71,6 +91,7 @@ class Session:
             async with anyio.create_task_group() as self._started:
                 self._outbox.welcome()
                 self._started.start_soon(self._outbox.run)
+                self._started.start_soon(self._inbox.watch)
                 await self._listen()
                 self._started.cancel_scope.cancel()
         except* MigrationAborted as errors:
@@ -170,24 +191,19 @@ class Session:
         return None
 
     async def _tell(self, number: int, request: Request, tokens: TokenStream) -> None:
-        outbox, is_first = self._outbox, True
+        """Tell the tokens of a stream until it ends."""
+        teller = _Teller(number, tokens, self._outbox)
+        if isinstance(tokens, TokenQueue) and request.sampling.prompt_logprobs is None:
+            tokens.forward(teller)  # so that no task is woken for each token
         async for token in tokens:
-            if is_first:
-                await self._tell_beginning(number, tokens)
-                is_first = False
-            kind = _KINDS[token.finish_reason]
-            if token.logprob is None:
-                outbox.say_row(4 * number + kind, token.id)
-            else:
-                outbox.say("scored", number, scored(token), kind=kind)
+            if not teller.has_begun and isinstance(tokens.prompt_logprobs, ScoredPrompt):
+                await self._tell_prompt(number, tokens.prompt_logprobs)
+            teller.put(token)
 
-    async def _tell_beginning(self, number: int, tokens: TokenStream) -> None:
-        if isinstance(tokens.prompt_logprobs, ScoredPrompt):
-            for num_entries, payload in prompt_parts(tokens.prompt_logprobs):
-                self._outbox.say("prompt", number, payload, num_entries=num_entries)
-                await checkpoint()
-        if tokens.num_reused_tokens:
-            self._outbox.say_row(4 * number + REUSED, tokens.num_reused_tokens)
+    async def _tell_prompt(self, number: int, prompt: ScoredPrompt) -> None:
+        for num_entries, payload in prompt_parts(prompt):
+            self._outbox.say("prompt", number, payload, num_entries=num_entries)
+            await checkpoint()
 
     # ------------------------------------------------------------------ calls
 

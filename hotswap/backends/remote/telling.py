@@ -31,8 +31,8 @@ class HostOutbox(Outbox):
         super().__init__(channel, silence_s)
         self._engine = engine
         self._told: EngineStatus | None = None
-        self._told_s = anyio.current_time()
-        self._load_changed = self._state_changed = False
+        self._load_changed = anyio.Event()
+        self._state_changed = self._is_due = False
         self._is_polled = not engine.watch(self)
 
     def welcome(self) -> None:
@@ -42,9 +42,8 @@ class HostOutbox(Outbox):
 
     def load_changed(self) -> None:
         """See `StatusListener`."""
-        if not self._load_changed:
-            self._load_changed = True
-            self.wake()
+        if not self._load_changed.is_set():
+            self._load_changed.set()
 
     def state_changed(self) -> None:
         """See `StatusListener`."""
@@ -52,10 +51,25 @@ class HostOutbox(Outbox):
             self._state_changed = True
             self.wake()
 
+    async def run(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tell_load)
+            await super().run()
+
+    async def _tell_load(self) -> None:
+        """Have a changed load told that goes with no token."""
+        while True:
+            if not self._is_polled:
+                await self._load_changed.wait()
+            await anyio.sleep(_LOAD_S)
+            self._is_due = True
+            self.wake()
+
     def say_status(self) -> None:
         """Say how the status has changed, if it has."""
-        self._load_changed = self._state_changed = False
-        self._told_s = anyio.current_time()
+        self._state_changed = self._is_due = False
+        if self._load_changed.is_set():
+            self._load_changed = anyio.Event()
         try:
             status = self._engine.status()
         except Exception:  # the controller keeps what it was told
@@ -66,13 +80,5 @@ class HostOutbox(Outbox):
             self._told = status
 
     def prepare(self) -> None:
-        is_due = (self._load_changed or self._is_polled) and self._load_pause_s() <= 0
-        if self._state_changed or is_due or self.has_rows:
+        if self._state_changed or self._is_due or self.has_rows:
             self.say_status()
-
-    def pause_s(self) -> float:
-        waits = self._load_changed or self._is_polled
-        return min(super().pause_s(), self._load_pause_s()) if waits else super().pause_s()
-
-    def _load_pause_s(self) -> float:
-        return self._told_s + _LOAD_S - anyio.current_time()
