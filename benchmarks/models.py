@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from hotswap.model import Layout
+
 __all__ = ["llama_in_engine", "write_llama"]
 
 
@@ -25,6 +27,7 @@ def write_llama(
     vocabulary: int = 2048,
     tokenizer: str | None = None,
     end_token: int | None = None,
+    layout: Layout = "modules",
 ) -> int:
     """Write a checkpoint at `directory / name` and add it to `directory / "store"`.
 
@@ -43,6 +46,7 @@ def write_llama(
         vocabulary: Number of token ids.
         tokenizer: The text of its `tokenizer.json`; none by default.
         end_token: Its end token; none by default, so it never generates an end of sequence.
+        layout: How the store keeps it.
     """
     import torch
     import transformers
@@ -66,7 +70,7 @@ def write_llama(
     model.save_pretrained(directory / name)
     if tokenizer is not None:
         (directory / name / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    convert(directory / name, directory / "store", model_id=name)
+    convert(directory / name, directory / "store", model_id=name, layout=layout)
     return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import vllm_migrate, vllm_swap
+from hotswap.model import Layout
 
 
-def test_all_three_methods_of_a_model_change_are_measured(tmp_path: Path) -> None:
-    report = vllm_swap.measure(vllm_swap.Settings(repeats=1, restarts=1, hidden=128, layers=1), tmp_path)
+@pytest.mark.parametrize("layout", ["modules", "checkpoint"])
+def test_all_three_methods_of_a_model_change_are_measured(tmp_path: Path, layout: Layout) -> None:
+    settings = vllm_swap.Settings(repeats=1, restarts=1, hidden=128, layers=1, layout=layout)
+    report = vllm_swap.measure(settings, tmp_path)
     assert all(len(report[name]) == 1 for name in ("in_place_s", "vllm_reload_s", "restart_s"))
     assert report["ratios"]["restart_over_in_place"] > 0
     assert list(tmp_path.iterdir()) == []
